@@ -1,0 +1,63 @@
+# Tasks of a checkout. They share one virtual environment, made on first use from a Python that tools/find_python.sh
+# finds. Variables to set on the command line:
+#   PYTHON       the Python to make the environment with (default: found)
+#   VENV         where the environment is (default: .venv)
+#   EXTRAS       extras of pyproject.toml to install (default: test,lint,bench and, where nvidia-smi works, cuda13)
+#   PIP_ARGS     more arguments for pip install
+#   PYTEST_ARGS  more arguments for pytest
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+ifndef EXTRAS
+EXTRAS := test,lint,bench$(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda13)
+endif
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+INSTALLED := $(VENV)/.installed
+COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
+
+.PHONY: help env ffi demo test test-gpu lint bench clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
+	  printf '  make %-9s %s\n' "$$name" "$$what"; done
+
+# Python sources are used in place. What is compiled, and the list of dependencies, make a new installation necessary.
+$(INSTALLED): pyproject.toml $(COMPILED) | $(BIN)/python
+	"$(BIN)/python" -m pip install --disable-pip-version-check -q -e '.[$(EXTRAS)]' $(PIP_ARGS)
+	@touch $@
+
+$(BIN)/python:
+	python=$$(PYTHON='$(PYTHON)' tools/find_python.sh) && echo "making $(VENV) with $$python" && "$$python" -m venv '$(VENV)'
+
+env: $(INSTALLED) ## make the environment and install the package into it, editable
+
+ffi: $(INSTALLED) ## compile the custom calls into the source tree, for programs that import jax_ep from there
+	PATH="$(BIN):$$PATH" tools/build_ffi.sh "$(BIN)/python"
+
+demo: $(INSTALLED) ## train a small MoE language model, then generate from its checkpoint
+	"$(BIN)/python" examples/train_moe_flax.py
+	"$(BIN)/python" examples/serve_moe.py
+
+test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
+	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
+
+test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs
+	JAX_EP_TEST_DEVICES=gpu "$(BIN)/python" -m pytest -q tests $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## formatting, lint rules and types
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/ruff" check .
+	"$(BIN)/mypy"
+
+bench: $(INSTALLED) ## every benchmark, one after another
+	for script in benchmarks/*.py; do echo "== $$script"; "$(BIN)/python" "$$script"; done
+
+clean: ## remove what these tasks have made, the environment included
+	rm -rf '$(VENV)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

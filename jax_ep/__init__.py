@@ -1,0 +1,48 @@
+"""Expert parallelism for Mixture-of-Experts layers in JAX.
+
+Per-shard functions for use inside `jax.shard_map`; see `dispatch` for the shapes and the quick start. Wrappers for
+globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.flax`.
+"""
+
+from jax_ep.api import combine, dispatch, dispatch_grouped_gemm, grouped_gemm, grouped_gemm_combine
+from jax_ep.context import Context, finalize, init
+from jax_ep.low_latency import low_latency_combine, low_latency_dispatch
+from jax_ep.moe import fused_moe, moe, moe_sort
+from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
+from jax_ep.types import (
+    Dispatched,
+    DispatchedGemm,
+    Handle,
+    LowLatencyDispatched,
+    LowLatencyHandle,
+    Routing,
+    SortedTokens,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Context",
+    "Dispatched",
+    "DispatchedGemm",
+    "Handle",
+    "LowLatencyDispatched",
+    "LowLatencyHandle",
+    "Routing",
+    "SortedTokens",
+    "combine",
+    "dispatch",
+    "dispatch_grouped_gemm",
+    "finalize",
+    "fused_moe",
+    "grouped_gemm",
+    "grouped_gemm_combine",
+    "init",
+    "load_balancing_loss",
+    "low_latency_combine",
+    "low_latency_dispatch",
+    "moe",
+    "moe_sort",
+    "router_z_loss",
+    "topk_router",
+]

@@ -1,0 +1,249 @@
+"""Dispatch and combine: the per-shard functions that move tokens to their experts and back.
+
+Symbols: T tokens per rank, H hidden, K experts per token, E experts, W ranks on the expert axis, L = E / W local
+experts, R rows of the expert-major layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from jax.typing import DTypeLike
+
+from jax_ep import operations
+from jax_ep import validation as check
+from jax_ep.operations import Call
+from jax_ep.types import Array, AxisName, Dispatched, DispatchedGemm, Handle, Quantized
+
+
+def dispatch(
+    x: Array | Quantized,
+    topk_idx: Array | None,
+    topk_weights: Array | None = None,
+    *,
+    num_experts: int,
+    axis_name: AxisName = "expert",
+    capacity: int | None = None,
+    alignment: int = 1,
+    wire_dtype: DTypeLike | None = None,
+    handle: Handle | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Dispatched:
+    """Sends every token to the ranks that hold its experts, and orders what arrives by expert.
+
+    Rows are ordered by expert, then source rank, token and k. Every `(token, k)` with a valid id has a row; the same
+    expert twice in one token gives two. Differentiable in `x` and `topk_weights`: the transpose is `combine` over the
+    same handle.
+
+    Args:
+      x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank, or FP8 tokens as a pair
+        `(values [T, H] float8_e4m3fn, scales [T, H // 128] float32)`, which travels bit for bit and has no gradient.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert. Other ids outside `[0, E)` raise where values are known
+        (outside jit), and are treated as -1 and counted in `handle.num_invalid` elsewhere. May be None with `handle`.
+      topk_weights: `[T, K]` float32 router weights, or None.
+      num_experts: E over all ranks; rank r owns experts `[r * L, (r + 1) * L)`.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread; `()` on one device without a mesh.
+      capacity: R, static rows on each rank. None: enough for any routing (W * T * K plus alignment padding), so that
+        nothing is dropped. Rows past it, in row order, are dropped and counted.
+      alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
+      wire_dtype: `jnp.float8_e4m3fn` sends tokens quantised per 128 columns, and their cotangents too; None sends them
+        as they are.
+      handle: layout of an earlier dispatch with the same ids, to be used again.
+      implementation: name, names in order of preference, or None for the best that fits.
+
+    Returns:
+      `Dispatched(tokens [R, H], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`; padding rows
+      are zero.
+
+    Raises:
+      ValueError: shapes, sizes or axes that do not fit; ids out of range where they are known.
+      TypeError: unsupported dtypes or kinds of arguments.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def layer(x, idx, weights):  # per shard: [T, H], [T, K], [T, K]
+      ...     d = jax_ep.dispatch(x, idx, weights, num_experts=16)
+      ...     return jax_ep.combine(d.tokens * d.weights[:, None], d.handle)
+      >>> x, idx = jnp.ones((16, 8)), jnp.arange(32, dtype=jnp.int32).reshape(16, 2) % 16
+      >>> run = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> float(jax.jit(run)(x, idx, jnp.full((16, 2), 0.5)).sum())
+      128.0
+
+    Source: the layout is that of MegaBlocks (arXiv:2211.15841); sending a token once per rank follows DeepEP.
+    """
+    call = Call("dispatch", axis_name, wire_dtype, implementation)
+    return operations.dispatch(
+        call, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity, alignment=alignment, handle=handle
+    )
+
+
+def combine(
+    y: Array,
+    handle: Handle,
+    *,
+    axis_name: AxisName = "expert",
+    wire_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Sends expert outputs back to the ranks of their tokens and sums them there, unweighted.
+
+    Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
+    order of k in float32, rounded to the wire format, and added at the source in rank order in float32; the result is
+    deterministic. Differentiable in `y`: the transpose is `dispatch` over the same handle.
+
+    Args:
+      y: `[R, H]` rows in the order of the dispatch; what padding rows hold is never read.
+      handle: `Dispatched.handle`.
+      axis_name: the axis of the dispatch.
+      wire_dtype: `jnp.float8_e4m3fn` quantises what travels per 128 columns; None sends `y.dtype`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of y; zero for tokens without experts.
+
+    Raises:
+      ValueError: y or the axis does not fit the handle.
+      TypeError: unsupported dtypes, or something that is no handle.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> d = jax_ep.dispatch(jnp.ones((2, 4)), jnp.array([[0, 1], [1, -1]]), num_experts=2, axis_name=())
+      >>> jax_ep.combine(d.tokens, d.handle, axis_name=())[:, 0].tolist()
+      [2.0, 1.0]
+    """
+    return operations.combine(Call("combine", axis_name, wire_dtype, implementation), y, handle)
+
+
+def grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Multiplies consecutive groups of rows by one matrix each: `lax.ragged_dot` that costs what the rows cost.
+
+    Differentiable in `lhs` and `rhs`, to any order. Needs no mesh axis. Sums run in float32 (float64 for float64).
+
+    Args:
+      lhs: `[M, K]` bfloat16, float16, float32 or float64.
+      rhs: `[G, K, N]` of the same dtype.
+      group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
+      preferred_element_type: dtype of the result; None: that of lhs.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[M, N]`; rows past the groups are zero, whatever lhs holds there.
+
+    Raises:
+      ValueError: shapes that do not fit.
+      TypeError: unsupported or different dtypes.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> rhs = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])
+      >>> jax_ep.grouped_gemm(jnp.ones((3, 2)), rhs, jnp.array([1, 1]))[:, 0].tolist()
+      [1.0, 3.0, 0.0]
+    """
+    call = Call("grouped_gemm", implementation=implementation)
+    return operations.grouped_gemm(call, lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
+
+
+def dispatch_grouped_gemm(
+    x: Array,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    w: Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName = "expert",
+    capacity: int | None = None,
+    alignment: int = 1,
+    wire_dtype: DTypeLike | None = None,
+    handle: Handle | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> DispatchedGemm:
+    """`dispatch`, then the rows of each expert times its matrix.
+
+    Args:
+      x: `[T, H]` tokens; see `dispatch` for this and all arguments not named here.
+      topk_idx: `[T, K]` int32 expert ids.
+      topk_weights: `[T, K]` float32 router weights, or None.
+      w: `[L, H, N]` matrices of this rank's experts, in the dtype of x.
+      num_experts: E.
+      axis_name: expert axis.
+      capacity: R.
+      alignment: rows at whose multiples experts start.
+      wire_dtype: FP8 on the wire.
+      handle: layout to be used again.
+      implementation: see `dispatch`.
+
+    Returns:
+      `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `dispatch` and `grouped_gemm` do.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, w = jnp.ones((2, 4)), jnp.ones((2, 4, 3))
+      >>> out = jax_ep.dispatch_grouped_gemm(x, jnp.array([[0], [1]]), None, w, num_experts=2, axis_name=())
+      >>> out.hidden.shape
+      (2, 3)
+    """
+    call = Call("dispatch_grouped_gemm", axis_name, wire_dtype, implementation)
+    x = check.matrix(call.function, "x", x, "[T, H]")
+    w = check.expert_weights(call.function, "w", w, (call.num_local_experts(num_experts), x.shape[1]), x.dtype)
+    d = operations.dispatch(
+        call, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity, alignment=alignment, handle=handle
+    )
+    hidden = operations.grouped_gemm(call, cast(Array, d.tokens), w, d.group_sizes, name="w")
+    return DispatchedGemm(hidden, d.weights, d.group_sizes, d.handle, d.dropped)
+
+
+def grouped_gemm_combine(
+    h: Array,
+    w: Array,
+    handle: Handle,
+    *,
+    axis_name: AxisName = "expert",
+    wire_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """The rows of each expert times its matrix, then `combine`.
+
+    Args:
+      h: `[R, I]` rows in the order of the dispatch.
+      w: `[L, I, H]` matrices of this rank's experts, in the dtype of h.
+      handle: `Dispatched.handle`.
+      axis_name: the axis of the dispatch.
+      wire_dtype: see `combine`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` unweighted sums in the dtype of h.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `combine` and `grouped_gemm` do.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, w = jnp.ones((2, 4)), jnp.ones((2, 4, 3))
+      >>> out = jax_ep.dispatch_grouped_gemm(x, jnp.array([[0], [1]]), None, w, num_experts=2, axis_name=())
+      >>> jax_ep.grouped_gemm_combine(out.hidden, jnp.ones((2, 3, 4)), out.handle, axis_name=()).tolist()[0]
+      [12.0, 12.0, 12.0, 12.0]
+    """
+    call = Call("grouped_gemm_combine", axis_name, wire_dtype, implementation)
+    h = check.matrix(call.function, "h", h, "[R, I]")
+    layout = check.handle(call.function, handle, Handle, axis_name)
+    remedy = "pass one row per row of the dispatch that made the handle"
+    check.size(call.function, "the number of rows of h", h.shape[0], layout.capacity, remedy)
+    w = check.expert_weights(call.function, "w", w, (layout.num_local_experts, h.shape[1]), h.dtype)
+    return operations.combine(call, operations.grouped_gemm(call, h, w, handle.group_sizes, name="w"), handle)

@@ -1,0 +1,126 @@
+"""The registry of implementations: a name, the module with its functions, and what it can do.
+
+An implementation is a module that has the functions of `Implementation`. It knows nothing of autodiff (vjp.py) and
+nothing of argument checking (validation.py). To add one, write the module and register it here; the contract suite in
+tests/contract then holds it to the same behaviour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep import reference
+from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
+
+Axis = tuple[str, ...]
+
+
+class Implementation(Protocol):
+    """Per-shard functions of one implementation; reference.py documents shapes and meaning."""
+
+    def plan(self, topk_idx: Array, layout: Layout, axis: Axis) -> Handle: ...
+    def send_rows(self, x: Array, handle: Handle, axis: Axis) -> Array: ...
+    def send_tokens(self, x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array: ...
+    def return_tokens(self, y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array: ...
+    def send_weights(self, weights: Array, handle: Handle, axis: Axis) -> Array: ...
+    def return_weights(self, row_weights: Array, handle: Handle, axis: Axis) -> Array: ...
+    def grouped_gemm(
+        self, lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike
+    ) -> Array: ...
+    def grouped_gemm_weights(self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array: ...
+    def low_latency_plan(self, topk_idx: Array, layout: Layout, axis: Axis) -> LowLatencyHandle: ...
+    def low_latency_send(self, x: Array, handle: LowLatencyHandle, axis: Axis) -> Array: ...
+    def low_latency_combine(
+        self, y: Array, topk_weights: Array, handle: LowLatencyHandle, axis: Axis, wire_dtype: DTypeLike | None
+    ) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller wants to run: enough for an implementation to accept it or to say why not.
+
+    Attributes:
+      function: public function, for messages.
+      dtype: dtype of the tokens.
+      hidden: H.
+      layout: sizes of the exchange, or None for functions without one.
+      platform: where it will run ("cpu", "gpu", ...).
+    """
+
+    function: str
+    dtype: jax.numpy.dtype
+    hidden: int
+    layout: Layout | None = None
+    platform: str = dataclasses.field(default_factory=jax.default_backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One registered implementation.
+
+    Attributes:
+      name: as users write it.
+      load: returns the module; called on first use, so that optional packages stay optional.
+      refusal: None where the implementation can serve the request, else the reason why it cannot.
+    """
+
+    name: str
+    load: Callable[[], Implementation]
+    refusal: Callable[[Request], str | None]
+
+
+# In order of preference: the first one that accepts a request is the default.
+_REGISTRY: dict[str, Entry] = {
+    "xla": Entry("xla", load=lambda: reference, refusal=lambda request: None),
+}
+
+
+def available() -> tuple[str, ...]:
+    """Names of all registered implementations, most preferred first."""
+    return tuple(_REGISTRY)
+
+
+def get(name: str) -> Implementation:
+    """The functions of implementation `name`, which must be registered."""
+    return _REGISTRY[name].load()
+
+
+def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
+    """The first of `implementation` (None: of all) that can serve `request`.
+
+    Raises:
+      ValueError: a name that is not registered.
+      NotImplementedError: none can serve it; the message gives every reason.
+    """
+    names: Sequence[str] = available()
+    if implementation is not None:
+        names = (implementation,) if isinstance(implementation, str) else implementation
+        if not isinstance(names, Sequence):
+            raise TypeError(
+                f"{request.function}: implementation={implementation!r} is a {type(implementation).__name__},"
+                " expected a"
+                f" name, a sequence of names, or None; choose from {available()}."
+            )
+    unknown = [name for name in names if name not in _REGISTRY]
+    if unknown or not names:
+        raise ValueError(
+            f"{request.function}: implementation={implementation!r} names {unknown or 'nothing'}; choose from"
+            f" {available()}, or leave it None for the best one."
+        )
+    refusals = {}
+    for name in names:
+        reason = _REGISTRY[name].refusal(request)
+        if reason is None:
+            return name
+        refusals[name] = reason
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    raise NotImplementedError(
+        f"{request.function}: no implementation of {tuple(names)} can serve this call: {reasons}. Leave"
+        " implementation=None,"
+        " or name one that can."
+    )

@@ -1,0 +1,36 @@
+"""What XLA cannot express: custom calls of a small compiled library, loaded on first use.
+
+`pointer_table` hands every device its own table of raw addresses; `check_status` turns a failure that a kernel has
+recorded into an exception. A missing or stale library is a `LibraryError` that says how to build it.
+"""
+
+from jax_ep.ffi.library import LibraryError, Platform, device_key, load
+from jax_ep.ffi.status import (
+    Operation,
+    State,
+    StatusBuffer,
+    StatusRecord,
+    alloc_status,
+    check_status,
+    format_status,
+    unregister_status,
+)
+from jax_ep.ffi.tables import pointer_table, register_table, unregister_table
+
+__all__ = [
+    "LibraryError",
+    "Operation",
+    "Platform",
+    "State",
+    "StatusBuffer",
+    "StatusRecord",
+    "alloc_status",
+    "check_status",
+    "device_key",
+    "format_status",
+    "load",
+    "pointer_table",
+    "register_table",
+    "unregister_status",
+    "unregister_table",
+]

@@ -1,0 +1,33 @@
+// The few CUDA driver functions that are needed, found at run time: the library builds and loads without CUDA.
+#ifndef JAX_EP_FFI_CUDA_DRIVER_H_
+#define JAX_EP_FFI_CUDA_DRIVER_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+
+namespace jax_ep::cuda {
+
+using DevicePointer = uint64_t;  // CUdeviceptr
+using Stream = void*;            // CUstream
+
+// Each says which driver call failed and how. The first use loads libcuda.so.1; where that is missing, every
+// function returns kFailedPrecondition.
+
+// Device memory on the primary context of `device_ordinal`, which XLA uses as well.
+Status Allocate(int32_t device_ordinal, size_t bytes, DevicePointer* out);
+// Copies, and returns when the device holds the bytes: an unsynchronised stream may read them next.
+Status Upload(int32_t device_ordinal, DevicePointer destination, const void* source, size_t bytes);
+// Pinned host memory that the device addresses too.
+Status AllocateHost(int32_t device_ordinal, size_t bytes, void** host, DevicePointer* device);
+Status FreeHost(int32_t device_ordinal, void* host);
+
+// On a stream of the context that is current in the calling thread, as in an XLA FFI handler.
+Status CopyAsync(DevicePointer destination, DevicePointer source, size_t bytes, Stream stream);
+Status ZeroAsync(DevicePointer destination, size_t bytes, Stream stream);
+Status Synchronize(Stream stream);
+
+}  // namespace jax_ep::cuda
+
+#endif  // JAX_EP_FFI_CUDA_DRIVER_H_

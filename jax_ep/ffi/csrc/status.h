@@ -1,0 +1,44 @@
+// The status record: one per context and device, in memory that both the host and the device see.
+//
+// Only kernels of that one device write it, and the first failure stays: a kernel whose wait expires claims the
+// record by compare-and-swap of `state` from kStateOk to kStateWriting, writes the other fields, and stores the final
+// `state` LAST, with release at system scope. Kernels that find a non-zero `state` run out without waiting. The host
+// reads `state` with acquire before the rest, and takes kStateWriting for "not yet": the next check sees it.
+//
+// jax_ep/ffi/status.py holds the same names in the same order (tests/test_ffi.py compares them).
+#ifndef JAX_EP_FFI_STATUS_H_
+#define JAX_EP_FFI_STATUS_H_
+
+#include <cstdint>
+#include <string>
+
+namespace jax_ep {
+
+struct StatusRecord {
+  int32_t state;      // 0 = ok, else a State: what went wrong
+  int32_t operation;  // an Operation: in which call
+  int32_t rank;       // the rank that reports, on the context's axis
+  int32_t peer;       // the rank it waited for, -1 = none in particular
+  int32_t expected;   // the epoch it waited for
+  int32_t seen;       // the epoch it saw when it gave up
+  int32_t task;       // the task number in the kernel's queue, -1 = none
+  int32_t detail;     // kTimeout: milliseconds waited; kAborted: the state that the peer reported
+};
+static_assert(sizeof(StatusRecord) == 32, "the record is 8 packed int32");
+
+inline constexpr const char* kStatusFields = "state operation rank peer expected seen task detail";
+
+enum State : int32_t { kStateOk = 0, kStateTimeout = 1, kStateAborted = 2, kStateWriting = 3 };
+inline constexpr const char* kStateNames = "ok timeout aborted writing";
+
+// In the order of these names, from 0.
+inline constexpr const char* kOperationNames =
+    "unknown dispatch combine dispatch_grouped_gemm grouped_gemm_combine moe low_latency_dispatch "
+    "low_latency_combine barrier";
+
+// The whole story of a record, for an exception's text; "jax_ep: no failure recorded" where there is none.
+std::string FormatStatus(const StatusRecord& record);
+
+}  // namespace jax_ep
+
+#endif  // JAX_EP_FFI_STATUS_H_

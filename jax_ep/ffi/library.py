@@ -1,0 +1,167 @@
+"""Finds, checks and loads `libjax_ep_ffi.so` and registers its custom calls with XLA: on first use, never on import."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+NAME = "libjax_ep_ffi.so"
+ABI_VERSION = 1  # kAbiVersion of csrc/abi.h
+BUILD_COMMANDS = (
+    "Build it with `pip install -e .` in the source tree (`make` does so in its own environment), or into the tree"
+    " itself with `make ffi`."
+)
+
+POINTER_TABLE = "jax_ep_pointer_table"
+CHECK_STATUS = "jax_ep_check_status"
+
+_HERE = Path(__file__).resolve().parent
+_LOAD_LOCK = threading.Lock()
+
+
+class LibraryError(ImportError):
+    """The compiled library of jax_ep is missing, or was built from other sources than this Python code."""
+
+
+class Platform(enum.IntEnum):
+    """Where a device lives, as the library numbers it; ordinals count separately on each."""
+
+    CPU = 0
+    CUDA = 1
+
+
+def device_key(device: jax.Device) -> tuple[Platform, int]:
+    """Platform and ordinal by which the custom calls know `device`, one of this process's devices."""
+    platforms = {"cpu": Platform.CPU, "gpu": Platform.CUDA, "cuda": Platform.CUDA}
+    if device.platform not in platforms:
+        raise ValueError(f"jax_ep has no custom calls for {device} of platform {device.platform!r}, only cpu and gpu.")
+    if device.process_index != jax.process_index(device.client):
+        raise ValueError(
+            f"{device} belongs to process {device.process_index}, not to this one ({jax.process_index(device.client)})."
+            " Every process registers the devices in mesh.local_devices only."
+        )
+    ordinal = device.local_hardware_id
+    return platforms[device.platform], device.id if ordinal is None else int(ordinal)
+
+
+def candidates() -> list[Path]:
+    """Where the library may be: beside this file (wheel, `make ffi`), then where an editable install has put it."""
+    places = [_HERE, *(Path(place) for place in _package_path())]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        places.append(Path(str(importlib.metadata.distribution("jax-ep").locate_file("jax_ep/ffi"))))
+    return list(dict.fromkeys(place / NAME for place in places))
+
+
+def _package_path() -> Sequence[str]:
+    # An editable install gives the package two folders: the sources, and site-packages with what was compiled.
+    import jax_ep.ffi
+
+    return list(jax_ep.ffi.__path__)
+
+
+def source_hash(csrc: Path) -> str | None:
+    """Hash of the C++ sources as CMakeLists.txt computes it; None where there are none, as in a wheel."""
+    files = sorted((*csrc.glob("*.cc"), *csrc.glob("*.h")), key=lambda path: path.name)
+    if not files:
+        return None
+    lines = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def open_library(paths: Sequence[Path], csrc: Path) -> ctypes.CDLL:
+    """The first library of `paths` that fits this Python code and the sources in `csrc`, else a `LibraryError`."""
+    expected = source_hash(csrc)
+    problems = []
+    for path in paths:
+        if not path.exists():
+            problems.append(f"{path}: does not exist")
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            problems.append(f"{path}: cannot be loaded ({error})")
+            continue
+        problem = _mismatch(library, expected)
+        if problem is None:
+            return _declare(library)
+        problems.append(f"{path}: {problem}")
+    found = "is missing" if all(problem.endswith("does not exist") for problem in problems) else "does not fit"
+    looked = "\n".join(f"  {problem}" for problem in problems)
+    raise LibraryError(f"jax_ep's compiled library {found}:\n{looked}\n{BUILD_COMMANDS}", name="jax_ep.ffi")
+
+
+def _mismatch(library: ctypes.CDLL, expected_hash: str | None) -> str | None:
+    """Why `library` is not the one that belongs to this Python code, or None."""
+    try:
+        version = int(library.jax_ep_ffi_abi_version())
+        library.jax_ep_ffi_source_hash.restype = ctypes.c_char_p
+        built_from = library.jax_ep_ffi_source_hash().decode()
+    except AttributeError:
+        return "has no version stamp"
+    if version != ABI_VERSION:
+        return f"has ABI version {version}, this Python code needs {ABI_VERSION}"
+    if expected_hash is not None and built_from != expected_hash:
+        return f"is stale: built from sources {built_from[:12]}, the sources here are {expected_hash[:12]}"
+    return None
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Gives every function of csrc/abi.h its C signature."""
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    signatures: dict[str, tuple[type, list[type]]] = {
+        "jax_ep_ffi_abi_version": (i32, []),
+        "jax_ep_ffi_xla_api_version": (i32, []),
+        "jax_ep_ffi_source_hash": (ctypes.c_char_p, []),
+        "jax_ep_last_error": (ctypes.c_char_p, []),
+        "jax_ep_register_table": (i32, [i32, i64, i32, ctypes.POINTER(i64), i64]),
+        "jax_ep_unregister_table": (i32, [i64]),
+        "jax_ep_alloc_status": (i32, [i32, i32, ctypes.POINTER(pointer), ctypes.POINTER(ctypes.c_uint64)]),
+        "jax_ep_free_status": (i32, [i32, i32, pointer]),
+        "jax_ep_register_status": (i32, [i32, i64, i32, pointer]),
+        "jax_ep_unregister_status": (i32, [i64]),
+        "jax_ep_format_status": (i64, [ctypes.POINTER(i32), ctypes.c_char_p, i64]),
+        "jax_ep_status_fields": (ctypes.c_char_p, []),
+        "jax_ep_status_states": (ctypes.c_char_p, []),
+        "jax_ep_status_operations": (ctypes.c_char_p, []),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@functools.cache
+def _load_once() -> ctypes.CDLL:
+    library = open_library(candidates(), _HERE / "csrc")
+    for target in (POINTER_TABLE, CHECK_STATUS):
+        for suffix, platform in (("cpu", "cpu"), ("cuda", "CUDA")):
+            handler = jax.ffi.pycapsule(getattr(library, f"{target}_{suffix}"))
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return library
+
+
+def load() -> ctypes.CDLL:
+    """The library, with its custom calls registered for the CPU and CUDA platforms.
+
+    The wrappers call this themselves. Call it before running an executable that was compiled elsewhere and only
+    deserialized here.
+    """
+    with _LOAD_LOCK:  # functools.cache alone may run the function twice
+        return _load_once()
+
+
+def raise_for(code: int) -> None:
+    """Turns a code of csrc/abi.h into a Python exception with the library's own words."""
+    if code == 0:
+        return
+    message = load().jax_ep_last_error().decode()
+    raise ValueError(message) if code == 1 else RuntimeError(message)

@@ -1,0 +1,337 @@
+"""Mixture-of-Experts layer for Flax NNX. Imported on demand: `import jax_ep` alone needs no Flax.
+
+The layer takes GLOBAL arrays, as Flax code has them, and opens the `jax.shard_map` regions itself. It works on
+meshes with automatic and with explicit axes. Without any mesh it runs on one device through `jax_ep.fused_moe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_ep
+from jax_ep.sharding import moe_specs, sharded_moe
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError("jax_ep.flax needs Flax: pip install 'jax_ep[flax]'") from error
+
+Array = jax.Array
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# topk_idx, topk_weights, (load, load_balancing_loss, router_z_loss)
+_Routed = tuple[Array, Array, tuple[Array, Array, Array]]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+# One fan per expert: the leading axis of [E, in, out] enumerates independent matrices.
+EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
+DENSE_INIT = nnx.initializers.lecun_normal()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEMetrics:
+    """What one call of `MoE` did, over all devices; arrays, so it passes through scan, remat and grad's `aux`.
+
+    Attributes:
+      load: `[E]` int32, (token, k) assignments of each expert.
+      load_balancing_loss: `[]` float32, 1 when every expert is equally loaded; add it to the loss with a weight.
+      router_z_loss: `[]` float32, mean squared logsumexp of the router logits.
+      dropped: `[]` int32, assignments that did not fit `capacity`.
+    """
+
+    load: Array
+    load_balancing_loss: Array
+    router_z_loss: Array
+    dropped: Array
+
+    @property
+    def load_share(self) -> Array:
+        """`[..., E]` share of the assignments that went to each expert."""
+        load = self.load.astype(jnp.float32)
+        return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
+
+
+class RouterBias(nnx.Variable):
+    """DeepSeek-V3's selection bias: state that `update_router_bias` changes, not a parameter an optimizer sees."""
+
+
+def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array:
+    """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
+
+    Args:
+      bias: `[..., E]`, one row per layer when the layers are stacked.
+      load: `[..., E]`, `MoEMetrics.load` of the same layers.
+      rate: size of one step.
+    """
+    load = load.astype(bias.dtype)
+    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RouterOptions:
+    """The keyword arguments of `jax_ep.topk_router`; hashable, as static attributes of a module must be."""
+
+    score: Literal["softmax", "sigmoid"]
+    renormalize: bool
+    num_groups: int
+    topk_groups: int
+    group_score: Literal["top2_sum", "max"]
+    scale: float
+
+
+class MoE(nnx.Module):
+    """Router, experts sharded over a mesh axis, and optional shared experts: `y, metrics = moe(x)`.
+
+    Args:
+      hidden_size: H.
+      intermediate_size: I of one expert.
+      num_experts: E, a multiple of the size of `axis_name`.
+      num_experts_per_tok: K.
+      num_shared_experts: experts that every token passes, computed as one dense MLP of this many times I.
+      score: `"softmax"` (Mixtral, Qwen3) or `"sigmoid"` (DeepSeek-V3).
+      renormalize: weights of a token sum to `routed_scale`.
+      routed_scale: factor on the routed experts' weights.
+      num_groups: groups of experts for group-limited routing; 1 is none.
+      topk_groups: groups a token may choose from.
+      group_score: `"top2_sum"` (DeepSeek-V3) or `"max"` (DeepSeek-V2).
+      bias_routing: keep a `RouterBias` that corrects the selection; see `update_bias`.
+      activation: `"silu"`, `"gelu"` (tanh) or `"relu"`.
+      gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`.
+      capacity: rows each rank can take over all its experts; None never drops.
+      wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
+      dtype: dtype of the computation; the router always computes in float32.
+      param_dtype: dtype of the parameters, cast to `dtype` in the forward pass.
+      mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
+      axis_name: mesh axis, or axes, that shard the experts.
+      batch_axes: further mesh axes that shard the tokens.
+      implementation: see `jax_ep.moe`.
+      kernel_init: initializer of the experts' `[E, in, out]` kernels.
+      rngs: `nnx.Rngs` with a `params` stream.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        num_shared_experts: int = 0,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: bool = True,
+        routed_scale: float = 1.0,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        group_score: Literal["top2_sum", "max"] = "top2_sum",
+        bias_routing: bool = False,
+        activation: Literal["silu", "gelu", "relu"] = "silu",
+        gated: bool = True,
+        capacity: int | None = None,
+        wire_dtype: Any = None,
+        dtype: Any = jnp.bfloat16,
+        param_dtype: Any = jnp.float32,
+        mesh: jax.sharding.Mesh | None = None,
+        axis_name: str | tuple[str, ...] = "expert",
+        batch_axes: str | Sequence[str] = (),
+        implementation: str | Sequence[str] | None = None,
+        kernel_init: nnx.Initializer = EXPERT_INIT,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}, but it must be one of {sorted(ACTIVATIONS)}")
+        if not 1 <= num_experts_per_tok <= num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={num_experts_per_tok} must be between 1 and num_experts={num_experts}"
+            )
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.activation = activation
+        self.gated = gated
+        self.capacity = capacity
+        self.wire_dtype = wire_dtype
+        self.dtype = dtype
+        self.mesh = mesh
+        self.axis_name = _axes(axis_name)
+        self.batch_axes = _axes(batch_axes)
+        self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
+        self.router_options = _RouterOptions(score, renormalize, num_groups, topk_groups, group_score, routed_scale)
+        active = self._active_mesh()
+
+        def param(init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
+            # Without a mesh the metadata stays, so that a later jit can still place the parameter by it.
+            where = {} if mesh is None else {"mesh": mesh}
+            value = init(rngs.params(), shape, dtype)
+            return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=active is not None, **where)
+
+        specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
+        everywhere = PartitionSpec(None, None)
+        columns = 2 * intermediate_size if gated else intermediate_size
+        # The router decides by small differences of its logits: float32, whatever param_dtype is.
+        self.router = param(DENSE_INIT, (hidden_size, num_experts), everywhere, jnp.float32)
+        self.w_gate_up = param(kernel_init, (num_experts, hidden_size, columns), specs.w_gate_up, param_dtype)
+        self.w_down = param(kernel_init, (num_experts, intermediate_size, hidden_size), specs.w_down, param_dtype)
+        self.router_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if bias_routing else None
+        # A width of zero experts is no parameter at all: None keeps it out of checkpoints and optimizers.
+        shared = num_shared_experts > 0
+        width = (columns * num_shared_experts, intermediate_size * num_shared_experts)
+        self.shared_gate_up = param(DENSE_INIT, (hidden_size, width[0]), everywhere, param_dtype) if shared else None
+        self.shared_down = param(DENSE_INIT, (width[1], hidden_size), everywhere, param_dtype) if shared else None
+
+    def __call__(self, x: Array) -> tuple[Array, MoEMetrics]:
+        """Applies the layer to global `x [..., H]`; the output has the shape and dtype of `x`."""
+        if x.ndim < 1 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
+        mesh = self._active_mesh()
+        if mesh is None:
+            y, metrics = self._on_one_device(x.astype(self.dtype))
+        else:
+            y, metrics = self._on_mesh(x.astype(self.dtype), mesh)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            hidden = x.astype(self.dtype) @ self.shared_gate_up.astype(self.dtype)
+            y = y + self._activate(hidden) @ self.shared_down.astype(self.dtype)
+        return y.astype(x.dtype), metrics
+
+    def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
+        """Moves the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
+        if self.router_bias is None:
+            raise ValueError("this MoE has no router bias; construct it with bias_routing=True")
+        self.router_bias[...] = update_router_bias(self.router_bias[...], load, rate=rate)
+
+    def _activate(self, hidden: Array) -> Array:
+        activation = ACTIVATIONS[self.activation]
+        if not self.gated:
+            return activation(hidden)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        return activation(gate) * up
+
+    def _active_mesh(self) -> Mesh | None:
+        """The mesh of this call, checked, or None where there is none."""
+        mesh = self.mesh if self.mesh is not None else jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            if self.capacity is not None:
+                raise ValueError(
+                    f"capacity={self.capacity} limits the rows per rank of {self.axis_name}, but there is no mesh:"
+                    " pass mesh=, call jax.set_mesh, or leave capacity out"
+                )
+            return None
+        missing = [axis for axis in self.batch_axes + self.axis_name if axis not in mesh.axis_names]
+        if missing:
+            raise ValueError(f"MoE uses the mesh axes {missing}, but the mesh has {mesh.axis_names}")
+        ranks = _size(mesh, self.axis_name)
+        if self.num_experts % ranks:
+            raise ValueError(
+                f"num_experts={self.num_experts} is not a multiple of the {ranks} ranks of {self.axis_name}"
+            )
+        return mesh
+
+    def _route(self, tokens: Array, kernel: Array, bias: Array | None, *, axes: tuple[str, ...]) -> _Routed:
+        """Expert choice and statistics of `tokens [N, H]`; inside shard_map, sums go over `axes`."""
+        logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+        routing = jax_ep.topk_router(
+            logits, self.num_experts_per_tok, bias=bias, **dataclasses.asdict(self.router_options)
+        )
+        load = _count(routing.topk_idx, self.num_experts)
+        z_loss = jax_ep.router_z_loss(logits)
+        balance = jax_ep.load_balancing_loss(routing.scores, routing.topk_idx, axis_name=axes or None)
+        if axes:
+            load, z_loss = lax.psum(load, axes), lax.pmean(z_loss, axes)
+        return routing.topk_idx, routing.topk_weights, (load, balance, z_loss)
+
+    def _on_one_device(self, x: Array) -> tuple[Array, MoEMetrics]:
+        tokens = x.reshape(-1, self.hidden_size)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        topk_idx, topk_weights, statistics = self._route(tokens, self.router[...], bias, axes=())
+        y = jax_ep.fused_moe(
+            tokens,
+            topk_idx,
+            topk_weights,
+            self.w_gate_up.astype(self.dtype),
+            self.w_down.astype(self.dtype),
+            activation=self.activation,
+            implementation=self.implementation,
+        )
+        return y.reshape(x.shape), MoEMetrics(*statistics, dropped=jnp.zeros((), jnp.int32))
+
+    def _on_mesh(self, x: Array, mesh: Mesh) -> tuple[Array, MoEMetrics]:
+        axes = self.batch_axes + self.axis_name
+        specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
+        num_tokens = math.prod(x.shape[:-1])
+        padding = -num_tokens % _size(mesh, axes)
+        # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
+        routing_axes, token_spec = ((), PartitionSpec(None, None)) if padding else (axes, specs.tokens)
+        tokens = _rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
+
+        route = jax.shard_map(
+            lambda v, kernel, bias: self._route(v, kernel, bias, axes=routing_axes),
+            mesh=self.mesh,
+            in_specs=(token_spec, PartitionSpec(None, None), PartitionSpec(None)),
+            out_specs=(token_spec, token_spec, PartitionSpec()),
+        )
+        bias = None if self.router_bias is None else self.router_bias[...]
+        topk_idx, topk_weights, statistics = route(tokens, self.router[...], bias)
+        if padding:
+            pad = [(0, padding), (0, 0)]
+            tokens = _rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
+            topk_idx = _rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
+            topk_weights = _rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
+        experts = sharded_moe(
+            self.mesh,
+            num_experts=self.num_experts,
+            axis_name=self.axis_name,
+            batch_axes=self.batch_axes,
+            activation=self.activation,
+            capacity=self.capacity,
+            wire_dtype=self.wire_dtype,
+            implementation=self.implementation,
+        )
+        w_gate_up, w_down = self.w_gate_up.astype(self.dtype), self.w_down.astype(self.dtype)
+        y = experts(tokens, topk_idx, topk_weights, w_gate_up, w_down)
+        y = _rearrange(lambda v: v[:num_tokens].reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
+        return y, MoEMetrics(*statistics, dropped=self._dropped(topk_idx, mesh, specs.routing))
+
+    def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
+        """Assignments past `capacity`, from the routing alone: `sharded_moe` returns the tokens only."""
+        if self.capacity is None:
+            return jnp.zeros((), jnp.int32)
+        ranks = _size(mesh, self.axis_name)
+
+        def count(idx: Array) -> Array:
+            # The expert ranks of one batch shard serve that shard's tokens only: one limit per batch shard.
+            load = lax.psum(_count(idx, self.num_experts), self.axis_name)
+            rows = load.reshape(ranks, -1).sum(axis=1)
+            return lax.psum(jnp.maximum(rows - self.capacity, 0).sum(dtype=jnp.int32), self.batch_axes)
+
+        return jax.shard_map(count, mesh=self.mesh, in_specs=spec, out_specs=PartitionSpec())(topk_idx)
+
+
+def _axes(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _count(topk_idx: Array, num_experts: int) -> Array:
+    """`[E]` int32 assignments per expert; comparisons instead of a scatter, which GPUs serialise."""
+    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
+    return hits.sum(axis=0, dtype=jnp.int32)
+
+
+def _rearrange(function: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec) -> Callable[[Array], Array]:
+    """`function`, a change of shape, for either kind of mesh axes.
+
+    Explicit axes demand that the output's sharding be named, since a merged or padded axis has no obvious one;
+    with automatic axes the compiler places it.
+    """
+    if mesh.are_all_axes_auto:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=NamedSharding(mesh, spec))

@@ -1,0 +1,140 @@
+"""Layout arithmetic: from expert ids to expert-major rows, in pure JAX.
+
+One stable sort by expert decides every place, so time and memory depend on the number of slots and not on the number
+of experts, and the same ids always give the same rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.types import Array, Handle, Layout, SortedTokens
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def dropless_capacity(num_slots: int, num_groups: int, alignment: int) -> int:
+    """Rows that hold any routing of `num_slots` slots to `num_groups` groups aligned to `alignment` rows."""
+    return round_up(num_slots + min(num_groups, num_slots) * (alignment - 1), alignment)
+
+
+class SlotOrder(NamedTuple):
+    """Slots sorted by group: `slots[i]` belongs to `groups[i]`, `starts[g]` is where group g begins (`[G + 1]`)."""
+
+    slots: Array
+    groups: Array
+    starts: Array
+
+    @property
+    def counts(self) -> Array:
+        """`[G]` int32 slots of each group."""
+        return jnp.diff(self.starts)
+
+    @property
+    def ranks_in_group(self) -> Array:
+        """`[N]` int32 position of each sorted slot within its group."""
+        return jnp.arange(self.slots.shape[0], dtype=jnp.int32) - self.starts[self.groups]
+
+
+def _count_up(positions: Array, length: int) -> Array:
+    """`[length]` int32: for each i, how many of `positions` are at most i; positions past the end count nowhere."""
+    return jnp.cumsum(jnp.zeros((length,), jnp.int32).at[positions].add(1, mode="drop"), dtype=jnp.int32)
+
+
+def sort_by_group(groups: Array, num_groups: int) -> SlotOrder:
+    """Sorts slots by group, keeping their order within a group; group `num_groups` means none and comes last.
+
+    Args:
+      groups: `[N]` int32 in `[0, num_groups]`.
+      num_groups: G.
+    """
+    slots = lax.iota(jnp.int32, groups.shape[0])
+    sorted_groups, sorted_slots = lax.sort((groups, slots), num_keys=1, is_stable=True)
+    return SlotOrder(sorted_slots, sorted_groups, _count_up(groups + 1, num_groups + 1))
+
+
+def local_groups(topk_idx: Array, first_expert: Array | int, num_groups: int) -> Array:
+    """Ids relative to `first_expert`, flattened to `[N]`; `num_groups` where the expert is not one of these."""
+    local = topk_idx.reshape(-1) - first_expert
+    return jnp.where((local >= 0) & (local < num_groups), local, num_groups)
+
+
+def count_invalid(topk_idx: Array, num_experts: int) -> Array:
+    """`[]` int32 ids outside `[0, num_experts)` other than -1."""
+    return jnp.sum((topk_idx < -1) | (topk_idx >= num_experts), dtype=jnp.int32)
+
+
+class RowMap(NamedTuple):
+    """Slots to rows and back (-1: none), the rows of each group with padding, and the slots that found no row."""
+
+    row_slot: Array
+    slot_row: Array
+    group_sizes: Array
+    dropped: Array
+
+
+def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> RowMap:
+    """Gives every slot a row: groups one after another, each padded to `alignment`, all within `capacity` rows.
+
+    Args:
+      groups: `[N]` int32 group of each slot, `num_groups` for none.
+      num_groups: G.
+      capacity: R; slots whose row would lie past it are dropped.
+      alignment: each group starts at a multiple of it.
+
+    Returns:
+      `row_slot [R]`, `slot_row [N]`, `group_sizes [G]`, `dropped []`, all int32.
+    """
+    order = sort_by_group(groups, num_groups)
+    ends = jnp.cumsum(-(-order.counts // alignment) * alignment, dtype=jnp.int32)
+    offsets = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+    rows = offsets[order.groups] + order.ranks_in_group
+    kept = (order.groups < num_groups) & (rows < capacity)
+    rows = jnp.where(kept, rows, capacity)
+    row_slot = jnp.full_like(rows, -1, shape=(capacity,)).at[rows].set(order.slots, mode="drop", unique_indices=False)
+    slot_row = jnp.full_like(rows, -1).at[order.slots].set(jnp.where(kept, rows, -1), unique_indices=True)
+    dropped = order.starts[num_groups] - jnp.sum(kept, dtype=jnp.int32)
+    return RowMap(row_slot, slot_row, jnp.diff(jnp.minimum(offsets, capacity)), dropped)
+
+
+def make_handle(all_topk_idx: Array, rank: Array | int, num_invalid: Array, layout: Layout) -> Handle:
+    """The handle of one rank, from the ids of all ranks.
+
+    Args:
+      all_topk_idx: `[W, T, K]` int32.
+      rank: `[]` int32 position of this rank on the expert axis.
+      num_invalid: `[]` int32, passed through.
+      layout: static sizes.
+    """
+    num_local = layout.num_local_experts
+    groups = local_groups(all_topk_idx, rank * num_local, num_local)
+    rows = map_rows(groups, num_local, layout.capacity, layout.alignment)
+    slot_row = rows.slot_row.reshape(all_topk_idx.shape)
+    return Handle(rows.row_slot, slot_row, rows.group_sizes, num_invalid, rows.dropped, layout)
+
+
+def sort_tokens(topk_idx: Array, topk_weights: Array | None, num_experts: int, block_size: int) -> SortedTokens:
+    """`moe_sort` after validation: `[T, K]` ids of one device to block-aligned expert-major rows."""
+    capacity = dropless_capacity(topk_idx.size, num_experts, block_size)
+    rows = map_rows(local_groups(topk_idx, 0, num_experts), num_experts, capacity, block_size)
+    ends = jnp.cumsum(rows.group_sizes, dtype=jnp.int32)
+    num_blocks = capacity // block_size
+    # A block belongs to the first expert that ends after it begins.
+    owner = _count_up(ends // block_size, num_blocks)
+    block_expert = jnp.where(jnp.arange(num_blocks, dtype=jnp.int32) < ends[-1] // block_size, owner, -1)
+    weights = None
+    if topk_weights is not None:
+        weights = gather_rows(topk_weights.reshape(-1), rows.row_slot)
+    return SortedTokens(rows.row_slot, weights, block_expert, rows.group_sizes, ends[-1])
+
+
+def gather_rows(source: Array, index: Array) -> Array:
+    """`source[index]` along the first axis, with zeros where `index` is -1."""
+    in_range = jnp.where(index < 0, source.shape[0], index)
+    return source.at[in_range].get(mode="fill", fill_value=0)

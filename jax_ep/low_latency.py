@@ -1,0 +1,182 @@
+"""Dispatch and combine for decode-sized batches: one fixed block of rows per expert, FP8 by default.
+
+Symbols: M = max_tokens_per_rank; the others as in api.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ep import backends, quantization, vjp
+from jax_ep import validation as check
+from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.types import Array, AxisName, Layout, LowLatencyDispatched, LowLatencyHandle, Quantized
+
+
+def low_latency_dispatch(
+    x: Array | Quantized,
+    topk_idx: Array,
+    *,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    axis_name: AxisName = "expert",
+    group_size: int = 128,
+    quantize: bool = True,
+    num_tokens: Array | int | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> LowLatencyDispatched:
+    """Sends a small batch of tokens to their experts, quantised to FP8 on the way.
+
+    Rows of an expert are packed at the start of its block, ordered by source rank, then token. A token goes to an
+    expert once, however often its ids name it. Inference only when quantised; with `quantize=False` it has a gradient.
+
+    Args:
+      x: `[T, H]` tokens with `T <= max_tokens_per_rank`, or a quantised pair `(values [T, H] float8_e4m3fn,
+        scales [T, H // group_size] float32)`, which travels as it is.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      num_experts: E over all ranks.
+      max_tokens_per_rank: M, static; sizes the result.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread.
+      group_size: columns that share an FP8 scale.
+      quantize: send FP8 (True) or the dtype of x (False).
+      num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count. May be a device value.
+      implementation: see `dispatch`.
+
+    Returns:
+      `LowLatencyDispatched(tokens [L, W * M, H], scales [L, W * M, H // group_size] float32 or None, group_sizes [L]
+      int32, handle)`; rows past `group_sizes` are zero.
+
+    Raises:
+      ValueError: shapes or sizes that do not fit.
+      TypeError: unsupported dtypes; also by the gradient of a quantised dispatch.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx = jnp.ones((2, 128), jnp.bfloat16), jnp.array([[0, 1], [1, -1]])
+      >>> d = jax_ep.low_latency_dispatch(x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=())
+      >>> d.tokens.shape, d.group_sizes.tolist()
+      ((2, 4, 128), [1, 2])
+
+    Source: the low-latency kernels of DeepEP define this layout.
+    """
+    function = "low_latency_dispatch"
+    x = check.tokens(function, x)
+    num_ranks = check.ranks(function, num_experts, axis_name)
+    max_tokens = check.positive(function, "max_tokens_per_rank", max_tokens_per_rank)
+    actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
+    if actual > max_tokens:
+        raise ValueError(
+            f"{function}: x has {actual} tokens but max_tokens_per_rank={max_tokens}; raise max_tokens_per_rank"
+            " or split"
+            " the batch."
+        )
+    topk_idx = check.expert_ids(function, topk_idx, actual, num_experts)
+    if isinstance(x, tuple):
+        remedy = "pass the group_size that x was quantised with"
+        check.size(function, "the number of columns per scale of x", hidden // x[1].shape[1], group_size, remedy)
+    elif quantize:
+        check.fp8_columns(function, hidden, group_size)
+        x = quantization.quantize_fp8(x, group_size=group_size)
+    capacity = num_experts // num_ranks * num_ranks * max_tokens
+    layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity)
+    dtype = x[0].dtype if isinstance(x, tuple) else x.dtype
+    name = backends.choose(implementation, backends.Request(function, dtype, hidden, layout))
+    topk_idx = _ignore_from(function, topk_idx, num_tokens)
+    x, topk_idx = vary_alike((x, topk_idx), over=axis_tuple(axis_name))
+    x, topk_idx = _pad_rows(x, max_tokens, 0), _pad_rows(topk_idx, max_tokens, -1)
+    handle = backends.get(name).low_latency_plan(topk_idx, layout, axis_tuple(axis_name))
+    tokens, scales = vjp.send_low_latency(vjp.Route(name, axis_tuple(axis_name)), x, handle)
+    group_sizes = jnp.sum(handle.source_count, axis=1, dtype=jnp.int32)
+    return LowLatencyDispatched(tokens, scales, group_sizes, handle)
+
+
+def _ignore_from(function: str, topk_idx: Array, num_tokens: Array | int | None) -> Array:
+    """Sets the ids of tokens at and past `num_tokens` to -1."""
+    if num_tokens is None:
+        return topk_idx
+    num_tokens = jnp.asarray(num_tokens)
+    num_tokens = check.array(function, "num_tokens", num_tokens, 0, "[], an int32 scalar")
+    if not jnp.issubdtype(num_tokens.dtype, jnp.integer):
+        raise TypeError(f"{function}: num_tokens has dtype {num_tokens.dtype}, expected int32; use .astype(jnp.int32).")
+    index = jnp.arange(topk_idx.shape[0], dtype=num_tokens.dtype)
+    return jnp.where((index < num_tokens)[:, None], topk_idx, -1)
+
+
+def _pad_rows[Tree](tree: Tree, num_rows: int, fill: int) -> Tree:
+    """Extends the first axis of every array to `num_rows`."""
+
+    def pad(x: Array) -> Array:
+        value = jnp.asarray(fill, x.dtype)
+        return jnp.pad(x, ((0, num_rows - x.shape[0]), (0, 0)), constant_values=value) if num_rows > x.shape[0] else x
+
+    return jax.tree.map(pad, tree)
+
+
+def low_latency_combine(
+    y: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    handle: LowLatencyHandle,
+    *,
+    axis_name: AxisName = "expert",
+    wire_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Sends expert outputs back and sums them with their router weights in float32.
+
+    Args:
+      y: `[L, W * M, H]` outputs in the layout of the dispatch; rows past its counts are never read.
+      topk_idx: `[T, K]` int32, the ids of the dispatch.
+      topk_weights: `[T, K]` float32 router weights.
+      handle: `LowLatencyDispatched.handle`.
+      axis_name: the axis of the dispatch.
+      wire_dtype: `jnp.float8_e4m3fn` rounds each row to FP8 with one scale per 128 columns; None keeps `y.dtype`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of y: `sum_k weight[t, k] * y[row of expert idx[t, k]]`.
+
+    Raises:
+      ValueError: shapes or the axis do not fit the handle.
+      TypeError: unsupported dtypes, or something that is no handle.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx = jnp.ones((2, 128), jnp.bfloat16), jnp.array([[0, 1], [1, -1]])
+      >>> d = jax_ep.low_latency_dispatch(
+      ...     x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=(), quantize=False)
+      >>> jax_ep.low_latency_combine(d.tokens, idx, jnp.full((2, 2), 0.5), d.handle, axis_name=())[:, 0].tolist()
+      [1.0, 0.5]
+    """
+    function = "low_latency_combine"
+    y = check.floating(function, "y", check.array(function, "y", y, 3, "[L, W * M, H]"))
+    layout = check.handle(function, handle, LowLatencyHandle, axis_name)
+    block = layout.num_ranks * layout.num_tokens
+    if y.shape[:2] != (layout.num_local_experts, block):
+        raise ValueError(
+            f"{function}: y has shape {y.shape}, expected [{layout.num_local_experts}, {block}, H]; pass the"
+            " outputs in the"
+            " layout of the dispatch."
+        )
+    topk_idx = check.expert_ids(function, topk_idx, None, layout.num_experts)
+    check.size(function, "top_k of the handle", layout.top_k, topk_idx.shape[1], "pass the topk_idx of the dispatch")
+    if topk_idx.shape[0] > layout.num_tokens:
+        raise ValueError(
+            f"{function}: topk_idx has {topk_idx.shape[0]} tokens, expected at most the {layout.num_tokens} of"
+            " the handle;"
+            " pass the topk_idx of the dispatch."
+        )
+    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, y)
+    wire_dtype = check.wire(function, wire_dtype, y)
+    name = backends.choose(implementation, backends.Request(function, y.dtype, y.shape[2], layout))
+    axis = axis_tuple(axis_name)
+    y, topk_weights, handle = vary_alike((y, topk_weights, handle), over=axis)
+    weights = _pad_rows(topk_weights, layout.num_tokens, 0)
+    out = backends.get(name).low_latency_combine(y, weights, handle, axis, wire_dtype)
+    return out[: topk_idx.shape[0]]

@@ -1,0 +1,52 @@
+"""What a per-shard function needs to know about the mesh axes around it."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from jax_ep.types import Array, AxisName
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+    """`axis_name` as a tuple, whether it names one axis or several."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"axis_name={axis_name!r} is a {type(axis_name).__name__}, expected the name of a mesh axis, a str,"
+            " or a tuple"
+            " of names; pass e.g. 'expert'."
+        )
+    return tuple(names)
+
+
+def axis_size(axis_name: AxisName, *, function: str) -> int:
+    """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank."""
+    if not axis_tuple(axis_name):
+        return 1
+    try:
+        return int(lax.axis_size(axis_tuple(axis_name)))
+    except NameError:
+        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+        raise ValueError(
+            f"{function}: axis_name={axis_name!r}, but {where}. Call it inside jax.shard_map over a mesh that has"
+            f" the axis {axis_name!r}, or pass the axis_name of that mesh."
+        ) from None
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """Manual mesh axes over which `x` may differ; empty outside `shard_map` and under `check_vma=False`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
+    """Casts all arrays of `tree` to vary over the same mesh axes: the union of theirs and `over`.
+
+    A custom VJP must return cotangents that vary exactly as the inputs did. After this cast they all do, and the
+    cast's own transpose sums the cotangent of an input that was the same on several ranks.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    union = frozenset(over).union(*(varying_axes(leaf) for leaf in leaves))
+    cast = [lax.pcast(leaf, tuple(sorted(union - varying_axes(leaf))), to="varying") for leaf in leaves]
+    return jax.tree.unflatten(treedef, cast)

@@ -1,0 +1,214 @@
+"""The whole expert layer, over a mesh axis (`moe`) and on one device (`fused_moe`), and the sorting step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jax_ep import operations
+from jax_ep import validation as check
+from jax_ep.dtypes import accumulation_dtype
+from jax_ep.layout import sort_tokens
+from jax_ep.mesh_axes import vary_alike
+from jax_ep.operations import Call
+from jax_ep.types import Array, AxisName, SortedTokens
+
+TOKENS_NAME = "jax_ep.tokens"
+HIDDEN_NAME = "jax_ep.hidden"
+OUTPUT_NAME = "jax_ep.output"
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+
+
+def moe(
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    num_experts: int,
+    activation: str = "silu",
+    axis_name: AxisName = "expert",
+    capacity: int | None = None,
+    wire_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
+
+    Differentiable in x, the router weights and the matrices. Under `jax.checkpoint` the names `jax_ep.tokens`
+    (dispatched tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed by a policy.
+
+    Args:
+      x: `[T, H]` tokens of this rank.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights; they scale the rows in float32 before the second product.
+      w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
+        gate, whose hidden rows are `act(x @ w)`.
+      w_down: `[L, I, H]`.
+      num_experts: E over all ranks.
+      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      axis_name: mesh axis, or tuple of axes, over which experts are spread.
+      capacity: static rows per rank; None: nothing is dropped. See `dispatch`.
+      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of x.
+
+    Raises:
+      ValueError: shapes, sizes, axes or an activation that do not fit.
+      TypeError: unsupported or different dtypes.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
+      >>> w_gate_up, w_down = jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))
+      >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), activation="relu")[0, 0].item()
+      48.0
+
+    Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
+    """
+    call = Call("moe", axis_name, wire_dtype, implementation)
+    return _expert_layer(call, x, topk_idx, topk_weights, w_gate_up, w_down, num_experts, activation, capacity)
+
+
+def _expert_layer(
+    call: Call,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    num_experts: int,
+    activation: str,
+    capacity: int | None,
+) -> Array:
+    x = check.matrix(call.function, "x", x, "[T, H]")
+    gated = _check_experts(call, x, w_gate_up, w_down, num_experts, activation)
+    if topk_weights is None:
+        raise TypeError(
+            f"{call.function}: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an"
+            " unweighted sum."
+        )
+    d = operations.dispatch(call, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity)
+    tokens = checkpoint_name(cast(Array, d.tokens), TOKENS_NAME)
+    hidden = operations.grouped_gemm(call, tokens, w_gate_up, d.group_sizes, name="w_gate_up")
+    rows = weighted_activation(checkpoint_name(hidden, HIDDEN_NAME), cast(Array, d.weights), activation, gated)
+    y = operations.grouped_gemm(call, rows, w_down, d.group_sizes, name="w_down")
+    return checkpoint_name(operations.combine(call, y, d.handle), OUTPUT_NAME)
+
+
+def _check_experts(call: Call, x: Array, w_gate_up: Array, w_down: Array, num_experts: int, activation: str) -> bool:
+    """Checks the two matrices against the tokens and each other; returns whether the experts are gated."""
+    function, num_local = call.function, call.num_local_experts(num_experts)
+    check.activation(function, activation)
+    w_gate_up = check.expert_weights(function, "w_gate_up", w_gate_up, (num_local, x.shape[1]), x.dtype)
+    columns = w_gate_up.shape[2]
+    w_down = check.array(function, "w_down", w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
+    intermediate = w_down.shape[1]
+    w_down = check.expert_weights(function, "w_down", w_down, (num_local, intermediate), x.dtype)
+    if columns not in (intermediate, 2 * intermediate):
+        raise ValueError(
+            f"{function}: w_gate_up has {columns} columns and w_down has I={intermediate} rows, expected 2 * I ="
+            f" {2 * intermediate} columns (gated) or I = {intermediate} (not gated); change one of the two."
+        )
+    check.size(function, "the number of columns of w_down", w_down.shape[2], x.shape[1], "it must return to H of x")
+    return columns == 2 * intermediate
+
+
+def weighted_activation(hidden: Array, weights: Array, activation: str, gated: bool) -> Array:
+    """`[R, 2I]` (or `[R, I]`) hidden rows to `[R, I]`, scaled by `weights [R]`, in float32 with one final rounding.
+
+    Only `hidden` and `weights` are kept for the backward pass; the float32 intermediates are computed again.
+    """
+
+    @jax.checkpoint
+    def compute(hidden: Array, weights: Array) -> Array:
+        wide = hidden.astype(accumulation_dtype(hidden.dtype))
+        gate, up = jnp.split(wide, 2, axis=-1) if gated else (wide, None)
+        rows = _ACTIVATIONS[activation](gate)
+        if up is not None:
+            rows = rows * up
+        return (rows * weights.astype(rows.dtype)[:, None]).astype(hidden.dtype)
+
+    return compute(*vary_alike((hidden, weights)))
+
+
+def fused_moe(
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    activation: str = "silu",
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """The expert layer on one device: `moe` without a mesh axis.
+
+    Args:
+      x: `[T, H]` tokens.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate.
+      w_down: `[E, I, H]`.
+      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of x.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `moe` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
+      >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4)), activation="relu").shape
+      (2, 4)
+    """
+    call = Call("fused_moe", implementation=implementation)
+    w_gate_up = check.array(call.function, "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
+    num_experts = w_gate_up.shape[0]
+    return _expert_layer(call, x, topk_idx, topk_weights, w_gate_up, w_down, num_experts, activation, None)
+
+
+def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts: int, block_size: int) -> SortedTokens:
+    """Sorts the slots of one device by expert and pads every expert to whole blocks, for block-wise kernels.
+
+    Args:
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights, or None.
+      num_experts: E.
+      block_size: rows per block.
+
+    Returns:
+      `SortedTokens(slots [P] int32, weights [P] or None, block_expert [P // block_size] int32, group_sizes [E] int32,
+      num_rows [] int32)` with `P = round_up(T * K + min(E, T * K) * (block_size - 1), block_size)`, which holds any
+      routing.
+
+    Raises:
+      ValueError: shapes or sizes that do not fit, or ids out of range where they are known.
+      TypeError: unsupported dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> jax_ep.moe_sort(jnp.array([[1], [0], [1]]), num_experts=2, block_size=2).slots.tolist()
+      [1, -1, 0, 2, -1, -1]
+
+    Source: the block-aligned sort that vLLM's fused MoE kernel takes as its input.
+    """
+    function = "moe_sort"
+    num_experts = check.positive(function, "num_experts", num_experts)
+    block_size = check.positive(function, "block_size", block_size)
+    topk_idx = check.expert_ids(function, topk_idx, None, num_experts)
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
+    return sort_tokens(topk_idx, topk_weights, num_experts, block_size)

@@ -1,0 +1,124 @@
+"""Checked and routed operations, from which the public functions are made.
+
+Each takes a `Call` that says for whom it works, so that messages name the function the user called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ep import backends, vjp
+from jax_ep import validation as check
+from jax_ep.layout import dropless_capacity
+from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.types import Array, AxisName, Dispatched, Handle, Layout, Quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Who called, and the keywords that all operations of one call share.
+
+    Attributes:
+      function: the public function, for messages.
+      axis_name: expert axis; `()` for one device.
+      wire_dtype: FP8 on the wire, or None.
+      implementation: name, names, or None.
+    """
+
+    function: str
+    axis_name: AxisName = ()
+    wire_dtype: DTypeLike | None = None
+    implementation: str | Sequence[str] | None = None
+
+    def choose(self, dtype: jnp.dtype, hidden: int, layout: Layout | None = None) -> str:
+        """The implementation for tokens of `dtype` and `hidden` columns."""
+        return backends.choose(self.implementation, backends.Request(self.function, dtype, hidden, layout))
+
+    def num_local_experts(self, num_experts: int) -> int:
+        """L = E / W."""
+        return num_experts // check.ranks(self.function, num_experts, self.axis_name)
+
+
+def dispatch(
+    call: Call,
+    x: Array | Quantized,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    alignment: int = 1,
+    handle: Handle | None = None,
+) -> Dispatched:
+    """See `jax_ep.dispatch`."""
+    function, axis = call.function, axis_tuple(call.axis_name)
+    x = check.tokens(function, x)
+    num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
+    num_ranks = check.ranks(function, num_experts, call.axis_name)
+    if topk_idx is not None:
+        topk_idx = check.expert_ids(function, topk_idx, num_tokens, num_experts)
+    top_k = 0 if topk_idx is None else topk_idx.shape[1]
+    layout = _layout(call, Layout(num_ranks, num_experts, num_tokens, top_k, 0, alignment), capacity, handle)
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
+    wire_dtype = check.wire(function, call.wire_dtype, x)
+    values = x[0] if isinstance(x, tuple) else x
+    name = call.choose(values.dtype, values.shape[1], layout)
+    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=axis)
+    if handle is None:
+        handle = backends.get(name).plan(cast(Array, topk_idx), layout, axis)
+    route = vjp.Route(name, axis, wire_dtype)
+    tokens = vjp.send_quantized(route, x, handle) if isinstance(x, tuple) else vjp.send_tokens(route, x, handle)
+    weights = None if topk_weights is None else vjp.send_weights(route, topk_weights, handle)
+    return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
+
+
+def _layout(call: Call, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:
+    """The static sizes of a dispatch: `wanted` with its capacity, or those of the handle that it reuses."""
+    alignment = check.positive(call.function, "alignment", wanted.alignment)
+    capacity = check.capacity(call.function, capacity, alignment)
+    if handle is not None:
+        return check.reused_layout(call.function, handle, wanted, capacity, call.axis_name)
+    if wanted.top_k == 0:
+        raise ValueError(
+            f"{call.function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle."
+        )
+    if capacity is None:
+        capacity = dropless_capacity(wanted.num_slots, wanted.num_local_experts, alignment)
+    return dataclasses.replace(wanted, capacity=capacity)
+
+
+def combine(call: Call, y: Array, handle: Handle, *, name: str = "y") -> Array:
+    """See `jax_ep.combine`; `name` is what the caller knows `y` as."""
+    function, axis = call.function, axis_tuple(call.axis_name)
+    y = check.matrix(function, name, y, "[R, H]")
+    layout = check.handle(function, handle, Handle, call.axis_name)
+    remedy = "pass one row per row of the dispatch that made the handle"
+    check.size(function, f"the number of rows of {name}", y.shape[0], layout.capacity, remedy)
+    route = vjp.Route(call.choose(y.dtype, y.shape[1], layout), axis, check.wire(function, call.wire_dtype, y))
+    y, handle = vary_alike((y, handle), over=axis)
+    return vjp.return_tokens(route, y, handle)
+
+
+def grouped_gemm(
+    call: Call,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    name: str = "rhs",
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """See `jax_ep.grouped_gemm`; `name` is what the caller knows `rhs` as."""
+    function = call.function
+    lhs = check.matrix(function, "lhs", lhs, "[M, K]")
+    group_sizes = check.group_sizes(function, group_sizes)
+    rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
+    out_dtype = check.result_dtype(function, preferred_element_type, lhs.dtype)
+    config = vjp.GemmConfig(call.choose(lhs.dtype, lhs.shape[1]), False, out_dtype)
+    return vjp.grouped_gemm(config, *vary_alike((lhs, rhs, group_sizes)))

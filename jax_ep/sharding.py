@@ -1,0 +1,197 @@
+"""From meshes and globally sharded arrays to the per-shard functions: partition specs and a `shard_map` wrapper."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import validation as check
+from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.moe import moe
+from jax_ep.types import Array, AxisName
+
+
+@dataclasses.dataclass(frozen=True)
+class MoESpecs:
+    """Partition specs of the global arrays of an expert layer.
+
+    Attributes:
+      tokens: `[N, H]` activations.
+      routing: `[N, K]` expert ids and weights.
+      w_gate_up: `[E, H, 2 * I]`; with a tensor axis `[E, H, 2, I]`.
+      w_down: `[E, I, H]`.
+    """
+
+    tokens: P
+    routing: P
+    w_gate_up: P
+    w_down: P
+
+
+def moe_specs(axis_name: AxisName = "expert", *, batch_axes: AxisName = (), tensor_axis: str | None = None) -> MoESpecs:
+    """Specs for experts over `axis_name`, tokens over `batch_axes` and `axis_name`, and I over `tensor_axis`.
+
+    Every EP group is the set of ranks that differ only in `axis_name`; parameters are replicated over `batch_axes`.
+
+    Args:
+      axis_name: mesh axis, or tuple of axes, over which experts are spread.
+      batch_axes: further axes over which only tokens are spread (data parallelism).
+      tensor_axis: axis over which the expert intermediate size I is split, or None.
+
+    Returns:
+      `MoESpecs`. With a tensor axis the gate and up columns must be split alike, so `w_gate_up` then has a separate
+      axis for them: `[E, H, 2, I]`, or `[E, H, 1, I]` for experts without a gate.
+
+    Raises:
+      ValueError: an axis that is named twice.
+
+    Example:
+      >>> from jax_ep.sharding import moe_specs
+      >>> moe_specs(batch_axes=("data",)).w_down
+      P('expert',)
+
+    Source: https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html
+    """
+    expert, batch = axis_tuple(axis_name), axis_tuple(batch_axes)
+    names = (*batch, *expert, *((tensor_axis,) if tensor_axis else ()))
+    if len(set(names)) != len(names):
+        raise ValueError(f"moe_specs: the axes {names} name one twice; give experts, batch and tensor different axes.")
+    rows = P((*batch, *expert)) if names else P()
+    if tensor_axis is None:
+        return MoESpecs(rows, rows, P(expert), P(expert))
+    return MoESpecs(rows, rows, P(expert, None, None, tensor_axis), P(expert, tensor_axis, None))
+
+
+def sharded_moe(
+    mesh: Mesh | None = None,
+    *,
+    num_experts: int,
+    axis_name: AxisName = "expert",
+    batch_axes: AxisName = (),
+    tensor_axis: str | None = None,
+    **moe_kwargs: Any,
+) -> Callable[[Array, Array, Array, Array, Array], Array]:
+    """`moe` for globally sharded arrays, in automatic and explicit sharding mode.
+
+    Args:
+      mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
+      num_experts: E.
+      axis_name, batch_axes, tensor_axis: see `moe_specs`.
+      **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, implementation.
+
+    Returns:
+      `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H]) -> [N, H]` with the shardings of
+      `moe_specs`. Arrays on automatic axes are moved to these shardings where they differ. On explicit axes a
+      different sharding is an error, because moving data there is the caller's decision (`jax.sharding.reshard`).
+
+    Raises:
+      ValueError: axes that the mesh lacks, N not divisible by the token axes, an explicit sharding that differs, or
+        a `w_gate_up` of the wrong rank; by the returned function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType
+      >>> from jax_ep.sharding import sharded_moe
+      >>> mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+      >>> f = jax.jit(sharded_moe(mesh, num_experts=8, batch_axes="data"))
+      >>> x, idx = jnp.ones((16, 4)), jnp.arange(16, dtype=jnp.int32)[:, None] % 8
+      >>> f(x, idx, jnp.ones((16, 1)), jnp.ones((8, 4, 6)), jnp.ones((8, 3, 4))).shape
+      (16, 4)
+
+    Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis)
+
+    def apply(x: Array, topk_idx: Array, topk_weights: Array, w_gate_up: Array, w_down: Array) -> Array:
+        the_mesh = _mesh(mesh, specs)
+        check.expert_ids("sharded_moe", topk_idx, None, num_experts)
+        _check_global(the_mesh, specs, x, w_gate_up, tensor_axis, num_experts)
+        arguments = (x, topk_idx, topk_weights, w_gate_up, w_down)
+        in_specs = (specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down)
+        for name, argument, spec in zip(_ARGUMENTS, arguments, in_specs, strict=True):
+            _check_explicit(the_mesh, name, argument, spec)
+
+        def per_shard(x: Array, idx: Array, weights: Array, gate_up: Array, down: Array) -> Array:
+            if tensor_axis is None:
+                return moe(x, idx, weights, gate_up, down, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
+            # Every rank of the tensor axis adds its share of I: the same tokens travel on each of them.
+            x, idx, weights = vary_alike((x, idx, weights), over=(tensor_axis,))
+            gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
+            y = moe(x, idx, weights, gate_up, down, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
+            return lax.psum(y, tensor_axis)
+
+        return jax.shard_map(per_shard, mesh=the_mesh, in_specs=in_specs, out_specs=specs.tokens)(*arguments)
+
+    return apply
+
+
+_ARGUMENTS = ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down")
+
+
+def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractMesh:
+    """The given mesh, or the one of `jax.set_mesh`; it must have all axes of the specs."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError(
+            "sharded_moe: mesh=None and no mesh is set, expected one; pass mesh=, or call jax.set_mesh(mesh)."
+        )
+    missing = sorted(_names(specs.tokens, specs.w_gate_up) - set(mesh.axis_names))
+    if missing:
+        raise ValueError(
+            f"sharded_moe: the mesh has axes {tuple(mesh.axis_names)}, but the axes {missing} are needed too; pass"
+            " axis_name, batch_axes and tensor_axis of that mesh."
+        )
+    return mesh
+
+
+def _names(*specs: P) -> set[str]:
+    return {name for spec in specs for entry in spec if entry is not None for name in axis_tuple(entry)}
+
+
+def _check_global(
+    mesh: Mesh | AbstractMesh, specs: MoESpecs, x: Array, w_gate_up: Array, tensor_axis: str | None, num_experts: int
+) -> None:
+    num_shards = 1
+    for name in _names(specs.tokens):
+        num_shards *= mesh.shape[name]
+    if x.shape[0] % num_shards:
+        raise ValueError(
+            f"sharded_moe: x has {x.shape[0]} tokens, expected a multiple of the {num_shards} shards of"
+            f" {specs.tokens}; pad"
+            " the batch (expert id -1 costs nothing)."
+        )
+    check.size(
+        "sharded_moe", "axis 0 of w_gate_up", w_gate_up.shape[0], num_experts, "pass the matrices of all experts"
+    )
+    rank = 3 if tensor_axis is None else 4
+    if w_gate_up.ndim != rank:
+        shape = "[E, H, 2 * I]" if tensor_axis is None else "[E, H, 2, I], so that gate and up are split alike"
+        raise ValueError(
+            f"sharded_moe: w_gate_up has shape {w_gate_up.shape}, expected rank {rank}, {shape}, for"
+            f" tensor_axis={tensor_axis!r}; reshape it."
+        )
+
+
+def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:
+    """On explicit axes, the sharding in the type must be the one that the layer works on."""
+    actual = jax.typeof(argument).sharding
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return
+
+    def entries(p: P) -> tuple[tuple[str, ...], ...]:
+        padded = (*p, *(None,) * (argument.ndim - len(p)))
+        return tuple(tuple(a for a in axis_tuple(e or ()) if a in explicit) for e in padded)
+
+    if entries(actual.spec) != entries(spec):
+        raise ValueError(
+            f"sharded_moe: {name} is sharded as {actual.spec}, expected {spec}; move it with"
+            f" jax.sharding.reshard({name},"
+            f" {spec})."
+        )

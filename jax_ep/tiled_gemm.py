@@ -1,0 +1,149 @@
+"""Grouped GEMM in plain XLA: loops over groups and row tiles that stop at the last row in use.
+
+XLA's own `ragged_dot` multiplies every row by every group on the CPU, and on GPUs reaches a small part of the machine
+(benchmarks/grouped_gemm.py). Here each tile of rows is one ordinary matrix product with the matrix of its group, so
+the cost follows the rows in use, whatever the number of groups. A group is covered by large tiles and its remainder
+by small ones: at most `_SMALL_TILE - 1` rows per group are computed in vain. The outer loop runs over groups, so that
+each group's matrix is fetched once, and skips empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_ep.dtypes import accumulation_dtype
+from jax_ep.mesh_axes import vary_alike
+from jax_ep.types import Array
+
+_LARGE_TILE = 128
+_SMALL_TILE = 16
+
+
+class _Tile(NamedTuple):
+    """Rows `[start, start + len(mask))`, of which those in `mask [rows, 1]` belong to the tile."""
+
+    start: Array
+    mask: Array
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """`a` times `b` over one axis each, at full precision for float32 and float64, accumulated in float32 or more."""
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else lax.Precision.DEFAULT,
+        preferred_element_type=accumulation_dtype(a.dtype),
+    )
+
+
+class _Groups(NamedTuple):
+    """First row and end of each group (`[G]`), the groups with rows before the empty ones, and how many have rows."""
+
+    starts: Array
+    ends: Array
+    order: Array
+    num_used: Array
+
+
+def _locate(group_sizes: Array, num_rows: int) -> _Groups:
+    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), num_rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    used = ends > starts
+    return _Groups(starts, ends, jnp.argsort(~used, stable=True), jnp.sum(used, dtype=jnp.int32))
+
+
+def _for_each_tile[Carry](
+    body: Callable[[_Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
+) -> Carry:
+    """Folds `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
+    large, small = min(_LARGE_TILE, num_rows), min(_SMALL_TILE, num_rows)
+    num_large = (end - start) // large
+    remainder = start + num_large * large
+    for rows, base, count in ((large, start, num_large), (small, remainder, -(-(end - remainder) // small))):
+
+        def step(i: Array, carry: Carry, rows: int = rows, base: Array = base) -> Carry:
+            first = base + i * rows
+            # The last tile of all may reach past the array: move it up, and let the mask keep other rows untouched.
+            tile_start = jnp.minimum(first, num_rows - rows)
+            row = tile_start + lax.iota(jnp.int32, rows)
+            return body(_Tile(tile_start, ((row >= first) & (row < end))[:, None]), carry)
+
+        carry = lax.fori_loop(0, count, step, carry)
+    return carry
+
+
+def _rows(x: Array, tile: _Tile) -> Array:
+    return lax.dynamic_slice_in_dim(x, tile.start, tile.mask.shape[0])
+
+
+def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+      group_sizes: `[G]` int32.
+      transpose_rhs: contract with the last axis of rhs.
+      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+
+    Returns:
+      `[M, N]`.
+    """
+    num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, num_cols), out_dtype)))
+    if 0 in (*lhs.shape, *rhs.shape):
+        return out
+
+    groups = _locate(group_sizes, num_rows)
+
+    def one_group(i: Array, out: Array) -> Array:
+        group = groups.order[i]
+        weight = lax.dynamic_index_in_dim(rhs, group, keepdims=False)
+
+        def one_tile(tile: _Tile, out: Array) -> Array:
+            product = _dot(_rows(lhs, tile), weight, (1, 1 if transpose_rhs else 0)).astype(out_dtype)
+            new = jnp.where(tile.mask, product, _rows(out, tile))
+            return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
+
+        return _for_each_tile(one_tile, out, groups.starts[group], groups.ends[group], num_rows)
+
+    return lax.fori_loop(0, groups.num_used, one_group, out)
+
+
+def grouped_gemm_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[M, N]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+
+    Returns:
+      `[G, K, N]`; zero for empty groups.
+    """
+    num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+    lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
+    if 0 in (num_rows, *shape):
+        return out
+    groups = _locate(group_sizes, num_rows)
+
+    def one_group(i: Array, out: Array) -> Array:
+        group = groups.order[i]
+
+        def one_tile(tile: _Tile, total: Array) -> Array:
+            # Rows of the tile that belong to other groups, or to none, may hold anything, NaN included.
+            a, b = (jnp.where(tile.mask, _rows(x, tile), 0) for x in (lhs, rhs))
+            return total + _dot(a, b, (0, 0))
+
+        total = vary_alike((jnp.zeros(shape[1:], accumulation_dtype(lhs.dtype)), lhs))[0]
+        total = _for_each_tile(one_tile, total, groups.starts[group], groups.ends[group], num_rows)
+        return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, axis=0)
+
+    return lax.fori_loop(0, groups.num_used, one_group, out)

@@ -1,0 +1,166 @@
+"""Every custom VJP of the package.
+
+Dispatch and combine are each other's transpose over the same handle, for tokens and for weights. The grouped GEMM and
+its weight gradient are closed under differentiation too. So each backward pass is made of the functions of this file,
+and gradients of any order exist.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep import backends
+from jax_ep.types import Array, Handle, LowLatencyHandle, Quantized
+
+
+class Route(NamedTuple):
+    """How an exchange runs: static, hashable.
+
+    Attributes:
+      implementation: registered name.
+      axis: mesh axes of the exchange.
+      wire_dtype: FP8 dtype, or None to send the tokens as they are.
+    """
+
+    implementation: str
+    axis: tuple[str, ...]
+    wire_dtype: DTypeLike | None = None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def send_tokens(route: Route, x: Array, handle: Handle) -> Array:
+    """`[T, H]` tokens to `[R, H]` rows; transpose of `return_tokens`."""
+    return backends.get(route.implementation).send_tokens(x, handle, route.axis, route.wire_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def return_tokens(route: Route, y: Array, handle: Handle) -> Array:
+    """`[R, H]` rows to `[T, H]` sums; transpose of `send_tokens`."""
+    return backends.get(route.implementation).return_tokens(y, handle, route.axis, route.wire_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def send_weights(route: Route, weights: Array, handle: Handle) -> Array:
+    """`[T, K]` router weights to `[R]`; transpose of `return_weights`."""
+    return backends.get(route.implementation).send_weights(weights, handle, route.axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def return_weights(route: Route, row_weights: Array, handle: Handle) -> Array:
+    """`[R]` row values to their `[T, K]` slots; transpose of `send_weights`."""
+    return backends.get(route.implementation).return_weights(row_weights, handle, route.axis)
+
+
+def _transposes(function: Any, transpose: Any) -> None:
+    """Makes `transpose` the backward of the linear `function(route, x, handle)`."""
+
+    def forward(route: Route, x: Array, handle: Handle) -> tuple[Array, Handle]:
+        return function(route, x, handle), handle
+
+    def backward(route: Route, handle: Handle, cotangent: Array) -> tuple[Array, None]:
+        return transpose(route, cotangent, handle), None
+
+    function.defvjp(forward, backward)
+
+
+_transposes(send_tokens, return_tokens)
+_transposes(return_tokens, send_tokens)
+_transposes(send_weights, return_weights)
+_transposes(return_weights, send_weights)
+
+
+class GemmConfig(NamedTuple):
+    """Static arguments of a grouped GEMM."""
+
+    implementation: str
+    transpose_rhs: bool
+    out_dtype: DTypeLike
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_gemm(config: GemmConfig, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
+    run = backends.get(config.implementation).grouped_gemm
+    return run(lhs, rhs, group_sizes, transpose_rhs=config.transpose_rhs, out_dtype=config.out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_gemm_weights(config: GemmConfig, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """`[M, K]` and `[M, N]` rows to `[G, K, N]`, one product per group; `transpose_rhs` is not used."""
+    run = backends.get(config.implementation).grouped_gemm_weights
+    return run(lhs, rhs, group_sizes, out_dtype=config.out_dtype)
+
+
+def _grouped_gemm_forward(config: GemmConfig, lhs: Array, rhs: Array, group_sizes: Array) -> Any:
+    return grouped_gemm(config, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _grouped_gemm_backward(config: GemmConfig, residuals: Any, cotangent: Array) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = residuals
+    cotangent = cotangent.astype(lhs.dtype)
+    back = config._replace(transpose_rhs=not config.transpose_rhs, out_dtype=lhs.dtype)
+    d_lhs = grouped_gemm(back, cotangent, rhs, group_sizes)
+    rows = (cotangent, lhs) if config.transpose_rhs else (lhs, cotangent)
+    d_rhs = grouped_gemm_weights(config._replace(out_dtype=rhs.dtype), *rows, group_sizes)
+    return d_lhs, d_rhs, None
+
+
+def _grouped_gemm_weights_forward(config: GemmConfig, lhs: Array, rhs: Array, group_sizes: Array) -> Any:
+    return grouped_gemm_weights(config, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _grouped_gemm_weights_backward(config: GemmConfig, residuals: Any, cotangent: Array) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = residuals
+    cotangent = cotangent.astype(lhs.dtype)
+    gemm = GemmConfig(config.implementation, transpose_rhs=True, out_dtype=lhs.dtype)
+    d_lhs = grouped_gemm(gemm, rhs, cotangent, group_sizes)
+    d_rhs = grouped_gemm(gemm._replace(transpose_rhs=False), lhs, cotangent, group_sizes)
+    return d_lhs, d_rhs, None
+
+
+grouped_gemm.defvjp(_grouped_gemm_forward, _grouped_gemm_backward)
+grouped_gemm_weights.defvjp(_grouped_gemm_weights_forward, _grouped_gemm_weights_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def without_gradient[Tree](remedy: str, tree: Tree) -> Tree:
+    """The identity, whose gradient is a `TypeError` that says `remedy`."""
+    return tree
+
+
+def _without_gradient_forward(remedy: str, tree: Any) -> tuple[Any, None]:
+    return tree, None
+
+
+def _without_gradient_backward(remedy: str, _: None, cotangent: Any) -> Any:
+    raise TypeError(remedy)
+
+
+without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
+
+
+def send_quantized(route: Route, pair: Quantized, handle: Handle) -> Quantized:
+    """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit; not differentiable."""
+    pair = without_gradient(
+        "dispatch of a (values, scales) pair has no gradient: pass the tokens themselves with"
+        " wire_dtype=float8_e4m3fn.",
+        pair,
+    )
+    run = backends.get(route.implementation).send_rows
+    values, scales = (run(part, handle, route.axis) for part in pair)
+    return values, scales
+
+
+def send_low_latency(route: Route, x: Array | Quantized, handle: LowLatencyHandle) -> tuple[Array, Array | None]:
+    """Rows of a low-latency dispatch; FP8 pairs have no gradient."""
+    run = backends.get(route.implementation).low_latency_send
+    if not isinstance(x, tuple):
+        return run(x, handle, route.axis), None
+    x = without_gradient(
+        "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...).", x
+    )
+    return run(x[0], handle, route.axis), run(x[1], handle, route.axis)

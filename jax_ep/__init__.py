@@ -4,6 +4,8 @@ Per-shard functions for use inside `jax.shard_map`; see `dispatch` for the shape
 globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.flax`.
 """
 
+from jax_ep import quantization as quantization
+from jax_ep import sharding as sharding
 from jax_ep.api import combine, dispatch, dispatch_grouped_gemm, grouped_gemm, grouped_gemm_combine
 from jax_ep.context import Context, finalize, init
 from jax_ep.low_latency import low_latency_combine, low_latency_dispatch

@@ -167,7 +167,7 @@ class MoE(nnx.Module):
 
         def param(init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
             # Without a mesh the metadata stays, so that a later jit can still place the parameter by it.
-            where = {} if mesh is None else {"mesh": mesh}
+            where: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
             value = init(rngs.params(), shape, dtype)
             return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=active is not None, **where)
 

@@ -17,6 +17,10 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
             " or a tuple"
             " of names; pass e.g. 'expert'."
         )
+    if len(set(names)) != len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r} names an axis twice; expected different axes: remove the repeated one."
+        )
     return tuple(names)
 
 

@@ -121,7 +121,8 @@ def load_balancing_loss(scores: Array, topk_idx: Array, *, axis_name: AxisName |
     ids = topk_idx.reshape(-1)
     slots = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     counts = jnp.zeros((num_experts,), scores.dtype).at[slots].add(jnp.ones((), scores.dtype), mode="drop")
-    mean_score = jnp.mean(normalised, axis=0)
+    # No tokens: no loss.
+    mean_score = jnp.sum(normalised, axis=0) / max(scores.shape[0], 1)
     if axis_name is not None:
         counts = lax.psum(counts, axis_name)
         mean_score = lax.pmean(mean_score, axis_name)
@@ -151,4 +152,4 @@ def router_z_loss(logits: Array) -> Array:
     """
     check.matrix("router_z_loss", "logits", logits)
     logits = logits.astype(accumulation_dtype(logits.dtype))
-    return jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    return jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1))) / max(logits.shape[0], 1)

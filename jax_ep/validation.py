@@ -60,8 +60,8 @@ def positive(function: str, name: str, value: Any) -> int:
     """A static integer >= 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected a Python int; it must be static.")
-    if value < 1:
-        raise ValueError(f"{function}: {name}={value}, expected at least 1; pass a positive {name}.")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{function}: {name}={value}, expected at least 1 and below 2**31; pass a positive {name}.")
     return int(value)
 
 
@@ -87,7 +87,12 @@ def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantiz
 def tokens(function: str, x: Any) -> Array | Quantized:
     """`[T, H]` tokens, or FP8 values `[T, H]` with scales `[T, H // group]`."""
     if not isinstance(x, tuple):
-        return matrix(function, "x", x, "[T, H]")
+        x = matrix(function, "x", x, "[T, H]")
+        if x.shape[1] < 1:
+            raise ValueError(
+                f"{function}: x has shape {x.shape}, expected H >= 1; pass tokens with at least one column."
+            )
+        return x
     if len(x) != 2:
         raise ValueError(f"{function}: x is a tuple of {len(x)}, expected 2; pass (values, scales).")
     return quantized(function, *x)
@@ -160,14 +165,24 @@ def ranks(function: str, num_experts: Any, axis_name: AxisName) -> int:
 
 def wire(function: str, wire_dtype: DTypeLike | None, x: Array | Quantized) -> DTypeLike | None:
     """The FP8 dtype where tokens must be quantised to travel, else None."""
-    if wire_dtype is None or isinstance(x, tuple) or jnp.dtype(wire_dtype) == x.dtype:
+    if wire_dtype is None:
         return None
-    if jnp.dtype(wire_dtype) != FP8:
+    values = x[0] if isinstance(x, tuple) else x
+    dtype = values.dtype
+    try:
+        wanted = jnp.dtype(wire_dtype)
+    except TypeError:
         raise TypeError(
-            f"{function}: wire_dtype={jnp.dtype(wire_dtype)} with {x.dtype} tokens, expected float8_e4m3fn; pass"
+            f"{function}: wire_dtype={wire_dtype!r} is no dtype, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn."
+        ) from None
+    if wanted == dtype:
+        return None
+    if wanted != FP8:
+        raise TypeError(
+            f"{function}: wire_dtype={wanted} with {dtype} tokens, expected float8_e4m3fn; pass"
             " jnp.float8_e4m3fn, or None to send the tokens as they are."
         )
-    return fp8_columns(function, x.shape[-1], 128)
+    return fp8_columns(function, values.shape[-1], 128)
 
 
 def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:

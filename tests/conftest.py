@@ -1,0 +1,101 @@
+"""Devices, strictness, and the fixtures that every test shares.
+
+`JAX_EP_TEST_DEVICES=gpu` runs the suite on the machine's GPUs; otherwise it runs on eight CPU devices.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests in subfolders find harness, cases and oracle
+
+NUM_CPU_DEVICES = 8
+ON_GPU = os.environ.get("JAX_EP_TEST_DEVICES", "cpu") == "gpu"
+# Set before JAX is imported: it reads both when it is first used.
+if ON_GPU:
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
+else:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = f"--xla_force_host_platform_device_count={NUM_CPU_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+import harness
+import jax
+from jax.sharding import Mesh
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# The oracle is float64: without this, float32 products on a GPU carry 10 bits.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jax_ep")
+    group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
+    group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
+
+
+def pytest_report_header() -> str:
+    return f"jax_ep: {jax.device_count()} {jax.devices()[0].device_kind} device(s)"
+
+
+def available_implementations() -> list[str]:
+    """What the registry says can run on this machine's default device."""
+    from jax_ep import backends
+
+    listing = getattr(backends, "available", None)
+    return list(listing()) if listing is not None else ["xla"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "implementation" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("implementation")
+        names = chosen.split(",") if chosen else available_implementations()
+        metafunc.parametrize("implementation", names, scope="session")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    with harness.refusals_skip():
+        return (yield)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh random inputs; pytest shows the printed seed with a failure, and `--seed` brings it back."""
+    seed = request.config.getoption("seed")
+    seed = secrets.randbits(32) if seed is None else seed
+    print(f"--seed {seed}")
+    return np.random.default_rng([seed, zlib.crc32(request.node.name.encode())])
+
+
+@pytest.fixture
+def expert_mesh() -> Callable[[int], Mesh]:
+    """`expert_mesh(W)`: a mesh of W devices on the axis "expert"; skips where there are fewer."""
+    return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
+
+
+@pytest.fixture(params=[1, 2, 4, 8], ids="ranks{}".format)
+def every_mesh(request: pytest.FixtureRequest, expert_mesh: Callable[[int], Mesh]) -> Mesh:
+    """Meshes of 1, 2, 4 and 8 ranks."""
+    return expert_mesh(request.param)
+
+
+@pytest.fixture
+def mesh(expert_mesh: Callable[[int], Mesh]) -> Mesh:
+    """Four ranks, or as many as the machine has: for tests whose subject is not the number of ranks."""
+    return expert_mesh(min(4, jax.device_count()))
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield

@@ -1,0 +1,280 @@
+"""Gradients: closed forms of the oracle in float32, finite differences in float64, FP8 on the wire both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import (
+    BASE,
+    BF16,
+    F32,
+    FEW_ROUTINGS,
+    ROUTINGS,
+    Shape,
+    assert_close,
+    integers,
+    probabilities,
+    reals,
+)
+from harness import check_directional_derivatives, compiled, per_rank, run
+from jax.sharding import Mesh
+
+import jax_ep
+
+TINY = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=3, intermediate=2)
+VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
+
+
+def layer_arrays(rng: np.random.Generator, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True):
+    """x, topk_weights, and global weights [E, ...]."""
+    x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
+    weight_dtype = np.float64 if dtype == np.float64 else F32
+    topk_weights = probabilities(rng, num_ranks, shape.num_tokens, shape.top_k, dtype=weight_dtype)
+    size = shape.intermediate
+    w_gate_up = reals(rng, shape.num_experts, shape.hidden, size * (2 if gated else 1), dtype=dtype)
+    return x, topk_weights, w_gate_up, reals(rng, shape.num_experts, size, shape.hidden, dtype=dtype)
+
+
+def split_experts(weights: np.ndarray, num_ranks: int) -> np.ndarray:
+    return weights.reshape(num_ranks, -1, *weights.shape[1:])
+
+
+def moe_vjp(shape: Shape, implementation: str, **options: Any):
+    def fn(x, topk_weights, w_gate_up, w_down, topk_idx, d_out):
+        def layer(x, topk_weights, w_gate_up, w_down):
+            return jax_ep.moe(
+                x,
+                topk_idx,
+                topk_weights,
+                w_gate_up,
+                w_down,
+                num_experts=shape.num_experts,
+                implementation=implementation,
+                **options,
+            )
+
+        return jax.vjp(layer, x, topk_weights, w_gate_up, w_down)[1](d_out)
+
+    return fn
+
+
+NAMES = ("dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
+
+
+def check_moe(got: Any, layer: oracle.MoE, d_out: np.ndarray, tolerance: float | None = None) -> None:
+    for name, g, w in zip(NAMES, got, layer.gradients(d_out.astype(np.float64)), strict=True):
+        assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
+
+
+def test_moe_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
+    num_ranks = every_mesh.size
+    call = compiled(moe_vjp(BASE, implementation), every_mesh)
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            topk_idx = ROUTINGS[routing](rng, num_ranks, BASE)
+            arrays = layer_arrays(rng, num_ranks, BASE)
+            d_out = reals(rng, *arrays[0].shape)
+            weights = [split_experts(w, num_ranks) for w in arrays[2:]]
+            got = call(*arrays[:2], *weights, topk_idx, d_out)
+            check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out)
+
+
+@pytest.mark.parametrize(("activation", "gated"), VARIANTS)
+def test_moe_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
+    topk_idx = ROUTINGS["duplicates"](rng, 2, BASE)
+    arrays = layer_arrays(rng, 2, BASE, gated=gated)
+    d_out = reals(rng, *arrays[0].shape)
+    weights = [split_experts(w, 2) for w in arrays[2:]]
+    fn = moe_vjp(BASE, implementation, activation=activation)
+    got = run(fn, expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
+    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts), activation), d_out)
+
+
+def test_moe_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+    """Dropped rows neither give nor receive gradients."""
+    call = compiled(moe_vjp(BASE, implementation, capacity=10), expert_mesh(2))
+    for routing in ("zipf", "one_hot_every_slot"):
+        with subtests.test(routing):
+            topk_idx = ROUTINGS[routing](rng, 2, BASE)
+            arrays = layer_arrays(rng, 2, BASE)
+            d_out = reals(rng, *arrays[0].shape)
+            lay = oracle.layout(topk_idx, BASE.num_experts, capacity=10)
+            assert lay.dropped.sum() > 0
+            got = call(*arrays[:2], *(split_experts(w, 2) for w in arrays[2:]), topk_idx, d_out)
+            check_moe(got, oracle.MoE(*arrays, lay), d_out)
+
+
+def test_moe_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
+    arrays = layer_arrays(rng, 2, BASE, BF16)
+    d_out = reals(rng, *arrays[0].shape, dtype=BF16)
+    weights = [split_experts(w, 2) for w in arrays[2:]]
+    got = run(moe_vjp(BASE, implementation), expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
+    assert [g.dtype for g in got] == [BF16, F32, BF16, BF16]
+    # Three GEMMs deep, each with its own roundings: more than one product may carry.
+    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out, tolerance=4e-2)
+
+
+def dispatch_combine_vjp(implementation: str, **options: Any):
+    """The transposes of dispatch (tokens and weights) and combine, for given cotangents."""
+    wire = {"wire_dtype": options.get("wire_dtype")}
+
+    def fn(x, topk_weights, topk_idx, y, d_tokens, d_weights, d_out):
+        def dispatch(x, topk_weights):
+            out = jax_ep.dispatch(
+                x, topk_idx, topk_weights, num_experts=BASE.num_experts, implementation=implementation, **options
+            )
+            return (out.tokens, out.weights), out.handle
+
+        _, dispatch_vjp, handle = jax.vjp(dispatch, x, topk_weights, has_aux=True)
+        _, combine_vjp = jax.vjp(lambda y: jax_ep.combine(y, handle, implementation=implementation, **wire), y)
+        return *dispatch_vjp((d_tokens, d_weights)), *combine_vjp(d_out)
+
+    return fn
+
+
+# Cotangents of small integers sum exactly, so the transposes compare bit for bit.
+@pytest.mark.parametrize("options", [{}, {"alignment": 4}, {"capacity": 12, "alignment": 2}], ids=str)
+def test_transposes(implementation: str, options: dict[str, int], mesh: Mesh, rng: Any, subtests: Any) -> None:
+    call = compiled(dispatch_combine_vjp(implementation, **options), mesh)
+    for routing in FEW_ROUTINGS:
+        with subtests.test(routing):
+            topk_idx = ROUTINGS[routing](rng, mesh.size, BASE)
+            lay = oracle.layout(topk_idx, BASE.num_experts, **options)
+            x, d_out = (integers(rng, mesh.size, BASE.num_tokens, BASE.hidden, dtype=BF16) for _ in range(2))
+            y, d_tokens = (integers(rng, *lay.source.shape, BASE.hidden, dtype=BF16) for _ in range(2))
+            d_weights = integers(rng, *lay.source.shape)
+            weights = probabilities(rng, *topk_idx.shape)
+            dx, d_topk_weights, dy = call(x, weights, topk_idx, y, d_tokens, d_weights, d_out)
+            np.testing.assert_array_equal(dx, oracle.combine(d_tokens, lay).astype(BF16))
+            np.testing.assert_array_equal(d_topk_weights, oracle.scatter_weights(d_weights, lay))
+            np.testing.assert_array_equal(dy, oracle.gather(d_out, lay))
+
+
+def test_fp8_wire_is_straight_through(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """The backward quantises the cotangent like any other tokens, and ignores the rounding of the forward."""
+    call = compiled(dispatch_combine_vjp(implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2))
+    topk_idx = ROUTINGS["uniform"](rng, 2, BASE)
+    lay = oracle.layout(topk_idx, BASE.num_experts)
+    x, y = reals(rng, 2, BASE.num_tokens, 128), reals(rng, *lay.source.shape, 128)
+    # Scales that no arithmetic can miss: a single 448 in every group that is quantised.
+    d_out = integers(rng, 2, BASE.num_tokens, 128, largest=200)
+    d_out[..., 0] = 448
+    d_tokens = integers(rng, *lay.source.shape, 128, largest=100)
+    d_tokens[..., 0] = 0
+    for rank in range(2):
+        first = {(source, token): row for row, source, token, _, _ in reversed(lay.rows(rank))}
+        d_tokens[rank, list(first.values()), 0] = 448
+    d_weights = integers(rng, *lay.source.shape)
+    weights = probabilities(rng, *topk_idx.shape)
+    dx, d_topk_weights, dy = call(x, weights, topk_idx, y, d_tokens, d_weights, d_out)
+    want = oracle.combine(d_tokens, lay, oracle.FP8)
+    assert np.abs(want - oracle.combine(d_tokens, lay)).max() > 0
+    np.testing.assert_array_equal(dx, want)
+    np.testing.assert_array_equal(dy, oracle.gather(oracle.to_wire(d_out, oracle.FP8), lay))
+    np.testing.assert_array_equal(d_topk_weights, oracle.scatter_weights(d_weights, lay))
+
+
+def test_moe_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Gradients of the layer that sees quantised tokens and cotangents."""
+    shape = Shape(hidden=128)
+    topk_idx = ROUTINGS["uniform"](rng, 2, shape)
+    x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, shape)
+    w_gate_up, d_out = w_gate_up / 11, reals(rng, *x.shape)
+    weights = [split_experts(w, 2) for w in (w_gate_up, w_down)]
+    fn = moe_vjp(shape, implementation, wire_dtype=jnp.float8_e4m3fn)
+    got = run(fn, expert_mesh(2), x, topk_weights, *weights, topk_idx, d_out)
+    lay = oracle.layout(topk_idx, shape.num_experts)
+    exact = oracle.MoE(x, topk_weights, w_gate_up, w_down, lay).gradients(d_out)
+    for name, g, e in zip(NAMES, got, exact, strict=True):
+        assert np.linalg.norm(g.reshape(e.shape) - e) > 1e-3 * np.linalg.norm(e), f"{name}: nothing was quantised"
+    wired = oracle.MoE(oracle.to_wire(x, oracle.FP8), topk_weights, w_gate_up, w_down, lay)
+    want = wired.gradients(oracle.to_wire(d_out, oracle.FP8))
+    # Weight gradients never travel: with the quantised operands they are exact.
+    for name, g, w in list(zip(NAMES, got, want, strict=True))[1:]:
+        assert_close(g.reshape(w.shape), w, name, tolerance=5e-5)
+    # dx travels: every partial sum is off by 2**-4 at most, by a third of that on average.
+    assert np.linalg.norm(got[0] - want[0]) < 2**-4 * np.linalg.norm(want[0])
+
+
+def global_loss(fn: Any, mesh: Mesh, probe: np.ndarray) -> Any:
+    """A scalar of the stacked arrays, so that the transpose of shard_map itself is part of the gradient."""
+    stacked = per_rank(fn, mesh)
+    return lambda *args: jnp.sum(jnp.sin(stacked(*args)) * probe)
+
+
+def test_dispatch_combine_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
+    """Weights and tokens through dispatch, a nonlinearity, and combine."""
+    topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
+    topk_idx[0, 0, 0] = -1
+    x, topk_weights, _, _ = layer_arrays(rng, 2, TINY, np.dtype(np.float64))
+
+    def fn(x, topk_weights, topk_idx):
+        out = jax_ep.dispatch(
+            x, topk_idx, topk_weights, num_experts=4, alignment=2, capacity=10, implementation=implementation
+        )
+        return jax_ep.combine(jnp.tanh(out.tokens) * out.weights[:, None], out.handle, implementation=implementation)
+
+    loss = global_loss(fn, expert_mesh(2), rng.standard_normal(x.shape))
+    check = jax.jit(jax.value_and_grad(lambda x, w: loss(x, w, topk_idx), argnums=(0, 1)))
+    check_directional_derivatives(check, (x, topk_weights), rng)
+
+
+def test_moe_finite_differences(implementation: str, expert_mesh: Any, rng: np.random.Generator, float64: None) -> None:
+    """First and second order, from one function: g(a) = sum(sin(moe(a))), then h(a) = <grad g(a), u>."""
+    topk_idx = ROUTINGS["duplicates"](rng, 2, TINY)
+    arrays = layer_arrays(rng, 2, TINY, np.dtype(np.float64))
+    args = *arrays[:2], *(split_experts(w, 2) for w in arrays[2:])
+
+    def layer(x, topk_weights, w_gate_up, w_down, topk_idx):
+        return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, num_experts=4, implementation=implementation)
+
+    stacked = global_loss(layer, expert_mesh(2), rng.standard_normal(arrays[0].shape))
+    gradient = jax.value_and_grad(lambda *a: stacked(*a, topk_idx), argnums=(0, 1, 2, 3))
+    along = [rng.standard_normal(a.shape) for a in args]
+
+    def slope(*a):
+        return sum(jnp.vdot(g, u) for g, u in zip(gradient(*a)[1], along, strict=True))
+
+    check_directional_derivatives(jax.jit(gradient), args, rng)
+    check_directional_derivatives(jax.jit(jax.value_and_grad(slope, argnums=(0, 1, 2, 3))), args, rng, tolerance=1e-6)
+
+
+def test_halves_finite_differences(implementation: str, expert_mesh: Any, rng: Any, float64: None) -> None:
+    """dispatch_grouped_gemm and grouped_gemm_combine, chained by hand."""
+    topk_idx = ROUTINGS["uniform"](rng, 2, TINY)
+    x, topk_weights, w_gate_up, w_down = layer_arrays(rng, 2, TINY, np.dtype(np.float64), gated=False)
+    args = x, topk_weights, split_experts(w_gate_up, 2), split_experts(w_down, 2)
+
+    def layer(x, topk_weights, w_gate_up, w_down, topk_idx):
+        first = jax_ep.dispatch_grouped_gemm(
+            x, topk_idx, topk_weights, w_gate_up, num_experts=4, alignment=2, implementation=implementation
+        )
+        hidden = jnp.tanh(first.hidden) * first.weights[:, None]
+        return jax_ep.grouped_gemm_combine(hidden, w_down, first.handle, implementation=implementation)
+
+    stacked = global_loss(layer, expert_mesh(2), rng.standard_normal(x.shape))
+    gradient = jax.jit(jax.value_and_grad(lambda *a: stacked(*a, topk_idx), argnums=(0, 1, 2, 3)))
+    check_directional_derivatives(gradient, args, rng)
+
+
+def test_fused_moe(implementation: str, rng: np.random.Generator) -> None:
+    """The single-device layer has the same gradients."""
+    topk_idx = ROUTINGS["some_without_expert"](rng, 1, BASE)
+    arrays = layer_arrays(rng, 1, BASE)
+    d_out = reals(rng, *arrays[0].shape)
+
+    @jax.jit
+    def fn(x, topk_weights, w_gate_up, w_down, d_out):
+        return jax.vjp(
+            lambda *a: jax_ep.fused_moe(a[0], topk_idx[0], *a[1:], implementation=implementation),
+            x, topk_weights, w_gate_up, w_down,
+        )[1](d_out)  # fmt: skip
+
+    got = [np.asarray(g) for g in fn(arrays[0][0], arrays[1][0], *arrays[2:], d_out[0])]
+    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts)), d_out)

@@ -1,0 +1,97 @@
+"""grouped_gemm and both of its gradients; no mesh is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, F16, F32, assert_close, integers, reals
+from harness import check_directional_derivatives, to_numpy
+
+import jax_ep
+
+# name: (rows M, group sizes); rows past the sum hold NaN.
+GROUPS = {
+    "even": (24, [6, 6, 6, 6]),
+    "ragged": (24, [1, 11, 0, 12]),
+    "spare rows": (24, [3, 0, 5, 2]),
+    "first only": (24, [24, 0, 0, 0]),
+    "last only": (24, [0, 0, 0, 7]),
+    "no rows used": (24, [0, 0, 0, 0]),
+}
+
+
+def with_gradients(implementation: str, **options: Any):
+    @jax.jit
+    def fn(lhs, rhs, group_sizes, d_out):
+        out, vjp = jax.vjp(
+            lambda a, b: jax_ep.grouped_gemm(a, b, group_sizes, implementation=implementation, **options), lhs, rhs
+        )
+        return out, *vjp(d_out)
+
+    return lambda *args: to_numpy(fn(*args))
+
+
+def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """NaN in the rows past the groups."""
+    out = array.copy()
+    out[group_sizes.sum() :] = np.nan
+    return out
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_groups(implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    call = with_gradients(implementation)
+    for name, (rows, sizes) in GROUPS.items():
+        with subtests.test(name):
+            group_sizes = np.array(sizes, np.int32)
+            lhs, rhs = reals(rng, rows, 9, dtype=dtype), reals(rng, 4, 9, 5, dtype=dtype)
+            d_out = reals(rng, rows, 5, dtype=dtype)
+            got = call(poison(lhs, group_sizes), rhs, group_sizes, poison(d_out, group_sizes))
+            want = (oracle.grouped_gemm(lhs, rhs, group_sizes),
+                    *oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out))  # fmt: skip
+            for what, g, w in zip(("out", "d_lhs", "d_rhs"), got, want, strict=True):
+                assert g.dtype == dtype, what
+                assert_close(g, w, what)
+            for g in got[:2]:
+                assert not g[group_sizes.sum() :].any(), "rows past the groups are not zero"
+
+
+@pytest.mark.parametrize(("rows", "groups", "inner", "columns"), [(1, 1, 1, 1), (300, 3, 130, 67), (5, 64, 8, 8)])
+def test_shapes(implementation: str, rows: int, groups: int, inner: int, columns: int, rng: Any) -> None:
+    """Products of small integers are exact in float32, so any lost or doubled row shows."""
+    bounds = np.sort(rng.integers(0, rows, groups - 1, endpoint=True))
+    group_sizes = np.diff(np.concatenate([[0], bounds, [rows]])).astype(np.int32)
+    lhs, rhs = integers(rng, rows, inner), integers(rng, groups, inner, columns)
+    d_out = integers(rng, rows, columns)
+    got = with_gradients(implementation)(lhs, rhs, group_sizes, d_out)
+    np.testing.assert_array_equal(got[0], oracle.grouped_gemm(lhs, rhs, group_sizes))
+    for g, w in zip(got[1:], oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+def test_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
+    """float32 out of bfloat16 in: accumulated and returned without a rounding to bfloat16."""
+    group_sizes = np.array([2, 0, 4], np.int32)
+    lhs, rhs, d_out = reals(rng, 6, 33, dtype=BF16), reals(rng, 3, 33, 4, dtype=BF16), reals(rng, 6, 4)
+    call = with_gradients(implementation, preferred_element_type=jnp.float32)
+    out, d_lhs, d_rhs = call(lhs, rhs, group_sizes, d_out)
+    assert [a.dtype for a in (out, d_lhs, d_rhs)] == [F32, BF16, BF16]
+    assert_close(out, oracle.grouped_gemm(lhs, rhs, group_sizes), "out")
+    want = oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out)
+    assert_close(d_lhs, want[0], "d_lhs")
+    assert_close(d_rhs, want[1], "d_rhs")
+
+
+def test_finite_differences(implementation: str, rng: np.random.Generator, float64: None) -> None:
+    group_sizes = np.array([2, 0, 3], np.int32)
+    lhs, rhs, probe = (rng.standard_normal(s) for s in ((6, 3), (3, 3, 2), (6, 2)))
+
+    def value(a, b):
+        return jnp.sum(jnp.sin(jax_ep.grouped_gemm(a, b, group_sizes, implementation=implementation)) * probe)
+
+    check_directional_derivatives(jax.jit(jax.value_and_grad(value, argnums=(0, 1))), (lhs, rhs), rng)

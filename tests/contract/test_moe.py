@@ -1,0 +1,206 @@
+"""The expert layer in all its forms: moe, its two fused halves, and the single-device fused_moe with its sort."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_serving
+import pytest
+from cases import (
+    BASE,
+    BF16,
+    F16,
+    F32,
+    FEW_ROUTINGS,
+    ROUTINGS,
+    SHAPES,
+    Shape,
+    assert_close,
+    assert_same_bits,
+    probabilities,
+    reals,
+)
+from harness import compiled, run
+from jax.sharding import Mesh
+
+import jax_ep
+
+VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
+
+
+class Layer:
+    """Random inputs of one layer; weights are `[E, ...]` here and `[W, L, ...]` for the ranks."""
+
+    def __init__(
+        self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True
+    ):
+        experts, hidden, size = shape.num_experts, shape.hidden, shape.intermediate
+        self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
+        self.x = reals(rng, num_ranks, shape.num_tokens, hidden, dtype=dtype)
+        self.topk_weights = probabilities(rng, *self.topk_idx.shape)
+        columns = size * (2 if gated else 1)
+        self.w_gate_up = (rng.standard_normal((experts, hidden, columns)) / np.sqrt(hidden)).astype(dtype)
+        self.w_down = (rng.standard_normal((experts, size, hidden)) / np.sqrt(size)).astype(dtype)
+        self.num_experts = experts
+
+    def per_rank(self, weights: np.ndarray) -> np.ndarray:
+        return weights.reshape(len(self.x), -1, *weights.shape[1:])
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        weights = self.per_rank(self.w_gate_up), self.per_rank(self.w_down)
+        return self.x, self.topk_idx, self.topk_weights, *weights
+
+    def oracle(self, activation: str = "silu", **layout: Any) -> oracle.MoE:
+        lay = oracle.layout(self.topk_idx, self.num_experts, **layout)
+        return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
+
+
+def moe(shape: Shape, implementation: str, **options: Any):
+    return functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
+
+
+def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    call = compiled(moe(BASE, implementation), every_mesh)
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, every_mesh.size, BASE)
+            assert_close(call(*layer.args), layer.oracle().forward(), "moe")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    num_ranks, shape = SHAPES[name]
+    layer = Layer(rng, "duplicates", num_ranks, shape)
+    got = run(moe(shape, implementation), expert_mesh(num_ranks), *layer.args)
+    assert_close(got, layer.oracle().forward(), "moe")
+
+
+def test_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    layers = {gated: Layer(rng, "uniform", mesh.size, BASE, gated=gated) for gated in (True, False)}
+
+    def fn(gated_args, plain_args):
+        return [moe(BASE, implementation, activation=a)(*(gated_args if g else plain_args)) for a, g in VARIANTS]
+
+    got = run(fn, mesh, layers[True].args, layers[False].args)
+    for out, (activation, gated) in zip(got, VARIANTS, strict=True):
+        with subtests.test(f"{activation}, gated {gated}"):
+            assert_close(out, layers[gated].oracle(activation).forward(), "moe")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "uniform", 2, BASE, dtype)
+    got = run(moe(BASE, implementation), expert_mesh(2), *layer.args)
+    assert got.dtype == dtype
+    assert_close(got, layer.oracle().forward(), "moe")
+
+
+@pytest.mark.parametrize("capacity", [3, 16])
+def test_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+    """Dropped rows are left out of the layer; the others do not change."""
+    call = compiled(moe(BASE, implementation, capacity=capacity), expert_mesh(2))
+    for routing in ("zipf", "one_hot_every_slot"):
+        with subtests.test(routing):
+            layer = Layer(rng, routing, 2, BASE)
+            want = layer.oracle(capacity=capacity)
+            assert want.lay.dropped.sum() > 0
+            assert_close(call(*layer.args), want.forward(), "moe")
+
+
+def test_fp8_wire(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Equal to the layer of the quantised tokens, up to the rounding of the way back."""
+    shape = Shape(hidden=128)
+    layer = Layer(rng, "uniform", 2, shape)
+    got = run(moe(shape, implementation, wire_dtype=jnp.float8_e4m3fn), expert_mesh(2), *layer.args)
+    exact = layer.oracle().forward()
+    layer.x = oracle.to_wire(layer.x, oracle.FP8)
+    want = layer.oracle().forward()
+    assert np.linalg.norm(got - exact) > 1e-3 * np.linalg.norm(exact), "the wire lost nothing: it was not FP8"
+    # Partial sums are off by 2**-4 at most, by a third of that on average.
+    assert np.linalg.norm(got - want) < 2**-4 * np.linalg.norm(want)
+
+
+def test_halves_make_the_layer(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+    """dispatch_grouped_gemm and grouped_gemm_combine against the oracle, each alone."""
+    options = {"capacity": 40, "alignment": 4}
+
+    def fn(x, topk_idx, topk_weights, w_gate_up, h, w_down):
+        first = jax_ep.dispatch_grouped_gemm(
+            x, topk_idx, topk_weights, w_gate_up, num_experts=8, implementation=implementation, **options
+        )
+        again = jax_ep.dispatch_grouped_gemm(
+            x, None, None, w_gate_up, num_experts=8, handle=first.handle, implementation=implementation, **options
+        )
+        out = jax_ep.grouped_gemm_combine(h, w_down, first.handle, implementation=implementation)
+        return first._replace(handle=first.handle.num_invalid), again.hidden, out
+
+    layer = Layer(rng, "duplicates", mesh.size, BASE)
+    lay = layer.oracle(**options).lay
+    h = reals(rng, *lay.source.shape, BASE.intermediate)
+    x, topk_idx, topk_weights, w_gate_up, w_down = layer.args
+    poisoned = np.where(lay.is_padding[..., None], np.nan, h).astype(F32)
+    first, again, out = run(fn, mesh, x, topk_idx, topk_weights, w_gate_up, poisoned, w_down)
+    rows = oracle.gather(x, lay)
+    hidden, y = np.zeros(first.hidden.shape), np.zeros((*lay.source.shape, BASE.hidden))
+    for rank in range(mesh.size):
+        for row, _, _, _, expert in lay.rows(rank):
+            hidden[rank, row] = rows[rank, row].astype(np.float64) @ layer.w_gate_up[expert]
+            y[rank, row] = h[rank, row].astype(np.float64) @ layer.w_down[expert]
+    assert_close(first.hidden, hidden, "hidden")
+    assert not first.hidden[lay.is_padding].any(), "padding rows of hidden are not zero"
+    assert_same_bits(again, first.hidden, "hidden with the handle")
+    assert_same_bits(first.weights, oracle.gather_weights(topk_weights, lay), "weights")
+    assert_same_bits(first.group_sizes, lay.group_sizes, "group_sizes")
+    assert_same_bits(first.dropped, lay.dropped, "dropped")
+    assert_close(out, oracle.combine(y, lay), "combine")
+
+
+def test_fused_moe(implementation: str, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    """One device, no mesh: every activation, several routings, three dtypes."""
+
+    @jax.jit
+    def fn(gated_args, plain_args):
+        return [
+            jax_ep.fused_moe(*(gated_args if g else plain_args), activation=a, implementation=implementation)
+            for a, g in VARIANTS
+        ]
+
+    def one_device(layer: Layer) -> list[np.ndarray]:
+        return [layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down]
+
+    for dtype, routings in {F32: ROUTINGS, BF16: FEW_ROUTINGS}.items():
+        for routing in routings:
+            layers = {g: Layer(rng, routing, 1, BASE, dtype, gated=g) for g in (True, False)}
+            got = fn(one_device(layers[True]), one_device(layers[False]))
+            for out, (activation, gated) in zip(got, VARIANTS, strict=True):
+                with subtests.test(f"{dtype} {routing} {activation} gated {gated}"):
+                    assert out.dtype == dtype
+                    assert_close(np.asarray(out), layers[gated].oracle(activation).forward()[0], "fused_moe")
+
+
+@pytest.mark.parametrize(("shape", "block_size"), [(BASE, 1), (BASE, 8), (Shape(37, 2, 6), 16), (Shape(1, 1, 64), 4)])
+def test_moe_sort(shape: Shape, block_size: int, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    @jax.jit
+    def fn(topk_idx, topk_weights):
+        options = {"num_experts": shape.num_experts, "block_size": block_size}
+        return jax_ep.moe_sort(topk_idx, topk_weights, **options), jax_ep.moe_sort(topk_idx, **options)
+
+    for name, routing in ROUTINGS.items():
+        with subtests.test(name):
+            topk_idx = routing(rng, 1, shape)[0]
+            topk_weights = probabilities(rng, *topk_idx.shape)
+            got, bare = fn(topk_idx, topk_weights)
+            want = oracle_serving.moe_sort(topk_idx, topk_weights, shape.num_experts, block_size)
+            assert_same_bits(np.asarray(got.slots), want.slots, "slots")
+            assert_same_bits(np.asarray(got.weights), want.weights, "weights")
+            assert_same_bits(np.asarray(got.block_expert), want.block_expert, "block_expert")
+            assert_same_bits(np.asarray(got.group_sizes), want.group_sizes, "group_sizes")
+            assert got.num_rows == want.num_rows
+            assert bare.weights is None
+            assert_same_bits(np.asarray(bare.slots), want.slots, "slots without weights")

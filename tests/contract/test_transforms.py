@@ -1,0 +1,257 @@
+"""The functions under JAX's transformations: scan, remat, vmap, donation, AOT, VMA checks, both kinds of mesh axes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BASE, F32, ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from harness import EXPERT, make_mesh, per_rank, run, to_numpy
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jax_ep
+
+SHAPE = Shape(num_tokens=5, top_k=2, num_experts=4, hidden=6, intermediate=4)
+NUM_LAYERS = 3
+CHECKPOINT_NAMES = ("jax_ep.tokens", "jax_ep.hidden", "jax_ep.output")
+
+
+def moe(implementation: str, **options: Any):
+    return functools.partial(jax_ep.moe, num_experts=SHAPE.num_experts, implementation=implementation, **options)
+
+
+class Stack:
+    """Inputs of one or more layers `x + moe(x)`; per-layer arrays are `[W, layers, ...]`, ready for `lax.scan`."""
+
+    def __init__(self, rng: np.random.Generator, num_ranks: int, layers: int = NUM_LAYERS):
+        experts, hidden, size = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
+        self.x = reals(rng, num_ranks, SHAPE.num_tokens, hidden)
+        self.d_out = reals(rng, *self.x.shape)
+        routings = [ROUTINGS[name](rng, num_ranks, SHAPE) for name in ("uniform", "duplicates", "one_hot")]
+        self.topk_idx = np.stack([routings[i % 3] for i in range(layers)], axis=1)
+        self.topk_weights = probabilities(rng, *self.topk_idx.shape)
+        self.w_gate_up = reals(rng, num_ranks, layers, experts // num_ranks, hidden, 2 * size) / F32.type(2)
+        self.w_down = reals(rng, num_ranks, layers, experts // num_ranks, size, hidden) / F32.type(2)
+
+    @property
+    def layers(self) -> tuple[np.ndarray, ...]:
+        return self.topk_idx, self.topk_weights, self.w_gate_up, self.w_down
+
+    def layer(self, i: int, x: np.ndarray | None = None) -> oracle.MoE:
+        lay = oracle.layout(self.topk_idx[:, i], SHAPE.num_experts)
+        weights = (w[:, i].reshape(SHAPE.num_experts, *w.shape[3:]) for w in (self.w_gate_up, self.w_down))
+        return oracle.MoE(self.x if x is None else x, self.topk_weights[:, i], *weights, lay)
+
+    def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Output, and gradients of x, topk_weights, w_gate_up, w_down, layer by layer."""
+        x, visited = self.x.astype(np.float64), []
+        for i in range(self.topk_idx.shape[1]):
+            visited.append(self.layer(i, x))
+            x = x + visited[-1].forward()
+        cotangent, gradients = self.d_out.astype(np.float64), []
+        for layer in reversed(visited):
+            dx, *rest = layer.gradients(cotangent)
+            cotangent = cotangent + dx
+            gradients.insert(0, rest)
+        stacked = [np.stack(g, axis=0) for g in zip(*gradients, strict=True)]
+        return x, [cotangent, *stacked]
+
+    def check(self, out: np.ndarray, gradients: Any) -> None:
+        want, want_gradients = self.expected()
+        assert_close(out, want, "out", tolerance=2e-5)
+        names = ("dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
+        for name, got, expected in zip(names, gradients, want_gradients, strict=True):
+            per_layer = got if name == "dx" else np.moveaxis(got, 1, 0)
+            assert_close(per_layer.reshape(expected.shape), expected, name, tolerance=2e-5)
+
+
+def scanned(implementation: str, remat: Any = None):
+    """Output and all gradients of the stack, by `lax.scan` over its layers."""
+
+    def block(x, layer):
+        topk_idx, topk_weights, w_gate_up, w_down = layer
+        return x + moe(implementation)(x, topk_idx, topk_weights, w_gate_up, w_down), None
+
+    body = block if remat is None else jax.checkpoint(block, policy=remat)
+
+    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+        def forward(x, topk_weights, w_gate_up, w_down):
+            return jax.lax.scan(body, x, (topk_idx, topk_weights, w_gate_up, w_down))[0]
+
+        out, vjp = jax.vjp(forward, x, topk_weights, w_gate_up, w_down)
+        return out, vjp(d_out)
+
+    return fn
+
+
+REMAT = {
+    "no remat": None,
+    "recompute everything": jax.checkpoint_policies.nothing_saveable,
+    "save by name": jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES),
+}
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_scan_over_layers(implementation: str, remat: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    stack = Stack(rng, 2)
+    fn = scanned(implementation, REMAT[remat])
+    stack.check(*run(fn, expert_mesh(2), stack.x, *stack.layers, stack.d_out))
+
+
+def test_checkpoint_names_select_residuals(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """A policy finds each documented name: naming one adds that array, and nothing else, to what is kept."""
+    stack = Stack(rng, 2, layers=1)
+    topk_idx, *parameters = (a[:, 0] for a in stack.layers)
+
+    def kept(policy: Any) -> collections.Counter[int]:
+        layer = per_rank(jax.checkpoint(moe(implementation), policy=policy), expert_mesh(2))
+        vjp = jax.eval_shape(
+            lambda *args: jax.vjp(lambda x, *rest: layer(x, topk_idx, *rest), *args)[1], stack.x, *parameters
+        )
+        return collections.Counter(leaf.size for leaf in jax.tree.leaves(vjp))
+
+    jaxpr = str(jax.make_jaxpr(per_rank(moe(implementation), expert_mesh(2)))(stack.x, topk_idx, *parameters))
+    assert all(f"name={name}" in jaxpr for name in CHECKPOINT_NAMES)
+    rows = 2 * stack.layer(0).lay.source.shape[1]
+    sizes = {"jax_ep.tokens": rows * SHAPE.hidden, "jax_ep.hidden": rows * 2 * SHAPE.intermediate}
+    nothing = kept(jax.checkpoint_policies.nothing_saveable)
+    for name, size in sizes.items():
+        assert kept(jax.checkpoint_policies.save_only_these_names(name)) - nothing == {size: 1}, name
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_mesh_axis_types_and_vma(implementation: str, axis_type: AxisType, check_vma: bool, rng: Any) -> None:
+    """Gradients taken outside shard_map, on global arrays placed on the mesh."""
+    mesh = make_mesh((2,), (EXPERT,), axis_type)
+    stack = Stack(rng, 2, layers=1)
+    layer = per_rank(moe(implementation), mesh, check_vma=check_vma)
+
+    def fn(x, topk_weights, w_gate_up, w_down, topk_idx, d_out):
+        out, vjp = jax.vjp(lambda *a: a[0] + layer(a[0], topk_idx, *a[1:]), x, topk_weights, w_gate_up, w_down)
+        return out, vjp(d_out)
+
+    topk_idx, *parameters = (a[:, 0] for a in stack.layers)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, PartitionSpec(EXPERT))
+        args = [jax.device_put(a, sharding) for a in (stack.x, *parameters, topk_idx, stack.d_out)]
+        out, gradients = to_numpy(jax.jit(fn)(*args))
+    stack.check(out, (gradients[0], *(g[:, None] for g in gradients[1:])))
+
+
+def test_donation(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    mesh = expert_mesh(2)
+    stack = Stack(rng, 2, layers=1)
+    args = stack.x, *(a[:, 0] for a in stack.layers)
+    x, *rest = (jax.device_put(a, NamedSharding(mesh, PartitionSpec(EXPERT))) for a in args)
+    out = jax.jit(per_rank(moe(implementation), mesh), donate_argnums=0)(x, *rest)
+    assert_close(np.asarray(out), stack.layer(0).forward(), "moe")
+    assert x.is_deleted()
+
+
+def test_eval_shape_and_ahead_of_time_compilation(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    mesh = expert_mesh(2)
+    stack = Stack(rng, 2, layers=1)
+    args = stack.x, *(a[:, 0] for a in stack.layers)
+    sharding = NamedSharding(mesh, PartitionSpec(EXPERT))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in args]
+    fn = per_rank(moe(implementation), mesh)
+    out = jax.eval_shape(fn, *shapes)
+    assert (out.shape, out.dtype) == (stack.x.shape, stack.x.dtype)
+    executable = jax.jit(fn).lower(*shapes).compile()
+    got = executable(*(jax.device_put(a, sharding) for a in args))
+    assert_close(np.asarray(got), stack.layer(0).forward(), "moe")
+
+
+def test_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """An effect in the jaxpr would break jax.checkpoint."""
+    stack = Stack(rng, 2, layers=1)
+    args = stack.x, *(a[:, 0] for a in stack.layers)
+    layer = per_rank(moe(implementation), expert_mesh(2))
+    gradient = jax.grad(lambda x, *rest: jnp.sum(layer(x, *rest)))
+    assert not jax.make_jaxpr(gradient)(*args).effects
+
+
+def test_vmap_works_or_says_no(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """A batch of problems that share the experts."""
+    mesh = expert_mesh(2)
+    batch = [Stack(rng, 2, layers=1) for _ in range(2)]
+    for problem in batch[1:]:
+        problem.w_gate_up, problem.w_down = batch[0].w_gate_up, batch[0].w_down
+    stacked = [np.stack(a, axis=1) for a in zip(*((b.x, b.topk_idx[:, 0], b.topk_weights[:, 0]) for b in batch),
+                                                strict=True)]  # fmt: skip
+    weights = batch[0].w_gate_up[:, 0], batch[0].w_down[:, 0]
+    fn = jax.vmap(moe(implementation), in_axes=(0, 0, 0, None, None))
+    got, refusal = None, ""
+    try:
+        got = run(fn, mesh, *stacked, *weights)
+    except (NotImplementedError, ValueError) as error:
+        refusal = str(error)
+    if got is None:
+        assert "vmap" in refusal
+        return
+    for i, problem in enumerate(batch):
+        assert_close(got[:, i], problem.layer(0).forward(), f"problem {i}")
+
+
+def test_two_layers_do_not_share_a_handle(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+    """Two dispatches in flight, combined in the other order, and crosswise gradients."""
+    options = {"num_experts": BASE.num_experts, "implementation": implementation}
+
+    def fn(x1, idx1, x2, idx2, y1, y2, d_out):
+        first = jax_ep.dispatch(x1, idx1, **options)
+        second = jax_ep.dispatch(x2, idx2, **options)
+        (back2, vjp2), (back1, vjp1) = (
+            jax.vjp(lambda y, h=h: jax_ep.combine(y, h, implementation=implementation), y)
+            for y, h in ((y2, second.handle), (y1, first.handle))
+        )
+        return first.tokens, second.tokens, back1, back2, *vjp1(d_out), *vjp2(d_out)
+
+    idx1, idx2 = ROUTINGS["uniform"](rng, mesh.size, BASE), ROUTINGS["zipf"](rng, mesh.size, BASE)
+    lay1, lay2 = (oracle.layout(i, BASE.num_experts) for i in (idx1, idx2))
+    x1, x2, d_out = (integers(rng, mesh.size, BASE.num_tokens, BASE.hidden) for _ in range(3))
+    y1, y2 = (integers(rng, *lay1.source.shape, BASE.hidden) for _ in range(2))
+    got = run(fn, mesh, x1, idx1, x2, idx2, y1, y2, d_out)
+    want = (oracle.gather(x1, lay1), oracle.gather(x2, lay2), oracle.combine(y1, lay1), oracle.combine(y2, lay2),
+            oracle.gather(d_out, lay1), oracle.gather(d_out, lay2))  # fmt: skip
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(g, w, f"result {i}")
+
+
+def test_handle_crosses_jit_and_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """A handle is a value: returned by one compiled function, used by every step of a scan in another."""
+    mesh = expert_mesh(2)
+    options = {"num_experts": BASE.num_experts, "implementation": implementation}
+
+    def scan(handle, xs):
+        def step(total, x):
+            tokens = jax_ep.dispatch(x, None, handle=handle, **options).tokens
+            return total + jax_ep.combine(tokens, handle, implementation=implementation), tokens
+
+        return jax.lax.scan(step, xs[0] - xs[0], xs)
+
+    topk_idx = ROUTINGS["some_without_expert"](rng, 2, BASE)
+    lay = oracle.layout(topk_idx, BASE.num_experts)
+    xs = integers(rng, 2, 3, BASE.num_tokens, BASE.hidden)
+    handle = jax.jit(per_rank(lambda x, i: jax_ep.dispatch(x, i, **options).handle, mesh))(xs[:, 0], topk_idx)
+    total, tokens = run(scan, mesh, handle, xs)
+    rows = [oracle.gather(xs[:, i], lay) for i in range(3)]
+    for i in range(3):
+        assert_same_bits(tokens[:, i], rows[i], f"step {i}")
+    np.testing.assert_array_equal(total, sum(oracle.combine(r, lay) for r in rows))
+
+
+def test_compiled_once_for_every_routing(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Routing is data: new ids never cause a new compilation."""
+    jitted = jax.jit(per_rank(moe(implementation), expert_mesh(2)))
+    for _ in range(3):
+        stack = Stack(rng, 2, layers=1)
+        got = jitted(stack.x, *(a[:, 0] for a in stack.layers))
+        assert_close(np.asarray(got), stack.layer(0).forward(), "moe")
+    assert jitted._cache_size() == 1

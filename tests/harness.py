@@ -1,0 +1,126 @@
+"""Runs per-rank functions on stacked arrays: `[W, ...]` in, `[W, ...]` out, one leading axis per mesh axis."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+EXPERT = "expert"
+
+
+def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh over the first devices; skips the test where there are too few."""
+    needed = math.prod(sizes)
+    if needed > jax.device_count():
+        pytest.skip(f"needs {needed} devices, {jax.device_count()} present")
+    devices = jax.devices()[:needed]
+    return jax.make_mesh(tuple(sizes), tuple(names), axis_types=(axis_type,) * len(sizes), devices=devices)
+
+
+def per_rank(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    axes: Sequence[Any] | None = None,
+    replicated: Iterable[int] = (),
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """`fn` on every shard, from and to arrays whose leading axes are the mesh axes.
+
+    Args:
+      fn: a function of one rank's arrays to a pytree of one rank's arrays.
+      mesh: the mesh.
+      axes: what each leading axis is split over: mesh axis names or tuples of them; default: every mesh axis.
+      replicated: positions of arguments that every rank gets whole, without leading axes.
+      check_vma: as in `jax.shard_map`.
+    """
+    axes = tuple(mesh.axis_names) if axes is None else tuple(axes)
+    whole = frozenset(replicated)
+    spec = PartitionSpec(*axes)
+
+    def body(*args: Any) -> Any:
+        shards = [arg if i in whole else _drop_axes(arg, len(axes)) for i, arg in enumerate(args)]
+        return jax.tree.map(lambda leaf: leaf.reshape((1,) * len(axes) + leaf.shape), fn(*shards))
+
+    def stacked(*args: Any) -> Any:
+        in_specs = tuple(PartitionSpec() if i in whole else spec for i in range(len(args)))
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=check_vma)(*args)
+
+    return stacked
+
+
+def _drop_axes(tree: Any, count: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[count:]), tree)
+
+
+def to_numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+@contextlib.contextmanager
+def refusals_skip() -> Iterator[None]:
+    """Skips where an implementation says that it cannot serve the call; other NotImplementedErrors are failures."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "no implementation of" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+def run(fn: Callable[..., Any], mesh: Mesh, *args: Any, **options: Any) -> Any:
+    """Compiles `fn` under `per_rank`, runs it once, and brings the results back as NumPy arrays."""
+    return compiled(fn, mesh, **options)(*args)
+
+
+def compiled(fn: Callable[..., Any], mesh: Mesh, **options: Any) -> Callable[..., Any]:
+    """`run` for several calls: one compilation per set of shapes."""
+    jitted = jax.jit(per_rank(fn, mesh, **options))
+
+    def call(*args: Any) -> Any:
+        with refusals_skip():  # here too, because a subtest would report the error before the test's own hook
+            return to_numpy(jitted(*args))
+
+    return call
+
+
+def check_directional_derivatives(
+    value_and_gradients: Callable[..., Any],
+    arguments: Sequence[np.ndarray],
+    rng: np.random.Generator,
+    *,
+    step: float = 1e-6,
+    tolerance: float = 1e-7,
+    directions: int = 2,
+) -> None:
+    """Compares gradients with central differences along random directions, argument by argument.
+
+    Args:
+      value_and_gradients: returns a scalar and one gradient per argument.
+      arguments: float64 arrays.
+      rng: source of the directions.
+      step: of the difference.
+      tolerance: relative to the size of the derivative.
+      directions: per argument.
+    """
+    _, gradients = value_and_gradients(*arguments)
+    for i, gradient in enumerate(gradients):
+        assert np.abs(gradient).max() > 0, f"the gradient of argument {i} vanishes: nothing is tested"
+        for _ in range(directions):
+            direction = rng.standard_normal(arguments[i].shape)
+            ends = []
+            for sign in (1, -1):
+                moved = list(arguments)
+                moved[i] = arguments[i] + sign * step * direction
+                ends.append(float(value_and_gradients(*moved)[0]))
+            numeric = (ends[0] - ends[1]) / (2 * step)
+            exact = float(np.vdot(np.asarray(gradient), direction))
+            scale = np.linalg.norm(np.asarray(gradient)) * np.linalg.norm(direction)
+            assert abs(numeric - exact) <= tolerance * scale, f"argument {i}: difference {numeric}, gradient {exact}"

@@ -1,0 +1,182 @@
+"""Correct calls of every public function, ways to damage them, and the check of what the error says.
+
+A message has to give the offending value, what would have been right, and what to do about it. The fragments of a case
+are regular expressions for these three; all of them must be found. Arguments are traced and never run.
+"""
+
+import inspect
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep.quantization import dequantize_fp8, quantize_fp8
+
+# per-shard sizes of the correct calls; nearly all different, so that a number in a message has one meaning
+T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
+L, R = E // W, W * T * K
+FP8 = jnp.float8_e4m3fn
+
+
+def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def f32(*shape):
+    return array(jnp.float32, *shape)
+
+
+def i32(*shape):
+    return array(jnp.int32, *shape)
+
+
+def fp8(*shape):
+    return array(FP8, *shape)
+
+
+# --- correct arguments ----------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """An argument that is made inside the traced function, such as a handle."""
+
+    def __init__(self, make):
+        self.make = make
+
+
+def dispatch_handle(num_tokens=T, top_k=K, num_experts=E, **kwargs):
+    def make():
+        x, topk_idx = jnp.zeros((num_tokens, H), jnp.float32), jnp.zeros((num_tokens, top_k), jnp.int32)
+        return jax_ep.dispatch(x, topk_idx, num_experts=num_experts, **kwargs).handle
+
+    return Traced(make)
+
+
+def low_latency_handle():
+    def make():
+        x, topk_idx = jnp.zeros((T, H), jnp.float32), jnp.zeros((T, K), jnp.int32)
+        return jax_ep.low_latency_dispatch(x, topk_idx, num_experts=E, max_tokens_per_rank=MAX_T).handle
+
+    return Traced(make)
+
+
+TOKENS = {"x": f32(T, H), "topk_idx": i32(T, K)}
+ROUTED = TOKENS | {"topk_weights": f32(T, K), "num_experts": E}
+GOOD = {
+    "dispatch": ROUTED,
+    "combine": {"y": f32(R, H), "handle": dispatch_handle()},
+    "grouped_gemm": {"lhs": f32(20, H), "rhs": f32(3, H, N), "group_sizes": i32(3)},
+    "dispatch_grouped_gemm": ROUTED | {"w": f32(L, H, N)},
+    "grouped_gemm_combine": {"h": f32(R, INNER), "w": f32(L, INNER, H), "handle": dispatch_handle()},
+    "moe": ROUTED | {"w_gate_up": f32(L, H, 2 * INNER), "w_down": f32(L, INNER, H)},
+    "fused_moe": TOKENS | {"topk_weights": f32(T, K), "w_gate_up": f32(E, H, 2 * INNER), "w_down": f32(E, INNER, H)},
+    "moe_sort": {"topk_idx": i32(T, K), "topk_weights": f32(T, K), "num_experts": E, "block_size": 16},
+    "low_latency_dispatch": TOKENS | {"num_experts": E, "max_tokens_per_rank": MAX_T},
+    "low_latency_combine": {
+        "y": f32(L, W * MAX_T, H),
+        "topk_idx": i32(T, K),
+        "topk_weights": f32(T, K),
+        "handle": low_latency_handle(),
+    },
+    "topk_router": {"logits": f32(T, 32), "k": 4},
+    "load_balancing_loss": {"scores": f32(T, 32), "topk_idx": i32(T, K)},
+    "router_z_loss": {"logits": f32(T, 32)},
+    "quantize_fp8": {"x": f32(T, H)},
+    "dequantize_fp8": {"values": fp8(T, H), "scales": f32(T, 2), "dtype": jnp.float32},
+}
+NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name or name == "moe"]
+
+
+def function(name):
+    return {"quantize_fp8": quantize_fp8, "dequantize_fp8": dequantize_fp8}.get(name) or getattr(jax_ep, name)
+
+
+def is_array(value):
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def mesh_of(size=W, name="expert"):
+    return harness.make_mesh((size,), (name,))
+
+
+def trace(name, *, inside=None, **changes):
+    """Traces the correct call with these changes, inside shard_map if it belongs there or `inside` says so."""
+    accepted = inspect.signature(function(name)).parameters
+    arguments = GOOD[name] | {key: value for key, value in changes.items() if key in accepted}
+    arrays = {key: value for key, value in arguments.items() if is_array(value)}
+
+    def call(arrays):
+        made = {key: value.make() for key, value in arguments.items() if isinstance(value, Traced)}
+        result = function(name)(**(arguments | made | arrays))
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    if name in NEEDS_AXIS if inside is None else inside:
+        call = jax.shard_map(call, mesh=mesh_of(), in_specs=P(), out_specs=P("expert"))
+    return jax.eval_shape(call, arrays)
+
+
+# --- fragments and cases --------------------------------------------------------------------------------------------
+
+
+def shape(*dims):
+    """A shape, in brackets of either kind."""
+    return r"[\(\[]" + r", ?".join(map(str, dims)) + r",?[\)\]]"
+
+
+def number(value):
+    """The number by itself, not as a part of another one or of a name such as `int32`."""
+    return rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)"
+
+
+CAST = r"\bcast|astype|convert|jnp\.int32\("
+FLOATING = r"float(ing|32)|bfloat16"
+
+
+def value(names, wrong, changes, *fragments, error=ValueError):
+    """One case for each of the functions `names` (one, or a list)."""
+    for name in [names] if isinstance(names, str) else names:
+        yield pytest.param(name, changes, error, fragments, id=f"{name}: {wrong}")
+
+
+def rank(names, argument, bad, *layout):
+    """An array with the wrong number of axes; `layout` names the right ones, as `"T", "H"`.
+
+    The message shows them by these names, or by their sizes where other arguments settle them.
+    """
+    axes = ", ?".join(rf"([1-9]\d*|{axis}|W \* M|N)" for axis in layout)
+    fragments = rf"\b{argument}\b", shape(*bad.shape), rf"\[{axes}\]"
+    return value(names, f"{argument} of shape {list(bad.shape)}", {argument: bad}, *fragments)
+
+
+def dtype(names, argument, bad, expected):
+    fragments = rf"\b{argument}\b", bad.dtype.name, expected, CAST
+    return value(names, f"{argument} of {bad.dtype.name}", {argument: bad}, *fragments, error=TypeError)
+
+
+def size(names, argument, bad, offending, expected):
+    """An array one of whose axes does not fit to another argument."""
+    fragments = rf"\b{argument}\b", number(offending), number(expected)
+    return value(names, f"{argument} of shape {list(bad.shape)}", {argument: bad}, *fragments)
+
+
+def positive(names, argument, **others):
+    """A static size that is zero, negative or not an integer."""
+    for bad in (0, -16):
+        fragments = rf"\b{argument}\b", number(bad), "positive|at least|greater than|multiple"
+        yield from value(names, f"{argument}={bad}", {argument: bad, **others}, *fragments)
+    fragments = rf"\b{argument}\b", r"float|8\.0", r"\bint"
+    yield from value(names, f"{argument}=8.0", {argument: 8.0, **others}, *fragments, error=TypeError)
+
+
+def check(error, fragments, call, *args, **kwargs):
+    """Calls, expects the exception, and finds every fragment in its message."""
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    message = str(caught.value)
+    missing = [fragment for fragment in fragments if not re.search(fragment, message, re.IGNORECASE)]
+    assert not missing, f"the message lacks {missing}:\n{message}"

@@ -1,0 +1,235 @@
+"""NumPy float64 global view of everything that jax_ep computes across ranks.
+
+Every array carries a leading rank axis: `x [W, T, H]`, `topk_idx [W, T, K]`, `y [W, R, H]`; expert weights are global,
+`[E, ...]`. Nothing here imports the package or JAX: the rules of the row order, of capacity and of the gradients are
+written a second time, as plain loops over rows, so that a mistake in the package cannot hide in its own test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8_MAX = np.float32(448.0)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def default_num_rows(num_ranks: int, num_tokens: int, top_k: int, num_local: int, alignment: int) -> int:
+    """Rows that the dropless layout needs in the worst case: every slot of every rank lands here."""
+    slots = num_ranks * num_tokens * top_k
+    return slots if alignment == 1 else round_up(slots + min(num_local, slots) * (alignment - 1), alignment)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which (source rank, token, k) every row of every receiving rank holds; -1 marks padding."""
+
+    source: np.ndarray  # [W, R]
+    token: np.ndarray  # [W, R]
+    slot: np.ndarray  # [W, R], the k of the row
+    expert: np.ndarray  # [W, R], global expert id
+    group_sizes: np.ndarray  # [W, L] int32, padding included
+    dropped: np.ndarray  # [W] int32, real rows lost on the receiving rank
+    num_invalid: np.ndarray  # [W] int32, out-of-range ids among the rank's own tokens
+    num_tokens: int
+    top_k: int
+
+    @property
+    def is_padding(self) -> np.ndarray:
+        return self.source < 0
+
+    def rows(self, rank: int) -> list[tuple[int, int, int, int, int]]:
+        """The real rows of one rank: (row, source, token, k, expert)."""
+        columns = (self.source, self.token, self.slot, self.expert)
+        return [(i, *(int(c[rank, i]) for c in columns)) for i in np.flatnonzero(self.source[rank] >= 0)]
+
+
+def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = None, alignment: int = 1) -> Layout:
+    """Rows in the order expert, source rank, token, k; groups padded to `alignment`; rows past `capacity` are lost."""
+    num_ranks, num_tokens, top_k = topk_idx.shape
+    num_local = num_experts // num_ranks
+    num_rows = default_num_rows(num_ranks, num_tokens, top_k, num_local, alignment) if capacity is None else capacity
+    columns = np.full((4, num_ranks, num_rows), -1, np.int64)
+    group_sizes = np.zeros((num_ranks, num_local), np.int32)
+    dropped = np.zeros(num_ranks, np.int32)
+    for expert in range(num_experts):
+        rank, local = divmod(expert, num_local)
+        start = int(group_sizes[rank, :local].sum())
+        slots = np.argwhere(topk_idx == expert)  # argwhere runs in the order source, token, k
+        for i, (source, token, k) in enumerate(slots):
+            if start + i < num_rows:
+                columns[:, rank, start + i] = source, token, k, expert
+            else:
+                dropped[rank] += 1
+        group_sizes[rank, local] = min(round_up(len(slots), alignment), num_rows - start)
+    invalid = (topk_idx < -1) | (topk_idx >= num_experts)
+    num_invalid = invalid.sum(axis=(1, 2)).astype(np.int32)
+    return Layout(*columns, group_sizes, dropped, num_invalid, num_tokens, top_k)
+
+
+def gather(values: np.ndarray, lay: Layout) -> np.ndarray:
+    """dispatch: [W, T, ...] per token to [W, R, ...] per row, bit for bit, padding zero."""
+    rows = np.zeros(lay.source.shape + values.shape[2:], values.dtype)
+    real = ~lay.is_padding
+    rows[real] = values[lay.source[real], lay.token[real]]
+    return rows
+
+
+def gather_weights(topk_weights: np.ndarray, lay: Layout) -> np.ndarray:
+    """dispatch: [W, T, K] to [W, R], padding zero."""
+    rows = np.zeros(lay.source.shape, topk_weights.dtype)
+    real = ~lay.is_padding
+    rows[real] = topk_weights[lay.source[real], lay.token[real], lay.slot[real]]
+    return rows
+
+
+def scatter_weights(d_rows: np.ndarray, lay: Layout) -> np.ndarray:
+    """The transpose of `gather_weights`: every (token, k) slot has at most one row."""
+    out = np.zeros((lay.source.shape[0], lay.num_tokens, lay.top_k))
+    real = ~lay.is_padding
+    out[lay.source[real], lay.token[real], lay.slot[real]] = d_rows[real]
+    return out
+
+
+def to_wire(values: np.ndarray, wire_dtype: np.dtype | None) -> np.ndarray:
+    """What values look like after a trip in `wire_dtype`: rounded, or quantised in groups of 128."""
+    if wire_dtype is None:
+        return values
+    single = values.astype(np.float32)
+    if np.dtype(wire_dtype) == FP8:
+        return dequantize(*quantize(single)).astype(values.dtype)
+    return single.astype(wire_dtype).astype(values.dtype)
+
+
+def combine(y: np.ndarray, lay: Layout, wire_dtype: np.dtype | None = None) -> np.ndarray:
+    """[W, R, H] to float64 [W, T, H]: per token one partial sum on each rank, cast to the wire, then summed."""
+    num_ranks = y.shape[0]
+    out = np.zeros((num_ranks, lay.num_tokens, y.shape[-1]))
+    for rank in range(num_ranks):
+        partial = np.zeros_like(out)
+        for row, source, token, _, _ in lay.rows(rank):
+            partial[source, token] += y[rank, row].astype(np.float64)
+        out += to_wire(partial, wire_dtype)
+    return out
+
+
+# ---- FP8 ----------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: np.ndarray, group_size: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """[..., H] to (float8_e4m3fn [..., H], float32 scales [..., H // group_size]), scale = amax / 448."""
+    groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group_size)
+    scales = np.abs(groups).max(axis=-1) / FP8_MAX
+    divisor = np.where(scales == 0, np.float32(1), scales)[..., None]
+    values = np.clip(groups / divisor, -FP8_MAX, FP8_MAX).astype(FP8)
+    return values.reshape(x.shape), scales
+
+
+def dequantize(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    groups = values.astype(np.float32).reshape(*scales.shape, -1)
+    return (groups * scales[..., None]).reshape(values.shape).astype(dtype)
+
+
+# ---- grouped GEMM -------------------------------------------------------------------------------------------------
+
+
+def grouped_gemm(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """[M, K] x [G, K, N] to float64 [M, N]; rows past the groups are zero."""
+    out = np.zeros((lhs.shape[0], rhs.shape[2]))
+    start = 0
+    for group, size in enumerate(group_sizes):
+        rows = slice(start, start + int(size))
+        out[rows] = lhs[rows].astype(np.float64) @ rhs[group].astype(np.float64)
+        start += int(size)
+    return out
+
+
+def grouped_gemm_gradients(
+    lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray, d_out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(d_lhs [M, K], d_rhs [G, K, N]) in float64; rows past the groups get zero."""
+    d_lhs, d_rhs = np.zeros(lhs.shape), np.zeros(rhs.shape)
+    start = 0
+    for group, size in enumerate(group_sizes):
+        rows = slice(start, start + int(size))
+        d_lhs[rows] = d_out[rows].astype(np.float64) @ rhs[group].astype(np.float64).T
+        d_rhs[group] = lhs[rows].astype(np.float64).T @ d_out[rows].astype(np.float64)
+        start += int(size)
+    return d_lhs, d_rhs
+
+
+# ---- the MoE layer ------------------------------------------------------------------------------------------------
+
+GELU_SCALE = np.sqrt(2 / np.pi)
+GELU_CUBIC = 0.044715
+
+
+def activate(name: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The activation and its derivative."""
+    if name == "relu":
+        return np.maximum(z, 0), (z > 0).astype(np.float64)
+    if name == "silu":
+        sigmoid = 1 / (1 + np.exp(-z))
+        return z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+    if name == "gelu":
+        tanh = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
+        inner = GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
+        return 0.5 * z * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * inner
+    raise ValueError(f"unknown activation {name!r}")
+
+
+def expert_hidden(name: str, z: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The activated hidden vector [I] of one row and its Jacobian's diagonals d hidden / d z, [C // I, I]."""
+    value, slope = activate(name, z[:size])
+    if z.shape[0] == size:
+        return value, slope[None]
+    return value * z[size:], np.stack([slope * z[size:], value])
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """One MoE layer on global weights `w_gate_up [E, H, 2I or I]`, `w_down [E, I, H]`, everything in float64."""
+
+    x: np.ndarray
+    topk_weights: np.ndarray
+    w_gate_up: np.ndarray
+    w_down: np.ndarray
+    lay: Layout
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        for name in ("x", "topk_weights", "w_gate_up", "w_down"):
+            object.__setattr__(self, name, getattr(self, name).astype(np.float64))
+
+    def forward(self) -> np.ndarray:
+        out = np.zeros(self.x.shape)
+        for rank in range(len(self.x)):
+            for _, source, token, k, expert in self.lay.rows(rank):
+                z = self.x[source, token] @ self.w_gate_up[expert]
+                hidden, _ = expert_hidden(self.activation, z, self.w_down.shape[1])
+                out[source, token] += self.topk_weights[source, token, k] * (hidden @ self.w_down[expert])
+        return out
+
+    def gradients(self, d_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(dx, dtopk_weights, dw_gate_up, dw_down) for the cotangent `d_out [W, T, H]`."""
+        arrays = (self.x, self.topk_weights, self.w_gate_up, self.w_down)
+        dx, d_weights, d_gate_up, d_down = (np.zeros(a.shape) for a in arrays)
+        for rank in range(len(self.x)):
+            for _, source, token, k, expert in self.lay.rows(rank):
+                at, weight, cotangent = (source, token), self.topk_weights[source, token, k], d_out[source, token]
+                hidden, slopes = expert_hidden(
+                    self.activation, self.x[at] @ self.w_gate_up[expert], self.w_down.shape[1]
+                )
+                d_hidden = self.w_down[expert] @ cotangent
+                d_z = (weight * d_hidden * slopes).reshape(-1)
+                d_weights[source, token, k] = hidden @ d_hidden
+                d_down[expert] += weight * np.outer(hidden, cotangent)
+                d_gate_up[expert] += np.outer(self.x[at], d_z)
+                dx[at] += self.w_gate_up[expert] @ d_z
+        return dx, d_weights, d_gate_up, d_down

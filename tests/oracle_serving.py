@@ -1,0 +1,124 @@
+"""NumPy float64 oracle of the serving paths: single-device sorting and low-latency dispatch and combine.
+
+Same rules as `oracle.py`: a leading rank axis, plain loops, neither the package nor JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from oracle import round_up
+
+# ---- single-device sorting ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    slots: np.ndarray  # [P] int32, t * K + k, -1 = padding
+    weights: np.ndarray  # [P]
+    block_expert: np.ndarray  # [P // block_size] int32, -1 past the end
+    group_sizes: np.ndarray  # [E] int32, padded
+    num_rows: int
+
+
+def moe_sort(topk_idx: np.ndarray, topk_weights: np.ndarray, num_experts: int, block_size: int) -> Sorted:
+    """Slots by expert, each expert padded to whole blocks."""
+    flat, flat_weights = topk_idx.reshape(-1), topk_weights.reshape(-1)
+    total = round_up(flat.size + min(num_experts, flat.size) * (block_size - 1), block_size)
+    slots, weights = np.full(total, -1, np.int32), np.zeros(total, topk_weights.dtype)
+    block_expert, sizes = np.full(total // block_size, -1, np.int32), np.zeros(num_experts, np.int32)
+    start = 0
+    for expert in range(num_experts):
+        members = np.flatnonzero(flat == expert)
+        slots[start : start + len(members)] = members
+        weights[start : start + len(members)] = flat_weights[members]
+        sizes[expert] = round_up(len(members), block_size)
+        end = start + int(sizes[expert])
+        block_expert[start // block_size : end // block_size] = expert
+        start = end
+    return Sorted(slots, weights, block_expert, sizes, start)
+
+
+# ---- low latency --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyLayout:
+    """Rows of each local expert, packed by source rank, then token; a token has one row per expert."""
+
+    source: np.ndarray  # [W, L, N] source rank, -1 past the count
+    token: np.ndarray  # [W, L, N] token on its source rank, -1 past the count
+    count: np.ndarray  # [W, L, W] rows from each source
+    start: np.ndarray  # [W, L, W] first row of each source
+    group_sizes: np.ndarray  # [W, L]
+
+    def row_of(self, source: int, token: int, expert: int) -> tuple[int, int, int] | None:
+        rank, local = divmod(expert, self.group_sizes.shape[1])
+        if not 0 <= rank < len(self.source):
+            return None
+        hits = np.flatnonzero((self.source[rank, local] == source) & (self.token[rank, local] == token))
+        return (rank, local, int(hits[0])) if hits.size else None
+
+
+def low_latency_layout(
+    topk_idx: np.ndarray, num_experts: int, max_tokens_per_rank: int, num_tokens: np.ndarray | None = None
+) -> LowLatencyLayout:
+    num_ranks, tokens_per_rank, _ = topk_idx.shape
+    num_local = num_experts // num_ranks
+    shape = (num_ranks, num_local, num_ranks * max_tokens_per_rank)
+    sources, tokens = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+    count = np.zeros((num_ranks, num_local, num_ranks), np.int32)
+    for expert in range(num_experts):
+        rank, local = divmod(expert, num_local)
+        row = 0
+        for source in range(num_ranks):
+            limit = tokens_per_rank if num_tokens is None else int(num_tokens[source])
+            for token in range(min(limit, tokens_per_rank)):
+                if expert in topk_idx[source, token]:
+                    sources[rank, local, row], tokens[rank, local, row] = source, token
+                    count[rank, local, source] += 1
+                    row += 1
+    start = (np.cumsum(count, axis=-1) - count).astype(np.int32)
+    return LowLatencyLayout(sources, tokens, count, start, count.sum(axis=-1).astype(np.int32))
+
+
+def low_latency_gather(values: np.ndarray, lay: LowLatencyLayout) -> np.ndarray:
+    """[W, T, H] to [W, L, N, H], rows past the count zero."""
+    rows = np.zeros(lay.token.shape + values.shape[2:], values.dtype)
+    real = lay.token >= 0
+    rows[real] = values[lay.source[real], lay.token[real]]
+    return rows
+
+
+def low_latency_scatter(d_rows: np.ndarray, lay: LowLatencyLayout, num_tokens: int) -> np.ndarray:
+    """The transpose of `low_latency_gather`, float64 [W, T, H]."""
+    out = np.zeros((len(d_rows), num_tokens, d_rows.shape[-1]))
+    for rank, local, row in np.argwhere(lay.token >= 0):
+        out[lay.source[rank, local, row], lay.token[rank, local, row]] += d_rows[rank, local, row]
+    return out
+
+
+def low_latency_combine(
+    y: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray, lay: LowLatencyLayout
+) -> np.ndarray:
+    """sum_k w_tk * y[row of expert topk_idx[t, k]], float64 [W, T, H]."""
+    out = np.zeros((*topk_idx.shape[:2], y.shape[-1]))
+    for source, token, k in np.ndindex(*topk_idx.shape):
+        row = lay.row_of(source, token, int(topk_idx[source, token, k]))
+        if row is not None:
+            out[source, token] += float(topk_weights[source, token, k]) * y[row].astype(np.float64)
+    return out
+
+
+def low_latency_combine_gradients(
+    y: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray, lay: LowLatencyLayout, d_out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(dy, dtopk_weights) in float64."""
+    dy, d_weights = np.zeros(y.shape), np.zeros(topk_weights.shape)
+    for source, token, k in np.ndindex(*topk_idx.shape):
+        row = lay.row_of(source, token, int(topk_idx[source, token, k]))
+        if row is not None:
+            dy[row] += float(topk_weights[source, token, k]) * d_out[source, token]
+            d_weights[source, token, k] = y[row].astype(np.float64) @ d_out[source, token]
+    return dy, d_weights

@@ -1,0 +1,284 @@
+"""Every argument that a caller can get wrong: the exception it raises, and what its message says about it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mistakes import (
+    FLOATING,
+    FP8,
+    GOOD,
+    INNER,
+    MAX_T,
+    E,
+    H,
+    K,
+    L,
+    N,
+    R,
+    T,
+    W,
+    array,
+    check,
+    dispatch_handle,
+    dtype,
+    f32,
+    fp8,
+    i32,
+    low_latency_handle,
+    number,
+    positive,
+    rank,
+    shape,
+    size,
+    trace,
+    value,
+)
+
+DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
+ROUTED_IN = [*DISPATCH, "moe"]
+TOKENS_IN = [*ROUTED_IN, "fused_moe", "low_latency_dispatch"]
+WEIGHTS_IN = [*ROUTED_IN, "fused_moe", "low_latency_combine"]
+PAIRS_IN = ["dispatch", "low_latency_dispatch"]
+COMBINE = ["combine", "grouped_gemm_combine"]
+DIVISIBLE = "multiple|divi(de|sible)"
+NARROW = {"w": f32(L, 200, N), "w_gate_up": f32(L, 200, 2 * INNER), "w_down": f32(L, INNER, 200)}
+HALF_PAIR = (fp8(T, H), f32(T, 3))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_the_correct_arguments_are_accepted(name):
+    """Each case below changes these arguments in one way, so that way is what its exception is about."""
+    assert jax.tree.leaves(trace(name))
+
+
+DISPATCH_CASES = [
+    # tokens
+    *rank(TOKENS_IN, "x", f32(T), "T", "H"),
+    *rank(TOKENS_IN, "x", f32(1, T, H), "T", "H"),
+    *dtype(TOKENS_IN, "x", i32(T, H), FLOATING),
+    *value(
+        TOKENS_IN, "FP8 without scales", {"x": fp8(T, H)}, r"\bx\b", "float8_e4m3fn", "scales|cast", error=TypeError
+    ),
+    # expert ids
+    *rank([*TOKENS_IN, "moe_sort"], "topk_idx", i32(T), "T", "K"),
+    *size(TOKENS_IN, "topk_idx", i32(T - 1, K), T - 1, T),
+    *dtype([*TOKENS_IN, "moe_sort"], "topk_idx", f32(T, K), "int32"),
+    *dtype([*TOKENS_IN, "moe_sort"], "topk_idx", array(jnp.bool_, T, K), "int32"),
+    *value([*TOKENS_IN, "moe_sort"], "K = 0", {"topk_idx": i32(T, 0)}, "topk_idx", shape(T, 0), "at least|positive"),
+    *value(DISPATCH, "neither ids nor handle", {"topk_idx": None}, "topk_idx", "handle", "pass|give"),
+    # weights of the router
+    *value(WEIGHTS_IN, "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K)),
+    *dtype([*WEIGHTS_IN, "moe_sort"], "topk_weights", i32(T, K), "float32"),
+    *value(["moe", "fused_moe"], "no weights", {"topk_weights": None}, "topk_weights", "None", error=TypeError),
+    # experts
+    *value(
+        [*ROUTED_IN, "low_latency_dispatch"], "uneven experts", {"num_experts": 10}, number(10), number(W), DIVISIBLE
+    ),
+    *positive([*ROUTED_IN, "low_latency_dispatch", "moe_sort"], "num_experts"),
+    # layout
+    *positive(ROUTED_IN, "capacity"),
+    *positive(DISPATCH, "alignment"),
+    *value(
+        DISPATCH, "capacity off the alignment", {"capacity": 100, "alignment": 16}, number(100), number(16), "multiple"
+    ),
+    # wire
+    *value(
+        [*ROUTED_IN, *COMBINE, "low_latency_combine"],
+        "an unsupported wire dtype",
+        {"wire_dtype": jnp.int8},
+        *("wire_dtype", "int8", "float8_e4m3fn"),
+        error=TypeError,
+    ),
+    *value(
+        ROUTED_IN,
+        "FP8 wire and odd H",
+        NARROW | {"x": f32(T, 200), "wire_dtype": FP8},
+        *(number(200), number(128), DIVISIBLE, "unquanti[sz]ed|wire_dtype"),
+    ),
+    *value(
+        "combine",
+        "FP8 wire and odd H",
+        {"y": f32(R, 200), "wire_dtype": FP8},
+        *(number(200), number(128), DIVISIBLE, "unquanti[sz]ed|wire_dtype"),
+    ),
+    # FP8 pairs
+    *value(
+        ["dispatch", "low_latency_dispatch"], "other scales", {"x": HALF_PAIR}, number(3), number(H), "quantize_fp8"
+    ),
+    *value(
+        PAIRS_IN,
+        "a pair of float32 values",
+        {"x": (f32(T, H), f32(T, 2))},
+        *("float32", "float8_e4m3fn", "quantize_fp8"),
+        error=TypeError,
+    ),
+    *value(
+        PAIRS_IN,
+        "three arrays",
+        {"x": (fp8(T, H), f32(T, 2), f32(T, 2))},
+        *(r"\bx\b", number(3), r"\(values, scales\)"),
+        error=(TypeError, ValueError),
+    ),
+    # handles
+    *value(
+        DISPATCH,
+        "the handle of more tokens",
+        {"topk_idx": None, "topk_weights": None, "handle": dispatch_handle(num_tokens=11)},
+        *("handle", number(T), number(11)),
+    ),
+    *value(
+        DISPATCH,
+        "the handle of more experts",
+        {"topk_idx": None, "handle": dispatch_handle(num_experts=16)},
+        *("handle", number(E), number(16)),
+    ),
+    *value(
+        DISPATCH,
+        "the handle of a larger K",
+        {"topk_idx": None, "handle": dispatch_handle(top_k=3)},
+        *("handle|topk_weights", number(K), number(3)),
+    ),
+    *value(DISPATCH, "a string as handle", {"handle": "layout"}, "handle", "str", "dispatch", error=TypeError),
+    *value(COMBINE, "no handle", {"handle": None}, "handle", "None", "dispatch", error=TypeError),
+    *value(
+        "combine",
+        "a low-latency handle",
+        {"handle": low_latency_handle()},
+        *("handle", "LowLatencyHandle", r"\bdispatch|low_latency_combine"),
+        error=TypeError,
+    ),
+    *value(
+        "low_latency_combine",
+        "the handle of dispatch",
+        {"handle": dispatch_handle()},
+        *("handle", "LowLatencyHandle", r"\bdispatch|low_latency_dispatch"),
+        error=TypeError,
+    ),
+]
+
+COMPUTE_CASES = [
+    # combine
+    *rank("combine", "y", f32(R), "R", "H"),
+    *size("combine", "y", f32(R + 3, H), R + 3, R),
+    *dtype("combine", "y", i32(R, H), FLOATING),
+    # grouped GEMM
+    *rank("grouped_gemm", "lhs", f32(1, 20, H), "M", "K"),
+    *rank("grouped_gemm", "rhs", f32(H, N), "G", "K", "N"),
+    *rank("grouped_gemm", "group_sizes", i32(3, 1), "G"),
+    *size("grouped_gemm", "rhs", f32(3, 250, N), 250, H),
+    *size("grouped_gemm", "group_sizes", i32(7), 7, 3),
+    *dtype("grouped_gemm", "group_sizes", f32(3), "int32"),
+    *dtype("grouped_gemm", "lhs", i32(20, H), FLOATING),
+    *dtype("grouped_gemm", "rhs", array(jnp.bfloat16, 3, H, N), "float32"),
+    *value(
+        "grouped_gemm",
+        "an integer result",
+        {"preferred_element_type": jnp.int32},
+        *("preferred_element_type", "int32", FLOATING),
+        error=TypeError,
+    ),
+    # fused dispatch and combine
+    *rank("dispatch_grouped_gemm", "w", f32(H, N), "L", "H", "N"),
+    *size("dispatch_grouped_gemm", "w", f32(E, H, N), E, L),
+    *size("dispatch_grouped_gemm", "w", f32(L, 250, N), 250, H),
+    *dtype("dispatch_grouped_gemm", "w", array(jnp.bfloat16, L, H, N), "float32"),
+    *rank("grouped_gemm_combine", "w", f32(INNER, H), "L", "I", "H"),
+    *size("grouped_gemm_combine", "w", f32(L, 25, H), 25, INNER),
+    *size("grouped_gemm_combine", "w", f32(3, INNER, H), 3, L),
+    *size("grouped_gemm_combine", "h", f32(R + 3, INNER), R + 3, R),
+    # the layer
+    *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
+    *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),
+    *value("fused_moe", "another I", {"w_gate_up": f32(E, H, 50)}, "w_down", number(50), number(48), number(24)),
+    *size("moe", "w_gate_up", f32(L, 250, 2 * INNER), 250, H),
+    *size("moe", "w_gate_up", f32(E, H, 2 * INNER), E, L),
+    *size("moe", "w_down", f32(L, INNER, 250), 250, H),
+    *size("fused_moe", "w_down", f32(5, INNER, H), 5, E),
+    *rank("moe", "w_down", f32(INNER, H), "L", "I", "H"),
+    *rank("fused_moe", "w_down", f32(INNER, H), "[EL]", "I", "H"),
+    *dtype("moe", "w_down", array(jnp.bfloat16, L, INNER, H), "float32"),
+    *dtype("fused_moe", "w_gate_up", array(jnp.bfloat16, E, H, 2 * INNER), "float32"),
+    # sorting
+    *positive("moe_sort", "block_size"),
+    *value("moe_sort", "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K)),
+]
+
+LOW_LATENCY_CASES = [
+    *value(
+        "low_latency_dispatch",
+        "more tokens than the maximum",
+        {"max_tokens_per_rank": 5},
+        *(number(T), number(5), "max_tokens_per_rank", "raise|increase|at least|split|fewer"),
+    ),
+    *positive("low_latency_dispatch", "max_tokens_per_rank"),
+    *positive("low_latency_dispatch", "group_size"),
+    *value("low_latency_dispatch", "group_size", {"group_size": 96}, "group_size", number(96), number(H), DIVISIBLE),
+    *dtype("low_latency_dispatch", "num_tokens", f32(), "int32"),
+    *value("low_latency_dispatch", "num_tokens", {"num_tokens": i32(1)}, "num_tokens", shape(1), "scalar"),
+    *rank("low_latency_combine", "y", f32(R, H), "L", "M", "H"),
+    *size("low_latency_combine", "y", f32(L, W * MAX_T + 1, H), W * MAX_T + 1, W * MAX_T),
+    *dtype("low_latency_combine", "y", i32(L, W * MAX_T, H), FLOATING),
+    *value(
+        "low_latency_combine",
+        "more tokens than dispatched",
+        {"topk_idx": i32(13, K), "topk_weights": f32(13, K)},
+        *("topk_idx", number(13), f"{number(MAX_T)}|{number(T)}"),
+    ),
+]
+
+ROUTER_CASES = [
+    *rank("topk_router", "logits", f32(32), "T", "E"),
+    *dtype("topk_router", "logits", i32(T, 32), FLOATING),
+    *value("topk_router", "k = 0", {"k": 0}, r"\bk\b", number(0), number(1)),
+    *value("topk_router", "k > E", {"k": 33}, r"\bk\b", number(33), number(32)),
+    *value("topk_router", "k = 2.0", {"k": 2.0}, r"\bk\b", r"float|2\.0", r"\bint", error=TypeError),
+    *value("topk_router", "score", {"score": "tanh"}, "score", "tanh", "softmax", "sigmoid"),
+    *value("topk_router", "group_score", {"group_score": "mean"}, "group_score", "mean", "top2_sum", "max"),
+    *size("topk_router", "bias", f32(31), 31, 32),
+    *dtype("topk_router", "bias", i32(32), FLOATING),
+    *positive("topk_router", "num_groups"),
+    *positive("topk_router", "topk_groups", num_groups=4),
+    *value("topk_router", "uneven groups", {"num_groups": 5}, "num_groups", number(5), number(32), DIVISIBLE),
+    *value("topk_router", "topk_groups", {"num_groups": 4, "topk_groups": 5}, "topk_groups", number(5), number(4)),
+    *value(
+        "topk_router",
+        "fewer selectable experts than k",
+        {"num_groups": 16, "topk_groups": 3, "k": 7},
+        *("topk_groups", number(7), number(6), "raise|increase|lower|reduce|at least|at most"),
+    ),
+    *rank("load_balancing_loss", "scores", f32(32), "T", "E"),
+    *size("load_balancing_loss", "topk_idx", i32(7, K), 7, T),
+    *dtype("load_balancing_loss", "topk_idx", f32(T, K), "int32"),
+    *dtype("load_balancing_loss", "scores", i32(T, 32), FLOATING),
+    *rank("router_z_loss", "logits", f32(2, T, 32), "T", "E"),
+    *dtype("router_z_loss", "logits", i32(T, 32), FLOATING),
+    *value("quantize_fp8", "odd H", {"x": f32(T, 200)}, number(200), number(128), f"{DIVISIBLE}|group_size"),
+    *positive("quantize_fp8", "group_size"),
+    *dtype("quantize_fp8", "x", i32(T, H), FLOATING),
+    *size("dequantize_fp8", "scales", f32(T, 3), 3, H),
+    *size("dequantize_fp8", "scales", f32(7, 2), 7, T),
+    *dtype("dequantize_fp8", "values", f32(T, H), "float8_e4m3fn"),
+]
+
+
+TABLE = DISPATCH_CASES + COMPUTE_CASES + LOW_LATENCY_CASES + ROUTER_CASES
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "fragments"), TABLE)
+def test_mistakes_are_explained(name, changes, error, fragments):
+    check(error, fragments, trace, name, **changes)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_messages_begin_with_the_function_that_was_called(name):
+    """Not with one that it uses: who called `moe` does not look for a call of `dispatch`."""
+    elsewhere = {}
+    for case in TABLE:
+        called, changes, _, _ = case.values
+        try:
+            if called == name:
+                trace(name, **changes)
+        except (TypeError, ValueError) as error:  # whether it raises at all is what the test above is about
+            if not str(error).startswith(f"{name}: "):
+                elsewhere[case.id] = str(error)
+    assert not elsewhere

@@ -1,0 +1,209 @@
+"""The example programs on tiny models: exact resumption, generation through the cache, data and plots."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+for package in ("flax", "optax", "orbax.checkpoint", "rich", "matplotlib"):
+    pytest.importorskip(package)
+
+import serve_moe
+import train_moe_flax
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+from lm.checkpoints import Checkpoints
+from lm.data import WindowIterator, read_corpus, unigram_entropy
+from lm.devices import make_mesh
+from lm.generation import Generator
+from lm.model import LanguageModel, ModelConfig, empty_cache
+from lm.report import load_bars
+from lm.training import TrainConfig, Trainer
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+# Dropout, so that the random key matters; four steps with a checkpoint after the second.
+TINY = (
+    "--layers 2 --hidden 32 --intermediate 32 --heads 2 --batch-size 8 --length 32 --dropout 0.2 --learning-rate 0.01"
+)
+SCHEDULE = "--steps 4 --checkpoint-every 2 --evaluate-every 2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Implicit promotion, which Optax needs, and a cache, since several runs compile the same steps."""
+    cache = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
+    }
+    before = {name: getattr(jax.config, name) for name in cache}
+    for name, value in cache.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def train(out: Path, extra: str = "") -> dict[str, Any]:
+    return train_moe_flax.main(["--out", str(out), *TINY.split(), *SCHEDULE.split(), *extra.split()])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished run of the training script."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, train(out)
+
+
+def saved_arrays(out: Path) -> list[np.ndarray]:
+    """All that the newest checkpoint holds: parameters, moments, step counts, random key."""
+    args = train_moe_flax.parse([*TINY.split(), *SCHEDULE.split()])
+    model, config = train_moe_flax.configs(args)
+    mesh = make_mesh(max_devices=None, num_experts=model.experts, expert_parallel=None)
+    checkpoints = Checkpoints(out / "checkpoints")
+    restored = checkpoints.restore(Trainer(config, model, mesh))
+    checkpoints.close()
+    assert restored.step == 4
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)]
+
+
+def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out, whole = trained
+    train(tmp_path, "--stop-after 2")
+    resumed = train(tmp_path)
+    for kind in ("train", "held_out"):
+        for row, other in zip(whole[kind], resumed[kind], strict=True):
+            timing = {"tokens_per_second"}
+            assert {k: v for k, v in row.items() if k not in timing} == {
+                k: v for k, v in other.items() if k not in timing
+            }
+    for leaf, other in zip(saved_arrays(out), saved_arrays(tmp_path), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def test_training_script_learns_and_reports(trained: tuple[Path, dict[str, Any]]) -> None:
+    out, result = trained
+    losses = [row["loss"] for row in result["train"]]
+    assert losses[0] == pytest.approx(np.log(256), abs=0.1)  # starts uniform
+    assert losses[-1] < losses[0] - 0.1
+    assert json.loads((out / "metrics.json").read_text())["held_out_loss"] == result["held_out_loss"]
+    load = np.array([row["load"] for row in result["train"]])
+    assert load.shape == (4, 2, 8)
+    np.testing.assert_array_equal(load.sum(axis=2), 8 * 32 * 2)
+    png = (out / "curves.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 10_000
+
+
+def test_serving_script(trained: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = trained
+    prompts = ["--prompt", "def main", "--prompt", "x"]
+    # An expert axis unlike the training's: the checkpoint is read into another sharding.
+    greedy, sampled = serve_moe.main(["--out", str(out), "--max-new", "9", "--expert-parallel", "2", *prompts])
+    assert [len(text) for text in greedy["texts"]] == [9, 9]
+    assert greedy["texts"] != sampled["texts"]
+    assert greedy["tokens_per_second"] > 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_cached_decoding_equals_the_full_forward_pass() -> None:
+    config = ModelConfig(hidden=32, layers=2, heads=2, intermediate=32, dtype="float32")
+    mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
+    model = LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(5))
+    model.head.kernel[...] = model.head.kernel[...] * 40  # far from uniform, so that the argmax is no accident
+    prompts, new = [b"import sys", b"def f(x):", b"a"], 6
+    texts = Generator(model, mesh)(prompts, max_new=new).texts
+
+    forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+    rows = np.zeros((3, 16), np.int32)
+    for row, prompt, text in zip(rows, prompts, texts, strict=True):
+        row[: len(prompt) + new] = list(prompt + text)
+    logits = np.asarray(forward(model, jnp.asarray(rows)))
+    for row, prompt, text in zip(logits, prompts, texts, strict=True):
+        assert bytes(row[len(prompt) - 1 : len(prompt) - 1 + new].argmax(axis=-1).astype(np.uint8)) == text
+    assert len(set(b"".join(texts))) > 3
+
+    # The logits too, position by position, with a cache that held another text before.
+    stale = jax.tree.map(lambda leaf: leaf + 7, empty_cache(config, 3, 16))
+    cached = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache)[0])(model, jnp.asarray(rows), stale)
+    np.testing.assert_allclose(cached, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_dispatch_in_shard_map() -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "dispatch_in_shard_map.py")]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # as an installed package would be found
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 1e-3
+
+
+def test_corpus_is_deterministic_and_split_by_file(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test/left_out.py").write_text("never")
+    for index in range(60):
+        (tmp_path / f"m{index}.py").write_text(f"value = {index}\n")
+    corpus = read_corpus(tmp_path, held_out_share=0.2)
+    train_files, held_out_files = (bytes(text).split(b"\0")[:-1] for text in (corpus.train, corpus.held_out))
+    assert not set(train_files) & set(held_out_files)
+    assert sorted(train_files + held_out_files) == sorted(b"value = %d\n" % index for index in range(60))
+    assert bytes(read_corpus(tmp_path, held_out_share=0.2).held_out) == bytes(corpus.held_out)
+    assert unigram_entropy(np.frombuffer(b"aabb", np.uint8)) == pytest.approx(np.log(2))
+
+
+def test_window_iterator_continues_from_its_state() -> None:
+    text = np.arange(2000, dtype=np.uint16) % 251
+    text = text.astype(np.uint8)
+    batches = WindowIterator(text, batch_size=4, length=16, seed=1)
+    next(batches)
+    state = json.loads(json.dumps(batches.state()))
+    expected = [next(batches) for _ in range(3)]
+    again = WindowIterator(text, batch_size=4, length=16, seed=9)
+    again.restore(state)
+    for batch in expected:
+        np.testing.assert_array_equal(next(again), batch)
+        assert batch.shape == (4, 17)
+        np.testing.assert_array_equal((batch[:, :-1] + 1) % 251, batch[:, 1:])  # consecutive bytes of the text
+
+
+def test_checkpoint_of_another_model_is_refused(trained: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = trained
+    mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
+    other = ModelConfig(hidden=16, layers=1, heads=2, intermediate=16)
+    checkpoints = Checkpoints(out / "checkpoints")
+    with pytest.raises(ValueError, match="use another folder"):
+        checkpoints.restore(Trainer(TrainConfig(batch_size=8), other, mesh))
+    checkpoints.close()
+
+
+def test_load_bars() -> None:
+    assert load_bars(np.array([0, 1, 1, 2])) == "▁▅▅█"
+
+
+def test_remat_keeps_the_loss_and_bias_routing_moves_the_bias() -> None:
+    mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
+    windows = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 16, "balance": "bias", "dtype": "float32"}
+    trainer = Trainer(TrainConfig(batch_size=8, length=16), ModelConfig(**sizes, remat="keep-experts"), mesh)
+    state = trainer.initial_state()
+    expected = trainer.held_out_loss(state.model, windows)
+    state, metrics = trainer.train_step(state, trainer.put(windows))
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+    load = np.asarray(metrics["load"])
+    bias = np.asarray(trainer.module(state).blocks.moe.router_bias[...])
+    np.testing.assert_allclose(bias, 1e-3 * np.sign(load.mean(axis=1, keepdims=True) - load), rtol=1e-6)
+    assert np.abs(bias).max() > 0

@@ -1,0 +1,202 @@
+"""The custom call `pointer_table`: every device its own table, under every transformation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ffi_calls import FAILED, ON_GPU, needs_gpu, new_id
+from harness import make_mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import ffi
+
+N = 5
+
+
+def values_of(device: jax.Device, salt: int = 0) -> list[int]:
+    """A table that no other device has, with addresses that need all 64 bits."""
+    return [(1 << 62) + salt * 10**9 + device.id * 1000 + i for i in range(N)]
+
+
+@pytest.fixture
+def table_id() -> Iterator[int]:
+    """A table registered on every device."""
+    table = new_id()
+    for device in jax.devices():
+        ffi.register_table(table, device, values_of(device))
+    yield table
+    ffi.unregister_table(table)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("shape", ["one_axis", "two_axes"])
+def test_each_device_gets_its_own_table(table_id, check_vma, shape):
+    count = jax.device_count()
+    if shape == "two_axes" and count % 2:
+        pytest.skip("needs an even number of devices")
+    mesh = make_mesh((count,), ("e",)) if shape == "one_axis" else make_mesh((2, count // 2), ("d", "e"))
+    fetch = jax.shard_map(
+        lambda: ffi.pointer_table(table_id, N)[None], mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names),
+        check_vma=check_vma,
+    )  # fmt: skip
+    got = jax.jit(fetch)()
+    assert got.dtype == np.int64
+    np.testing.assert_array_equal(got, [values_of(device) for device in mesh.devices.flat])
+
+
+def test_table_is_marked_as_varying(table_id):
+    mesh = make_mesh((jax.device_count(),), ("e",))
+
+    def shard():
+        table = ffi.pointer_table(table_id, N)
+        assert jax.typeof(table).manual_axis_type.varying == {"e"}
+        return table
+
+    with pytest.raises(ValueError, match="require replication"):
+        jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=P()))
+
+
+def test_table_with_only_some_axes_manual(table_id):
+    if jax.device_count() % 2:
+        pytest.skip("needs an even number of devices")
+    mesh = make_mesh((jax.device_count() // 2, 2), ("e", "auto"))
+    fetch = jax.shard_map(
+        lambda: ffi.pointer_table(table_id, N)[None], mesh=mesh, in_specs=(), out_specs=P("e"), axis_names={"e"}
+    )
+    got = jax.jit(fetch)()
+    for shard in got.addressable_shards:
+        np.testing.assert_array_equal(np.ravel(shard.data), values_of(shard.device))
+
+
+def test_tables_under_scan_and_remat_and_grad(table_id):
+    """The call is recomputed in the backward pass, inside a scan: no effect stands in the way."""
+    mesh = make_mesh((jax.device_count(),), ("e",))
+    steps = 3
+
+    @jax.checkpoint
+    def step(x, _):
+        words = lax.bitcast_convert_type(ffi.pointer_table(table_id, N), jnp.int32)  # no int64 arithmetic without x64
+        low = (words[0, 0] & 0xFFFFF).astype(x.dtype)
+        return x * low, low[None]
+
+    def loss(x):
+        x, lows = lax.scan(step, x, None, length=steps)
+        return x.sum(), lows
+
+    def shard(x):
+        gradient, lows = jax.grad(loss, has_aux=True)(x)
+        return gradient, lows
+
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("e"), out_specs=(P("e"), P(None, "e"))))
+    gradient, lows = run(jnp.ones(jax.device_count(), jnp.float32))
+    expected = np.array([values_of(device)[0] & 0xFFFFF for device in mesh.devices.flat], np.float32)
+    np.testing.assert_array_equal(lows, np.tile(expected, (steps, 1)))
+    np.testing.assert_array_equal(gradient, expected**steps)
+
+
+def test_replacing_a_table_needs_no_new_compilation(table_id):
+    device = jax.devices()[0]
+    fetch = jax.jit(functools.partial(ffi.pointer_table, table_id, N))
+    np.testing.assert_array_equal(fetch(), values_of(device))
+    ffi.register_table(table_id, device, values_of(device, salt=1))
+    np.testing.assert_array_equal(fetch(), values_of(device, salt=1))
+
+
+def test_replacing_a_table_by_another_length_is_an_error(table_id):
+    with pytest.raises(ValueError, match=rf"table {table_id} .*has {N} entries .* by one of {N + 1}"):
+        ffi.register_table(table_id, jax.devices()[0], [0] * (N + 1))
+
+
+def test_unknown_table_names_id_device_and_remedy():
+    unknown = new_id()
+    name = "CUDA" if ON_GPU else "CPU"
+    with pytest.raises(FAILED, match=rf"FAILED_PRECONDITION.*table {unknown} of {name} device 0.*jax_ep\.init\(\)"):
+        jax.block_until_ready(jax.jit(lambda: ffi.pointer_table(unknown, N))())
+
+
+def test_unknown_device_is_named():
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    table, mesh = new_id(), make_mesh((2,), ("e",))
+    ffi.register_table(table, mesh.devices.flat[0], values_of(mesh.devices.flat[0]))
+    try:
+        fetch = jax.shard_map(lambda: ffi.pointer_table(table, N), mesh=mesh, in_specs=(), out_specs=P("e"))
+        ordinal = ffi.device_key(mesh.devices.flat[1])[1]
+        with pytest.raises(FAILED, match=rf"table {table} of \w+ device {ordinal} is not registered"):
+            jax.block_until_ready(jax.jit(fetch)())
+    finally:
+        ffi.unregister_table(table)
+
+
+def test_unregistered_table_is_gone(table_id):
+    fetch = jax.jit(lambda: ffi.pointer_table(table_id, N))
+    np.testing.assert_array_equal(fetch(), values_of(jax.devices()[0]))
+    ffi.unregister_table(table_id)
+    with pytest.raises(FAILED, match="is not registered"):
+        jax.block_until_ready(fetch())
+
+
+def test_size_mismatch_states_both_sizes(table_id):
+    with pytest.raises(FAILED, match=rf"INVALID_ARGUMENT.*has {N} entries.*asks for {N + 2}"):
+        jax.block_until_ready(jax.jit(lambda: ffi.pointer_table(table_id, N + 2))())
+
+
+@pytest.mark.parametrize("entries", [0, -1])
+def test_empty_tables_are_refused(entries):
+    with pytest.raises(ValueError, match=f"at least 1, got {entries}"):
+        ffi.pointer_table(1, entries)
+    with pytest.raises(ValueError, match="at least one entry, got 0"):
+        ffi.register_table(new_id(), jax.devices()[0], [])
+
+
+def test_tables_may_be_registered_while_programs_run(table_id):
+    """Registrations from other threads neither tear nor deadlock a running program's reads."""
+    device, stop = jax.devices()[0], threading.Event()
+    possible = [values_of(device, salt) for salt in range(4)]
+
+    def register():
+        for salt in itertools.cycle(range(4)):
+            ffi.register_table(table_id, device, possible[salt])
+            if stop.is_set():
+                return
+
+    thread = threading.Thread(target=register)
+    thread.start()
+    try:
+        fetch = jax.jit(lambda: ffi.pointer_table(table_id, N))
+        seen = [np.asarray(fetch()).tolist() for _ in range(200)]
+    finally:
+        stop.set()
+        thread.join()
+    # On a GPU the replacement is a copy into memory that a program may be reading; there only words are atomic.
+    if not ON_GPU:
+        assert all(one in possible for one in seen)
+    assert {word for one in seen for word in one} <= {word for one in possible for word in one}
+
+
+def test_the_call_has_no_effect(table_id):
+    assert jax.make_jaxpr(lambda: ffi.pointer_table(table_id, N))().effects == set()
+
+
+@needs_gpu
+def test_the_table_copy_survives_graph_capture_and_replay(table_id):
+    """XLA records the copy, among other work, into a CUDA graph and replays it: with the values of that moment."""
+
+    def program(x):
+        table = ffi.pointer_table(table_id, N)
+        return table, jnp.cumsum(jnp.sin(x) @ jnp.cos(x).T)
+
+    fetch = jax.jit(program, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    x = jnp.ones((64, 64), jnp.float32)
+    device = jax.devices()[0]
+    for salt in range(10):
+        ffi.register_table(table_id, device, values_of(device, salt))
+        np.testing.assert_array_equal(fetch(x)[0], values_of(device, salt))

@@ -1,0 +1,146 @@
+"""The compiled library: found, checked against its sources, loaded once; its C ABI."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from ffi_calls import new_id
+
+from jax_ep import ffi
+from jax_ep.ffi import library
+
+PACKAGE = Path(library.__file__).parent
+
+
+def test_library_is_loaded_once_and_by_many_threads():
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(library.load())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(one is found[0] for one in found)
+
+
+def declared_functions() -> set[str]:
+    """What csrc/abi.h declares, and the handlers."""
+    header = (PACKAGE / "csrc" / "abi.h").read_text()
+    handlers = {f"{target}_{suffix}" for target in ("jax_ep_pointer_table", "jax_ep_check_status")
+                for suffix in ("cpu", "cuda")}  # fmt: skip
+    return set(re.findall(r"^JAX_EP_EXPORT .*?(jax_ep_\w+)\(", header, re.MULTILINE)) | handlers
+
+
+def library_path() -> Path:
+    return Path(library.load()._name)
+
+
+def test_exported_symbols_are_the_documented_ones():
+    if shutil.which("nm") is None or sys.platform == "darwin":
+        pytest.skip("needs nm, and version scripts")
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library_path())], capture_output=True, text=True, check=True
+    )
+    exported = {line.split()[-1] for line in listing.stdout.splitlines()}
+    assert exported == declared_functions()
+    assert len(exported) >= 18
+
+
+@pytest.mark.parametrize(("platform", "ordinal", "message"), [(7, 0, "platform 7 is neither"), (0, -1, "-1 is negat")])
+def test_c_abi_refuses_what_is_no_device(platform, ordinal, message):
+    one = (ctypes.c_int64 * 1)(1)
+    code = library.load().jax_ep_register_table(platform, new_id(), ordinal, one, 1)
+    with pytest.raises(ValueError, match=message):
+        library.raise_for(code)
+
+
+def has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(has_cuda_driver(), reason="this machine has the CUDA driver")
+def test_cuda_without_a_driver_is_a_clear_error():
+    one = (ctypes.c_int64 * 1)(1)
+    code = library.load().jax_ep_register_table(ffi.Platform.CUDA, new_id(), 0, one, 1)
+    with pytest.raises(RuntimeError, match=r"libcuda\.so\.1 could not be loaded.*needs the NVIDIA driver"):
+        library.raise_for(code)
+    with pytest.raises(RuntimeError, match=r"libcuda\.so\.1"):
+        ffi.alloc_status(ffi.Platform.CUDA, 0)
+
+
+def test_missing_library_says_how_to_build(tmp_path):
+    nowhere = tmp_path / library.NAME
+    with pytest.raises(ffi.LibraryError, match=r"(?s)is missing.*does not exist.*pip install -e \.") as raised:
+        library.open_library([nowhere], PACKAGE / "csrc")
+    assert isinstance(raised.value, ImportError)
+    assert str(nowhere) in str(raised.value)
+
+
+@pytest.fixture
+def csrc(tmp_path) -> Path:
+    copy = tmp_path / "csrc"
+    shutil.copytree(PACKAGE / "csrc", copy)
+    return copy
+
+
+def test_library_that_fits_is_taken_before_and_after_one_that_does_not(tmp_path, csrc):
+    other = tmp_path / "other.so"
+    other.write_text("not a library")
+    for order in ([library_path(), other], [other, library_path()]):
+        assert library.open_library(order, csrc)._name == str(library_path())
+
+
+@pytest.mark.parametrize("change", ["edited", "added", "removed", "renamed"])
+def test_stale_library_is_refused(csrc, change):
+    if change == "edited":
+        (csrc / "abi.cc").write_text((csrc / "abi.cc").read_text() + "\n")
+    elif change == "added":
+        (csrc / "more.cc").write_text("")
+    elif change == "removed":
+        (csrc / "status.h").unlink()
+    else:
+        (csrc / "status.h").rename(csrc / "state.h")
+    with pytest.raises(ffi.LibraryError, match=r"(?s)does not fit.*is stale.*pip install -e \."):
+        library.open_library([library_path()], csrc)
+
+
+def test_library_without_sources_beside_it_is_checked_by_version_only(tmp_path, monkeypatch):
+    library.open_library([library_path()], tmp_path)
+    monkeypatch.setattr(library, "ABI_VERSION", 999)
+    with pytest.raises(ffi.LibraryError, match=r"(?s)has ABI version \d+, this Python code needs 999"):
+        library.open_library([library_path()], tmp_path)
+
+
+def test_unloadable_and_foreign_files_are_named(tmp_path, csrc):
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF")
+    with pytest.raises(
+        ffi.LibraryError, match=r"(?s)does not fit.*absent\.so: does not exist.*broken\.so: cannot be loaded"
+    ):
+        library.open_library([tmp_path / "absent.so", broken], csrc)
+
+    import _ctypes  # a real shared library that is not ours
+
+    with pytest.raises(ffi.LibraryError, match="has no version stamp"):
+        library.open_library([Path(_ctypes.__file__)], csrc)
+
+
+def test_devices_of_other_platforms_have_no_key():
+    @dataclasses.dataclass
+    class Device:
+        platform: str
+
+    with pytest.raises(ValueError, match="'tpu', only cpu and gpu"):
+        ffi.device_key(Device("tpu"))

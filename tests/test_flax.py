@@ -1,0 +1,240 @@
+"""The Flax layer against a loop over tokens in NumPy, its gradients against a dense layer, and the docs' own code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+nnx = pytest.importorskip("flax.nnx")
+
+from jax_ep.flax import MoE, MoEMetrics, RouterBias, update_router_bias
+
+ROOT = Path(__file__).parent.parent
+P = jax.sharding.PartitionSpec
+H, INNER, E, K = 16, 24, 8, 2
+SIZES = {"hidden_size": H, "intermediate_size": INNER, "num_experts": E, "num_experts_per_tok": K, "dtype": jnp.float32}
+ON_MESH = {"batch_axes": "data", "num_shared_experts": 1, "bias_routing": True, "score": "sigmoid"}
+
+
+def data_expert_mesh(kind: str) -> jax.sharding.Mesh:
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    shape = (2, min(8, jax.device_count()) // 2)
+    axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
+    return jax.make_mesh(shape, ("data", "expert"), axis_types=axis_types, devices=jax.devices()[: 2 * shape[1]])
+
+
+def array(variable: Any) -> np.ndarray:
+    return np.asarray(variable.get_value(), np.float64)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def mlp(x: np.ndarray, w_gate_up: np.ndarray, w_down: np.ndarray) -> np.ndarray:
+    gate, up = np.split(x @ w_gate_up, 2)
+    return (silu(gate) * up) @ w_down
+
+
+def per_token(moe: MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Output, load, balance loss and z-loss of a sigmoid-scored, bias-corrected layer, one token after another."""
+    router, bias = array(moe.router), array(moe.router_bias)
+    w_gate_up, w_down = array(moe.w_gate_up), array(moe.w_down)
+    tokens = x.reshape(-1, H).astype(np.float64)
+    y, load, shares, z = np.zeros_like(tokens), np.zeros(E), np.zeros(E), []
+    for t, token in enumerate(tokens):
+        logits = token @ router
+        scores = 1 / (1 + np.exp(-logits))
+        chosen = sorted(range(E), key=lambda e: -(scores[e] + bias[e]))[:K]
+        for e in chosen:
+            y[t] += scores[e] / sum(scores[c] for c in chosen) * mlp(token, w_gate_up[e], w_down[e])
+            load[e] += 1
+        y[t] += mlp(token, array(moe.shared_gate_up), array(moe.shared_down))
+        shares += scores / scores.sum() / len(tokens)
+        z.append(np.log(np.exp(logits).sum()) ** 2)
+    return y.reshape(x.shape), load, E * float((load / load.sum()) @ shares), float(np.mean(z))
+
+
+def with_bias(moe: MoE, rng: np.random.Generator) -> MoE:
+    """A bias large enough to change most choices, so that ignoring it would show."""
+    moe.router_bias[...] = jnp.asarray(rng.normal(size=E) * 0.3, jnp.float32)
+    return moe
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_matches_a_loop_over_tokens(kind: str, rng: np.random.Generator) -> None:
+    mesh = data_expert_mesh(kind)
+    x = rng.normal(size=(8, 3, H)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        moe = with_bias(MoE(**SIZES, **ON_MESH, rngs=nnx.Rngs(0)), rng)
+        assert moe.w_gate_up.get_value().sharding.spec[0] in ("expert", ("expert",))
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+        y, metrics = nnx.jit(lambda m, x: m(x))(moe, sharded)
+        if kind == "Explicit":
+            assert jax.typeof(y).sharding.spec == jax.typeof(sharded).sharding.spec
+    expected, load, balance, z_loss = per_token(moe, x)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.load, load)
+    np.testing.assert_allclose(metrics.load_share, load / load.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics.load_balancing_loss, balance, rtol=1e-5)
+    np.testing.assert_allclose(metrics.router_z_loss, z_loss, rtol=1e-5)
+    assert int(metrics.dropped) == 0
+
+
+def test_tokens_that_do_not_divide_among_devices(rng: np.random.Generator) -> None:
+    mesh = data_expert_mesh("Explicit")
+    x = rng.normal(size=(3, 1, H)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        moe = with_bias(MoE(**SIZES, **ON_MESH, rngs=nnx.Rngs(0)), rng)
+        y, metrics = nnx.jit(lambda m, x: m(x))(moe, jnp.asarray(x))
+    expected, load, balance, z_loss = per_token(moe, x)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.load, load)
+    np.testing.assert_allclose([metrics.load_balancing_loss, metrics.router_z_loss], [balance, z_loss], rtol=1e-5)
+
+
+def weights_of(moe: MoE) -> dict[str, jax.Array]:
+    """The routed layer's parameters as plain arrays without any sharding."""
+    names = ("router", "w_gate_up", "w_down")
+    return {name: jnp.asarray(np.asarray(getattr(moe, name).get_value())) for name in names}
+
+
+def dense(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Every token through every expert, in plain jax.numpy, weighted by a softmax over the K best logits."""
+    best, chosen = jax.lax.top_k(x @ weights["router"], K)
+    shares = (jax.nn.one_hot(chosen, E) * jax.nn.softmax(best)[:, :, None]).sum(axis=1)
+    gate, up = jnp.split(jnp.einsum("th,ehi->tei", x, weights["w_gate_up"]), 2, axis=-1)
+    return jnp.einsum("tei,eih,te->th", jax.nn.silu(gate) * up, weights["w_down"], shares)
+
+
+def stacked(num_layers: int, mesh: jax.sharding.Mesh | None) -> MoE:
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def make(rngs: Any) -> MoE:
+        return MoE(**SIZES, mesh=mesh, batch_axes="data", rngs=rngs)
+
+    return make(nnx.Rngs(1))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_gradients_through_remat_and_scan_equal_the_dense_layers(kind: str, rng: np.random.Generator) -> None:
+    mesh = data_expert_mesh(kind)
+    x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
+    moe = stacked(2, mesh)
+    assert moe.w_down.shape == (2, E, INNER, H) and moe.w_down.get_value().sharding.spec[1] in ("expert", ("expert",))
+
+    @nnx.remat
+    def layer(x: jax.Array, moe: MoE) -> tuple[jax.Array, MoEMetrics]:
+        y, metrics = moe(x)
+        return x + y, metrics
+
+    def loss(moe: MoE, x: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+        scan = nnx.scan(
+            layer, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0), transform_metadata={nnx.PARTITION_NAME: None}
+        )
+        y, metrics = scan(x, moe)
+        return jnp.sum(jnp.sin(y)), metrics
+
+    def dense_loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(lambda x, weights: (x + dense(weights, x), None), x, weights)
+        return jnp.sum(jnp.sin(y))
+
+    with jax.set_mesh(mesh):
+        step = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        (value, metrics), (of_weights, of_x) = step(moe, jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
+    expected, expected_gradients = jax.jit(jax.value_and_grad(dense_loss, argnums=(0, 1)))(weights_of(moe), x)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert metrics.load.shape == (2, E)
+    np.testing.assert_array_equal(metrics.load.sum(axis=1), 16 * K)
+    gradients = {name: np.asarray(of_weights[name].get_value()) for name in expected_gradients[0]}, np.asarray(of_x)
+    for leaf, expected_leaf in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
+        assert float(np.abs(expected_leaf).max()) > 1e-3
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-3, atol=1e-4)
+
+
+def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(5, H)), jnp.bfloat16)
+    moe = MoE(**{**SIZES, "dtype": jnp.bfloat16}, rngs=nnx.Rngs(0))
+    y, metrics = moe(x)
+    assert y.dtype == jnp.bfloat16 and moe.w_down.dtype == jnp.float32
+    wide = MoE(**SIZES, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(np.float32(y), dense(weights_of(wide), x.astype(jnp.float32)), rtol=0.05, atol=0.05)
+    assert int(metrics.load.sum()) == 5 * K
+
+
+def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
+    mesh = data_expert_mesh("Auto")
+    capacity, tokens = 3, 16
+    moe = MoE(**SIZES, batch_axes="data", capacity=capacity, mesh=mesh, rngs=nnx.Rngs(0))
+    x = rng.normal(size=(tokens, H)).astype(np.float32)
+    y, metrics = nnx.jit(lambda m, x: m(x))(moe, jnp.asarray(x))
+    chosen = np.argsort(-(x @ array(moe.router)), axis=1)[:, :K]
+    ranks = mesh.shape["expert"]
+    # Each half of the batch has expert ranks of its own.
+    rows = [np.bincount((half // (E // ranks)).ravel(), minlength=ranks) for half in np.split(chosen, 2)]
+    dropped = sum(int(np.maximum(row - capacity, 0).sum()) for row in rows)
+    assert dropped > 0 and int(metrics.dropped) == dropped
+    assert int(metrics.load.sum()) == tokens * K
+    complete = np.isclose(y, dense(weights_of(moe), jnp.asarray(x)), rtol=1e-4, atol=1e-5).all(axis=1)
+    assert 0 < tokens - int(complete.sum()) <= dropped
+
+
+def test_bias_update_moves_load_to_idle_experts(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(256, H)), jnp.float32)
+    moe = MoE(**SIZES, bias_routing=True, score="sigmoid", rngs=nnx.Rngs(3))
+    step = nnx.jit(lambda m, x: m(x)[1].load)
+    before = np.asarray(step(moe, x))
+    for _ in range(100):
+        moe.update_bias(step(moe, x), rate=0.01)
+    after = np.asarray(step(moe, x))
+    assert after.max() - after.min() < 0.35 * (before.max() - before.min())
+    gradients = nnx.grad(lambda m: m(x)[0].sum())(moe)
+    assert not any(isinstance(leaf, RouterBias) for _, leaf in nnx.to_flat_state(gradients))
+
+
+def test_router_bias_step_on_stacked_layers() -> None:
+    load = jnp.array([[4, 0, 2, 2], [1, 1, 1, 1]], jnp.int32)
+    bias = update_router_bias(jnp.zeros((2, 4)), load, rate=0.5)
+    np.testing.assert_array_equal(bias, [[-0.5, 0.5, 0, 0], [0, 0, 0, 0]])
+
+
+def test_mistakes_are_explained() -> None:
+    with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):
+        MoE(H, INNER, 8, 9, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"capacity=4 .* there is no mesh"):
+        MoE(H, INNER, 8, 2, capacity=4, rngs=nnx.Rngs(0))
+    mesh = data_expert_mesh("Auto")
+    with pytest.raises(ValueError, match=r"the mesh axes \['model'\], but the mesh has \('data', 'expert'\)"):
+        MoE(H, INNER, 8, 2, axis_name="model", mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_experts=7 is not a multiple"):
+        MoE(H, INNER, 7, 2, mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"shape \(2, 5\), but this MoE takes \[..., hidden_size=16\]"):
+        MoE(**SIZES, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
+    with pytest.raises(ValueError, match="bias_routing=True"):
+        MoE(**SIZES, rngs=nnx.Rngs(0)).update_bias(jnp.zeros(E))
+
+
+def test_flax_stays_optional() -> None:
+    code = "import sys, jax_ep, jax_ep.sharding; sys.exit('flax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_code_of_the_documentation() -> None:
+    """The blocks of docs/flax.md run one after another, as a reader would run them; they check themselves."""
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    text = (ROOT / "docs/flax.md").read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(blocks) >= 3
+    command = [sys.executable, "-W", "error", "-c", "\n".join(blocks)]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "output" in done.stdout and "loss" in done.stdout and "linen" in done.stdout

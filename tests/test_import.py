@@ -1,0 +1,300 @@
+"""What `import jax_ep` may touch, which modules may know each other, and what every public name must document."""
+
+import ast
+import functools
+import importlib.machinery
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jax_ep
+
+PACKAGE = pathlib.Path(jax_ep.__file__).resolve().parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 330
+
+# --- import isolation -----------------------------------------------------------------------------------------------
+
+ISOLATED = r"""
+import ctypes, json, os, sys, threading, warnings
+warnings.simplefilter("error")
+
+BLOCKED = {"triton", "jax_triton", "flax", "optax", "nvshmem", "cupy", "torch"}
+PACKAGE = sys.argv[1]
+
+class Blocker:
+    '''Stands before every other finder: the optional packages and every compiled module of jax_ep are missing.'''
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is blocked by the test")
+        if name.startswith("jax_ep.") and path is not None:
+            import importlib.machinery
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec is not None and not str(spec.origin).endswith((".py", "None")):
+                raise ImportError(f"{name} is a compiled module, blocked by the test")
+        return None
+
+sys.meta_path.insert(0, Blocker())
+
+import jax, jax.numpy, numpy
+
+def refuse(name, *args, **kwargs):
+    raise OSError(f"{name} must not be loaded by an import")
+
+ctypes.CDLL.__init__ = refuse
+ctypes.cdll.LoadLibrary = refuse
+
+def libraries():
+    if not os.path.exists("/proc/self/maps"):
+        return []
+    with open("/proc/self/maps") as maps:
+        return sorted({line.split()[-1] for line in maps if ".so" in line})
+
+environment, modules, before = dict(os.environ), set(sys.modules), libraries()
+config = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_platforms", "jax_numpy_rank_promotion")}
+sys.path.insert(0, os.path.dirname(PACKAGE))
+import jax_ep
+for name in jax_ep.__all__:
+    getattr(jax_ep, name)
+from jax._src import xla_bridge
+
+print(json.dumps({
+    "file": os.path.realpath(jax_ep.__file__),
+    "environment_changes": sorted(set(environment.items()) ^ set(os.environ.items())),
+    "new_modules": sorted(set(sys.modules) - modules),
+    "new_libraries": sorted(set(libraries()) - set(before)),
+    "backends": sorted(xla_bridge._backends),
+    "threads": [thread.name for thread in threading.enumerate()],
+    "config_changes": [name for name, value in config.items() if getattr(jax.config, name) != value],
+}))
+"""
+
+
+@functools.cache
+def _isolated_import(package=PACKAGE):
+    command = [sys.executable, "-c", ISOLATED, str(package)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
+
+
+def test_import_works_without_the_optional_packages():
+    assert _isolated_import()["file"] == str(PACKAGE / "__init__.py")
+
+
+def test_import_loads_no_third_party_but_jax_and_numpy():
+    # what jax itself needs may be loaded on the way, for example by jax.experimental
+    allowed = {"jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy", "jax_ep"}
+    roots = {name.split(".")[0] for name in _isolated_import()["new_modules"]}
+    assert roots - allowed - set(sys.stdlib_module_names) == set()
+
+
+def test_import_initialises_no_backend():
+    assert _isolated_import()["backends"] == []
+
+
+def test_import_leaves_the_process_as_it_was():
+    report = _isolated_import()
+    assert report["environment_changes"] == []
+    assert report["config_changes"] == []
+    assert report["threads"] == ["MainThread"]
+    ours = [library for library in report["new_libraries"] if "jax_ep" in library or "nvshmem" in library]
+    assert ours == []
+
+
+GREEDY = """
+import ctypes, os, threading, time
+import jax
+__all__ = []
+blocked = []
+for attempt in (lambda: __import__("triton"), lambda: ctypes.CDLL("libm.so.6"), lambda: __import__("jax_ep.native")):
+    try:
+        attempt()
+    except (ImportError, OSError) as error:
+        blocked.append(str(error))
+assert len(blocked) == 3 and all("blocked" in b or "must not" in b for b in blocked), blocked
+os.environ["JAX_EP_WAS_HERE"] = "1"
+jax.config.update("jax_numpy_rank_promotion", "warn")
+jax.devices()
+threading.Thread(target=time.sleep, args=(5,), daemon=True, name="worker").start()
+"""
+
+
+def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
+    package = tmp_path / "jax_ep"
+    package.mkdir()
+    (package / "__init__.py").write_text(GREEDY)
+    (package / f"native{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"")
+    report = _isolated_import(package)
+    assert report["environment_changes"] == [["JAX_EP_WAS_HERE", "1"]]
+    assert report["config_changes"] == ["jax_numpy_rank_promotion"]
+    assert report["backends"] != []
+    assert "worker" in report["threads"]
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+# A unit is a module or subpackage directly under jax_ep. Imports, also those inside functions, go to a strictly lower
+# level. Units of one level do not know each other: so the implementations (level 4) never import one another.
+LEVELS = [
+    {"types", "dtypes"},
+    {"mesh_axes", "layout", "ffi"},
+    {"validation", "context"},
+    {"routing", "quantization"},
+    {"tiled_gemm", "tuning", "tracing"},
+    {"reference", "megakernels", "pallas"},
+    {"backends"},
+    {"vjp"},
+    {"operations"},
+    {"api", "low_latency", "moe"},
+    {"sharding"},
+    {"__init__"},
+    {"flax", "cli"},  # users of the public names, like any other program
+    {"__main__"},
+]
+LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
+
+
+def _module_name(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts
+
+
+def _internal_imports(path):
+    """Dotted names below jax_ep which this file imports, at any depth of nesting; `()` stands for jax_ep itself."""
+    here = ("jax_ep", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            targets = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else ()
+            base = (*base, *(node.module.split(".") if node.module else ()))
+            targets = [(*base, alias.name) for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target[0] == "jax_ep":
+                yield node.lineno, target[1:]
+
+
+def _unit_of_target(target):
+    """The unit an imported name belongs to; `jax_ep.dispatch` and a bare `import jax_ep` mean the top."""
+    if target and ((PACKAGE / f"{target[0]}.py").exists() or (PACKAGE / target[0]).is_dir()):
+        return target[0]
+    return "__init__"
+
+
+def _unit_edges():
+    for path in SOURCES:
+        unit = _module_name(path)[0]
+        for line, target in _internal_imports(path):
+            imported = _unit_of_target(target)
+            if imported != unit:
+                yield f"{path.relative_to(PACKAGE.parent)}:{line}", unit, imported
+
+
+def test_every_module_has_a_level():
+    units = {_module_name(path)[0] for path in SOURCES}
+    assert units - set(LEVEL_OF) == set(), "give the new module a place in LEVELS (design, section 3)"
+
+
+def test_imports_go_down_only():
+    edges = list(_unit_edges())
+    assert edges, "the parser found no imports at all"
+    wrong = [
+        f"{where}: {unit} imports {imported}"
+        for where, unit, imported in edges
+        if unit in LEVEL_OF and imported in LEVEL_OF and LEVEL_OF[imported] >= LEVEL_OF[unit]
+    ]
+    assert wrong == []
+
+
+def _external_roots(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.split(".")[0]
+
+
+def _is_triton_kernel_file(tree):
+    """Whether a function here is decorated with `triton.jit`, under any of the usual spellings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                call = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if ast.unparse(call).split(".")[0] in {"triton", "gluon"}:
+                    return True
+    return False
+
+
+def test_kernel_bodies_do_not_import_jax():
+    wrong = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        if _is_triton_kernel_file(tree) and {"jax", "jaxlib", "jax_triton", "jax_ep"} & (
+            set(_external_roots(tree)) - {"jax_ep"} | _kernel_free_imports(path)
+        ):
+            wrong.append(str(path.relative_to(PACKAGE.parent)))
+    assert wrong == []
+
+
+def _kernel_free_imports(path):
+    """`{"jax_ep"}` where a kernel file imports a module of the package that itself needs jax."""
+    for _, target in _internal_imports(path):
+        for length in range(len(target), 0, -1):
+            module = PACKAGE.joinpath(*target[:length]).with_suffix(".py")
+            if module.exists():
+                if {"jax", "jax_triton"} & set(_external_roots(ast.parse(module.read_text()))):
+                    return {"jax_ep"}
+                break
+    return set()
+
+
+def test_the_layer_rules_see_real_violations(tmp_path):
+    """The parser above must catch each spelling of an import, or the rules prove nothing."""
+    spellings = [
+        "from jax_ep.api import dispatch",
+        "import jax_ep.api",
+        "from jax_ep import api",
+        "from . import api",
+        "from .api import dispatch",
+        "def f():\n    from jax_ep.api import dispatch",
+    ]
+    for spelling in spellings:
+        fake = PACKAGE / "not_a_real_file.py"  # never written: only its place in the package matters
+        found = [_unit_of_target(target) for _, target in _imports_of_text(fake, spelling)]
+        assert found == ["api"], spelling
+    kernel = ast.parse("import triton\nimport jax\n@triton.jit\ndef kernel(): pass")
+    assert _is_triton_kernel_file(kernel)
+    assert "jax" in set(_external_roots(kernel))
+
+
+def _imports_of_text(path, text):
+    class Source(type(path)):
+        def read_text(self, *args, **kwargs):
+            return text
+
+    return list(_internal_imports(Source(path)))
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(PACKAGE.parent))) for p in SOURCES])
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_no_assert_for_user_errors():
+    """`python -O` removes asserts, so they protect nobody."""
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == []

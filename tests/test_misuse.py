@@ -1,0 +1,268 @@
+"""Calls from the wrong place, with a handle or an implementation that does not fit, and values out of range."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mistakes import (
+    GOOD,
+    INNER,
+    MAX_T,
+    NEEDS_AXIS,
+    E,
+    H,
+    K,
+    R,
+    T,
+    Traced,
+    W,
+    check,
+    dispatch_handle,
+    f32,
+    function,
+    i32,
+    is_array,
+    low_latency_handle,
+    mesh_of,
+    number,
+    trace,
+)
+
+import jax_ep
+from jax_ep import backends, sharding
+
+DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
+HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
+
+
+# --- mesh axes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NEEDS_AXIS)
+def test_outside_shard_map(name):
+    # a handle cannot be made out there either, so it comes from inside
+    made = {key: _handle_of_one_rank(arg, W) for key, arg in GOOD[name].items() if isinstance(arg, Traced)}
+    check(ValueError, ["expert", r"jax\.shard_map"], trace, name, inside=False, **made)
+
+
+@pytest.mark.parametrize("name", NEEDS_AXIS)
+def test_an_axis_that_the_mesh_lacks(name):
+    # the mesh's own axis is named as well: nearly always it is the one that was meant
+    check(ValueError, ["'ep'", "'expert'", "axis_name", r"shard_map|mesh"], trace, name, axis_name="ep")
+
+
+def test_load_balancing_loss_needs_its_axis():
+    fragments = ["load_balancing_loss", "expert", r"jax\.shard_map"]
+    check(ValueError, fragments, trace, "load_balancing_loss", inside=False, axis_name="expert")
+
+
+@pytest.mark.parametrize("axis_name", [3, None], ids=str)
+@pytest.mark.parametrize("name", ["dispatch", "combine", "moe", "low_latency_dispatch"])
+def test_an_axis_name_of_another_kind(name, axis_name):
+    check(TypeError, ["axis_name", type(axis_name).__name__, "str|tuple|name"], trace, name, axis_name=axis_name)
+
+
+# --- handles of another mesh ----------------------------------------------------------------------------------------
+
+
+def _handle_of_one_rank(traced, size):
+    """Shapes of the handle which one rank of a mesh of `size` holds."""
+    mesh = mesh_of(size)
+    make = jax.shard_map(
+        lambda: jax.tree.map(lambda leaf: leaf[None], traced.make()), mesh=mesh, in_specs=(), out_specs=P("expert")
+    )
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), jax.eval_shape(make))
+
+
+@pytest.mark.parametrize("name", ["combine", "grouped_gemm_combine", "low_latency_combine", *DISPATCH])
+def test_a_handle_of_another_axis_size(name):
+    traced = low_latency_handle() if name.startswith("low_latency") else dispatch_handle()
+    handle = _handle_of_one_rank(traced, 2)  # L = 4 experts on each of 2 ranks, R = 24 rows
+    rows, local = handle.layout.capacity, handle.layout.num_local_experts
+    fitting = {"y": f32(local, 2 * MAX_T, H) if name.startswith("low") else f32(rows, H)}
+    if name == "grouped_gemm_combine":
+        fitting = {"h": f32(rows, INNER), "w": f32(local, INNER, H)}
+    if name in DISPATCH:
+        fitting = {"topk_idx": None}
+    check(ValueError, ["handle", number(2), number(W), "mesh|axis|rank"], trace, name, handle=handle, **fitting)
+
+
+def test_capacity_and_alignment_belong_to_the_handle():
+    handle = dispatch_handle(capacity=32, alignment=8)
+    for change, offending, expected in [({"capacity": 40, "alignment": 8}, 40, 32), ({"alignment": 4}, 4, 8)]:
+        fragments = ["handle", number(offending), number(expected)]
+        check(ValueError, fragments, trace, "dispatch", topk_idx=None, handle=handle, **change)
+
+
+# --- values, which only eager calls can see -------------------------------------------------------------------------
+
+
+def _concrete(name):
+    rng = np.random.default_rng(0)
+    return {
+        key: jnp.asarray(rng.uniform(size=value.shape), value.dtype) if is_array(value) else value
+        for key, value in GOOD[name].items()
+    }
+
+
+@pytest.mark.parametrize("name", ["moe_sort", "fused_moe"])
+def test_eager_ids_out_of_range(name):
+    arguments = _concrete(name)
+    for bad in (E, E + 91, -2, -(2**31)):
+        arguments["topk_idx"] = jnp.zeros((T, K), jnp.int32).at[3, 1].set(bad)
+        check(ValueError, ["topk_idx", number(bad), number(E), "-1"], function(name), **arguments)
+    # traced ids cannot be checked: there they count as "no expert"
+    traced = jax.jit(lambda topk_idx: function(name)(**(arguments | {"topk_idx": topk_idx})))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(traced(arguments["topk_idx"])))
+
+
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("name", ["dispatch", "moe", "low_latency_dispatch"])
+def test_constant_ids_out_of_range_inside_shard_map(name, library):
+    ids = np.zeros((T, K), np.int32)
+    ids[3, 1] = E + 91
+    topk_idx = library.asarray(ids)  # made out here, so that its values are known while the rest is traced
+    fragments = ["topk_idx", number(E + 91), number(E), "-1"]
+    check(ValueError, fragments, trace, name, topk_idx=Traced(lambda: topk_idx))
+
+
+def test_eager_shard_map_sees_the_values():
+    def per_rank(x, topk_idx):
+        return jax_ep.dispatch(x, topk_idx, num_experts=E).tokens
+
+    x, topk_idx = jnp.zeros((W * T, H), jnp.float32), jnp.zeros((W * T, K), jnp.int32)
+    call = jax.shard_map(per_rank, mesh=mesh_of(), in_specs=P("expert"), out_specs=P("expert"))
+    assert call(x, topk_idx).shape == (W * R, H)
+    fragments = ["topk_idx", number(E + 91), number(E), "-1"]
+    check(ValueError, fragments, call, x, topk_idx.at[W * T - 1, 0].set(E + 91))  # only the last rank has it
+
+
+# --- implementations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
+def test_an_unknown_implementation(name):
+    fragments = ["implementation", "cublas_magic", "xla"]
+    check(ValueError, fragments, trace, name, implementation="cublas_magic")
+    check(ValueError, fragments, trace, name, implementation=("xla", "cublas_magic"))
+    check(ValueError, ["implementation", "empty|at least one|nothing", "None|xla"], trace, name, implementation=())
+
+
+@pytest.mark.parametrize("name", ["dispatch", "grouped_gemm", "low_latency_combine"])
+def test_an_implementation_of_another_kind(name):
+    check(TypeError, ["implementation", "int|3", "None|xla"], trace, name, implementation=3)
+
+
+@pytest.fixture
+def two_that_refuse(monkeypatch):
+    """Two registered implementations that serve no request, each for a reason of its own."""
+    for name, reason in (("wheeled", "needs eight wheels"), ("winged", "H must be a prime")):
+        entry = backends.Entry(name, load=lambda: pytest.fail("loaded a refusal"), refusal=lambda _, r=reason: r)
+        monkeypatch.setitem(backends._REGISTRY, name, entry)
+
+
+@pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
+def test_no_implementation_that_fits(name, two_that_refuse):
+    fragments = ["wheeled: needs eight wheels", "winged: H must be a prime", "implementation=None|implementation"]
+    check(NotImplementedError, fragments, trace, name, implementation=("wheeled", "winged"))
+    check(NotImplementedError, ["wheeled: needs eight wheels"], trace, name, implementation="wheeled")
+
+
+@pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
+def test_a_refusal_falls_through_to_the_next(name, two_that_refuse):
+    assert jax.tree.leaves(trace(name, implementation=("wheeled", "winged", "xla")))
+
+
+# --- differentiation ------------------------------------------------------------------------------------------------
+
+
+def test_quantised_low_latency_dispatch_has_no_gradient():
+    def loss(x):
+        sent = jax_ep.low_latency_dispatch(
+            x, jnp.zeros((T, K), jnp.int32), num_experts=E, max_tokens_per_rank=MAX_T, quantize=True
+        )
+        return jnp.sum(sent.tokens.astype(jnp.float32)) + jnp.sum(sent.scales)
+
+    def gradient(x):
+        return jax.shard_map(
+            lambda x: jax.grad(loss)(x[0])[None], mesh=mesh_of(), in_specs=P("expert"), out_specs=P("expert")
+        )(x)
+
+    fragments = ["low_latency_dispatch", "quantize", r"quantize=False|\bdispatch\b"]
+    check((TypeError, ValueError, NotImplementedError), fragments, jax.eval_shape, gradient, f32(W, T, H))
+
+
+# --- sharding and init ----------------------------------------------------------------------------------------------
+
+
+def _sharded(mesh=None, arrays=None, **options):
+    """Traces sharded_moe on global arrays."""
+    arrays = (f32(24, H), i32(24, K), f32(24, K), f32(E, H, 2 * INNER), f32(E, INNER, H)) if arrays is None else arrays
+    return jax.eval_shape(sharding.sharded_moe(mesh, **({"num_experts": E} | options)), *arrays)
+
+
+def test_sharded_moe_accepts_the_correct_arguments():
+    assert _sharded(mesh_of()).shape == (24, H)
+
+
+def test_sharded_moe_needs_amesh_of():
+    check(ValueError, ["sharded_moe", "mesh", r"jax\.set_mesh|mesh="], _sharded)
+
+
+def test_sharded_moe_axis_that_the_mesh_lacks():
+    check(ValueError, ["'ep'", "'expert'", "axis_name"], _sharded, mesh_of(), axis_name="ep")
+    check(ValueError, ["data", "expert", "batch_axes"], _sharded, mesh_of(), batch_axes=("data",))
+    check(ValueError, ["model", "expert", "tensor_axis"], _sharded, mesh_of(), tensor_axis="model")
+
+
+def test_sharded_moe_sizes_that_do_not_divide():
+    tokens = (f32(23, H), i32(23, K), f32(23, K), f32(E, H, 2 * INNER), f32(E, INNER, H))
+    check(ValueError, [number(23), number(W), "multiple|divisible|pad"], _sharded, mesh_of(), tokens)
+    experts = (f32(24, H), i32(24, K), f32(24, K), f32(10, H, 2 * INNER), f32(10, INNER, H))
+    check(ValueError, [number(10), number(W), "multiple|divisible"], _sharded, mesh_of(), experts, num_experts=10)
+
+
+def test_sharded_moe_axes_that_are_used_twice():
+    check(ValueError, ["'expert'", "twice|different"], _sharded, mesh_of(), batch_axes=("expert",))
+    check(ValueError, ["'expert'", "twice|different"], sharding.moe_specs, tensor_axis="expert")
+
+
+def test_init_refuses_what_it_cannot_honour():
+    jax_ep.finalize()
+    mesh = mesh_of()
+    check(ValueError, ["'ep'", "'expert'", "axis_name"], jax_ep.init, mesh, axis_name="ep")
+    check(ValueError, ["heap_bytes", "-1", "positive|at least|leave"], jax_ep.init, mesh, heap_bytes=-1)
+    check(ValueError, ["transport", "pigeon"], jax_ep.init, mesh, transport="pigeon")
+    jax_ep.finalize()
+
+
+# --- what was once let through --------------------------------------------------------------------------------------
+
+
+def test_tokens_without_columns():
+    arguments = {"x": f32(T, 0), "w_gate_up": f32(E, 0, 2 * INNER), "w_down": f32(E, INNER, 0)}
+    check(ValueError, [r"\bx\b", r"\(6, 0\)", "H >= 1", "column"], trace, "fused_moe", **arguments)
+
+
+def test_a_capacity_that_rows_cannot_be_counted_in():
+    check(ValueError, ["capacity", number(2**33), "2\\*\\*31"], trace, "dispatch", capacity=2**33)
+
+
+def test_an_axis_that_is_named_twice():
+    check(ValueError, ["axis_name", "'expert', 'expert'", "twice"], trace, "dispatch", axis_name=("expert", "expert"))
+
+
+def test_a_wire_dtype_that_is_no_dtype():
+    check(TypeError, ["dispatch", "wire_dtype", "'fp8'", "float8_e4m3fn"], trace, "dispatch", wire_dtype="fp8")
+
+
+def test_a_quantised_pair_travels_in_fp8_only():
+    pair = (jax.ShapeDtypeStruct((T, H), jnp.float8_e4m3fn), f32(T, H // 128))
+    fragments = ["dispatch", "wire_dtype", "int8", "float8_e4m3fn"]
+    check(TypeError, fragments, trace, "dispatch", x=pair, wire_dtype=jnp.int8)
+
+
+def test_losses_of_no_tokens_are_zero():
+    assert float(jax_ep.load_balancing_loss(jnp.zeros((0, E)), jnp.zeros((0, K), jnp.int32))) == 0
+    assert float(jax_ep.router_z_loss(jnp.zeros((0, E)))) == 0

@@ -1,0 +1,304 @@
+"""The machinery around the package: finding a Python, what the Makefile offers, what a wheel holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FIND_PYTHON = ROOT / "tools" / "find_python.sh"
+
+if not FIND_PYTHON.exists():
+    pytest.skip("not a source checkout", allow_module_level=True)
+
+
+# --- tools/find_python.sh -------------------------------------------------------------------------------------------
+
+
+def fake(path: Path, version: str | None, *, modules: bool = True) -> Path:
+    """A launcher that answers as Python `version` would; None is one that does not start, like a shim of pyenv."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    status = 127
+    if version is not None:
+        minor = int(re.match(r"3\.(\d+)", version).group(1))
+        status = 0 if modules and minor >= 12 else 1
+    path.write_text(f"#!/bin/sh\nexit {status}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+class Machine:
+    """A machine with nothing on PATH but the tools the script uses, and the Pythons a test puts there."""
+
+    def __init__(self, root: Path) -> None:
+        self.bin, self.home = root / "bin", root / "home"
+        tools = root / "tools"
+        for folder in (self.bin, self.home, tools):
+            folder.mkdir()
+        for tool in ("sh", "sort", "head", "cut", "cat"):
+            (tools / tool).symlink_to(shutil.which(tool))
+        self.environment = {"PATH": f"{self.bin}:{tools}", "HOME": str(self.home)}
+
+    def on_path(self, name: str, version: str | None, **options: bool) -> Path:
+        return fake(self.bin / name, version, **options)
+
+    def in_pyenv(self, version: str, root: Path | None = None, **options: bool) -> Path:
+        return fake((root or self.home / ".pyenv") / "versions" / version / "bin" / "python3", version, **options)
+
+    def find(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run([str(FIND_PYTHON)], self.environment | environment)
+
+
+def run(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def assert_found(completed: subprocess.CompletedProcess[str], path: Path) -> None:
+    assert (completed.returncode, completed.stdout.strip(), completed.stderr) == (0, str(path), "")
+
+
+def test_newest_named_python_on_path_wins(machine):
+    machine.on_path("python3", "3.12.0")
+    machine.on_path("python3.12", "3.12.4")
+    newest = machine.on_path("python3.13", "3.13.1")
+    assert_found(machine.find(), newest)
+
+
+def test_plain_python3_if_new_enough(machine):
+    python = machine.on_path("python3", "3.12.0")
+    machine.in_pyenv("3.13.0")
+    assert_found(machine.find(), python)
+
+
+def test_old_python3_and_pyenv_holding_the_right_one(machine):
+    """Launchers of versions that pyenv has not activated stand on PATH and fail."""
+    machine.on_path("python3", "3.11.7")
+    machine.on_path("python3.12", None)
+    machine.in_pyenv("3.9.18")
+    machine.in_pyenv("3.11.7")
+    python = machine.in_pyenv("3.12.1")
+    assert_found(machine.find(), python)
+
+
+def test_pyenv_newest_minor_but_neither_previews_nor_other_builds(machine):
+    for version in ("3.15.0", "3.14-dev", "3.14.0a1", "3.13.0t", "3.12.1"):
+        machine.in_pyenv(version)
+    machine.in_pyenv("3.14.2", modules=False)
+    expected = machine.in_pyenv("3.13.5")
+    assert_found(machine.find(), expected)
+
+
+def test_pyenv_root_variable_and_command(machine, tmp_path):
+    elsewhere = tmp_path / "with a space"
+    python = machine.in_pyenv("3.12.3", root=elsewhere)
+    assert_found(machine.find(PYENV_ROOT=str(elsewhere)), python)
+    command = machine.bin / "pyenv"
+    command.write_text(f"#!/bin/sh\necho '{elsewhere}'\n")
+    command.chmod(0o755)
+    assert_found(machine.find(), python)
+
+
+def test_the_users_choice_wins(machine, tmp_path):
+    machine.on_path("python3.14", "3.14.0")
+    chosen = fake(tmp_path / "mine" / "python", "3.12.0")
+    assert_found(machine.find(PYTHON=str(chosen)), chosen)
+
+
+def test_the_users_choice_is_not_overruled(machine):
+    machine.on_path("python3.14", "3.14.0")
+    old = machine.on_path("python3.11", "3.11.0")
+    completed = machine.find(PYTHON=str(old))
+    assert (completed.returncode, completed.stdout) == (1, "")
+    assert f"PYTHON={old} is not Python 3.12 or newer" in completed.stderr
+
+
+def test_python_that_cannot_make_environments_is_passed_over(machine):
+    machine.on_path("python3.14", "3.14.0", modules=False)
+    python = machine.on_path("python3.12", "3.12.0")
+    assert_found(machine.find(), python)
+
+
+def test_no_python_is_a_clear_error(machine):
+    machine.on_path("python3", "3.11.7")
+    machine.in_pyenv("3.10.13")
+    completed = machine.find()
+    assert (completed.returncode, completed.stdout) == (1, "")
+    for part in ("3.12 or newer", "none was found", "pyenv install 3.12", "make PYTHON="):
+        assert part in completed.stderr
+
+
+def test_the_question_the_script_asks_is_answered_by_a_real_python(machine):
+    """The fakes above only stand for its exit status."""
+    assert_found(machine.find(PYTHON=sys.executable), Path(sys.executable))
+
+
+# --- Makefile and .ci/run -------------------------------------------------------------------------------------------
+
+TARGETS = ["demo", "test", "test-gpu", "lint", "bench", "clean", "help"]
+
+
+# Not the variables of a `make test` that runs these tests.
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "VENV", "EXTRAS", "PIP_ARGS"}
+}
+
+
+@pytest.fixture(scope="module")
+def make() -> str:
+    command = shutil.which("make")
+    if command is None:
+        pytest.skip("needs make")
+    return command
+
+
+def test_help_lists_every_target(make):
+    completed = run([make, "-C", str(ROOT), "--no-print-directory", "help"], CLEAN)
+    listed = re.findall(r"^ +make ([a-z-]+) +\S", completed.stdout, re.MULTILINE)
+    assert set(TARGETS) <= set(listed), completed.stdout + completed.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("demo", "examples/train_moe_flax.py"),
+        ("demo", "examples/serve_moe.py"),
+        ("test", "-m pytest -n auto"),
+        ("test-gpu", "JAX_EP_TEST_DEVICES=gpu"),
+        ("lint", "format --check"),
+        ("lint", "mypy"),
+        ("bench", "benchmarks/*.py"),
+    ],
+)
+def test_targets_run_what_they_say_in_the_chosen_environment(make, tmp_path, target, command):
+    environment = tmp_path / "environment"
+    fake(environment / "bin" / "python", "3.12.0")
+    (environment / ".installed").touch()
+    shown = run([make, "-C", str(ROOT), "-n", f"VENV={environment}", target], CLEAN)
+    assert shown.returncode == 0, shown.stderr
+    assert command in shown.stdout
+    assert f"{environment}/bin/" in shown.stdout
+    assert "pip install" not in shown.stdout, "an environment that is up to date is not installed again"
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "CMakeLists.txt", "jax_ep/ffi/csrc/abi.cc"])
+def test_environment_is_renewed_when_its_inputs_change(make, tmp_path, changed):
+    fake(tmp_path / "bin" / "python", "3.12.0")
+    (tmp_path / ".installed").touch()
+    shown = run(
+        [make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", "-W", changed, "PIP_ARGS=--my-flag", "env"], os.environ
+    )
+    assert re.search(r"pip install .*-e '\.\[test,.*--my-flag", shown.stdout), shown.stdout + shown.stderr
+
+
+def test_gpu_machines_get_the_cuda_packages(make, tmp_path):
+    fake(tmp_path / "bin" / "python", "3.12.0")
+    fake(tmp_path / "tools" / "nvidia-smi", "3.12.0")
+    path = f"{tmp_path / 'tools'}:{os.environ['PATH']}"
+    shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", "env"], CLEAN | {"PATH": path})
+    assert re.search(r"-e '\.\[test,[a-z0-9,]*cuda13\]'", shown.stdout), shown.stdout + shown.stderr
+
+
+def test_ci_runs_lint_and_tests():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    text = script.read_text()
+    assert "make lint" in text
+    assert text.rstrip().endswith("exec make test"), "pytest's summary is the last thing that CI prints"
+
+
+# --- pyproject.toml and the wheel -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_dependencies_are_jax_and_numpy_alone(project):
+    names = {re.match(r"[\w-]+", requirement).group() for requirement in project["project"]["dependencies"]}
+    assert names == {"jax", "numpy"}
+    assert project["project"]["requires-python"] == ">=3.12"
+
+
+def test_promised_extras_exist(project):
+    assert {"cuda13", "flax", "test", "bench", "docs"} <= set(project["project"]["optional-dependencies"])
+
+
+def test_files_that_the_metadata_names_exist(project):
+    named = [project["project"]["readme"], *project["project"]["license-files"]]
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+# Loads the library from a copy of the package; the copy that is installed in this environment must not help out.
+PROBE = """
+import importlib.metadata, sys
+
+def not_installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+importlib.metadata.distribution = not_installed
+sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]  # editable installs
+sys.path.insert(0, sys.argv[1])
+import jax_ep.ffi
+print(jax_ep.ffi.load()._name)
+"""
+
+
+def load_from(site: Path, *left_out: str) -> subprocess.CompletedProcess[str]:
+    """Copies the package into `site`, over what is there, and loads its library."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", *left_out)
+    shutil.copytree(ROOT / "jax_ep", site / "jax_ep", ignore=ignore, dirs_exist_ok=True)
+    return run([sys.executable, "-c", PROBE, str(site)], os.environ)
+
+
+def test_library_is_found_in_the_layout_of_a_wheel(tmp_path):
+    """Without the C++ sources, and with the library beside library.py."""
+    from jax_ep.ffi import library
+
+    installed = tmp_path / "jax_ep" / "ffi" / library.NAME
+    installed.parent.mkdir(parents=True)
+    shutil.copy(library.load()._name, installed)
+    completed = load_from(tmp_path, "csrc")
+    assert completed.stdout.strip() == str(installed), completed.stderr
+
+
+def test_bare_source_tree_says_how_to_build(tmp_path):
+    completed = load_from(tmp_path)
+    assert completed.returncode == 1
+    assert "LibraryError: jax_ep's compiled library is missing" in completed.stderr
+    assert "pip install -e ." in completed.stderr
+    assert str(tmp_path / "jax_ep" / "ffi") in completed.stderr
+
+
+def test_wheel_holds_the_library_and_no_sources(tmp_path, project):
+    """The real build, where its tools are at hand without a network: CMake and scikit-build-core."""
+    pytest.importorskip("scikit_build_core")
+    if shutil.which("cmake") is None:
+        pytest.skip("needs cmake")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    completed = run([*command, "-w", str(tmp_path), str(ROOT)], os.environ)
+    assert completed.returncode == 0, completed.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"jax_ep-{project['project']['version']}-py3-none-"), "one wheel for every Python 3"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "jax_ep/ffi/libjax_ep_ffi.so" in names
+    assert "jax_ep/py.typed" in names
+    assert [name for name in names if not name.startswith(("jax_ep/", "jax_ep-")) or "csrc" in name] == []

@@ -1,0 +1,97 @@
+"""What every public name must document, and the `>>>` examples in its docstring, run so that they stay true."""
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import re
+
+import jax
+import pytest
+
+import jax_ep
+
+MODULES = ["jax_ep", "jax_ep.sharding", "jax_ep.quantization"]
+NUM_DEVICES = 8
+# A result is compared by its text: give it room for spaces and line breaks, and `...` for what does not matter.
+OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+# `[T, H]`, `[]`, `[W * T, 2I]`, `[..., H // group_size]`: symbols of one or two letters, numbers and named sizes
+SHAPE = re.compile(r"\[(?:\.\.\.|[A-Z\d]\w?|\w+_\w+|[ ,*/+-])*\]")
+# the names that neither take nor return an array
+WITHOUT_ARRAYS = {"init", "finalize", "Context"}
+SPECIFIED = {
+    *("init", "finalize", "dispatch", "combine", "grouped_gemm", "dispatch_grouped_gemm", "grouped_gemm_combine"),
+    *("moe", "fused_moe", "moe_sort", "low_latency_dispatch", "low_latency_combine"),
+    *("topk_router", "load_balancing_loss", "router_z_loss"),
+}
+
+
+def _public():
+    """Functions and classes of the package that users may name, each once."""
+    found = {}
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:
+            value = getattr(module, name)
+            own = getattr(value, "__module__", "").startswith(module_name)  # not what the module imports
+            if own and (inspect.isfunction(value) or inspect.isclass(value)):
+                found.setdefault(value, f"{module_name}.{name}")
+    return found
+
+
+PUBLIC = _public()
+EVERY = [pytest.param(value, id=name) for value, name in PUBLIC.items()]
+FUNCTIONS = [pytest.param(value, id=name) for value, name in PUBLIC.items() if inspect.isfunction(value)]
+RESULTS = [
+    pytest.param(value, id=name)
+    for value, name in PUBLIC.items()
+    if inspect.isclass(value) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields"))
+]
+
+
+def test_every_specified_name_is_public():
+    assert SPECIFIED - set(jax_ep.__all__) == set()
+    assert [name for name in jax_ep.__all__ if not hasattr(jax_ep, name)] == []
+    assert len(set(jax_ep.__all__)) == len(jax_ep.__all__)
+
+
+@pytest.mark.parametrize("value", EVERY)
+def test_docstrings_state_shapes(value):
+    docstring = value.__doc__ or ""
+    assert docstring.strip(), "a public name needs a docstring"
+    if value.__name__ not in WITHOUT_ARRAYS:
+        assert SHAPE.search(docstring), "state the shapes, for example `[T, H]`"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_docstrings_explain_every_argument(function):
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    explained = function.__doc__ or ""
+    assert [name for name in names if not re.search(rf"\b{name}\b", explained)] == []
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_docstrings_explain_every_field(result):
+    names = getattr(result, "_fields", None) or [field.name for field in dataclasses.fields(result)]
+    assert [name for name in names if not re.search(rf"\b{name}\b", result.__doc__ or "")] == []
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_are_fully_annotated(function):
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not signature.empty
+    assert [p.name for p in signature.parameters.values() if p.annotation is p.empty] == []
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_examples_run(function):
+    """Self-contained: an example imports what it uses, and has eight devices."""
+    assert jax.device_count() >= NUM_DEVICES
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, globs={})
+    assert test.examples, "show a call with >>> prompts"
+    if function is not jax_ep.finalize:  # which has nothing to show
+        assert any(example.want.strip() for example in test.examples), "an example without a result proves nothing"
+    output = []
+    result = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=output.append)
+    assert result.failed == 0, "".join(output)

@@ -1,0 +1,151 @@
+"""The global-array wrapper: specs, sharding modes, and that no collective appears which the layer does not need."""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep.sharding import moe_specs, sharded_moe
+
+N, H, K, E, INNER = 32, 16, 2, 8, 12
+COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "reduce-scatter", "collective-permute")
+
+
+def arguments(rng: np.random.Generator) -> list[np.ndarray]:
+    """Global x, topk_idx, topk_weights, w_gate_up, w_down."""
+    return [
+        rng.normal(size=(N, H)).astype(np.float32),
+        rng.integers(-1, E, size=(N, K), dtype=np.int32),
+        rng.random((N, K), dtype=np.float32),
+        rng.normal(size=(E, H, 2 * INNER)).astype(np.float32),
+        rng.normal(size=(E, INNER, H)).astype(np.float32),
+    ]
+
+
+def collectives(function, *args) -> collections.Counter[str]:
+    """The collectives of the compiled program, by kind; asynchronous pairs count once."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
+    return collections.Counter(found)
+
+
+def place(mesh, values, specs):
+    return [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(values, specs, strict=True)]
+
+
+def spec_list(specs):
+    return [specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "names", "options"),
+    [
+        ((4,), ("expert",), {}),
+        ((2, 4), ("data", "expert"), {"batch_axes": "data"}),
+        ((2, 2), ("a", "b"), {"axis_name": ("a", "b")}),
+    ],
+    ids=["expert", "data-expert", "two-axes"],
+)
+def test_only_the_needed_collectives(kind, sizes, names, options, rng):
+    """Forward: ids, weights and tokens are gathered, sums travel back once; nothing is resharded."""
+    mesh = harness.make_mesh(sizes, names, kind)
+    values = place(mesh, arguments(rng), spec_list(moe_specs(**options)))
+    with jax.set_mesh(mesh):
+        found = collectives(sharded_moe(num_experts=E, **options), *values)
+    assert found["all-gather"] <= 3, found  # XLA may merge them
+    assert found["all-to-all"] == 1, found
+    assert not set(found) - {"all-gather", "all-to-all"}, found
+
+
+def test_backward_adds_the_transposes_only(rng):
+    """Backward: cotangents are gathered, token and weight cotangents travel back, matrices need no exchange."""
+    mesh = harness.make_mesh((4,), ("expert",))
+    values = place(mesh, arguments(rng), spec_list(moe_specs()))
+    layer = sharded_moe(mesh, num_experts=E)
+
+    def gradient(x, idx, weights, gate_up, down, cotangent):
+        return jax.vjp(lambda *a: layer(a[0], idx, *a[1:]), x, weights, gate_up, down)[1](cotangent)
+
+    found = collectives(gradient, *values, values[0])
+    assert found["all-gather"] <= 4, found
+    assert 1 <= found["all-to-all"] <= 2, found
+    assert not set(found) - {"all-gather", "all-to-all"}, found
+
+
+def test_data_parallel_gradients_are_summed_once(rng):
+    """Over a data axis, the gradients of the matrices need one all-reduce each, and nothing else is added."""
+    mesh = harness.make_mesh((2, 4), ("data", "expert"))
+    values = place(mesh, arguments(rng), spec_list(moe_specs(batch_axes="data")))
+    layer = sharded_moe(mesh, num_experts=E, batch_axes="data")
+
+    def gradient(x, idx, weights, gate_up, down, cotangent):
+        return jax.vjp(lambda *a: layer(x, idx, weights, *a), gate_up, down)[1](cotangent)
+
+    found = collectives(gradient, *values, values[0])
+    assert found["all-reduce"] <= 2, found
+    assert not set(found) - {"all-gather", "all-to-all", "all-reduce"}, found
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_tensor_axis(kind, rng):
+    """I split over a tensor axis, on a data x expert x tensor mesh, equals the layer on one device."""
+    mesh = harness.make_mesh((2, 2, 2), ("data", "expert", "tensor"), kind)
+    x, idx, weights, gate_up, down = arguments(rng)
+    want = jax_ep.fused_moe(x, idx, weights, gate_up, down)
+    specs = moe_specs(batch_axes="data", tensor_axis="tensor")
+    values = place(mesh, [x, idx, weights, gate_up.reshape(E, H, 2, INNER), down], spec_list(specs))
+    with jax.set_mesh(mesh):
+        layer = sharded_moe(num_experts=E, batch_axes="data", tensor_axis="tensor")
+        got = jax.jit(layer)(*values)
+        found = collectives(layer, *values)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4)
+    assert found["all-reduce"] == 1, found
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, specs.tokens), got.ndim)
+
+
+def test_explicit_sharding_that_differs_is_an_error(rng):
+    mesh = harness.make_mesh((4,), ("expert",), AxisType.Explicit)
+    x, *rest = place(mesh, arguments(rng), spec_list(moe_specs()))
+    with jax.set_mesh(mesh):
+        replicated = jax.sharding.reshard(x, P(None, None))
+        with pytest.raises(ValueError, match=r"x is sharded as P\(None, None\), expected .*reshard"):
+            sharded_moe(num_experts=E)(replicated, *rest)
+
+
+def test_automatic_sharding_that_differs_is_moved(rng):
+    mesh = harness.make_mesh((4,), ("expert",))
+    values = arguments(rng)
+    want = jax_ep.fused_moe(*values)
+    got = jax.jit(sharded_moe(mesh, num_experts=E))(*(jnp.asarray(value) for value in values))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4)
+
+
+def test_specs():
+    specs = moe_specs(("a", "b"), batch_axes=("data",), tensor_axis="tensor")
+    assert specs.tokens == P(("data", "a", "b"))
+    assert specs.w_gate_up == P(("a", "b"), None, None, "tensor")
+    assert specs.w_down == P(("a", "b"), "tensor", None)
+
+
+def test_init_is_idempotent_and_finalize_releases():
+    mesh = harness.make_mesh((4,), ("expert",))
+    context = jax_ep.init(mesh)
+    assert jax_ep.init(mesh) is context
+    assert context.num_ranks == 4
+    with pytest.raises(ValueError, match=r"already initialised .*finalize"):
+        jax_ep.init(mesh, axis_name=("expert",))
+    jax_ep.finalize()
+    jax_ep.finalize()
+    with jax.set_mesh(mesh):
+        assert jax_ep.init(axis_name=("expert",)).mesh.shape == mesh.shape
+    jax_ep.finalize()

@@ -30,7 +30,7 @@ def dispatch(
     handle: Handle | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Dispatched:
-    """Sends every token to the ranks that hold its experts, and orders what arrives by expert.
+    """Brings every token to the ranks that hold its experts, ordered by expert.
 
     Rows are ordered by expert, then source rank, token and k. Every `(token, k)` with a valid id has a row; the same
     expert twice in one token gives two. Differentiable in `x` and `topk_weights`: the transpose is `combine` over the
@@ -73,7 +73,7 @@ def dispatch(
       >>> float(jax.jit(run)(x, idx, jnp.full((16, 2), 0.5)).sum())
       128.0
 
-    Source: the layout is that of MegaBlocks (arXiv:2211.15841); sending a token once per rank follows DeepEP.
+    Source: the expert-major layout is that of MegaBlocks (arXiv:2211.15841).
     """
     call = Call("dispatch", axis_name, wire_dtype, implementation)
     return operations.dispatch(

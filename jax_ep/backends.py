@@ -8,8 +8,10 @@ tests/contract then holds it to the same behaviour.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -18,6 +20,7 @@ from jax_ep import reference
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
 
 Axis = tuple[str, ...]
+_log = logging.getLogger("jax_ep")
 
 
 class Implementation(Protocol):
@@ -48,14 +51,20 @@ class Request:
       function: public function, for messages.
       dtype: dtype of the tokens.
       hidden: H.
-      layout: sizes of the exchange, or None for functions without one.
+      operation: "exchange", "gemm" or "low_latency".
+      layout: sizes of the exchange, or None for operations without one.
+      wire_dtype: FP8 on the wire, or None.
+      foreign_handle: the layout comes from a handle that has no device group, so from another implementation.
       platform: where it will run ("cpu", "gpu", ...).
     """
 
     function: str
     dtype: jax.numpy.dtype
     hidden: int
+    operation: str
     layout: Layout | None = None
+    wire_dtype: DTypeLike | None = None
+    foreign_handle: bool = False
     platform: str = dataclasses.field(default_factory=jax.default_backend)
 
 
@@ -74,8 +83,21 @@ class Entry:
     refusal: Callable[[Request], str | None]
 
 
+def _load_triton() -> Any:  # not all of `Implementation`: its refusal keeps the rest away
+    from jax_ep.megakernels import exchange
+
+    return exchange
+
+
+def _refusal_of_triton(request: Request) -> str | None:
+    from jax_ep.megakernels import exchange
+
+    return exchange.refusal(request)
+
+
 # In order of preference: the first one that accepts a request is the default.
 _REGISTRY: dict[str, Entry] = {
+    "triton": Entry("triton", load=_load_triton, refusal=_refusal_of_triton),
     "xla": Entry("xla", load=lambda: reference, refusal=lambda request: None),
 }
 
@@ -88,6 +110,13 @@ def available() -> tuple[str, ...]:
 def get(name: str) -> Implementation:
     """The functions of implementation `name`, which must be registered."""
     return _REGISTRY[name].load()
+
+
+@functools.cache
+def _say_once(name: str, reason: str, platform: str) -> None:
+    """On a GPU, falling back is worth a word; on the CPU the portable implementation is the expected one."""
+    if platform == "gpu":
+        _log.warning("implementation %s is not used: %s", name, reason)
 
 
 def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
@@ -117,6 +146,7 @@ def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
         reason = _REGISTRY[name].refusal(request)
         if reason is None:
             return name
+        _say_once(name, reason, request.platform)
         refusals[name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(

@@ -6,8 +6,10 @@ of experts, and the same ids always give the same rows.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -79,6 +81,7 @@ class RowMap(NamedTuple):
     dropped: Array
 
 
+@functools.partial(jax.jit, static_argnames=("num_groups", "capacity", "alignment"))  # see tiled_gemm.py
 def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> RowMap:
     """Gives every slot a row: groups one after another, each padded to `alignment`, all within `capacity` rows.
 
@@ -103,20 +106,23 @@ def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> R
     return RowMap(row_slot, slot_row, jnp.diff(jnp.minimum(offsets, capacity)), dropped)
 
 
-def make_handle(all_topk_idx: Array, rank: Array | int, num_invalid: Array, layout: Layout) -> Handle:
+def make_handle(
+    ids: Array, rank: Array | int, num_invalid: Array, layout: Layout, group: Array | None = None
+) -> Handle:
     """The handle of one rank, from the ids of all ranks.
 
     Args:
-      all_topk_idx: `[W, T, K]` int32.
+      ids: `[W, T, K]` int32.
       rank: `[]` int32 position of this rank on the expert axis.
       num_invalid: `[]` int32, passed through.
       layout: static sizes.
+      group: passed through.
     """
     num_local = layout.num_local_experts
-    groups = local_groups(all_topk_idx, rank * num_local, num_local)
+    groups = local_groups(ids, rank * num_local, num_local)
     rows = map_rows(groups, num_local, layout.capacity, layout.alignment)
-    slot_row = rows.slot_row.reshape(all_topk_idx.shape)
-    return Handle(rows.row_slot, slot_row, rows.group_sizes, num_invalid, rows.dropped, layout)
+    slot_row = rows.slot_row.reshape(ids.shape)
+    return Handle(rows.row_slot, slot_row, rows.group_sizes, ids, group, num_invalid, rows.dropped, layout)
 
 
 def sort_tokens(topk_idx: Array, topk_weights: Array | None, num_experts: int, block_size: int) -> SortedTokens:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jax_ep import backends, quantization, vjp
 from jax_ep import validation as check
 from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.no_gradient import without_gradient
 from jax_ep.types import Array, AxisName, Layout, LowLatencyDispatched, LowLatencyHandle, Quantized
 
 
@@ -85,7 +86,7 @@ def low_latency_dispatch(
     capacity = num_experts // num_ranks * num_ranks * max_tokens
     layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity)
     dtype = x[0].dtype if isinstance(x, tuple) else x.dtype
-    name = backends.choose(implementation, backends.Request(function, dtype, hidden, layout))
+    name = backends.choose(implementation, backends.Request(function, dtype, hidden, "low_latency", layout))
     topk_idx = _ignore_from(function, topk_idx, num_tokens)
     x, topk_idx = vary_alike((x, topk_idx), over=axis_tuple(axis_name))
     x, topk_idx = _pad_rows(x, max_tokens, 0), _pad_rows(topk_idx, max_tokens, -1)
@@ -135,7 +136,8 @@ def low_latency_combine(
       topk_weights: `[T, K]` float32 router weights.
       handle: `LowLatencyDispatched.handle`.
       axis_name: the axis of the dispatch.
-      wire_dtype: `jnp.float8_e4m3fn` rounds each row to FP8 with one scale per 128 columns; None keeps `y.dtype`.
+      wire_dtype: `jnp.float8_e4m3fn` rounds each row to FP8 with one scale per 128 columns, and has no
+        gradient; None rounds nothing before the sum.
       implementation: see `dispatch`.
 
     Returns:
@@ -174,7 +176,9 @@ def low_latency_combine(
         )
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, y)
     wire_dtype = check.wire(function, wire_dtype, y)
-    name = backends.choose(implementation, backends.Request(function, y.dtype, y.shape[2], layout))
+    if wire_dtype is not None:
+        y = without_gradient(f"{function} in FP8 has no gradient: leave wire_dtype=None, or train with combine.", y)
+    name = backends.choose(implementation, backends.Request(function, y.dtype, y.shape[2], "low_latency", layout))
     axis = axis_tuple(axis_name)
     y, topk_weights, handle = vary_alike((y, topk_weights, handle), over=axis)
     weights = _pad_rows(topk_weights, layout.num_tokens, 0)

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import backends, vjp
@@ -35,9 +34,18 @@ class Call:
     wire_dtype: DTypeLike | None = None
     implementation: str | Sequence[str] | None = None
 
-    def choose(self, dtype: jnp.dtype, hidden: int, layout: Layout | None = None) -> str:
-        """The implementation for tokens of `dtype` and `hidden` columns."""
-        return backends.choose(self.implementation, backends.Request(self.function, dtype, hidden, layout))
+    def choose(self, operation: str, rows: Array, layout: Layout | None = None, handle: Handle | None = None) -> str:
+        """The implementation of `operation` for `rows [N, H]`, and for the handle that it must work with."""
+        request = backends.Request(
+            self.function,
+            rows.dtype,
+            rows.shape[-1],
+            operation,
+            layout,
+            self.wire_dtype,
+            foreign_handle=handle is not None and handle.group is None,
+        )
+        return backends.choose(self.implementation, request)
 
     def num_local_experts(self, num_experts: int) -> int:
         """L = E / W."""
@@ -68,7 +76,7 @@ def dispatch(
         topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
     wire_dtype = check.wire(function, call.wire_dtype, x)
     values = x[0] if isinstance(x, tuple) else x
-    name = call.choose(values.dtype, values.shape[1], layout)
+    name = call.choose("exchange", values, layout, handle)
     x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=axis)
     if handle is None:
         handle = backends.get(name).plan(cast(Array, topk_idx), layout, axis)
@@ -100,7 +108,8 @@ def combine(call: Call, y: Array, handle: Handle, *, name: str = "y") -> Array:
     layout = check.handle(function, handle, Handle, call.axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
     check.size(function, f"the number of rows of {name}", y.shape[0], layout.capacity, remedy)
-    route = vjp.Route(call.choose(y.dtype, y.shape[1], layout), axis, check.wire(function, call.wire_dtype, y))
+    wire_dtype = check.wire(function, call.wire_dtype, y)
+    route = vjp.Route(call.choose("exchange", y, layout, handle), axis, wire_dtype)
     y, handle = vary_alike((y, handle), over=axis)
     return vjp.return_tokens(route, y, handle)
 
@@ -120,5 +129,5 @@ def grouped_gemm(
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     out_dtype = check.result_dtype(function, preferred_element_type, lhs.dtype)
-    config = vjp.GemmConfig(call.choose(lhs.dtype, lhs.shape[1]), False, out_dtype)
+    config = vjp.GemmConfig(call.choose("gemm", lhs), False, out_dtype)
     return vjp.grouped_gemm(config, *vary_alike((lhs, rhs, group_sizes)))

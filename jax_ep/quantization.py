@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
+from jax_ep.no_gradient import without_gradient
 from jax_ep.types import Array, Quantized
 
 GROUP_SIZE = 128
@@ -28,11 +29,11 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
 
     Returns:
       `(values [..., H] float8_e4m3fn, scales [..., H // group_size] float32)` with `values * scale` within
-      `max(|x| * 2**-4, scale * 2**-10)` of `x`.
+      `max(|x| * 2**-4, scale * 2**-10)` of `x`, up to float32 rounding. An infinity or NaN spoils its whole group.
 
     Raises:
       ValueError: H is not a multiple of `group_size`.
-      TypeError: x is not floating.
+      TypeError: x is not floating; also by the gradient, which would not be that of quantisation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,6 +44,9 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     """
     x = check.floating("quantize_fp8", "x", x)
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
+    x = without_gradient(
+        "quantize_fp8 has no gradient: dispatch and combine with wire_dtype=float8_e4m3fn have one.", x
+    )
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size).astype(jnp.float32)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     scales = jnp.maximum(largest * jnp.float32(1 / _FP8_MAX), jnp.float32(_MIN_SCALE))

@@ -11,42 +11,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jax_ep import collectives, quantization, tiled_gemm
 from jax_ep import layout as rows
-from jax_ep import quantization, tiled_gemm
+from jax_ep.collectives import Axis, all_gather, exchange, rank_on, sum_in_order
 from jax_ep.dtypes import accumulation_dtype
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
 
-Axis = tuple[str, ...]
+send_weights = collectives.send_weights
+return_weights = collectives.return_weights
 grouped_gemm = tiled_gemm.grouped_gemm
 grouped_gemm_weights = tiled_gemm.grouped_gemm_weights
-
-
-def _all_gather(x: Array, axis: Axis) -> Array:
-    """`[...]` of this rank to `[W, ...]` of all; no axis: one rank."""
-    return lax.all_gather(x, axis) if axis else x[None]
-
-
-def _rank(axis: Axis) -> Array | int:
-    return lax.axis_index(axis) if axis else 0
 
 
 def plan(topk_idx: Array, layout: Layout, axis: Axis) -> Handle:
     """`[T, K]` ids of this rank to the handle."""
     num_invalid = rows.count_invalid(topk_idx, layout.num_experts)
-    return rows.make_handle(_all_gather(topk_idx, axis), _rank(axis), num_invalid, layout)
-
-
-def _gather_bits(x: Array, axis: Axis) -> Array:
-    """All-gather; FP8 travels as bytes, which every platform can move."""
-    if x.dtype.itemsize > 1:
-        return _all_gather(x, axis)
-    return lax.bitcast_convert_type(_all_gather(lax.bitcast_convert_type(x, jnp.uint8), axis), x.dtype)
+    return rows.make_handle(all_gather(topk_idx, axis), rank_on(axis), num_invalid, layout)
 
 
 def send_rows(x: Array, handle: Handle, axis: Axis) -> Array:
     """`[T, ...]` per token to `[R, ...]` per row, bit for bit; zero in padding rows."""
     token = jnp.where(handle.row_slot < 0, -1, handle.row_slot // handle.layout.top_k)
-    gathered = _gather_bits(x, axis)
+    gathered = all_gather(x, axis)
     return rows.gather_rows(gathered.reshape(-1, *x.shape[1:]), token)
 
 
@@ -58,24 +44,6 @@ def send_tokens(x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | No
     return quantization.dequantize_fp8(send_rows(values, handle, axis), send_rows(scales, handle, axis), x.dtype)
 
 
-def _exchange(partial: Array, axis: Axis) -> Array:
-    """`[W, T, ...]` for each source rank to `[W, T, ...]` from each expert rank."""
-    if not axis:
-        return partial
-    if partial.dtype.itemsize > 1:
-        return lax.all_to_all(partial, axis, 0, 0)
-    exchanged = lax.all_to_all(lax.bitcast_convert_type(partial, jnp.uint8), axis, 0, 0)
-    return lax.bitcast_convert_type(exchanged, partial.dtype)
-
-
-def _sum_in_order(parts: Array) -> Array:
-    """Sum over the first axis in index order, so that the result does not depend on how XLA reduces."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def return_tokens(y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array:
     """`[R, H]` rows to their unweighted sums `[T, H]`: first per expert rank, then over ranks in rank order."""
     dtype = accumulation_dtype(y.dtype)
@@ -83,32 +51,22 @@ def return_tokens(y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | 
     for k in range(handle.layout.top_k):
         partial = partial + rows.gather_rows(y, handle.slot_row[:, :, k]).astype(dtype)
     if wire_dtype is None:
-        parts = _exchange(partial.astype(y.dtype), axis).astype(dtype)
+        parts = exchange(partial.astype(y.dtype), axis).astype(dtype)
     else:
-        values, scales = (_exchange(part, axis) for part in quantization.quantize_fp8(partial))
+        values, scales = (exchange(part, axis) for part in quantization.quantize_fp8(partial))
         parts = quantization.dequantize_fp8(values, scales, dtype)
-    return _sum_in_order(parts).astype(y.dtype)
-
-
-def send_weights(weights: Array, handle: Handle, axis: Axis) -> Array:
-    """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
-    return rows.gather_rows(_all_gather(weights, axis).reshape(-1), handle.row_slot)
-
-
-def return_weights(row_weights: Array, handle: Handle, axis: Axis) -> Array:
-    """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
-    return _sum_in_order(_exchange(rows.gather_rows(row_weights, handle.slot_row), axis))
+    return sum_in_order(parts).astype(y.dtype)
 
 
 def low_latency_plan(topk_idx: Array, layout: Layout, axis: Axis) -> LowLatencyHandle:
     """`[max_tokens_per_rank, K]` ids of this rank to a handle in which a token has at most one row per expert."""
     num_local, num_ranks, block = layout.num_local_experts, layout.num_ranks, layout.num_ranks * layout.num_tokens
-    all_idx = _all_gather(topk_idx, axis)
+    all_idx = all_gather(topk_idx, axis)
     # Every slot uses the row of the first slot of its token that names the same expert.
     same = all_idx[..., :, None] == all_idx[..., None, :]
     first_k = jnp.argmax(same, axis=-1).astype(jnp.int32)
     is_first = first_k == lax.broadcasted_iota(jnp.int32, first_k.shape, 2)
-    groups = rows.local_groups(all_idx, _rank(axis) * num_local, num_local)
+    groups = rows.local_groups(all_idx, rank_on(axis) * num_local, num_local)
     order = rows.sort_by_group(jnp.where(is_first.reshape(-1), groups, num_local), num_local)
     used = order.groups < num_local
     row = jnp.where(used, order.groups * block + order.ranks_in_group, layout.capacity)
@@ -132,7 +90,7 @@ def low_latency_send(x: Array, handle: LowLatencyHandle, axis: Axis) -> Array:
     ends = handle.source_start + handle.source_count
     source = jnp.sum(position[:, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
     index = jnp.where(handle.source_token < 0, -1, source * layout.num_tokens + handle.source_token)
-    return rows.gather_rows(_gather_bits(x, axis).reshape(-1, *x.shape[1:]), index)
+    return rows.gather_rows(all_gather(x, axis).reshape(-1, *x.shape[1:]), index)
 
 
 def low_latency_combine(
@@ -146,9 +104,9 @@ def low_latency_combine(
     flat = y.reshape(-1, y.shape[-1])
     if wire_dtype is not None:
         flat = quantization.dequantize_fp8(*quantization.quantize_fp8(flat), y.dtype)
-    weights = _all_gather(topk_weights.astype(dtype), axis)
+    weights = all_gather(topk_weights.astype(dtype), axis)
     partial = jnp.zeros((), dtype)
     for k in range(handle.layout.top_k):
         row = rows.gather_rows(flat, handle.slot_row[:, :, k]).astype(dtype)
         partial = partial + row * weights[:, :, k, None]
-    return _sum_in_order(_exchange(partial, axis)).astype(y.dtype)
+    return sum_in_order(exchange(partial, axis)).astype(y.dtype)

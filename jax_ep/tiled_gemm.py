@@ -3,15 +3,17 @@
 XLA's own `ragged_dot` multiplies every row by every group on the CPU, and on GPUs reaches a small part of the machine
 (benchmarks/grouped_gemm.py). Here each tile of rows is one ordinary matrix product with the matrix of its group, so
 the cost follows the rows in use, whatever the number of groups. A group is covered by large tiles and its remainder
-by small ones: at most `_SMALL_TILE - 1` rows per group are computed in vain. The outer loop runs over groups, so that
+by small ones, so that few rows are computed in vain. The outer loop runs over groups, so that
 each group's matrix is fetched once, and skips empty ones.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -20,8 +22,8 @@ from jax_ep.dtypes import accumulation_dtype
 from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
 
-_LARGE_TILE = 128
-_SMALL_TILE = 16
+_TILES = {"cpu": (128, 16), "gpu": (512, 128)}
+"""Rows of large and small tiles: a GPU needs more rows to be busy, and each step of a loop costs it a round trip."""
 
 
 class _Tile(NamedTuple):
@@ -62,7 +64,7 @@ def _for_each_tile[Carry](
     body: Callable[[_Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
 ) -> Carry:
     """Folds `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
-    large, small = min(_LARGE_TILE, num_rows), min(_SMALL_TILE, num_rows)
+    large, small = (min(tile, num_rows) for tile in _TILES.get(jax.default_backend(), _TILES["gpu"]))
     num_large = (end - start) // large
     remainder = start + num_large * large
     for rows, base, count in ((large, start, num_large), (small, remainder, -(-(end - remainder) // small))):
@@ -82,6 +84,7 @@ def _rows(x: Array, tile: _Tile) -> Array:
     return lax.dynamic_slice_in_dim(x, tile.start, tile.mask.shape[0])
 
 
+@functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
 def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
     """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
 
@@ -116,6 +119,7 @@ def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: b
     return lax.fori_loop(0, groups.num_used, one_group, out)
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype",))
 def grouped_gemm_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
 

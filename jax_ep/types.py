@@ -57,6 +57,9 @@ class Handle:
       row_slot: `[R]` int32. `(source_rank * T + token) * K + k` of each row; -1 marks padding.
       slot_row: `[W, T, K]` int32. The row of each slot on this rank; -1: not here, dropped or no expert.
       group_sizes: `[L]` int32. Rows of each local expert, alignment padding included.
+      ids: `[W, T, K]` int32. Expert ids of the tokens of all ranks.
+      group: `[W + 1]` int32, device numbers of the ranks and this rank's position, where the implementation writes to
+        its peers' memory; else None.
       num_invalid: `[]` int32. Ids of this rank's tokens outside `[0, E)` other than -1; they were treated as -1.
       num_dropped: `[]` int32. Slots that should have had a row on this rank, but lay past its capacity.
       layout: static sizes.
@@ -65,6 +68,8 @@ class Handle:
     row_slot: Array
     slot_row: Array
     group_sizes: Array
+    ids: Array
+    group: Array | None
     num_invalid: Array
     num_dropped: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
@@ -169,8 +174,8 @@ class Routing(NamedTuple):
 
     Attributes:
       topk_idx: `[T, K]` int32 expert ids, best first.
-      topk_weights: `[T, K]` float32, differentiable with respect to the logits.
-      scores: `[T, E]` float32, the scores before selection, for `load_balancing_loss`.
+      topk_weights: `[T, K]` float32 (float64 for float64 logits), differentiable with respect to the logits.
+      scores: `[T, E]` like the weights, the scores before selection, for `load_balancing_loss`.
     """
 
     topk_idx: Array

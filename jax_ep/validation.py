@@ -173,7 +173,8 @@ def wire(function: str, wire_dtype: DTypeLike | None, x: Array | Quantized) -> D
         wanted = jnp.dtype(wire_dtype)
     except TypeError:
         raise TypeError(
-            f"{function}: wire_dtype={wire_dtype!r} is no dtype, expected float8_e4m3fn or None; pass jnp.float8_e4m3fn."
+            f"{function}: wire_dtype={wire_dtype!r} is no dtype, expected float8_e4m3fn or None; pass"
+            " jnp.float8_e4m3fn."
         ) from None
     if wanted == dtype:
         return None

@@ -14,6 +14,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ep import backends
+from jax_ep.no_gradient import without_gradient
 from jax_ep.types import Array, Handle, LowLatencyHandle, Quantized
 
 
@@ -124,23 +125,6 @@ def _grouped_gemm_weights_backward(config: GemmConfig, residuals: Any, cotangent
 
 grouped_gemm.defvjp(_grouped_gemm_forward, _grouped_gemm_backward)
 grouped_gemm_weights.defvjp(_grouped_gemm_weights_forward, _grouped_gemm_weights_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def without_gradient[Tree](remedy: str, tree: Tree) -> Tree:
-    """The identity, whose gradient is a `TypeError` that says `remedy`."""
-    return tree
-
-
-def _without_gradient_forward(remedy: str, tree: Any) -> tuple[Any, None]:
-    return tree, None
-
-
-def _without_gradient_backward(remedy: str, _: None, cotangent: Any) -> Any:
-    raise TypeError(remedy)
-
-
-without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
 
 
 def send_quantized(route: Route, pair: Quantized, handle: Handle) -> Quantized:

@@ -47,19 +47,33 @@ def pytest_report_header() -> str:
     return f"jax_ep: {jax.device_count()} {jax.devices()[0].device_kind} device(s)"
 
 
-def available_implementations() -> list[str]:
-    """What the registry says can run on this machine's default device."""
+def implementations(config: pytest.Config) -> list[str]:
+    """Those asked for, or all that run on these devices at full speed."""
     from jax_ep import backends
 
-    listing = getattr(backends, "available", None)
-    return list(listing()) if listing is not None else ["xla"]
+    chosen = config.getoption("implementation")
+    if chosen:
+        return chosen.split(",")
+    return list(backends.available()) if ON_GPU else ["xla"]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Kernels run on CPU devices only where asked for: in Triton's interpreter, one process per device."""
+    import jax_ep
+
+    if "triton" in implementations(session.config) and not ON_GPU:
+        jax_ep.init(harness.make_mesh((NUM_CPU_DEVICES,), (harness.EXPERT,)), transport="shared_memory")
+
+
+def pytest_sessionfinish() -> None:
+    import jax_ep
+
+    jax_ep.finalize()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("implementation")
-        names = chosen.split(",") if chosen else available_implementations()
-        metafunc.parametrize("implementation", names, scope="session")
+        metafunc.parametrize("implementation", implementations(metafunc.config), scope="session")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -62,13 +62,6 @@ def train(out: Path, extra: str = "") -> dict[str, Any]:
     return train_moe_flax.main(["--out", str(out), *TINY.split(), *SCHEDULE.split(), *extra.split()])
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A finished run of the training script."""
-    out = tmp_path_factory.mktemp("whole")
-    return out, train(out)
-
-
 def saved_arrays(out: Path) -> list[np.ndarray]:
     """All that the newest checkpoint holds: parameters, moments, step counts, random key."""
     args = train_moe_flax.parse([*TINY.split(), *SCHEDULE.split()])
@@ -81,24 +74,48 @@ def saved_arrays(out: Path) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)]
 
 
-def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    out, whole = trained
-    train(tmp_path, "--stop-after 2")
-    resumed = train(tmp_path)
+def without_timing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+# One test, because every step needs the run before it, and parallel test processes would each train anew.
+def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    result = train(whole)
+    check_report(whole, result)
+
+    interrupted = train(parts, "--stop-after 2")
+    assert len(interrupted["train"]) == 2 and not (parts / "curves.png").exists()
+    resumed = train(parts)
+    assert "continuing after step 2" in capsys.readouterr().out
     for kind in ("train", "held_out"):
-        for row, other in zip(whole[kind], resumed[kind], strict=True):
-            timing = {"tokens_per_second"}
-            assert {k: v for k, v in row.items() if k not in timing} == {
-                k: v for k, v in other.items() if k not in timing
-            }
-    for leaf, other in zip(saved_arrays(out), saved_arrays(tmp_path), strict=True):
+        assert without_timing(resumed[kind]) == without_timing(result[kind])
+    for leaf, other in zip(saved_arrays(whole), saved_arrays(parts), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
+    # An expert axis unlike the training's: the checkpoint is read into another sharding.
+    arguments = [
+        "--out",
+        str(whole),
+        "--max-new",
+        "9",
+        "--expert-parallel",
+        "2",
+        "--prompt",
+        "def main",
+        "--prompt",
+        "x",
+    ]
+    greedy, sampled = serve_moe.main(arguments)
+    assert [len(text) for text in greedy["texts"]] == [9, 9]
+    assert greedy["texts"] != sampled["texts"]
+    assert "tokens/s" in capsys.readouterr().out
 
-def test_training_script_learns_and_reports(trained: tuple[Path, dict[str, Any]]) -> None:
-    out, result = trained
+    with pytest.raises(ValueError, match="use another folder"):
+        train(whole, "--hidden 16")
+
+
+def check_report(out: Path, result: dict[str, Any]) -> None:
     losses = [row["loss"] for row in result["train"]]
     assert losses[0] == pytest.approx(np.log(256), abs=0.1)  # starts uniform
     assert losses[-1] < losses[0] - 0.1
@@ -108,17 +125,6 @@ def test_training_script_learns_and_reports(trained: tuple[Path, dict[str, Any]]
     np.testing.assert_array_equal(load.sum(axis=2), 8 * 32 * 2)
     png = (out / "curves.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
-
-
-def test_serving_script(trained: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = trained
-    prompts = ["--prompt", "def main", "--prompt", "x"]
-    # An expert axis unlike the training's: the checkpoint is read into another sharding.
-    greedy, sampled = serve_moe.main(["--out", str(out), "--max-new", "9", "--expert-parallel", "2", *prompts])
-    assert [len(text) for text in greedy["texts"]] == [9, 9]
-    assert greedy["texts"] != sampled["texts"]
-    assert greedy["tokens_per_second"] > 0
-    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_cached_decoding_equals_the_full_forward_pass() -> None:
@@ -178,16 +184,6 @@ def test_window_iterator_continues_from_its_state() -> None:
         np.testing.assert_array_equal(next(again), batch)
         assert batch.shape == (4, 17)
         np.testing.assert_array_equal((batch[:, :-1] + 1) % 251, batch[:, 1:])  # consecutive bytes of the text
-
-
-def test_checkpoint_of_another_model_is_refused(trained: tuple[Path, dict[str, Any]]) -> None:
-    out, _ = trained
-    mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
-    other = ModelConfig(hidden=16, layers=1, heads=2, intermediate=16)
-    checkpoints = Checkpoints(out / "checkpoints")
-    with pytest.raises(ValueError, match="use another folder"):
-        checkpoints.restore(Trainer(TrainConfig(batch_size=8), other, mesh))
-    checkpoints.close()
 
 
 def test_load_bars() -> None:

@@ -11,7 +11,7 @@ import oracle
 import oracle_serving
 import pytest
 from cases import BASE, BF16, F32, ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals
-from harness import compiled, per_rank, run
+from harness import compiled, per_rank, refusals_skip, run
 from jax.sharding import Mesh
 
 import jax_ep
@@ -241,5 +241,5 @@ def test_quantised_dispatch_refuses_to_be_differentiated(implementation: str, ex
         return jax.grad(loss)(x)
 
     problem = Problem(rng, "uniform", 2)
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match="quantize"):
+    with refusals_skip(), pytest.raises((ValueError, TypeError), match="quantize"):
         jax.eval_shape(per_rank(fn, expert_mesh(2)), problem.x, problem.topk_idx)

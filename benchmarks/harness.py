@@ -1,0 +1,271 @@
+"""What benchmarks share: interleaved timing, reports as JSON, tables, plots and command-line options.
+
+Clocks, power limits and other processes move single timings by far more than the differences that matter. So the
+variants of one comparison always run in turns, medians and quartiles are reported, and ratios are taken within rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+RESULTS = Path(__file__).resolve().parent / "results"
+QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they never replace the published ones
+_MIN_ROUNDS = 3
+_BUDGET_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call of one variant, one sample per round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.samples))
+
+    def summary(self) -> dict[str, Any]:
+        """Median, quartiles, minimum and the number of samples."""
+        q1, median, q3 = (float(q) for q in np.quantile(self.samples, (0.25, 0.5, 0.75)))
+        return {"median": median, "q1": q1, "q3": q3, "min": min(self.samples), "rounds": len(self.samples)}
+
+    def milliseconds(self) -> str:
+        """Median and quartiles, for tables."""
+        s = self.summary()
+        return f"{1e3 * s['median']:.2f} [{1e3 * s['q1']:.2f} {1e3 * s['q3']:.2f}]"
+
+    def ratio_to(self, other: Timing) -> float:
+        """Median over rounds of this time divided by the other's in the same round."""
+        return float(np.median([a / b for a, b in zip(self.samples, other.samples, strict=False)]))
+
+
+def measure_interleaved[Key: Hashable](
+    variants: Mapping[Key, Callable[[], Any]],
+    rounds: int,
+    *,
+    warmup: int = 2,
+    budget_s: float = _BUDGET_S,
+    title: str = "measuring",
+) -> dict[Key, Timing]:
+    """Wall-clock times of functions that run in turns, each until its results are ready.
+
+    Args:
+      variants: functions without arguments, compiled or not; they return arrays.
+      rounds: samples of each variant.
+      warmup: calls before the first sample; the first one compiles.
+      budget_s: a variant whose samples sum to more sits out the remaining rounds, once it has three of them.
+      title: for the progress bar.
+    """
+    for _ in range(warmup):
+        for run in variants.values():
+            jax.block_until_ready(run())
+    samples: dict[Key, list[float]] = {name: [] for name in variants}
+    for i in progress(range(rounds), title):
+        # Every other round runs backwards, so that no variant always follows the same neighbour.
+        for name in list(variants)[:: 1 if i % 2 == 0 else -1]:
+            if len(samples[name]) >= _MIN_ROUNDS and sum(samples[name]) > budget_s:
+                continue
+            start = time.perf_counter()
+            jax.block_until_ready(variants[name]())
+            samples[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(times)) for name, times in samples.items()}
+
+
+def measure_chained(
+    factories: Mapping[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]],
+    rounds: int,
+    *,
+    lengths: tuple[int, int] = (1, 3),
+    budget_s: float = _BUDGET_S,
+    title: str = "measuring",
+) -> dict[str, Timing]:
+    """Device time of one call inside jit: a chain of n2 calls less one of n1, divided by n2 - n1.
+
+    The difference leaves out the launch of the program, the transfer of its arguments and whatever runs once.
+
+    Args:
+      factories: `make(n)` returns a function and its arguments; the function makes n calls, each of which needs
+        the result of the one before, or XLA would merge them.
+      rounds: samples of each variant.
+      lengths: n1 and n2.
+      budget_s: see `measure_interleaved`; for each length.
+      title: for the progress bar.
+    """
+    short, long = lengths
+    runs: dict[tuple[str, int], Callable[[], Any]] = {}
+    for name, make in factories.items():
+        for n in lengths:
+            fn, args = make(n)
+            runs[name, n] = partial(jax.jit(fn), *args)
+    times = measure_interleaved(runs, rounds, budget_s=budget_s, title=title)
+    result = {}
+    for name in factories:
+        pairs = zip(times[name, short].samples, times[name, long].samples, strict=False)
+        result[name] = Timing(tuple((b - a) / (long - short) for a, b in pairs))
+    return result
+
+
+def progress(items: Iterable[Any], title: str) -> Iterable[Any]:
+    """`items`, with a progress bar where rich is installed and somebody watches."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return items
+    console = Console(stderr=True)
+    return track(items, title, console=console, transient=True) if console.is_terminal else items
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides about speed; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device() -> dict[str, Any]:
+    """Platform, kind and number of the devices that the benchmark sees."""
+    first = jax.devices()[0]
+    return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count(), "cores": os.cpu_count()}
+
+
+class Report:
+    """Rows of one benchmark run, written to `NAME.json` after each addition, so that an abort keeps the others."""
+
+    def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.path = folder / f"{name}.json"
+        self._content: dict[str, Any] = {
+            "name": name,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "device": device(),
+            "settings": dict(settings),
+            "summary": {},
+            "rows": [],
+        }
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self._content["rows"]
+
+    def add(self, variant: str, shape: Mapping[str, Any], timing: Timing, **details: Any) -> None:
+        """One row: a variant, the shape it ran on, its time, and whatever else belongs to it."""
+        self.rows.append({"variant": variant, "shape": dict(shape), "seconds": timing.summary(), **details})
+        self._write()
+
+    def failed(self, variant: str, shape: Mapping[str, Any], error: str, **details: Any) -> None:
+        """One row for a variant that cannot run this shape, with the reason."""
+        self.rows.append({"variant": variant, "shape": dict(shape), "failed": error, **details})
+        self._write()
+
+    def summarise(self, **figures: Any) -> None:
+        """The few figures that the benchmark is about."""
+        self._content["summary"].update(figures)
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self._content, indent=1) + "\n")
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on the console, by rich where it is installed."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        print(f"\n{title}")
+        for row in [list(columns), *cells]:
+            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        return
+    table = Table(title=escape(title))
+    for i, column in enumerate(columns):
+        table.add_column(escape(column), justify="left" if i == 0 else "right")
+    for row in cells:
+        table.add_row(*map(escape, row))
+    # A pipe has no width, and rich would fold columns to 80 characters.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One set of axes: `curves[name]` is x values and the rows' `seconds` at them."""
+
+    title: str
+    xlabel: str
+    curves: Mapping[str, tuple[Sequence[float], Sequence[Mapping[str, float]]]]
+
+
+def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
+    """Medians over powers of two with quartiles as error bars, as a PNG; None where matplotlib is not installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+        return None
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
+    for axes, panel in zip(all_axes[0], panels, strict=True):
+        for name, (x, seconds) in panel.curves.items():
+            middle = np.array([s["median"] for s in seconds])
+            spread = np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
+            axes.errorbar(x, 1e3 * middle, 1e3 * spread, marker="o", markersize=3, capsize=2, label=name)
+        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
+        medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds]
+        if max(medians) > 4 * min(medians):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, 1.5e3 * max(medians))  # from zero: noise must not look like a trend
+        axes.xaxis.set_major_locator(mpl.ticker.LogLocator(base=2))
+        axes.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; read them with `parse`."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--out", type=Path, help=f"folder of the JSON and PNG files (default: {RESULTS.name}/ here)")
+    result.add_argument("--rounds", type=int, help=f"samples of each variant (default: {rounds})")
+    result.add_argument("--quick", action="store_true", help=f"tiny shapes, to try it out; writes to {QUICK_RESULTS}")
+    result.set_defaults(default_rounds=rounds)
+    return result
+
+
+def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses, and fills in the defaults that depend on `--quick`."""
+    args = options.parse_args(arguments)
+    args.rounds = args.rounds or (_MIN_ROUNDS if args.quick else args.default_rounds)
+    args.out = args.out or (QUICK_RESULTS if args.quick else RESULTS)
+    if args.rounds < _MIN_ROUNDS:
+        options.error(f"--rounds={args.rounds}: quartiles need at least {_MIN_ROUNDS}")
+    return args

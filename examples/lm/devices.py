@@ -1,0 +1,52 @@
+"""Which devices an example runs on. Imports no JAX: XLA reads its flags from the environment once, at first use."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+# Virtual CPU devices share the machine's cores, so a device may wait long for its turn: by default XLA takes a
+# collective for hung, and aborts the process, after seconds.
+_PATIENCE = {
+    "xla_cpu_collective_timeout_seconds": 1800,
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1800,
+}
+
+
+def prepare_cpu_devices(count: int) -> None:
+    """Makes the CPU, where it is JAX's platform, look like `count` devices; call it before JAX is imported.
+
+    Accelerators are not affected. Flags that the user has set stay as they are.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    wanted = {"xla_force_host_platform_device_count": count, **_PATIENCE}
+    added = [f"--{name}={value}" for name, value in wanted.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *added]).strip()
+
+
+def make_mesh(*, max_devices: int | None, num_experts: int, expert_parallel: int | None) -> jax.sharding.Mesh:
+    """A (data, expert) mesh over the devices at hand.
+
+    Args:
+      max_devices: use at most so many; None uses all.
+      num_experts: experts of the model; the expert axis must divide them.
+      expert_parallel: size of the expert axis; None: half of the devices where there are four or more, else all.
+    """
+    import jax
+
+    devices = jax.devices()[:max_devices]
+    if expert_parallel is None:
+        expert_parallel = len(devices) // (2 if len(devices) >= 4 else 1)
+    if len(devices) % expert_parallel or num_experts % expert_parallel:
+        raise ValueError(
+            f"an expert axis of {expert_parallel} devices must divide the {len(devices)} devices and the {num_experts}"
+            " experts; set --expert-parallel or --devices"
+        )
+    shape = (len(devices) // expert_parallel, expert_parallel)
+    # Automatic axes: the compiler places everything but the experts, and the layer's own regions place those.
+    axis_types = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "expert"), axis_types=axis_types, devices=devices)

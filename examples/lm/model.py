@@ -1,0 +1,205 @@
+"""Decoder-only MoE transformer in Flax NNX: pre-norm RMSNorm, RoPE attention, MoE blocks, layers stacked for scan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ep.flax import MoE, MoEMetrics
+from lm.data import NUM_BYTES
+
+Array = jax.Array
+# Saved across the forward pass under remat="keep-experts": what is costly to compute or send a second time.
+_EXPERT_NAMES = ("jax_ep.tokens", "jax_ep.hidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and choices of the model; plain values, so that a checkpoint can hold them as JSON."""
+
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    intermediate: int = 192
+    experts: int = 8
+    top_k: int = 2
+    shared_experts: int = 0
+    balance: Literal["loss", "bias"] = "loss"
+    dropout: float = 0.0
+    rope_base: float = 10_000.0
+    dtype: str = "bfloat16"
+    remat: Literal["none", "full", "keep-experts"] = "none"
+    capacity: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
+
+
+class Cache(NamedTuple):
+    """Keys and values of earlier positions: `[layers, B, S, heads, head_dim]`; one layer's lacks the first axis."""
+
+    keys: Array
+    values: Array
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
+    """A cache with room for `length` positions of each of `batch` rows."""
+    shape = (config.layers, batch, length, config.heads, config.hidden // config.heads)
+    return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+
+
+def rotate(x: Array, positions: Array, base: float) -> Array:
+    """Rotary embedding of `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _linear(inputs: int, outputs: int, config: ModelConfig, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, rngs=rngs, **options)
+
+
+class RMSNorm(nnx.Module):
+    """Division by the root mean square, computed in float32, and a scale per channel."""
+
+    def __init__(self, size: int) -> None:
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+        return jnp.einsum("...h,h->...h", wide, self.scale[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions and an optional cache."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.qkv = _linear(config.hidden, 3 * config.hidden, config, rngs)
+        self.out = _linear(config.hidden, config.hidden, config, rngs)
+
+    def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
+        batch, length, hidden = x.shape
+        heads, base = self.config.heads, self.config.rope_base
+        qkv = self.qkv(x).reshape(batch, length, 3, heads, hidden // heads)
+        query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        query, key = rotate(query, positions, base), rotate(key, positions, base)
+        key_positions = positions
+        if cache is not None:
+            rows = jnp.arange(batch)[:, None]
+            cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
+            key, value = cache.keys, cache.values
+            key_positions = jnp.arange(key.shape[1])[None, :]
+        # A cache slot past the query's position is empty or left over: the causal mask hides it.
+        visible = key_positions[:, None, None, :] <= positions[:, None, :, None]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible, scores * (hidden // heads) ** -0.5, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, hidden)
+        return self.out(mixed), cache
+
+
+class Block(nnx.Module):
+    """Attention and a mixture of experts, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, mesh: jax.sharding.Mesh, rngs: nnx.Rngs) -> None:
+        self.dropout = config.dropout
+        self.attention_norm = RMSNorm(config.hidden)
+        self.attention = Attention(config, rngs=rngs)
+        self.moe_norm = RMSNorm(config.hidden)
+        self.moe = MoE(
+            config.hidden,
+            config.intermediate,
+            config.experts,
+            config.top_k,
+            num_shared_experts=config.shared_experts,
+            bias_routing=config.balance == "bias",
+            score="sigmoid" if config.balance == "bias" else "softmax",
+            capacity=config.capacity,
+            dtype=config.dtype,
+            mesh=mesh,
+            batch_axes="data",
+            implementation=config.implementation,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, x: Array, positions: Array, cache: Cache | None, key: Array | None
+    ) -> tuple[Array, Cache | None, MoEMetrics]:
+        keys = (None, None) if key is None else jax.random.split(key)
+        mixed, cache = self.attention(self.attention_norm(x), positions, cache)
+        x = x + self._drop(mixed, keys[0])
+        y, metrics = self.moe(self.moe_norm(x))
+        return x + self._drop(y, keys[1]), cache, metrics
+
+    def _drop(self, x: Array, key: Array | None) -> Array:
+        if key is None or self.dropout == 0.0:
+            return x
+        kept = jax.random.bernoulli(key, 1.0 - self.dropout, x.shape)
+        return jnp.where(kept, x * (1.0 / (1.0 - self.dropout)), jnp.zeros_like(x))
+
+
+class LanguageModel(nnx.Module):
+    """Bytes to logits over the next byte. `blocks` holds the parameters of all layers, stacked on the first axis."""
+
+    def __init__(self, config: ModelConfig, *, mesh: jax.sharding.Mesh, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embedding = nnx.Embed(
+            NUM_BYTES, config.hidden, dtype=config.dtype, embedding_init=nnx.initializers.normal(0.5), rngs=rngs
+        )
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, mesh=mesh, rngs=rngs)
+
+        self.blocks = make_blocks(rngs)
+        self.norm = RMSNorm(config.hidden)
+        # Small logits at first: the loss then starts at the uniform distribution's.
+        self.head = _linear(config.hidden, NUM_BYTES, config, rngs, kernel_init=nnx.initializers.normal(0.02))
+
+    def __call__(
+        self, tokens: Array, *, positions: Array | None = None, cache: Cache | None = None, key: Array | None = None
+    ) -> tuple[Array, Cache | None, MoEMetrics]:
+        """Logits `[B, S, 256]` float32, the filled cache, and the metrics with one row per layer.
+
+        Args:
+          tokens: `[B, S]` bytes.
+          positions: `[B, S]` of the tokens in their texts; None counts from 0.
+          cache: keys and values of earlier positions, or None to attend to `tokens` alone.
+          key: random key for dropout; None drops nothing.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        keys = None if key is None else jax.random.split(key, self.config.layers)
+
+        def layer(x: Array, block: Block, cache: Cache | None, key: Array | None) -> tuple[Array, Any]:
+            x, cache, metrics = block(x, positions, cache, key)
+            return x, (cache, metrics)
+
+        layers = nnx.scan(
+            _remat(layer, self.config.remat),
+            in_axes=(nnx.Carry, 0, 0, 0),
+            out_axes=(nnx.Carry, 0),
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )
+        x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys)
+        return self.head(self.norm(x)).astype(jnp.float32), cache, metrics
+
+
+def _remat(layer: Any, mode: str) -> Any:
+    if mode == "none":
+        return layer
+    policy = jax.checkpoint_policies.save_only_these_names(*_EXPERT_NAMES) if mode == "keep-experts" else None
+    # Inside a scan no other computation can be merged with the second one: the barrier that prevents it only costs.
+    return nnx.remat(layer, prevent_cse=False, policy=policy)

@@ -1,0 +1,101 @@
+"""What a run shows and leaves behind: a progress bar, a JSON of its metrics, and a picture of its curves."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def load_bars(load: np.ndarray) -> str:
+    """One bar per expert; a full bar is twice the fair share or more."""
+    relative = np.asarray(load, np.float64) / max(float(np.mean(load)), 1e-9)
+    levels = np.clip(relative / 2 * len(_BARS), 0, len(_BARS) - 1).astype(int)
+    return "".join(_BARS[level] for level in levels)
+
+
+class History:
+    """Metrics of all steps so far, as plain lists; a resumed run continues the lists of the file."""
+
+    def __init__(self, path: Path, *, resume_at: int) -> None:
+        self._path = path
+        self.metrics: dict[str, list[Any]] = {"train": [], "held_out": []}
+        if resume_at and path.exists():
+            saved = json.loads(path.read_text())
+            # The interrupted run may have gone on past its last checkpoint: those steps are done again.
+            self.metrics = {key: [row for row in saved[key] if row["step"] <= resume_at] for key in self.metrics}
+
+    def add(self, kind: str, row: dict[str, Any]) -> None:
+        """Appends a row to `train` or `held_out`."""
+        self.metrics[kind].append(row)
+
+    def write(self, **summary: Any) -> dict[str, Any]:
+        """Writes everything, with `summary` beside it; returns what it wrote."""
+        content = summary | self.metrics
+        self._path.write_text(json.dumps(content) + "\n")
+        return content
+
+
+class TrainingBar:
+    """A progress bar with the loss, the speed, and the load of each expert over all layers."""
+
+    def __init__(self, console: Console, *, total: int, done: int) -> None:
+        texts = "loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s", "load {task.fields[load]}"
+        columns = [TextColumn(text) for text in texts]
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), *columns, TimeRemainingColumn(), console=console, refresh_per_second=4
+        )
+        self._task = self._progress.add_task(
+            "train", total=total, completed=done, loss=float("nan"), speed=0.0, load=""
+        )
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, loss: float, tokens: int, load: np.ndarray) -> float:
+        """Shows one more step; returns its tokens per second."""
+        now = time.perf_counter()
+        speed = tokens / (now - self._last)
+        self._last = now
+        self._progress.update(self._task, advance=1, loss=loss, speed=speed, load=load_bars(load.sum(axis=0)))
+        return speed
+
+    def pause(self) -> None:
+        """Leaves the time since the last step out of the next one's speed."""
+        self._last = time.perf_counter()
+
+
+def plot(path: Path, metrics: dict[str, list[Any]], entropy: float) -> None:
+    """The loss and the experts' shares of the load over the steps, as a PNG."""
+    # Here, because nothing else needs a plotting library; the figure draws without a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    losses, loads = figure.subplots(1, 2)
+    train, held_out = metrics["train"], metrics["held_out"]
+    losses.plot([row["step"] for row in train], [row["loss"] for row in train], label="training", linewidth=1)
+    losses.plot([row["step"] for row in held_out], [row["loss"] for row in held_out], "o-", label="held out")
+    losses.axhline(entropy, color="grey", linestyle="--", label="unigram entropy")
+    losses.set(xlabel="step", ylabel="nats per byte", title="Loss", ylim=(0, None))
+    losses.legend()
+    load = np.array([row["load"] for row in train], np.float64).sum(axis=1)
+    share = load / load.sum(axis=1, keepdims=True)
+    for expert in range(share.shape[1]):
+        loads.plot([row["step"] for row in train], share[:, expert], label=str(expert), linewidth=1)
+    loads.axhline(1 / share.shape[1], color="grey", linestyle="--")
+    loads.set(xlabel="step", ylabel="share of the assignments", title="Load per expert, all layers", ylim=(0, None))
+    loads.legend(ncols=4, fontsize="small", title="expert")
+    figure.savefig(path, dpi=120)

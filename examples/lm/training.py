@@ -1,0 +1,154 @@
+"""Train state, train step and held-out loss, as pure functions under jit with fixed shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lm.model import LanguageModel, ModelConfig
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How to train."""
+
+    steps: int = 600
+    batch_size: int = 16
+    length: int = 128
+    peak_learning_rate: float = 3e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    gradient_clip: float = 1.0
+    load_balancing_weight: float = 0.01
+    z_loss_weight: float = 1e-3
+    bias_rate: float = 1e-3
+    seed: int = 0
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW behind a clip of the global norm, with warm-up and a cosine down to a tenth."""
+        peak = self.peak_learning_rate
+        warmup = min(self.warmup_steps, self.steps)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(self.steps, warmup + 1), 0.1 * peak)
+        decayed = functools.partial(jax.tree.map, lambda parameter: parameter.ndim >= 2)
+        adamw = optax.adamw(schedule, b2=0.98, weight_decay=self.weight_decay, mask=decayed)
+        return optax.chain(optax.clip_by_global_norm(self.gradient_clip), adamw)
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes: f32 master weights, optimizer state, and the random key of the dropout."""
+
+    model: Any
+    optimizer: Any
+    key: Array
+
+
+def placed(state: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Abstract `state` with shardings: experts and their moments by their metadata, the rest on every device."""
+
+    def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, state, nnx.get_partition_spec(state))
+
+
+class Trainer:
+    """Compiled steps of one model on one mesh; the state itself stays with the caller."""
+
+    def __init__(self, config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+        self.config, self.model, self.mesh = config, model, mesh
+        rows = mesh.size
+        if config.batch_size % rows:
+            raise ValueError(f"batch_size={config.batch_size} must be a multiple of the {rows} devices")
+        self._batch = NamedSharding(mesh, PartitionSpec(("data", "expert")))
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        abstract = nnx.eval_shape(self._build)
+        self._model_graph, self._optimizer_graph = (nnx.graphdef(part) for part in abstract)
+        model_state, optimizer_state = (placed(nnx.state(part), mesh) for part in abstract)
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self._replicated)
+        self._abstract = TrainState(model_state, optimizer_state, key)
+        self._state = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
+        self.train_step = self._compile_train_step()
+        self._loss = jax.jit(self._mean_loss, in_shardings=(self._state.model, self._batch))
+
+    def initial_state(self) -> TrainState:
+        """Parameters at random; each device makes its own share only."""
+
+        def build() -> TrainState:
+            model, optimizer = (nnx.state(part) for part in self._build())
+            return TrainState(model, optimizer, jax.random.key_data(jax.random.key(self.config.seed + 1)))
+
+        return jax.jit(build, out_shardings=self._state)()
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        return self._abstract
+
+    def module(self, state: TrainState) -> LanguageModel:
+        """The model with the parameters of `state`."""
+        return nnx.merge(self._model_graph, state.model)
+
+    def put(self, windows: np.ndarray) -> Array:
+        """A batch from the host, spread over all devices."""
+        return jax.device_put(windows, self._batch)
+
+    def held_out_loss(self, model: Any, windows: np.ndarray) -> float:
+        """Mean nats per byte over `windows [count, length + 1]`, in batches."""
+        size = self.config.batch_size
+        batches = [windows[i : i + size] for i in range(0, len(windows) - size + 1, size)]
+        return float(np.mean([self._loss(model, self.put(batch)) for batch in batches]))
+
+    def _build(self) -> tuple[LanguageModel, nnx.Optimizer]:
+        model = LanguageModel(self.model, mesh=self.mesh, rngs=nnx.Rngs(self.config.seed))
+        return model, nnx.Optimizer(model, self.config.optimizer(), wrt=nnx.Param)
+
+    def _compile_train_step(self) -> Callable[[TrainState, Array], tuple[TrainState, dict[str, Array]]]:
+        config = self.config
+
+        def loss_of(model: LanguageModel, windows: Array, key: Array) -> tuple[Array, dict[str, Array]]:
+            logits, _, metrics = model(windows[:, :-1], key=key if self.model.dropout else None)
+            loss = _cross_entropy(logits, windows[:, 1:])
+            balance, z_loss = metrics.load_balancing_loss.mean(), metrics.router_z_loss.mean()
+            total = loss + config.z_loss_weight * z_loss
+            if self.model.balance == "loss":
+                total = total + config.load_balancing_weight * balance
+            aux = {"loss": loss, "balance": balance, "z_loss": z_loss, "dropped": metrics.dropped.sum()}
+            return total, aux | {"load": metrics.load}
+
+        def step(state: TrainState, windows: Array) -> tuple[TrainState, dict[str, Array]]:
+            model = nnx.merge(self._model_graph, state.model)
+            optimizer = nnx.merge(self._optimizer_graph, state.optimizer)
+            key, dropout_key = jax.random.split(jax.random.wrap_key_data(state.key))
+            gradient = nnx.value_and_grad(loss_of, has_aux=True)
+            (_, metrics), gradients = gradient(model, windows, dropout_key)
+            optimizer.update(model, gradients)
+            if self.model.balance == "bias":
+                model.blocks.moe.update_bias(metrics["load"], rate=config.bias_rate)
+            metrics["gradient_norm"] = optax.tree.norm(gradients)
+            return TrainState(nnx.state(model), nnx.state(optimizer), jax.random.key_data(key)), metrics
+
+        return jax.jit(
+            step,
+            in_shardings=(self._state, self._batch),
+            out_shardings=(self._state, self._replicated),
+            donate_argnums=0,
+        )
+
+    def _mean_loss(self, state: Any, windows: Array) -> Array:
+        model = nnx.merge(self._model_graph, state)
+        logits, _, _ = model(windows[:, :-1])
+        return _cross_entropy(logits, windows[:, 1:])
+
+
+def _cross_entropy(logits: Array, targets: Array) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

@@ -1,0 +1,159 @@
+"""Trains a byte-level MoE language model on the Python standard library's sources, experts spread over all devices.
+
+    python examples/train_moe_flax.py                   # 8 virtual CPU devices, or all GPUs where there are some
+    python examples/train_moe_flax.py --help
+
+A run that was interrupted continues from its newest checkpoint, to the same bits as without the interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm.devices import make_mesh, prepare_cpu_devices
+
+if TYPE_CHECKING:
+    from lm.data import Corpus
+    from lm.model import ModelConfig
+    from lm.report import History
+    from lm.training import TrainConfig, Trainer, TrainState
+    from rich.console import Console
+
+CPU_DEVICES = 8
+HELD_OUT_WINDOWS = 128
+PROMPT = b"def main("
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; defaults train in minutes on a laptop's CPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/moe_lm"), help="folder of checkpoints, metrics.json and curves.png")
+    add("--restart", action="store_true", help="delete the checkpoints in --out instead of continuing from them")
+    add("--steps", type=int, default=600, help="length of the learning-rate schedule")
+    add("--stop-after", type=int, help="end early, after this step, as an interruption would")
+    add("--checkpoint-every", type=int, default=200)
+    add("--evaluate-every", type=int, default=100)
+    add("--devices", type=int, help=f"devices to use; default: all accelerators, or {CPU_DEVICES} virtual CPU devices")
+    add("--expert-parallel", type=int, help="devices on the expert axis; the rest is data parallel")
+    add("--batch-size", type=int, default=16, help="windows per step over all devices")
+    add("--length", type=int, default=128, help="bytes per window")
+    add("--learning-rate", type=float, default=3e-3)
+    add("--seed", type=int, default=0)
+    add("--hidden", type=int, default=128)
+    add("--layers", type=int, default=3)
+    add("--heads", type=int, default=4)
+    add("--intermediate", type=int, default=192, help="width of one expert")
+    add("--experts", type=int, default=8)
+    add("--top-k", type=int, default=2)
+    add("--shared-experts", type=int, default=0)
+    add("--balance", choices=["loss", "bias"], default="loss", help="auxiliary loss, or DeepSeek-V3's selection bias")
+    add("--dropout", type=float, default=0.0)
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation; weights are float32")
+    add("--capacity", type=int, help="rows per expert rank; default: nothing is dropped")
+    add("--remat", choices=["none", "full", "keep-experts"], default="none", help="what the backward pass recomputes")
+    add("--implementation", help="jax_ep implementation, e.g. xla; default: the best that fits")
+    return parser.parse_args(arguments)
+
+
+def configs(args: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
+    """Model and training configurations of a command line."""
+    from lm.model import ModelConfig
+    from lm.training import TrainConfig
+
+    shared = {field.name for field in dataclasses.fields(ModelConfig)} & set(vars(args))
+    model = ModelConfig(**{name: getattr(args, name) for name in shared})
+    train = TrainConfig(
+        steps=args.steps,
+        batch_size=args.batch_size,
+        length=args.length,
+        peak_learning_rate=args.learning_rate,
+        seed=args.seed,
+    )
+    return model, train
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Runs the training; returns what metrics.json holds."""
+    args = parse(arguments)
+    prepare_cpu_devices(args.devices or CPU_DEVICES)
+    import jax
+    from lm.data import read_corpus, unigram_entropy
+    from lm.generation import Generator
+    from lm.report import plot
+    from lm.training import Trainer
+    from rich.console import Console
+
+    console, began = Console(), time.perf_counter()
+    model, train = configs(args)
+    mesh = make_mesh(max_devices=args.devices, num_experts=model.experts, expert_parallel=args.expert_parallel)
+    corpus = read_corpus()
+    entropy = unigram_entropy(corpus.held_out)
+    console.print(
+        f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out with a unigram entropy of"
+        f" {entropy:.3f} nats/byte; mesh {dict(mesh.shape)} of {jax.devices()[0].device_kind}"
+    )
+    trainer = Trainer(train, model, mesh)
+    state, history = run(args, trainer, corpus, console)
+
+    if args.stop_after is not None and args.stop_after < args.steps:
+        return history.metrics
+
+    loss = history.metrics["held_out"][-1]["loss"]
+    result = history.write(held_out_loss=loss, unigram_entropy=entropy, seconds=time.perf_counter() - began)
+    plot(args.out / "curves.png", history.metrics, entropy)
+    sample = Generator(trainer.module(state), mesh)([PROMPT], max_new=200, temperature=0.7, seed=args.seed)
+    console.rule("a sample at temperature 0.7")
+    console.print((PROMPT + sample.texts[0]).decode("utf-8", "replace"), markup=False, highlight=False)
+    console.rule()
+    console.print(f"held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats/byte; files in {args.out}")
+    return result
+
+
+def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Console) -> tuple[TrainState, History]:
+    """Trains from the newest checkpoint, or from the start, to the last step."""
+    import numpy as np
+    from lm.checkpoints import Checkpoints
+    from lm.data import WindowIterator
+    from lm.report import History, TrainingBar
+
+    config = trainer.config
+    held_out = corpus.held_out_windows(max(HELD_OUT_WINDOWS, config.batch_size), config.length)
+    batches = WindowIterator(corpus.train, batch_size=config.batch_size, length=config.length, seed=config.seed)
+    checkpoints = Checkpoints(args.out / "checkpoints")
+    if args.restart:
+        checkpoints.delete_all()
+    start = checkpoints.latest_step() or 0
+    if start:
+        _, state, data = checkpoints.restore(trainer)
+        batches.restore(data)
+        console.print(f"continuing after step {start}; --restart would begin anew")
+    else:
+        state = trainer.initial_state()
+    history = History(args.out / "metrics.json", resume_at=start)
+    end = min(args.steps, args.stop_after or args.steps)
+    with TrainingBar(console, total=args.steps, done=start) as bar:
+        for step in range(start + 1, end + 1):
+            state, metrics = trainer.train_step(state, trainer.put(next(batches)))
+            metrics = {name: np.asarray(value) for name, value in metrics.items()}
+            speed = bar.advance(float(metrics["loss"]), config.batch_size * config.length, metrics["load"])
+            row = {name: value.tolist() for name, value in metrics.items()}
+            history.add("train", {"step": step, "tokens_per_second": speed, **row})
+            if step % args.evaluate_every == 0 or step == end:
+                loss = trainer.held_out_loss(state.model, held_out)
+                history.add("held_out", {"step": step, "loss": loss})
+                console.print(f"step {step}: held-out loss {loss:.3f} nats/byte")
+            if step % args.checkpoint_every == 0 or step == end:
+                checkpoints.save(step, state, batches.state(), trainer.model)
+                history.write()
+            bar.pause()
+    checkpoints.close()
+    return state, history
+
+
+if __name__ == "__main__":
+    main()

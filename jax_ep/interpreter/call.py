@@ -1,0 +1,240 @@
+"""Kernels on CPU devices, for tests: Triton's interpreter runs them, in one process per device.
+
+`call` is to a CPU device what jax-triton is to a GPU. XLA's CPU runtime runs independent calls of a device in any
+order, different on each device, while the kernels of a communication group need one order, the one that a GPU's stream
+gives them. So a launch starts when all devices of the mesh have come to it (pool.py).
+
+It would be `jax.pure_callback`, but for two things: that copies operands by way of XLA's own threads, which may all be
+waiting in callbacks; and it makes one callback per trace, while launches are told apart by their place in the compiled
+program.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_ep import ffi
+from jax_ep.interpreter.pool import Pool
+from jax_ep.interpreter.process import Launch
+from jax_ep.kernel import Config, Kernel
+from jax_ep.types import Array
+
+__all__ = ["Pool", "SharedMemory", "call", "current_pool", "set_pool"]
+
+_ELEMENT_TYPES = {
+    "bool": "i1",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
+
+_DEVICE_NUMBERS = 1 << 62  # a pointer table beside those of heaps: by it a program knows the device it runs on
+
+_pool: Pool | None = None
+_sites = itertools.count()
+
+
+def current_pool() -> Pool | None:
+    """The pool on which kernels run, of the whole process."""
+    return _pool
+
+
+def set_pool(pool: Pool | None) -> None:
+    """Makes `pool` the one on which kernels run, those of programs compiled before included."""
+    global _pool
+    _pool = pool
+
+
+class SharedMemory:
+    """Heaps of the CPU devices of this process in the shared memory of a pool; see `jax_ep.heap.Memory`."""
+
+    def __init__(self) -> None:
+        self.devices = _devices()
+        self.pool = Pool(len(self.devices), mmap.PAGESIZE)
+        set_pool(self.pool)
+
+    def allocate(self, num_bytes: int) -> None:
+        """Makes zeroed heaps of `num_bytes` and drops earlier ones; waits until no kernel is running."""
+        self.pool.grow(num_bytes)
+
+    def addresses(self, device: int) -> list[int]:
+        """Addresses of all heaps as the worker of `device` sees them."""
+        return self.pool.heap_addresses(device)
+
+    def status_address(self, device: int) -> int:
+        """Address of the status record of `device` as its worker sees it."""
+        return self.pool.status_addresses(device)[device]
+
+    def statuses(self) -> list[ffi.StatusBuffer]:
+        """The records as this process sees them; they are not to be freed."""
+        return [
+            ffi.StatusBuffer(*ffi.device_key(device), self.pool.status(number).ctypes.data, self.status_address(number))
+            for number, device in enumerate(self.devices)
+        ]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if current_pool() is self.pool:
+            set_pool(None)
+        self.pool.close()
+
+
+def call(
+    kernel: Kernel,
+    operands: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    config: Config,
+    constants: Mapping[str, Any],
+) -> tuple[Array, ...]:
+    """Runs a kernel on the worker of this shard's device, under `jit`, `shard_map`, both or neither.
+
+    Args:
+      kernel: what to run; its module may also be the absolute path of a file.
+      operands: arrays of this shard.
+      results: shapes and dtypes of the results.
+      config: `num_programs` counts; programs run one after another.
+      constants: `tl.constexpr` parameters.
+
+    Returns:
+      One array per entry of `results`; bytes that the kernel has not written are 0xFF.
+    """
+    _number_devices()
+    outputs = _interpret_p.bind(
+        ffi.pointer_table(_DEVICE_NUMBERS, 1),
+        *operands,
+        path=str(kernel.path),
+        function=kernel.function,
+        results=tuple((tuple(result.shape), np.dtype(result.dtype)) for result in results),
+        num_programs=config.num_programs,
+        constants=tuple(sorted(constants.items())),
+        num_devices=_mesh_size(),
+    )
+    return tuple(outputs)
+
+
+def _mesh_size() -> int:
+    """Number of devices that run this call together."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return 1
+    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1]
+    if automatic:
+        raise NotImplementedError(
+            f"Triton's interpreter runs kernels only where every mesh axis is manual, but {automatic} are not; "
+            "name them in axis_names of jax.shard_map as well."
+        )
+    return math.prod(mesh.shape[name] for name in mesh.axis_names)
+
+
+@functools.cache
+def _number_devices() -> None:
+    for number, device in enumerate(_devices()):
+        ffi.register_table(_DEVICE_NUMBERS, device, [number])
+
+
+def _devices() -> list[jax.Device]:
+    return jax.local_devices(backend="cpu")
+
+
+def _callback(
+    site: int,
+    path: str,
+    function: str,
+    results: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    num_programs: int,
+    constants: tuple[tuple[str, Any], ...],
+    num_devices: int,
+) -> Callable[..., tuple[np.ndarray, ...]]:
+    def run(number: Any, *operands: Any) -> tuple[np.ndarray, ...]:
+        pool = _pool
+        if pool is None:
+            raise RuntimeError(f"kernel {function}: there is no interpreter pool in this process; call jax_ep.init.")
+        arrays = [np.asarray(operand) for operand in operands]
+        launch = Launch(
+            path=path,
+            function=function,
+            operands=tuple((_element_type(array.dtype), array.tobytes()) for array in arrays),
+            results=tuple((_element_type(dtype), math.prod(shape) * dtype.itemsize) for shape, dtype in results),
+            num_programs=num_programs,
+            constants=dict(constants),
+        )
+        outputs = pool.launch(launch, worker=int(np.asarray(number)[0]), group_size=num_devices, site=site)
+        return tuple(
+            np.frombuffer(data, dtype).reshape(shape) for data, (shape, dtype) in zip(outputs, results, strict=True)
+        )
+
+    return run
+
+
+def _element_type(dtype: np.dtype) -> str:
+    try:
+        return _ELEMENT_TYPES[dtype.name]
+    except KeyError:
+        raise TypeError(f"kernels take no arrays of dtype {dtype.name}; they take {sorted(_ELEMENT_TYPES)}.") from None
+
+
+def _abstract(*_: Any, results: tuple[tuple[tuple[int, ...], np.dtype], ...], **__: Any) -> list[Any]:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
+
+
+def _implementation(*operands: Any, **params: Any) -> Any:
+    return jax.jit(lambda *args: _interpret_p.bind(*args, **params))(*operands)
+
+
+def _lower(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    values, _, _ = mlir.emit_python_callback(
+        context,
+        _callback(next(_sites), **params),
+        None,
+        list(operands),
+        cast(Any, context.avals_in),
+        cast(Any, context.avals_out),
+        has_side_effect=False,
+        returns_token=False,
+    )
+    return values
+
+
+def _batch(operands: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[Any, tuple[int, ...]]:
+    """One launch per element of the batch, in order."""
+    batched = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
+
+    def element(elements: list[Array]) -> Any:
+        rest = iter(elements)
+        return _interpret_p.bind(
+            *(x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True)), **params
+        )
+
+    outputs = lax.map(element, batched)
+    return outputs, (0,) * len(outputs)
+
+
+_interpret_p = Primitive("jax_ep_interpret")
+_interpret_p.multiple_results = True
+_interpret_p.def_impl(_implementation)
+_interpret_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[_interpret_p] = _batch
+mlir.register_lowering(_interpret_p, _lower, platform="cpu", cacheable=False)

@@ -1,0 +1,143 @@
+"""What Triton 3.9's interpreter needs to compute as a GPU does, and to share two cores with its peers.
+
+Only worker.py loads this file: it changes Triton for the whole process. The interpreter truncates float32 to bfloat16,
+mishandles the carry when it rounds to FP8, and computes with the bits of bfloat16 as if they were integers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_SMALL_FLOATS = {
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+}
+_POLL_SECONDS = 50e-6
+
+
+def apply(check_aborted: Callable[[], None]) -> None:
+    """Changes Triton's interpreter in place.
+
+    Args:
+      check_aborted: called between the looks of a poll; may raise.
+    """
+    builder = interpreter.InterpreterBuilder
+    builder.cast_impl = _cast
+    builder.create_fp_to_fp = _convert_float(builder.create_fp_to_fp)
+    builder.binary_op = _decoded(builder.binary_op, num_operands=2)
+    builder.unary_op = _decoded(builder.unary_op, num_operands=1)
+    builder.create_fma = _decoded(builder.create_fma, num_operands=3)
+    builder.create_dot = _decoded(builder.create_dot, num_operands=2)
+    builder.create_atomic_poll = _poll(check_aborted)
+    # tl.device_assert works; what Triton checks of its own accord in debug builds stays off.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    interpreter.ReduceOps.apply_impl = _reduce_decoded(interpreter.ReduceOps.apply_impl)
+    interpreter.ScanOps.apply_impl = _reduce_decoded(interpreter.ScanOps.apply_impl)
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))  # no torch, and no copies
+    executor._restore_args_dev = lambda self, *_: None
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+
+
+def _cast(self: Any, source: Any, dtype: Any) -> Any:
+    values, target = _decode(source), dtype.scalar
+    if target in _SMALL_FLOATS:
+        small = _SMALL_FLOATS[target]
+        if target.primitive_bitwidth == 8:  # NVIDIA's conversions saturate; NaN stays NaN
+            largest = float(ml_dtypes.finfo(small).max)
+            values = np.clip(values.astype(np.float32), -largest, largest)
+        data = values.astype(small).view(interpreter._get_np_dtype(target))
+    else:
+        data = values.astype(interpreter._get_np_dtype(dtype))
+    return interpreter.TensorHandle(data, target)
+
+
+def _convert_float(original: Callable[..., Any]) -> Callable[..., Any]:
+    to_nearest = (None, interpreter._ir.ROUNDING_MODE.RTNE)
+
+    def convert(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        return _cast(self, source, dtype) if rounding in to_nearest else original(self, source, dtype, rounding)
+
+    return convert
+
+
+def _decode(handle: Any) -> np.ndarray:
+    small = _SMALL_FLOATS.get(handle.dtype.scalar)
+    return handle.data if small is None else handle.data.view(small)
+
+
+def _widened(handle: Any) -> Any:
+    if handle.dtype.scalar not in _SMALL_FLOATS:
+        return handle
+    return interpreter.TensorHandle(_decode(handle).astype(np.float32), tl.float32)
+
+
+def _decoded(original: Callable[..., Any], num_operands: int) -> Callable[..., Any]:
+    """Computes on float32 values instead of small floats' bits, and rounds the result to the operands' type."""
+
+    def operation(self: Any, *args: Any) -> Any:
+        dtype = args[num_operands - 1].dtype.scalar
+        if dtype not in _SMALL_FLOATS and args[0].dtype.scalar not in _SMALL_FLOATS:
+            return original(self, *args)
+        result = original(self, *(_widened(arg) for arg in args[:num_operands]), *args[num_operands:])
+        # A comparison's result is no float, and a dot's has its accumulator's type.
+        is_own = dtype in _SMALL_FLOATS and result.data.dtype == np.float32 and original.__name__ != "create_dot"
+        return _cast(self, result, dtype) if is_own else result
+
+    return operation
+
+
+def _reduce_decoded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(self: Any, tensors: Any) -> Any:
+        if not any(tensor.dtype.scalar in _SMALL_FLOATS for tensor in tensors):
+            return original(self, tensors)
+        raise NotImplementedError("reductions and scans of bfloat16 or FP8: convert to float32 first")
+
+    return reduce
+
+
+def _poll(check_aborted: Callable[[], None]) -> Callable[..., Any]:
+    """Polls that leave the core to other processes between looks: with spinning ones, two cores never get anywhere."""
+
+    def poll(self: Any, pointer: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
+        deadline = None if timeout_ns is None else time.perf_counter_ns() + int(timeout_ns.data.item())
+        wanted = np.broadcast_to(expected.data, pointer.data.shape)
+        matched = np.zeros(pointer.data.shape, np.bool_)
+        while True:
+            # What has matched once stays matched, as on a GPU.
+            matched |= self.create_load(pointer, None, True).data == wanted
+            if matched.all() or (deadline is not None and time.perf_counter_ns() >= deadline):
+                return interpreter.TensorHandle(matched, tl.int1)
+            check_aborted()
+            time.sleep(_POLL_SECONDS)
+
+    return poll
+
+
+class _NothingToRestore:
+    def restore(self) -> None:
+        pass
+
+
+def _patch_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter replaces `tl.*` around each call of a kernel or a device function; here it stays replaced."""
+    seen: set[frozenset[int]] = set()
+
+    def patch(function: Any) -> _NothingToRestore:
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        key = frozenset(id(module) for module in modules if module in (tl, tl.core))
+        if key not in seen:
+            original(function)
+            seen.add(key)
+        return _NothingToRestore()
+
+    return patch

@@ -1,0 +1,153 @@
+"""How kernels of several ranks meet: the control words of the heap, task queue, epochs, flags and bounded waits.
+
+Every device has a heap of the same layout; a table holds the address of each. Control words (int32):
+
+    0 TICKET   next task of the running launch       64         EPOCHS   [D] launches so far with each device
+    1 EXITED   programs of the launch that ended     64 + D     READY    [2, D] epoch at which a device is ready
+    2 FAILED   1 after a wait expired, until reset
+
+and from byte `FLAGS` on, `[2, D, MAX_BLOCKS]` epochs: which block of which device has arrived. D counts all devices of
+the heap, so that any subset of them can form a group. A pair of devices agrees on its number of launches, its epoch,
+because both take part in each. Both use two slots by the parity of the epoch: a peer can be one launch ahead.
+
+Tasks are taken in order of their number, and wait only for tasks with smaller numbers, here or on a peer. So a launch
+ends with any number of resident programs, even one per device.
+"""
+
+import triton
+import triton.language as tl
+
+TICKET = tl.constexpr(0)
+EXITED = tl.constexpr(1)
+FAILED = tl.constexpr(2)
+EPOCHS = tl.constexpr(64)
+
+STATE_TIMEOUT = tl.constexpr(1)
+STATE_WRITING = tl.constexpr(3)
+
+
+@triton.jit
+def control_words(table_ptr, device):
+    """Pointer to the control words of `device`."""
+    return tl.load(table_ptr + device).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def heap_rows(table_ptr, device, dtype: tl.constexpr, DATA: tl.constexpr):
+    """Pointer to the data area of `device`, as elements of `dtype`, known to be aligned."""
+    address = tl.load(table_ptr + device) + DATA
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def next_task(control):
+    """Number of the next task of this launch."""
+    return tl.atomic_add(control + TICKET, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def announce(table_ptr, group_ptr, control, me, rank, W: tl.constexpr, D: tl.constexpr):
+    """Tells all peers that this rank has finished all earlier launches: they may write to its heap."""
+    for step in range(1, W):
+        peer = tl.load(group_ptr + (rank + step) % W)
+        epoch = tl.load(control + EPOCHS + peer) + 1
+        ready = control_words(table_ptr, peer) + EPOCHS + D + (epoch % 2) * D + me
+        tl.atomic_store(ready, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION: tl.constexpr, D: tl.constexpr):
+    """Waits until `peer` has begun this launch; returns whether the launch is still alive."""
+    epoch = tl.load(control + EPOCHS + peer) + 1
+    flag = control + EPOCHS + D + (epoch % 2) * D + peer
+    return await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OPERATION, D)
+
+
+@triton.jit
+def block_flag(control, device, epoch, block, FLAGS: tl.constexpr, D: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Flag of `block` of `device` in the heap that `control` belongs to."""
+    return control + FLAGS // 4 + ((epoch % 2) * D + device) * MAX_BLOCKS + block
+
+
+@triton.jit
+def publish(table_ptr, control, me, peer, block, FLAGS: tl.constexpr, D: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Tells `peer` that this device's `block` is complete in its heap."""
+    epoch = tl.load(control + EPOCHS + peer) + 1
+    flag = block_flag(control_words(table_ptr, peer), me, epoch, block, FLAGS, D, MAX_BLOCKS)
+    # A release by one thread covers the others' stores only after a barrier of the program.
+    tl.debug_barrier()
+    tl.atomic_store(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def await_block(
+    table_ptr,
+    control,
+    rank,
+    peer_rank,
+    peer,
+    block,
+    alive,
+    task,
+    OPERATION: tl.constexpr,
+    FLAGS: tl.constexpr,
+    D: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Waits until `block` of `peer` is complete in this heap; returns whether the launch is still alive."""
+    epoch = tl.load(control + EPOCHS + peer) + 1
+    flag = block_flag(control, peer, epoch, block, FLAGS, D, MAX_BLOCKS)
+    return await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OPERATION, D)
+
+
+@triton.jit
+def await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OPERATION: tl.constexpr, D: tl.constexpr):
+    """Waits for `epoch`, at most as long as the table allows. After a failure nothing waits any more."""
+    if alive != 0:
+        timeout_ns = tl.load(table_ptr + D + 1)
+        arrived = tl.atomic_poll(flag, epoch, sem="acquire", scope="sys", timeout_ns=timeout_ns)
+        if arrived == 0:
+            alive = 0
+            tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
+            seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
+            report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
+    # What the flag guards is read by all threads, after this barrier.
+    tl.debug_barrier()
+    return alive
+
+
+@triton.jit
+def report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr):
+    """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
+    status = tl.load(table_ptr + D).to(tl.pointer_type(tl.int32))
+    if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
+        tl.store(status + 1, OPERATION)
+        tl.store(status + 2, rank)
+        tl.store(status + 3, peer_rank)
+        tl.store(status + 4, epoch)
+        tl.store(status + 5, seen)
+        tl.store(status + 6, task)
+        tl.store(status + 7, (timeout_ns // 1000000).to(tl.int32))
+        tl.atomic_store(status, STATE_TIMEOUT, sem="release", scope="sys")
+
+
+@triton.jit
+def end_launch(control, group_ptr, W: tl.constexpr):
+    """The last program to leave resets the queue and counts the launch with every peer."""
+    tl.debug_barrier()
+    if tl.atomic_add(control + EXITED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(control + TICKET, 0)
+        tl.store(control + EXITED, 0)
+        for peer_rank in range(W):
+            peer = tl.load(group_ptr + peer_rank)
+            tl.store(control + EPOCHS + peer, tl.load(control + EPOCHS + peer) + 1)
+
+
+@triton.jit
+def wanted_by(ids_ptr, slots, in_range, first, L: tl.constexpr, K: tl.constexpr):
+    """Which tokens have an expert in `[first, first + L)`; `slots` is the index of each token's first id."""
+    wanted = in_range & False
+    for k in tl.static_range(K):
+        expert = tl.load(ids_ptr + slots + k, mask=in_range, other=-1)
+        wanted = wanted | ((expert >= first) & (expert < first + L))
+    return wanted

@@ -1,0 +1,72 @@
+"""Launches of Triton kernels from per-shard JAX code, on GPUs and, for tests, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jax_ep.kernel import Config, Kernel
+from jax_ep.types import Array
+
+
+def launch(
+    kernel: Kernel,
+    operands: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    config: Config,
+    constants: Mapping[str, Any],
+) -> tuple[Array, ...]:
+    """Runs a kernel on the device of this shard.
+
+    The kernel's parameters are one pointer per operand, one per result, then `constants` by name. Results are not
+    initialised. They vary over all manual mesh axes.
+
+    Args:
+      kernel: what to run.
+      operands: arrays of this shard.
+      results: shapes and dtypes of the results.
+      config: grid and compilation options.
+      constants: `tl.constexpr` parameters.
+
+    Returns:
+      One array per entry of `results`.
+    """
+    run = _interpret if jax.default_backend() == "cpu" else _run_on_gpu
+    outputs = run(kernel, tuple(operands), tuple(results), config, dict(constants))
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
+
+
+def _run_on_gpu(
+    kernel: Kernel,
+    operands: tuple[Array, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    config: Config,
+    constants: dict[str, Any],
+) -> tuple[Array, ...]:
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *operands,
+        kernel=kernel.load(),
+        out_type=results,
+        grid=(config.num_programs,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **constants,
+    )
+
+
+def _interpret(
+    kernel: Kernel,
+    operands: tuple[Array, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    config: Config,
+    constants: dict[str, Any],
+) -> tuple[Array, ...]:
+    from jax_ep import interpreter
+
+    return interpreter.call(kernel, operands, results, config, constants)

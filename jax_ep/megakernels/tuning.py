@@ -1,0 +1,41 @@
+"""Grids and tiles of the kernels, per operation. Measured on H200 (benchmarks/dispatch_combine.py)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.kernel import Config
+from jax_ep.types import Layout
+
+BLOCK_T = 32
+"""Tokens per flag."""
+
+
+def _columns(hidden: int, itemsize: int, most_bytes: int) -> int:
+    """Columns of a tile: a power of two that covers H or `most_bytes`, whichever is less."""
+    columns = 16
+    while columns < hidden and columns * itemsize < most_bytes:
+        columns *= 2
+    return columns
+
+
+def _programs(num_tasks: int) -> int:
+    """One program per multiprocessor; in the interpreter, where programs run one after another, two."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return min(num_tasks, jax.local_devices()[0].core_count)
+
+
+def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of the dispatch kernel."""
+    num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // BLOCK_T)
+    columns = _columns(hidden, dtype.itemsize, 2048)
+    return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "BLOCK_H": columns, "BLOCK_R": 32}
+
+
+def combine(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of the combine kernel."""
+    num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // BLOCK_T)
+    columns = _columns(hidden, dtype.itemsize, 1024)
+    return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "TILE_T": 16, "BLOCK_H": columns}

@@ -1,0 +1,202 @@
+"""The interpreter pool: dtypes, kernels that talk across processes, order of launches, memory."""
+
+from __future__ import annotations
+
+import time
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from kernel_calls import BASES, H, W, exchange, heap_tables, kernel, ranks, run_one
+
+from jax_ep import interpreter
+from jax_ep.ffi.status import StatusRecord
+from jax_ep.kernel import Config
+from jax_ep.megakernels.launch import launch
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("name", INTEGERS + FLOATS)
+def test_every_dtype_alone_and_compiled(pool, float64, name):
+    dtype = jnp.dtype(name)
+    x = jnp.asarray(np.arange(-20, 20) if dtype.kind != "u" else np.arange(40)).astype(dtype)
+
+    def fn(x):
+        return run_one(
+            ("elementwise", "scale"), x, jax.ShapeDtypeStruct(x.shape, dtype), 2, SIZE=x.size, BLOCK=16, FACTOR=2
+        )
+
+    expected = (np.asarray(x).astype(np.float64) * 2).astype(dtype)
+    for run in (fn, jax.jit(fn)):
+        y = run(x)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(y), expected)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
+def test_conversions_round_to_nearest_even_as_on_a_gpu(pool, rng, name):
+    dtype = jnp.dtype(name)
+    x = (rng.standard_normal(1024) * np.exp2(rng.integers(-12, 9, 1024))).astype(np.float32)
+    x[:3] = 1e6, -1e6, np.nan
+    result = jax.ShapeDtypeStruct(x.shape, dtype)
+    y = np.asarray(run_one(("elementwise", "convert"), jnp.asarray(x), result, SIZE=1024))
+    limit = float(jnp.finfo(dtype).max)
+    saturated = np.clip(x, -limit, limit) if dtype.itemsize == 1 else x
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(y.astype(np.float32), saturated.astype(dtype).astype(np.float32))
+    back = run_one(("elementwise", "convert"), jnp.asarray(y), jax.ShapeDtypeStruct(x.shape, jnp.float32), SIZE=1024)
+    np.testing.assert_array_equal(np.asarray(back), y.astype(np.float32))
+
+
+def test_results_start_poisoned(pool):
+    result = jax.ShapeDtypeStruct((8,), jnp.int32)
+    y = run_one(("elementwise", "write_half"), jnp.arange(8, dtype=jnp.int32), result, SIZE=8)
+    assert np.asarray(y).tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("compile_it", [True, False], ids=["jit", "eager"])
+def test_exchange_between_processes(pool, mesh4, rng, check_vma, compile_it):
+    x = rng.standard_normal((W, W, H)).astype(np.float32)
+    fn = harness.per_rank(exchange, mesh4, check_vma=check_vma)
+    y = (jax.jit(fn) if compile_it else fn)(ranks(), np.full(W, 5, np.int32), heap_tables(pool), x)
+    np.testing.assert_array_equal(np.asarray(y), x.swapaxes(0, 1))
+    flags = [pool.heap(worker)[: 4 * W].view(np.int32).tolist() for worker in range(W)]
+    assert flags == [[5] * W] * W  # the heaps of this process are those of the workers
+
+
+def test_two_axes_make_one_group(pool, rng):
+    mesh = harness.make_mesh((2, 2), ("data", harness.EXPERT))
+    x = rng.standard_normal((2, 2, W, H)).astype(np.float32)
+    by_axes = [a.reshape(2, 2, *a.shape[1:]) for a in (ranks(), np.full(W, 1, np.int32), heap_tables(pool))]
+    y = harness.run(exchange, mesh, *by_axes, x)
+    np.testing.assert_array_equal(y.reshape(W, W, H), x.reshape(W, W, H).swapaxes(0, 1))
+
+
+def test_kernels_run_on_the_worker_of_the_device_not_of_the_mesh_position(pool, rng):
+    mesh = Mesh(np.array([jax.devices()[i] for i in (3, 1, 0, 2)]), (harness.EXPERT,))
+    x = rng.standard_normal((W, W, H)).astype(np.float32)
+    order = np.array([3, 1, 0, 2])
+    # Addresses of each device's own view, heaps in the order of the mesh: a wrong worker would read a wrong mapping.
+    tables = heap_tables(pool)[order][:, order]
+    y = harness.run(exchange, mesh, ranks(), np.ones(W, np.int32), tables, x)
+    np.testing.assert_array_equal(y, x.swapaxes(0, 1))
+    for rank, device in enumerate(order):
+        received = pool.heap(device)[64 : 64 + W * H * 4].view(np.float32).reshape(W, H)
+        np.testing.assert_array_equal(received, x[:, rank])
+
+
+def test_two_groups_at_once(pool, rng):
+    """The devices of two programs overlap in one device, whose launches of a site are not equally many."""
+    meshes = [Mesh(np.array(jax.devices())[list(pair)], (harness.EXPERT,)) for pair in ((0, 1), (1, 2))]
+
+    def fn(x):
+        return run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=2)
+
+    x = np.arange(8, dtype=np.int32).reshape(2, 4)
+    programs = [jax.jit(harness.per_rank(fn, mesh)) for mesh in meshes]
+    results = [programs[i % 2](x + i) for i in range(8)]
+    for i, y in enumerate(results):
+        np.testing.assert_array_equal(np.asarray(y), 2 * (x + i))
+
+
+def test_shared_memory_serves_a_symmetric_heap():
+    memory = interpreter.SharedMemory()
+    try:
+        memory.allocate(1 << 16)
+        assert len(memory.devices) == jax.device_count()
+        statuses = memory.statuses()
+        statuses[1].write(StatusRecord(state=1, rank=1, peer=2))
+        assert interpreter.current_pool().status(1).tolist() == [1, 0, 1, 2, 0, 0, -1, 0]
+        assert statuses[0].read() == StatusRecord()
+        x = jnp.arange(4, dtype=jnp.int32)
+        y = run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=2)
+        assert y.tolist() == [0, 2, 4, 6]
+        for device in range(len(memory.devices)):
+            assert memory.addresses(device) == interpreter.current_pool().heap_addresses(device)
+    finally:
+        memory.close()
+    assert interpreter.current_pool() is None
+
+
+def test_independent_launches_keep_one_order(pool, mesh4, rng):
+    x = rng.standard_normal((W, len(BASES), W, H)).astype(np.float32)
+    tables = heap_tables(pool)
+
+    def both(rank, epoch, heaps, x):
+        # Whichever of them the ranks' runtimes come to first: each waits in its kernel for all peers.
+        return jnp.stack([exchange(rank, epoch, heaps, x[i], base) for i, base in enumerate(BASES)])
+
+    compiled = harness.compiled(both, mesh4)
+    for epoch in range(1, 9):
+        y = compiled(ranks(), np.full(W, epoch, np.int32), tables, x * epoch)
+        np.testing.assert_array_equal(y, (x * epoch).swapaxes(0, 2))
+
+
+def test_scan(pool, mesh4, rng):
+    x = rng.standard_normal((W, W, H)).astype(np.float32)
+
+    def repeated(rank, heaps, x):
+        def body(x, epoch):
+            return exchange(rank, epoch, heaps, x) + 1, None
+
+        return lax.scan(body, x, jnp.arange(1, 6, dtype=jnp.int32))[0]
+
+    y = harness.run(repeated, mesh4, ranks(), heap_tables(pool), x)
+    expected = x
+    for _ in range(5):
+        expected = expected.swapaxes(0, 1) + 1
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_vmap_launches_once_per_element(pool):
+    def fn(x):
+        return run_one(("elementwise", "scale"), x, jax.ShapeDtypeStruct((4,), jnp.int32), SIZE=4, BLOCK=4, FACTOR=3)
+
+    x = jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
+    np.testing.assert_array_equal(np.asarray(jax.jit(jax.vmap(fn, in_axes=1))(x)), 3 * np.asarray(x).T)
+
+
+def test_polls_give_up_in_time(pool, mesh4):
+    for worker in range(W):
+        pool.heap(worker)[: 4 * W].view(np.int32)[:] = np.arange(W) == worker
+
+    def fn(rank, heaps):
+        result = jax.ShapeDtypeStruct((1 + W,), jnp.int32)
+        constants = {"W": W, "TIMEOUT_NS": 100_000_000}
+        return launch(kernel("exchange", "wait"), (rank, heaps), (result,), Config(1), constants)[0]
+
+    start = time.perf_counter()
+    seen = harness.run(fn, mesh4, ranks(), heap_tables(pool))
+    assert time.perf_counter() - start < 20
+    np.testing.assert_array_equal(seen[:, 0], ranks() == 0)  # the scalar poll looks at flag 0
+    np.testing.assert_array_equal(seen[:, 1:], np.eye(W))
+
+
+def test_grow_and_reset(pool, mesh4, rng):
+    x = rng.standard_normal((W, W, H)).astype(np.float32)
+    run = harness.compiled(exchange, mesh4)
+    epoch = np.ones(W, np.int32)
+    run(ranks(), epoch, heap_tables(pool), x)
+    before = pool.heap_bytes
+    pool.grow(2 * before)
+    assert [pool.heap(worker).size for worker in range(W)] == [2 * before] * W
+    assert not any(pool.heap(worker).any() for worker in range(W))
+    np.testing.assert_array_equal(run(ranks(), epoch, heap_tables(pool), x), x.swapaxes(0, 1))
+    assert all(pool.heap(worker).any() for worker in range(W))
+    pool.reset()
+    assert not any(pool.heap(worker).any() for worker in range(W))
+    with pytest.raises(ValueError, match="already"):
+        pool.grow(before)
+
+
+def test_status_records_start_clear(pool):
+    for worker in range(W):
+        assert StatusRecord(*pool.status(worker).tolist()) == StatusRecord()
+        assert len(set(pool.status_addresses(worker))) == W

@@ -1,0 +1,298 @@
+"""The benchmarks run on small shapes, time what they say they time, and the published figures are complete."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PUBLISHED = sorted((BENCHMARKS / "results").glob("*.json"))
+KEYS = {"name", "date", "versions", "device", "settings", "summary", "rows"}
+
+if not BENCHMARKS.is_dir():
+    pytest.skip("not a source checkout", allow_module_level=True)
+
+
+def load(name: str, patch: pytest.MonkeyPatch):
+    """A benchmark module under the name by which its siblings import it, which the tests' own harness has too."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        yield {name: load(name, patch) for name in ("harness", "exchange", "grouped_gemm")}
+
+
+@pytest.fixture
+def harness(modules):
+    return modules["harness"]
+
+
+@pytest.fixture
+def grouped_gemm(modules):
+    return modules["grouped_gemm"]
+
+
+# --- the harness ----------------------------------------------------------------------------------------------------
+
+
+def test_variants_run_in_turns_and_every_other_round_backwards(harness):
+    calls = []
+    times = harness.measure_interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, 4, warmup=1)
+    assert "".join(calls) == "abc" + "abc" + "cba" + "abc" + "cba"
+    assert [len(timing.samples) for timing in times.values()] == [4, 4, 4]
+
+
+def test_slow_variants_stop_at_their_budget_and_times_are_those_of_the_calls(harness):
+    naps = {"slow": 0.04, "fast": 0.002}
+    runs = {name: lambda nap=nap: time.sleep(nap) for name, nap in naps.items()}
+    times = harness.measure_interleaved(runs, 8, warmup=0, budget_s=0.1)
+    assert (len(times["slow"].samples), len(times["fast"].samples)) == (3, 8)
+    assert all(min(times[name].samples) >= nap for name, nap in naps.items())
+    assert times["slow"].ratio_to(times["fast"]) > 1
+
+
+def test_results_are_waited_for(harness):
+    """The call returns at once, the result comes later; only the latter is the time of the call."""
+
+    def late(x):
+        time.sleep(0.03)
+        return np.asarray(x) + np.float32(1)
+
+    fn = jax.jit(lambda x: jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    timing = harness.measure_interleaved({"late": lambda: fn(jnp.ones(4))}, 3)["late"]
+    assert min(timing.samples) >= 0.03
+
+
+def test_chains_leave_out_what_runs_once(harness):
+    once, each = 0.06, 0.02
+
+    def make(n):
+        def nap(x):
+            time.sleep(once + n * each)
+            return np.asarray(x)
+
+        return lambda x: jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x), (jnp.ones(4),)
+
+    timing = harness.measure_chained({"nap": make}, 5, lengths=(1, 4))["nap"]
+    assert len(timing.samples) == 5
+    assert each / 2 < timing.median < 2 * each
+
+
+def test_summary_and_ratio_of_known_samples(harness):
+    timing = harness.Timing((4.0, 1.0, 3.0, 2.0, 5.0))
+    assert timing.summary() == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "rounds": 5}
+    # Within rounds: 2, 2, 3, of which the medians alone (8 and 3) say nothing.
+    assert harness.Timing((8.0, 2.0, 9.0)).ratio_to(timing) == 2.0
+    assert timing.milliseconds() == "3000.00 [2000.00 4000.00]"
+
+
+def test_report_is_on_disk_after_every_row(harness, tmp_path):
+    report = harness.Report("name", tmp_path / "new", {"rounds": 3})
+    report.add("a", {"rows": 4}, harness.Timing((1.0, 2.0, 3.0)), part="p")
+    first = json.loads(report.path.read_text())
+    assert first["rows"] == [
+        {
+            "variant": "a",
+            "shape": {"rows": 4},
+            "seconds": {"median": 2.0, "q1": 1.5, "q3": 2.5, "min": 1.0, "rounds": 3},
+            "part": "p",
+        }
+    ]
+    report.failed("b", {"rows": 4}, "out of memory")
+    report.summarise(ratio=1.5)
+    second = json.loads((tmp_path / "new" / "name.json").read_text())
+    assert (second["rows"][1]["failed"], second["summary"]) == ("out of memory", {"ratio": 1.5})
+    assert second["versions"]["jax"] == jax.__version__
+    assert second["device"]["count"] == jax.device_count()
+    assert second["device"]["kind"] == jax.devices()[0].device_kind
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(second["date"])
+    assert datetime.timedelta(0) <= age < datetime.timedelta(hours=1)
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_tables_show_every_cell(harness, monkeypatch, capsys, with_rich):
+    if with_rich:
+        pytest.importorskip("rich")
+    else:
+        for name in ("rich", "rich.console", "rich.table", "rich.markup"):
+            monkeypatch.setitem(sys.modules, name, None)
+    harness.show_table("title [unit]", ["", "left", "right"], [["row", 1.5, "2 [1 3]"], ["other", "[bold]", ""]])
+    shown = capsys.readouterr().out
+    for cell in ("title [unit]", "left", "right", "row", "1.5", "2 [1 3]", "other", "[bold]"):
+        assert cell in shown
+
+
+def test_quick_runs_never_replace_published_figures(harness):
+    options = harness.parser("", rounds=15)
+    quick, full = harness.parse(options, ["--quick"]), harness.parse(options, [])
+    assert full.out == BENCHMARKS / "results"
+    assert full.out not in (quick.out.resolve(), *quick.out.resolve().parents)
+    assert (quick.rounds < full.rounds, full.rounds) == (True, 15)
+    assert harness.parse(options, ["--rounds", "7", "--out", "x"]).rounds == 7
+
+
+def test_too_few_rounds_for_quartiles_are_refused(harness, capsys):
+    with pytest.raises(SystemExit):
+        harness.parse(harness.parser("", rounds=15), ["--rounds", "2"])
+    assert "--rounds=2" in capsys.readouterr().err
+
+
+# --- what grouped_gemm.py times -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", ["equal", "multinomial", "zipf"])
+@pytest.mark.parametrize("groups", [1, 7, 64])
+def test_group_sizes_cover_the_rows(grouped_gemm, distribution, groups):
+    sizes = np.asarray(grouped_gemm.group_sizes(distribution, 4096, groups))
+    assert (sizes.shape, sizes.sum(), sizes.min() >= 0) == ((groups,), 4096, True)
+    if groups == 64:
+        spread = {"equal": (0, 1), "multinomial": (2, 60), "zipf": (400, 1500)}[distribution]
+        assert spread[0] <= np.ptp(sizes) <= spread[1]
+
+
+@pytest.mark.parametrize("tile_rows", [3, 8, 64])
+@pytest.mark.parametrize("sizes", [(5, 0, 11, 8), (0, 0, 0, 24), (0, 0, 0, 0), (1, 2, 1, 3), (24, 0, 0, 0)])
+def test_flat_loop_is_right(grouped_gemm, rng, sizes, tile_rows):
+    lhs, rhs = rng.standard_normal((24, 6)).astype(np.float32), rng.standard_normal((4, 6, 5)).astype(np.float32)
+    expected, start = np.zeros((24, 5)), 0
+    for group, size in enumerate(sizes):
+        expected[start : start + size] = lhs[start : start + size].astype(np.float64) @ rhs[group]
+        start += size
+    got = grouped_gemm.flat_grouped_gemm(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32), tile_rows)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_results_are_not_timed(grouped_gemm):
+    operands = grouped_gemm.make_operands(96, 16, 8, 5, jnp.float32, "zipf")
+    sample, right = grouped_gemm.make_sample(*operands), grouped_gemm.grouped(*operands)
+    assert grouped_gemm.check("right", right, sample) < 1e-5
+    for wrong in (right.at[sample.rows[3], 2].add(0.1), right.at[-1, 0].set(jnp.nan), grouped_gemm.dense(*operands)):
+        with pytest.raises(RuntimeError, match="variant is wrong"):
+            grouped_gemm.check("variant", wrong, sample)
+
+
+def test_xla_merges_no_products_of_a_chain(grouped_gemm):
+    operands = grouped_gemm.make_operands(64, 32, 16, 4, jnp.bfloat16, "equal")
+    flops = {}
+    for length in (1, 3):
+        compiled = jax.jit(grouped_gemm.chain(grouped_gemm.batched_einsum, length)).lower(*operands).compile()
+        flops[length] = compiled.cost_analysis()["flops"]
+        right = np.asarray(grouped_gemm.batched_einsum(*operands), np.float32)
+        np.testing.assert_allclose(np.asarray(compiled(*operands), np.float32), right, rtol=0.02, atol=0.02)
+    assert flops[1] >= 2 * 64 * 32 * 16
+    assert flops[3] - flops[1] >= 2 * 2 * 64 * 32 * 16
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    # Not the virtual devices of the tests: the benchmark makes its own.
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / "grouped_gemm.py"), "--quick", "--out", str(folder)]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return json.loads((folder / "grouped_gemm_cpu.json").read_text()), folder, completed.stdout
+
+
+def check_report(content: dict) -> None:
+    """What every report must say for its figures to mean something."""
+    assert set(content) == KEYS
+    date = datetime.datetime.fromisoformat(content["date"])
+    assert date.utcoffset() == datetime.timedelta(0)
+    assert {"python", "jax", "jaxlib", "numpy"} <= set(content["versions"])
+    assert {"platform", "kind", "count", "cores"} <= set(content["device"])
+    assert content["device"]["kind"] and content["device"]["count"] >= 1
+    assert content["settings"]["rounds"] >= 3
+    assert any("seconds" in row for row in content["rows"])
+    for row in content["rows"]:
+        assert row["variant"] and row["shape"] and row["shape"]["dtype"]
+        if "failed" in row:
+            assert row["failed"]
+            continue
+        seconds = row["seconds"]
+        assert seconds["median"] > 0 and seconds["min"] <= seconds["q1"] <= seconds["median"] <= seconds["q3"]
+        assert 3 <= seconds["rounds"] <= content["settings"]["rounds"]
+
+
+def test_quick_run_reports_every_part(quick_run):
+    content, folder, output = quick_run
+    check_report(content)
+    assert content["settings"]["quick"] is True
+    rows = {part: [row for row in content["rows"] if row["part"] == part] for part in ("groups", "exchange")}
+    package = {
+        (row["direction"], row["distribution"], row["shape"]["groups"])
+        for row in rows["groups"]
+        if row["variant"] == "jax_ep.grouped_gemm"
+    }
+    distributions = ("equal", "multinomial", "zipf")
+    assert package == {(d, name, n) for d in ("forward", "backward") for name in distributions for n in (8, 64)}
+    variants = {row["variant"] for row in rows["groups"]}
+    assert {"lax.ragged_dot", "dense matmul", "flat loop, 128 rows"} <= variants
+    assert [row["shape"]["experts"] for row in rows["exchange"]] == [8, 64]
+    assert {row["shape"]["ranks"] for row in rows["exchange"]} == {8}
+    for direction in ("forward", "backward"):
+        ratios = content["summary"][f"{direction}_ratio_64_to_8_groups"]
+        assert set(ratios) == set(distributions)
+        for ratio in ratios.values():
+            assert set(ratio) == {"within_rounds", "of_medians", "of_minima", "rounds"} and min(ratio.values()) > 0
+    assert content["summary"]["exchange_ratio_64_to_8_experts"] > 0
+    assert "64 groups to 8, at most 1.5" in output and "TFLOP/s" in output
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (folder / "grouped_gemm_cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quick_run_derives_rates_from_its_times(quick_run):
+    rows = [row for row in quick_run[0]["rows"] if row["part"] != "exchange"]
+    assert {row["part"] for row in rows} == {"groups", "throughput"}
+    for row in rows:
+        shape, products = row["shape"], 2 if row["direction"] == "backward" else 1
+        rate = products * 2 * shape["rows"] * shape["k"] * shape["n"] / row["seconds"]["median"]
+        reported = row["tflops"] * 1e12 if row["part"] == "throughput" else row["gflops"] * 1e9
+        assert reported == pytest.approx(rate)
+        if row["direction"] == "forward" and row["variant"] != "dense matmul":
+            assert 0 <= row["error"] < (0.05 if shape["dtype"] == "bfloat16" else 1e-4)
+
+
+def test_figures_are_published():
+    assert "grouped_gemm_cpu" in {path.stem for path in PUBLISHED}
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_figures_are_complete(path):
+    content = json.loads(path.read_text())
+    check_report(content)
+    assert content["name"] == path.stem
+    assert content["settings"]["quick"] is False
+    assert datetime.datetime.fromisoformat(content["date"]).year >= 2025
+    if content["device"]["platform"] == "gpu":
+        assert "NVIDIA" in content["device"]["kind"]
+
+
+def test_published_cost_follows_the_rows_and_not_the_groups():
+    summary = json.loads((BENCHMARKS / "results" / "grouped_gemm_cpu.json").read_text())["summary"]
+    assert summary["max_ratio"] == 1.5
+    for ratio in summary["forward_ratio_64_to_8_groups"].values():
+        assert ratio["within_rounds"] <= summary["max_ratio"]
+    assert summary["exchange_ratio_512_to_8_experts"] <= 1.2

@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import backends
+from jax_ep.dtypes import FP8
 from jax_ep.layout import round_up
 from jax_ep.types import Handle, Layout
 
@@ -120,7 +121,20 @@ def variants(case: Case) -> dict[str, Callable[[int], Any]]:
             def delivered(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
                 return run.deliver(x, local(h), AXIS)
 
+            def complete(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
+                ids = local(h).ids[lax.axis_index(AXIS)] + previous
+                return run.deliver(x, run.plan(ids, case.layout, AXIS), AXIS)
+
+            def rows_fp8(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
+                return run.send_tokens(x, local(h), AXIS, FP8)
+
+            def sums_fp8(h: Handle, y: Array, previous: Array, run: Any = run) -> Array:
+                return run.return_tokens(y, local(h), AXIS, FP8)
+
             found["triton dispatch, cached handle"] = partial(chained, case, delivered, handle, case.x)
+            found["triton dispatch complete"] = partial(chained, case, complete, handle, case.x)
+            found["triton dispatch to rows, FP8 wire"] = partial(chained, case, rows_fp8, handle, case.x)
+            found["triton combine, FP8 wire"] = partial(chained, case, sums_fp8, handle, y)
     found["all_to_all, padded"] = partial(chained, case, all_to_all(case), handle, case.x)
     return found
 

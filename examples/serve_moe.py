@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         out = generator(prompts, max_new=args.max_new, temperature=temperature, seed=args.seed)
         for prompt, text in zip(prompts, out.texts, strict=True):
             console.rule(f"temperature {temperature}", align="left")
-            console.print((prompt + text).decode("utf-8", "replace"), markup=False, highlight=False)
+            console.print((prompt + text).decode("utf-8", "replace").rstrip(), markup=False, highlight=False)
         per_step = out.decode_seconds / args.max_new
         speed = len(prompts) / per_step
         console.rule()

@@ -104,11 +104,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return history.metrics
 
     loss = history.metrics["held_out"][-1]["loss"]
-    result = history.write(held_out_loss=loss, unigram_entropy=entropy, seconds=time.perf_counter() - began)
-    plot(args.out / "curves.png", history.metrics, entropy)
+    result = history.metrics
+    if history.has_grown:  # else a second run of a finished training, which keeps the files of the first
+        result = history.write(held_out_loss=loss, unigram_entropy=entropy, seconds=time.perf_counter() - began)
+        plot(args.out / "curves.png", history.metrics, entropy)
     sample = Generator(trainer.module(state), mesh)([PROMPT], max_new=200, temperature=0.7, seed=args.seed)
     console.rule("a sample at temperature 0.7")
-    console.print((PROMPT + sample.texts[0]).decode("utf-8", "replace"), markup=False, highlight=False)
+    console.print((PROMPT + sample.texts[0]).decode("utf-8", "replace").rstrip(), markup=False, highlight=False)
     console.rule()
     console.print(f"held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats/byte; files in {args.out}")
     return result
@@ -128,14 +130,20 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
     if args.restart:
         checkpoints.delete_all()
     start = checkpoints.latest_step() or 0
+    end = min(args.steps, args.stop_after or args.steps)
     if start:
         _, state, data = checkpoints.restore(trainer)
         batches.restore(data)
-        console.print(f"continuing after step {start}; --restart would begin anew")
+        what = f"continuing after step {start}" if start < end else f"nothing left to train after step {start}"
+        console.print(f"{what}; --restart would begin anew")
     else:
         state = trainer.initial_state()
     history = History(args.out / "metrics.json", resume_at=start)
-    end = min(args.steps, args.stop_after or args.steps)
+    if start >= end:
+        checkpoints.close()
+        if not history.metrics["held_out"]:  # metrics.json is gone
+            history.metrics["held_out"] = [{"step": start, "loss": trainer.held_out_loss(state.model, held_out)}]
+        return state, history
     with TrainingBar(console, total=args.steps, done=start) as bar:
         for step in range(start + 1, end + 1):
             state, metrics = trainer.train_step(state, trainer.put(next(batches)))

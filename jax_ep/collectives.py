@@ -42,11 +42,11 @@ def sum_in_order(parts: Array) -> Array:
     return total
 
 
-def send_weights(weights: Array, handle: Handle, axis: Axis) -> Array:
+def send_weights(weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:
     """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
     return gather_rows(all_gather(weights, axis).reshape(-1), handle.row_slot)
 
 
-def return_weights(row_weights: Array, handle: Handle, axis: Axis) -> Array:
+def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:
     """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
     return sum_in_order(exchange(gather_rows(row_weights, handle.slot_row), axis))

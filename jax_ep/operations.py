@@ -81,8 +81,11 @@ def dispatch(
     if handle is None:
         handle = backends.get(name).plan(cast(Array, topk_idx), layout, axis)
     route = vjp.Route(name, axis, wire_dtype)
-    tokens = vjp.send_quantized(route, x, handle) if isinstance(x, tuple) else vjp.send_tokens(route, x, handle)
-    weights = None if topk_weights is None else vjp.send_weights(route, topk_weights, handle)
+    if isinstance(x, tuple):
+        tokens: Array | Quantized = vjp.send_quantized(route, x, handle)
+        weights = None if topk_weights is None else vjp.scatter_weights(route, topk_weights, handle)[0]
+    else:
+        tokens, weights = vjp.scatter(route, x, topk_weights, handle)
     return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
 
 
@@ -111,7 +114,7 @@ def combine(call: Call, y: Array, handle: Handle, *, name: str = "y") -> Array:
     wire_dtype = check.wire(function, call.wire_dtype, y)
     route = vjp.Route(call.choose("exchange", y, layout, handle), axis, wire_dtype)
     y, handle = vary_alike((y, handle), over=axis)
-    return vjp.return_tokens(route, y, handle)
+    return vjp.gather(route, y, None, handle)[0]
 
 
 def grouped_gemm(

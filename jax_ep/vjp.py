@@ -33,45 +33,52 @@ class Route(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def send_tokens(route: Route, x: Array, handle: Handle) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows; transpose of `return_tokens`."""
-    return backends.get(route.implementation).send_tokens(x, handle, route.axis, route.wire_dtype)
+def scatter(route: Route, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]` rows; transpose of `gather`."""
+    run = backends.get(route.implementation)
+    tokens = run.send_tokens(x, handle, route.axis, route.wire_dtype)
+    if weights is None:
+        return tokens, None
+    return tokens, run.send_weights(weights, handle, route.axis, after=tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def return_tokens(route: Route, y: Array, handle: Handle) -> Array:
-    """`[R, H]` rows to `[T, H]` sums; transpose of `send_tokens`."""
-    return backends.get(route.implementation).return_tokens(y, handle, route.axis, route.wire_dtype)
+def gather(route: Route, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[R, H]` rows to `[T, H]` sums, and `[R]` row values to their `[T, K]` slots; transpose of `scatter`."""
+    run = backends.get(route.implementation)
+    sums = run.return_tokens(y, handle, route.axis, route.wire_dtype)
+    if row_weights is None:
+        return sums, None
+    return sums, run.return_weights(row_weights, handle, route.axis, after=sums)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def send_weights(route: Route, weights: Array, handle: Handle) -> Array:
-    """`[T, K]` router weights to `[R]`; transpose of `return_weights`."""
-    return backends.get(route.implementation).send_weights(weights, handle, route.axis)
+def scatter_weights(route: Route, weights: Array, handle: Handle) -> tuple[Array]:
+    """`[T, K]` router weights to `[R]`, without tokens; transpose of `gather_weights`."""
+    return (backends.get(route.implementation).send_weights(weights, handle, route.axis),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def return_weights(route: Route, row_weights: Array, handle: Handle) -> Array:
-    """`[R]` row values to their `[T, K]` slots; transpose of `send_weights`."""
-    return backends.get(route.implementation).return_weights(row_weights, handle, route.axis)
+def gather_weights(route: Route, row_weights: Array, handle: Handle) -> tuple[Array]:
+    """`[R]` row values to their `[T, K]` slots; transpose of `scatter_weights`."""
+    return (backends.get(route.implementation).return_weights(row_weights, handle, route.axis),)
 
 
 def _transposes(function: Any, transpose: Any) -> None:
-    """Makes `transpose` the backward of the linear `function(route, x, handle)`."""
+    """Makes `transpose` the backward of the linear `function(route, *arrays, handle)`."""
 
-    def forward(route: Route, x: Array, handle: Handle) -> tuple[Array, Handle]:
-        return function(route, x, handle), handle
+    def forward(route: Route, *args: Any) -> tuple[Any, Handle]:
+        return function(route, *args), args[-1]
 
-    def backward(route: Route, handle: Handle, cotangent: Array) -> tuple[Array, None]:
-        return transpose(route, cotangent, handle), None
+    def backward(route: Route, handle: Handle, cotangents: Any) -> tuple[Any, ...]:
+        return *transpose(route, *cotangents, handle), None
 
     function.defvjp(forward, backward)
 
 
-_transposes(send_tokens, return_tokens)
-_transposes(return_tokens, send_tokens)
-_transposes(send_weights, return_weights)
-_transposes(return_weights, send_weights)
+for _function, _transpose in ((scatter, gather), (scatter_weights, gather_weights)):
+    _transposes(_function, _transpose)
+    _transposes(_transpose, _function)
 
 
 class GemmConfig(NamedTuple):

@@ -75,6 +75,21 @@ def refusals_skip() -> Iterator[None]:
         pytest.skip(str(error))
 
 
+def in_turn(calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> list[Any]:
+    """Results of several calls in one program, each after the one before.
+
+    Kernels of a group of ranks need one order everywhere. A GPU's stream gives them one; the CPU runtime starts what
+    is independent in any order, different on each device.
+    """
+    results: list[Any] = []
+    for fn, args in calls:
+        x, *rest = args
+        if results:  # a barrier would not do: XLA takes it out before it orders the calls
+            x = x + (jax.tree.leaves(results[-1])[0].reshape(-1)[0] == 12345.678).astype(x.dtype)
+        results.append(fn(x, *rest))
+    return results
+
+
 def run(fn: Callable[..., Any], mesh: Mesh, *args: Any, **options: Any) -> Any:
     """Compiles `fn` under `per_rank`, runs it once, and brings the results back as NumPy arrays."""
     return compiled(fn, mesh, **options)(*args)

@@ -93,6 +93,15 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     for leaf, other in zip(saved_arrays(whole), saved_arrays(parts), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
+    # Once more, as by a second `make demo`: a sample, and the files stay as they are.
+    before = (whole / "metrics.json").read_bytes()
+    again = train(whole)
+    assert "nothing left to train after step 4" in capsys.readouterr().out
+    assert again["held_out"] == result["held_out"] and (whole / "metrics.json").read_bytes() == before
+    (whole / "metrics.json").unlink()
+    assert train(whole)["held_out"] == result["held_out"][-1:]
+    capsys.readouterr()
+
     # An expert axis unlike the training's: the checkpoint is read into another sharding.
     arguments = [
         "--out",

@@ -151,7 +151,8 @@ def test_gradients_through_remat_and_scan_equal_the_dense_layers(kind: str, rng:
         step = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))
         (value, metrics), (of_weights, of_x) = step(moe, jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
     expected, expected_gradients = jax.jit(jax.value_and_grad(dense_loss, argnums=(0, 1)))(weights_of(moe), x)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    # Terms of both signs cancel in the sum, so its error follows their number and not its value.
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6 * x.size)
     assert metrics.load.shape == (2, E)
     np.testing.assert_array_equal(metrics.load.sum(axis=1), 16 * K)
     gradients = {name: np.asarray(of_weights[name].get_value()) for name in expected_gradients[0]}, np.asarray(of_x)

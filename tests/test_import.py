@@ -19,25 +19,31 @@ MAX_LINES = 330
 # --- import isolation -----------------------------------------------------------------------------------------------
 
 ISOLATED = r"""
-import ctypes, json, os, sys, threading, warnings
+import ctypes, importlib.machinery, json, os, sys, threading, warnings
 warnings.simplefilter("error")
 
 BLOCKED = {"triton", "jax_triton", "flax", "optax", "nvshmem", "cupy", "torch"}
 PACKAGE = sys.argv[1]
 
-class Blocker:
-    '''Stands before every other finder: the optional packages and every compiled module of jax_ep are missing.'''
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
-            raise ImportError(f"{name} is blocked by the test")
-        if name.startswith("jax_ep.") and path is not None:
-            import importlib.machinery
-            spec = importlib.machinery.PathFinder.find_spec(name, path)
-            if spec is not None and not str(spec.origin).endswith((".py", "None")):
-                raise ImportError(f"{name} is a compiled module, blocked by the test")
-        return None
+class Finder:
+    '''Stands before every other finder, also that of an editable installation, which would import the installed jax_ep.
 
-sys.meta_path.insert(0, Blocker())
+    It takes jax_ep from PACKAGE alone; the optional packages and every compiled module of jax_ep are missing.
+    '''
+    def find_spec(self, name, path=None, target=None):
+        root = name.split(".")[0]
+        if root in BLOCKED:
+            raise ImportError(f"{name} is blocked by the test")
+        if root != "jax_ep":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path or [os.path.dirname(PACKAGE)])
+        if spec is None:
+            raise ModuleNotFoundError(f"{PACKAGE} has no {name}", name=name)
+        if not str(spec.origin).endswith((".py", "None")):
+            raise ImportError(f"{name} is a compiled module, blocked by the test")
+        return spec
+
+sys.meta_path.insert(0, Finder())
 
 import jax, jax.numpy, numpy
 
@@ -55,14 +61,13 @@ def libraries():
 
 environment, modules, before = dict(os.environ), set(sys.modules), libraries()
 config = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_platforms", "jax_numpy_rank_promotion")}
-sys.path.insert(0, os.path.dirname(PACKAGE))
 import jax_ep
 for name in jax_ep.__all__:
     getattr(jax_ep, name)
 from jax._src import xla_bridge
 
 print(json.dumps({
-    "file": os.path.realpath(jax_ep.__file__),
+    "files": sorted(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "jax_ep"),
     "environment_changes": sorted(set(environment.items()) ^ set(os.environ.items())),
     "new_modules": sorted(set(sys.modules) - modules),
     "new_libraries": sorted(set(libraries()) - set(before)),
@@ -82,7 +87,9 @@ def _isolated_import(package=PACKAGE):
 
 
 def test_import_works_without_the_optional_packages():
-    assert _isolated_import()["file"] == str(PACKAGE / "__init__.py")
+    files = _isolated_import()["files"]
+    assert {str(PACKAGE / "__init__.py"), str(PACKAGE / "api.py")} <= set(files)
+    assert [file for file in files if not pathlib.Path(file).is_relative_to(PACKAGE)] == []
 
 
 def test_import_loads_no_third_party_but_jax_and_numpy():
@@ -108,6 +115,7 @@ def test_import_leaves_the_process_as_it_was():
 GREEDY = """
 import ctypes, os, threading, time
 import jax
+import jax_ep.types  # the installed package has a module of this name too
 __all__ = []
 blocked = []
 for attempt in (lambda: __import__("triton"), lambda: ctypes.CDLL("libm.so.6"), lambda: __import__("jax_ep.native")):
@@ -127,8 +135,10 @@ def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
     package = tmp_path / "jax_ep"
     package.mkdir()
     (package / "__init__.py").write_text(GREEDY)
+    (package / "types.py").touch()
     (package / f"native{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"")
     report = _isolated_import(package)
+    assert report["files"] == [str(package / "__init__.py"), str(package / "types.py")]
     assert report["environment_changes"] == [["JAX_EP_WAS_HERE", "1"]]
     assert report["config_changes"] == ["jax_numpy_rank_promotion"]
     assert report["backends"] != []

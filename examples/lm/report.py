@@ -26,6 +26,7 @@ class History:
 
     def __init__(self, path: Path, *, resume_at: int) -> None:
         self._path = path
+        self.has_grown = False
         self.metrics: dict[str, list[Any]] = {"train": [], "held_out": []}
         if resume_at and path.exists():
             saved = json.loads(path.read_text())
@@ -35,6 +36,7 @@ class History:
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """Appends a row to `train` or `held_out`."""
         self.metrics[kind].append(row)
+        self.has_grown = True
 
     def write(self, **summary: Any) -> dict[str, Any]:
         """Writes everything, with `summary` beside it; returns what it wrote."""

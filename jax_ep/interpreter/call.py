@@ -127,12 +127,23 @@ def call(
         *operands,
         path=str(kernel.path),
         function=kernel.function,
-        results=tuple((tuple(result.shape), np.dtype(result.dtype)) for result in results),
+        results=tuple(_as_words(result) for result in results),
+        element_types=tuple(_element_type(np.dtype(result.dtype)) for result in results),
         num_programs=config.num_programs,
         constants=tuple(sorted(constants.items())),
         num_devices=_mesh_size(),
     )
-    return tuple(outputs)
+    return tuple(_from_words(x, result) for x, result in zip(outputs, results, strict=True))
+
+
+def _as_words(result: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:
+    """64-bit results as pairs of 32-bit words: a callback's thread may be in 32-bit mode."""
+    dtype = np.dtype(result.dtype)
+    return ((*result.shape, 2), np.dtype(np.uint32)) if dtype.itemsize == 8 else (tuple(result.shape), dtype)
+
+
+def _from_words(x: Array, result: jax.ShapeDtypeStruct) -> Array:
+    return x if x.dtype == result.dtype else lax.bitcast_convert_type(x, result.dtype)
 
 
 def _mesh_size() -> int:
@@ -164,6 +175,7 @@ def _callback(
     path: str,
     function: str,
     results: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    element_types: tuple[str, ...],
     num_programs: int,
     constants: tuple[tuple[str, Any], ...],
     num_devices: int,
@@ -177,7 +189,10 @@ def _callback(
             path=path,
             function=function,
             operands=tuple((_element_type(array.dtype), array.tobytes()) for array in arrays),
-            results=tuple((_element_type(dtype), math.prod(shape) * dtype.itemsize) for shape, dtype in results),
+            results=tuple(
+                (element, math.prod(shape) * dtype.itemsize)
+                for element, (shape, dtype) in zip(element_types, results, strict=True)
+            ),
             num_programs=num_programs,
             constants=dict(constants),
         )

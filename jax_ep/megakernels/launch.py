@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from jax_ep.kernel import Config, Kernel
+from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array
 
 
@@ -22,7 +23,7 @@ def launch(
     """Runs a kernel on the device of this shard.
 
     The kernel's parameters are one pointer per operand, one per result, then `constants` by name. Results are not
-    initialised. They vary over all manual mesh axes.
+    initialised. They vary over the mesh axes over which an operand does.
 
     Args:
       kernel: what to run.
@@ -36,7 +37,7 @@ def launch(
     """
     run = _interpret if jax.default_backend() == "cpu" else _run_on_gpu
     outputs = run(kernel, tuple(operands), tuple(results), config, dict(constants))
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in operands))))
     return tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
 
 

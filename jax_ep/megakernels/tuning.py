@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_ep.heap import MAX_BLOCKS
 from jax_ep.kernel import Config
 from jax_ep.types import Layout
 
@@ -14,7 +15,7 @@ BLOCK_T = 32
 
 def _columns(hidden: int, itemsize: int, most_bytes: int) -> int:
     """Columns of a tile: a power of two that covers H or `most_bytes`, whichever is less."""
-    columns = 16
+    columns = 128  # an FP8 group
     while columns < hidden and columns * itemsize < most_bytes:
         columns *= 2
     return columns
@@ -25,6 +26,14 @@ def _programs(num_tasks: int) -> int:
     if jax.default_backend() == "cpu":
         return 2
     return min(num_tasks, jax.local_devices()[0].core_count)
+
+
+def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
+    """Config and words per block of the exchange of words."""
+    block = 1024
+    while block * MAX_BLOCKS < num_words:
+        block *= 2
+    return Config(_programs(num_ranks * -(-num_words // block)), num_warps=4), block
 
 
 def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:

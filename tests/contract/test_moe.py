@@ -25,7 +25,7 @@ from cases import (
     probabilities,
     reals,
 )
-from harness import compiled, run
+from harness import compiled, in_turn, run
 from jax.sharding import Mesh
 
 import jax_ep
@@ -85,7 +85,8 @@ def test_activations(implementation: str, mesh: Mesh, rng: np.random.Generator, 
     layers = {gated: Layer(rng, "uniform", mesh.size, BASE, gated=gated) for gated in (True, False)}
 
     def fn(gated_args, plain_args):
-        return [moe(BASE, implementation, activation=a)(*(gated_args if g else plain_args)) for a, g in VARIANTS]
+        layers = [(moe(BASE, implementation, activation=a), gated_args if g else plain_args) for a, g in VARIANTS]
+        return in_turn(layers)
 
     got = run(fn, mesh, layers[True].args, layers[False].args)
     for out, (activation, gated) in zip(got, VARIANTS, strict=True):

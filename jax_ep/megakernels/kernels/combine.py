@@ -2,7 +2,7 @@
 
 Tasks, in order: (0) announce; (1) sum the rows of a block of one peer's tokens and store the sums in that peer's heap,
 slot `[this rank, token]`, interleaved over peers, own tokens last; (2) per block, add what the ranks sent, in rank
-order. Sums run in float32 and are rounded once to the dtype that travels, and once at the end.
+order. Sums run in float32 (float64 for float64), are rounded once to what travels, and once at the end.
 """
 
 import triton
@@ -20,6 +20,80 @@ from .protocol import (
     publish,
     wanted_by,
 )
+from .quantization import dequantize, quantize, scale_offsets
+
+
+@triton.jit
+def send_sums(
+    y_ptr,
+    slot_row_ptr,
+    tokens,
+    wanted,
+    slots,
+    values_ptr,
+    scales_ptr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    TILE_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Sums the rows of each token, in order of k, and stores the sums in the slots."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)[None, :]
+        inside = columns < H
+        total = tl.zeros((TILE_T, BLOCK_H), SUM)
+        for k in tl.static_range(K):
+            row = tl.load(slot_row_ptr + tokens * K + k, mask=wanted, other=-1)
+            source = tl.multiple_of(y_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
+            total += tl.load(source, mask=(row >= 0)[:, None] & inside, other=0.0).to(SUM)
+        if FP8:
+            values, scales = quantize(total, TILE_T, BLOCK_H)
+            offsets, exists = scale_offsets(slots, h, H, BLOCK_H)
+            tl.store(scales_ptr + offsets, scales, mask=wanted[:, None] & exists)
+        else:
+            values = total.to(y_ptr.dtype.element_ty)
+        target = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
+        tl.store(target, values, mask=wanted[:, None] & inside)
+
+
+@triton.jit
+def add_received(
+    values_ptr,
+    scales_ptr,
+    ids_ptr,
+    out_ptr,
+    tokens,
+    rank,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    TILE_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Adds what the ranks have sent for these tokens, in rank order."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)[None, :]
+        inside = columns < H
+        total = tl.zeros((TILE_T, BLOCK_H), SUM)
+        for source_rank in range(W):
+            wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, source_rank * L, L, K)[:, None]
+            slots = source_rank * T + tokens
+            source = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
+            values = tl.load(source, mask=wanted & inside, other=0.0)
+            if FP8:
+                offsets, exists = scale_offsets(slots, h, H, BLOCK_H)
+                scales = tl.load(scales_ptr + offsets, mask=wanted & exists, other=0.0)
+                total += dequantize(values, scales, TILE_T, BLOCK_H)
+            else:
+                total += values.to(SUM)
+        target = tl.multiple_of(out_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
+        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & inside)
 
 
 @triton.jit
@@ -38,19 +112,22 @@ def combine(
     H: tl.constexpr,
     L: tl.constexpr,
     DATA: tl.constexpr,
+    SCALES: tl.constexpr,
     FLAGS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
     OPERATION: tl.constexpr,
 ):
     """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle."""
     rank = tl.load(group_ptr + W)
     me = tl.load(group_ptr + rank)
     control = control_words(table_ptr, me)
-    received = heap_rows(table_ptr, me, y_ptr.dtype.element_ty, DATA)
     alive = 1 - tl.load(control + FAILED)
+    SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     send_end: tl.constexpr = 1 + W * num_blocks
     task = next_task(control)
@@ -64,23 +141,28 @@ def combine(
             if peer_rank != rank:
                 alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
             if alive != 0:
-                target = heap_rows(table_ptr, peer, y_ptr.dtype.element_ty, DATA)
+                values_ptr = heap_rows(table_ptr, peer, wire, DATA)
+                scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
                 for t in range(0, BLOCK_T, TILE_T):
-                    tokens = block * BLOCK_T + t + tl.arange(0, TILE_T)
-                    slots = (peer_rank * T + tokens) * K
-                    wanted = wanted_by(ids_ptr, slots, tokens < T, rank * L, L, K)
-                    target_rows = (rank * T + tokens).to(tl.int64)[:, None] * H
-                    for h in range(0, H, BLOCK_H):
-                        columns = h + tl.arange(0, BLOCK_H)[None, :]
-                        inside = columns < H
-                        total = tl.zeros((TILE_T, BLOCK_H), tl.float32)
-                        for k in tl.static_range(K):
-                            row = tl.load(slot_row_ptr + slots + k, mask=wanted, other=-1)
-                            pointers = tl.multiple_of(y_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
-                            values = tl.load(pointers, mask=(row >= 0)[:, None] & inside, other=0.0)
-                            total += values.to(tl.float32)
-                        pointers = tl.multiple_of(target + target_rows + columns, (16, 16))
-                        tl.store(pointers, total.to(y_ptr.dtype.element_ty), mask=wanted[:, None] & inside)
+                    local = block * BLOCK_T + t + tl.arange(0, TILE_T)
+                    tokens = peer_rank * T + local
+                    wanted = wanted_by(ids_ptr, tokens * K, local < T, rank * L, L, K)
+                    slots = rank * T + local
+                    send_sums(
+                        y_ptr,
+                        slot_row_ptr,
+                        tokens,
+                        wanted,
+                        slots,
+                        values_ptr,
+                        scales_ptr,
+                        H,
+                        K,
+                        TILE_T,
+                        BLOCK_H,
+                        FP8,
+                        SUM,
+                    )
                 publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
         else:
             block = task - send_end
@@ -89,18 +171,26 @@ def combine(
                 alive = await_block(
                     table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
                 )
+            values_ptr = heap_rows(table_ptr, me, wire, DATA)
+            scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
             for t in range(0, BLOCK_T, TILE_T):
                 tokens = block * BLOCK_T + t + tl.arange(0, TILE_T)
-                for h in range(0, H, BLOCK_H):
-                    columns = h + tl.arange(0, BLOCK_H)[None, :]
-                    inside = columns < H
-                    total = tl.zeros((TILE_T, BLOCK_H), tl.float32)
-                    for source_rank in range(W):
-                        wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, source_rank * L, L, K)
-                        rows = (source_rank * T + tokens).to(tl.int64)[:, None] * H
-                        pointers = tl.multiple_of(received + rows + columns, (16, 16))
-                        total += tl.load(pointers, mask=wanted[:, None] & inside, other=0.0).to(tl.float32)
-                    out = tl.multiple_of(out_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
-                    tl.store(out, total.to(y_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & inside)
+                add_received(
+                    values_ptr,
+                    scales_ptr,
+                    ids_ptr,
+                    out_ptr,
+                    tokens,
+                    rank,
+                    T,
+                    W,
+                    H,
+                    K,
+                    L,
+                    TILE_T,
+                    BLOCK_H,
+                    FP8,
+                    SUM,
+                )
         task = next_task(control)
     end_launch(control, group_ptr, W)

@@ -20,30 +20,74 @@ from .protocol import (
     publish,
     wanted_by,
 )
+from .quantization import dequantize, quantize, scale_offsets
+
+
+@triton.jit
+def push(x_ptr, tokens, slots, wanted, values_ptr, scales_ptr, H, BLOCK_T, BLOCK_H: tl.constexpr, FP8: tl.constexpr):
+    """Copies tokens to their slots in a peer's heap."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)[None, :]
+        mask = wanted[:, None] & (columns < H)
+        source = tl.multiple_of(x_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
+        target = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
+        if FP8:
+            values, scales = quantize(tl.load(source, mask=mask, other=0.0), BLOCK_T, BLOCK_H)
+            offsets, inside = scale_offsets(slots, h, H, BLOCK_H)
+            tl.store(scales_ptr + offsets, scales, mask=wanted[:, None] & inside)
+        else:
+            values = tl.load(source, mask=mask)
+        tl.store(target, values, mask=mask)
 
 
 @triton.jit
 def copy_to_rows(
-    source,
-    out_ptr,
+    values_ptr,
+    scales_ptr,
+    sources,
+    wanted,
     slot_row_ptr,
     slots,
-    offsets,
-    wanted,
+    out_ptr,
+    OWN: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Copies tokens at `source + offsets` to each of their rows of `out`."""
+    """Copies tokens, this rank's own or received ones, to each of their rows of `out`."""
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         inside = columns < H
-        pointers = tl.multiple_of(source + offsets[:, None] + columns, (16, 16))
-        values = tl.load(pointers, mask=wanted[:, None] & inside)
+        source = tl.multiple_of(values_ptr + sources.to(tl.int64)[:, None] * H + columns, (16, 16))
+        values = tl.load(source, mask=wanted[:, None] & inside, other=0.0)
+        if FP8:
+            if OWN:
+                quantized, scales = quantize(values, BLOCK_T, BLOCK_H)
+            else:
+                quantized = values
+                offsets, exists = scale_offsets(sources, h, H, BLOCK_H)
+                scales = tl.load(scales_ptr + offsets, mask=wanted[:, None] & exists, other=0.0)
+            values = dequantize(quantized, scales, BLOCK_T, BLOCK_H).to(out_ptr.dtype.element_ty)
         for k in tl.static_range(K):
             row = tl.load(slot_row_ptr + slots + k, mask=wanted, other=-1)
-            target = out_ptr + row.to(tl.int64)[:, None] * H + columns
-            tl.store(tl.multiple_of(target, (16, 16)), values, mask=(row >= 0)[:, None] & inside)
+            target = tl.multiple_of(out_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
+            tl.store(target, values, mask=(row >= 0)[:, None] & inside)
+
+
+@triton.jit
+def clear_padding(
+    out_ptr, row_slot_ptr, first, H: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Zeroes those of the rows from `first` on that belong to no slot."""
+    rows = first + tl.arange(0, ROWS)
+    empty = (tl.load(row_slot_ptr + rows, mask=rows < R, other=0) < 0)[:, None]
+    zeros = tl.zeros((ROWS, BLOCK_H), out_ptr.dtype.element_ty)
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)[None, :]
+        target = tl.multiple_of(out_ptr + rows.to(tl.int64)[:, None] * H + columns, (16, 16))
+        tl.store(target, zeros, mask=empty & (columns < H))
 
 
 @triton.jit
@@ -64,11 +108,13 @@ def dispatch(
     L: tl.constexpr,
     R: tl.constexpr,
     DATA: tl.constexpr,
+    SCALES: tl.constexpr,
     FLAGS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     OPERATION: tl.constexpr,
 ):
@@ -79,8 +125,9 @@ def dispatch(
     rank = tl.load(group_ptr + W)
     me = tl.load(group_ptr + rank)
     control = control_words(table_ptr, me)
-    received = heap_rows(table_ptr, me, x_ptr.dtype.element_ty, DATA)
     alive = 1 - tl.load(control + FAILED)
+    wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
+    peers: tl.constexpr = W - 1 if W > 1 else 1  # a divisor also where there are none
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     push_end: tl.constexpr = 1 + (W - 1) * num_blocks
     zero_end: tl.constexpr = push_end + ((R + BLOCK_R - 1) // BLOCK_R if TO_ROWS else 0)
@@ -90,52 +137,51 @@ def dispatch(
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, W, D)
         elif task < push_end:
-            block = (task - 1) // (W - 1 if W > 1 else 1)
-            peer_rank = (rank + 1 + (task - 1) % (W - 1 if W > 1 else 1)) % W
+            block = (task - 1) // peers
+            peer_rank = (rank + 1 + (task - 1) % peers) % W
             peer = tl.load(group_ptr + peer_rank)
             alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
             if alive != 0:
                 tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-                wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, peer_rank * L, L, K)[:, None]
-                target = heap_rows(table_ptr, peer, x_ptr.dtype.element_ty, DATA)
-                source_rows = tokens.to(tl.int64)[:, None] * H
-                target_rows = (rank * T + tokens).to(tl.int64)[:, None] * H
-                for h in range(0, H, BLOCK_H):
-                    columns = h + tl.arange(0, BLOCK_H)[None, :]
-                    mask = wanted & (columns < H)
-                    values = tl.load(tl.multiple_of(x_ptr + source_rows + columns, (16, 16)), mask=mask)
-                    tl.store(tl.multiple_of(target + target_rows + columns, (16, 16)), values, mask=mask)
+                wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, peer_rank * L, L, K)
+                values_ptr = heap_rows(table_ptr, peer, wire, DATA)
+                scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
+                push(x_ptr, tokens, rank * T + tokens, wanted, values_ptr, scales_ptr, H, BLOCK_T, BLOCK_H, FP8)
                 publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
         elif task < zero_end:
-            rows = (task - push_end) * BLOCK_R + tl.arange(0, BLOCK_R)
-            empty = (tl.load(row_slot_ptr + rows, mask=rows < R, other=0) < 0)[:, None]
-            for h in range(0, H, BLOCK_H):
-                columns = h + tl.arange(0, BLOCK_H)[None, :]
-                zeros = tl.zeros((BLOCK_R, BLOCK_H), x_ptr.dtype.element_ty)
-                target = out_ptr + rows.to(tl.int64)[:, None] * H + columns
-                tl.store(tl.multiple_of(target, (16, 16)), zeros, mask=empty & (columns < H))
-        else:
-            # Own tokens come first, then blocks in the order in which peers push them.
-            index = task - zero_end
-            step = 0
-            block = index
-            if task >= own_end:
-                index = task - own_end
-                step = 1 + index % (W - 1 if W > 1 else 1)
-                block = index // (W - 1 if W > 1 else 1)
-            source_rank = (rank + W - step) % W
-            source = tl.load(group_ptr + source_rank)
-            tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-            slots = (source_rank * T + tokens) * K
+            clear_padding(out_ptr, row_slot_ptr, (task - push_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
+        elif task < own_end:
+            tokens = (task - zero_end) * BLOCK_T + tl.arange(0, BLOCK_T)
+            slots = (rank * T + tokens) * K
             wanted = wanted_by(ids_ptr, slots, tokens < T, rank * L, L, K)
-            if step == 0:
-                copy_to_rows(x_ptr, out_ptr, slot_row_ptr, slots, tokens.to(tl.int64) * H, wanted, H, K, BLOCK_H)
-            else:
-                alive = await_block(
-                    table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+            copy_to_rows(x_ptr, x_ptr, tokens, wanted, slot_row_ptr, slots, out_ptr, True, H, K, BLOCK_T, BLOCK_H, FP8)
+        else:
+            # In the order in which peers push: this rank is the last of the peer after it, and so on.
+            block = (task - own_end) // peers
+            source_rank = (rank + W - 1 - (task - own_end) % peers) % W
+            source = tl.load(group_ptr + source_rank)
+            alive = await_block(
+                table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+            )
+            if TO_ROWS:
+                tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
+                wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
+                values_ptr = heap_rows(table_ptr, me, wire, DATA)
+                scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
+                copy_to_rows(
+                    values_ptr,
+                    scales_ptr,
+                    tokens,
+                    wanted,
+                    slot_row_ptr,
+                    tokens * K,
+                    out_ptr,
+                    False,
+                    H,
+                    K,
+                    BLOCK_T,
+                    BLOCK_H,
+                    FP8,
                 )
-                if TO_ROWS:
-                    rows = (source_rank * T + tokens).to(tl.int64) * H
-                    copy_to_rows(received, out_ptr, slot_row_ptr, slots, rows, wanted, H, K, BLOCK_H)
         task = next_task(control)
     end_launch(control, group_ptr, W)

@@ -21,7 +21,7 @@ from jax_ep.layout import round_up
 
 _PAGE = 4096
 _CONTROL_WORDS = 64
-MAX_BLOCKS = 8192
+MAX_BLOCKS = 32768
 """Flags per device and parity: a launch has at most this many blocks of tokens."""
 
 

@@ -15,7 +15,7 @@ from jax_ep import layout as rows
 from jax_ep.collectives import Axis, all_gather, rank_on, sum_in_order
 from jax_ep.heap import MAX_BLOCKS, SymmetricHeap
 from jax_ep.kernel import Config, Kernel
-from jax_ep.megakernels import tuning
+from jax_ep.megakernels import peer_access, tuning
 from jax_ep.megakernels.launch import launch
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.quantization import GROUP_SIZE
@@ -24,6 +24,7 @@ from jax_ep.types import Array, Handle, Layout
 grouped_gemm = tiled_gemm.grouped_gemm
 grouped_gemm_weights = tiled_gemm.grouped_gemm_weights
 
+_MOST_RANKS = 63  # kernels keep a set of ranks in an int64
 _DISPATCH = Kernel("dispatch", "dispatch")
 _COMBINE = Kernel("combine", "combine")
 _WORDS = Kernel("words", "exchange_words")
@@ -45,6 +46,8 @@ def refusal(request: Any) -> str | None:
         return None
     if request.layout.num_tokens > MAX_BLOCKS * tuning.BLOCK_T:
         return f"T={request.layout.num_tokens} exceeds {MAX_BLOCKS * tuning.BLOCK_T} tokens per rank"
+    if request.layout.num_ranks > _MOST_RANKS:
+        return f"W={request.layout.num_ranks} exceeds {_MOST_RANKS} ranks"
     if request.foreign_handle:
         return "the handle was made by another implementation"
     return None
@@ -54,7 +57,9 @@ def _missing_on_gpu() -> str | None:
     if jax.process_count() > 1:
         return "it needs one process that drives every device"
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)} (pip install 'jax-ep[cuda13]')" if missing else None
+    if missing:
+        return f"not installed: {', '.join(missing)} (pip install 'jax-ep[cuda13]')"
+    return peer_access.missing()
 
 
 def plan(topk_idx: Array, layout: Layout, axis: Axis) -> Handle:

@@ -1,4 +1,7 @@
-"""Grids and tiles of the kernels, per operation. Measured on H200 (benchmarks/dispatch_combine.py)."""
+"""Grids and tiles of the kernels, per operation. Measured on H200 (benchmarks/dispatch_combine.py).
+
+LAG is the number of blocks between sending one and working on what has arrived: the time that a block is under way.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from jax_ep.heap import MAX_BLOCKS
 from jax_ep.kernel import Config
 from jax_ep.types import Layout
 
-BLOCK_T = 32
-"""Tokens per flag."""
+BLOCK_T = 8
+"""Tokens per flag, and per task: small enough that the last tasks of a launch end together."""
 
 
 def _columns(hidden: int, itemsize: int, most_bytes: int) -> int:
@@ -21,11 +24,11 @@ def _columns(hidden: int, itemsize: int, most_bytes: int) -> int:
     return columns
 
 
-def _programs(num_tasks: int) -> int:
-    """One program per multiprocessor; in the interpreter, where programs run one after another, two."""
+def _programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
+    """Programs that run at a time; in the interpreter, where they run one after another, two."""
     if jax.default_backend() == "cpu":
         return 2
-    return min(num_tasks, jax.local_devices()[0].core_count)
+    return min(num_tasks, jax.local_devices()[0].core_count * per_multiprocessor)
 
 
 def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
@@ -40,11 +43,11 @@ def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dic
     """Config and tile sizes of the dispatch kernel."""
     num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // BLOCK_T)
     columns = _columns(hidden, dtype.itemsize, 2048)
-    return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "BLOCK_H": columns, "BLOCK_R": 32}
+    return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "BLOCK_H": columns, "BLOCK_R": 16, "LAG": 16}
 
 
 def combine(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the combine kernel."""
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // BLOCK_T)
-    columns = _columns(hidden, dtype.itemsize, 1024)
-    return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "TILE_T": 16, "BLOCK_H": columns}
+    columns = _columns(hidden, dtype.itemsize, 2048)
+    return Config(_programs(num_tasks, 2)), {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}

@@ -1,8 +1,8 @@
 """Combine: the rows of a token are summed on each expert rank, and what each rank sends is summed at the source.
 
-Tasks, in order: (0) announce; (1) sum the rows of a block of one peer's tokens and store the sums in that peer's heap,
-slot `[this rank, token]`, interleaved over peers, own tokens last; (2) per block, add what the ranks sent, in rank
-order. Sums run in float32 (float64 for float64), are rounded once to what travels, and once at the end.
+Tasks: first announce; then, for each block of tokens, sum its rows for each peer and store the sums in that heap,
+slot `[this rank, token]`, own tokens last; and, for the block LAG steps earlier, add what arrived, in rank order.
+Sums run in float32 (float64 for float64), are rounded once to what travels, and once at the end.
 """
 
 import triton
@@ -19,6 +19,7 @@ from .protocol import (
     next_task,
     publish,
     wanted_by,
+    wanting_ranks,
 )
 from .quantization import dequantize, quantize, scale_offsets
 
@@ -77,12 +78,13 @@ def add_received(
     SUM: tl.constexpr,
 ):
     """Adds what the ranks have sent for these tokens, in rank order."""
+    ranks = wanting_ranks(ids_ptr, (rank * T + tokens) * K, tokens < T, W, L, K)
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         inside = columns < H
         total = tl.zeros((TILE_T, BLOCK_H), SUM)
-        for source_rank in range(W):
-            wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, source_rank * L, L, K)[:, None]
+        for source_rank in tl.static_range(W):
+            wanted = ((ranks >> source_rank) & 1 > 0)[:, None]
             slots = source_rank * T + tokens
             source = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
             values = tl.load(source, mask=wanted & inside, other=0.0)
@@ -118,6 +120,7 @@ def combine(
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    LAG: tl.constexpr,
     FP8: tl.constexpr,
     OPERATION: tl.constexpr,
 ):
@@ -129,14 +132,15 @@ def combine(
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
-    send_end: tl.constexpr = 1 + W * num_blocks
     task = next_task(control)
-    while task < send_end + num_blocks:
+    while task < 1 + (num_blocks + LAG) * (W + 1):
+        step = (task - 1) // (W + 1)
+        index = (task - 1) % (W + 1)
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, W, D)
-        elif task < send_end:
-            block = (task - 1) // W
-            peer_rank = (rank + 1 + (task - 1) % W) % W
+        elif index < W and step < num_blocks:
+            block = step
+            peer_rank = (rank + 1 + index) % W
             peer = tl.load(group_ptr + peer_rank)
             if peer_rank != rank:
                 alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
@@ -164,8 +168,8 @@ def combine(
                         SUM,
                     )
                 publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
-        else:
-            block = task - send_end
+        elif index == W and step >= LAG:
+            block = step - LAG
             for source_rank in range(W):
                 source = tl.load(group_ptr + source_rank)
                 alive = await_block(

@@ -1,8 +1,8 @@
 """Dispatch: tokens to fixed slots at their expert ranks, and from there to expert-major rows, in one launch.
 
-Tasks, in order: (0) announce; (1) push blocks of tokens to peers, interleaved over peers; (2) zero the padding rows;
-(3) copy this rank's own tokens to their rows; (4) copy what arrived to its rows, block by block. A token travels once
-per rank, to slot `[source rank, token]`; a received token is read once and written to each of its rows.
+Tasks: first announce; then, for each block of tokens, push it to every peer, copy what has arrived of the block LAG
+steps earlier to its rows, and copy this rank's own tokens; last, zero the padding rows. A token travels once per rank,
+to slot `[source rank, token]`; a received token is read once and written to each of its rows.
 """
 
 import triton
@@ -114,6 +114,7 @@ def dispatch(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    LAG: tl.constexpr,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     OPERATION: tl.constexpr,
@@ -127,61 +128,62 @@ def dispatch(
     control = control_words(table_ptr, me)
     alive = 1 - tl.load(control + FAILED)
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
-    peers: tl.constexpr = W - 1 if W > 1 else 1  # a divisor also where there are none
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
-    push_end: tl.constexpr = 1 + (W - 1) * num_blocks
-    zero_end: tl.constexpr = push_end + ((R + BLOCK_R - 1) // BLOCK_R if TO_ROWS else 0)
-    own_end: tl.constexpr = zero_end + (num_blocks if TO_ROWS else 0)
+    step_tasks: tl.constexpr = 2 * (W - 1) + (1 if TO_ROWS else 0)
+    steps_end: tl.constexpr = 1 + (num_blocks + LAG) * step_tasks
     task = next_task(control)
-    while task < own_end + (W - 1) * num_blocks:
+    while task < steps_end + ((R + BLOCK_R - 1) // BLOCK_R if TO_ROWS else 0):
+        step = (task - 1) // (step_tasks if step_tasks > 0 else 1)
+        index = (task - 1) % (step_tasks if step_tasks > 0 else 1)
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, W, D)
-        elif task < push_end:
-            block = (task - 1) // peers
-            peer_rank = (rank + 1 + (task - 1) % peers) % W
-            peer = tl.load(group_ptr + peer_rank)
-            alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
-            if alive != 0:
-                tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-                wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, peer_rank * L, L, K)
-                values_ptr = heap_rows(table_ptr, peer, wire, DATA)
-                scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
-                push(x_ptr, tokens, rank * T + tokens, wanted, values_ptr, scales_ptr, H, BLOCK_T, BLOCK_H, FP8)
-                publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
-        elif task < zero_end:
-            clear_padding(out_ptr, row_slot_ptr, (task - push_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
-        elif task < own_end:
-            tokens = (task - zero_end) * BLOCK_T + tl.arange(0, BLOCK_T)
+        elif task >= steps_end:
+            clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
+        elif index < W - 1:
+            if step < num_blocks:
+                peer_rank = (rank + 1 + index) % W
+                peer = tl.load(group_ptr + peer_rank)
+                alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
+                if alive != 0:
+                    tokens = step * BLOCK_T + tl.arange(0, BLOCK_T)
+                    wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, peer_rank * L, L, K)
+                    values_ptr = heap_rows(table_ptr, peer, wire, DATA)
+                    scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
+                    push(x_ptr, tokens, rank * T + tokens, wanted, values_ptr, scales_ptr, H, BLOCK_T, BLOCK_H, FP8)
+                    publish(table_ptr, control, me, peer, step, FLAGS, D, MAX_BLOCKS)
+        elif index < 2 * (W - 1):
+            # In the order in which peers push: this rank is the last of the peer after it, and so on.
+            block = step - LAG
+            if block >= 0:
+                source_rank = (rank + W - 1 - (index - (W - 1))) % W
+                source = tl.load(group_ptr + source_rank)
+                alive = await_block(
+                    table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+                )
+                if TO_ROWS:
+                    tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
+                    wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
+                    values_ptr = heap_rows(table_ptr, me, wire, DATA)
+                    scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
+                    copy_to_rows(
+                        values_ptr,
+                        scales_ptr,
+                        tokens,
+                        wanted,
+                        slot_row_ptr,
+                        tokens * K,
+                        out_ptr,
+                        False,
+                        H,
+                        K,
+                        BLOCK_T,
+                        BLOCK_H,
+                        FP8,
+                    )
+        elif step < num_blocks:
+            tokens = step * BLOCK_T + tl.arange(0, BLOCK_T)
             slots = (rank * T + tokens) * K
             wanted = wanted_by(ids_ptr, slots, tokens < T, rank * L, L, K)
             copy_to_rows(x_ptr, x_ptr, tokens, wanted, slot_row_ptr, slots, out_ptr, True, H, K, BLOCK_T, BLOCK_H, FP8)
-        else:
-            # In the order in which peers push: this rank is the last of the peer after it, and so on.
-            block = (task - own_end) // peers
-            source_rank = (rank + W - 1 - (task - own_end) % peers) % W
-            source = tl.load(group_ptr + source_rank)
-            alive = await_block(
-                table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
-            )
-            if TO_ROWS:
-                tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
-                wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
-                values_ptr = heap_rows(table_ptr, me, wire, DATA)
-                scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
-                copy_to_rows(
-                    values_ptr,
-                    scales_ptr,
-                    tokens,
-                    wanted,
-                    slot_row_ptr,
-                    tokens * K,
-                    out_ptr,
-                    False,
-                    H,
-                    K,
-                    BLOCK_T,
-                    BLOCK_H,
-                    FP8,
-                )
         task = next_task(control)
     end_launch(control, group_ptr, W)

@@ -1,7 +1,8 @@
 """Dispatch and combine on GPUs: device time inside jit, beside what XLA offers, in one run.
 
-    python benchmarks/dispatch_combine.py [--tokens 128 4096 32768] [--routing uniform zipf]
+    python benchmarks/dispatch_combine.py [--tokens 4096 32768] [--routing uniform zipf]
 
+Below about 1000 tokens per rank the launches of the chained calls cost more than what they measure.
 Writes results/dispatch_combine.json and a plot. Wire bytes count every (token, remote rank) pair once; the peak is
 what the copy engine reaches from one GPU to another in the same run.
 """
@@ -178,9 +179,12 @@ def copy_engine_peak() -> float:
 def main() -> None:
     """Measures all cases and writes the report."""
     parser = harness.parser(__doc__, rounds=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096, 8192, 32768])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 32768])
     parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
     args: argparse.Namespace = harness.parse(parser)
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        print("dispatch_combine: needs two or more GPUs of one process; nothing measured")
+        return
     mesh = jax.make_mesh((jax.device_count(),), AXIS, axis_types=(jax.sharding.AxisType.Auto,))
     report = Report("dispatch_combine", args.out, {"hidden": HIDDEN, "experts": NUM_EXPERTS, "top_k": TOP_K})
     peak = copy_engine_peak()

@@ -191,12 +191,14 @@ def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
 def test_bias_update_moves_load_to_idle_experts(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(256, H)), jnp.float32)
     moe = MoE(**SIZES, bias_routing=True, score="sigmoid", rngs=nnx.Rngs(3))
+    # Uneven at first, far beyond what steps of one size leave at the end.
+    moe.router_bias[...] = jnp.linspace(-0.3, 0.3, E)
     step = nnx.jit(lambda m, x: m(x)[1].load)
     before = np.asarray(step(moe, x))
     for _ in range(100):
         moe.update_bias(step(moe, x), rate=0.01)
     after = np.asarray(step(moe, x))
-    assert after.max() - after.min() < 0.35 * (before.max() - before.min())
+    assert after.max() - after.min() < 0.2 * (before.max() - before.min())
     gradients = nnx.eval_shape(nnx.grad(lambda m: m(x)[0].sum()), moe)
     assert not any(isinstance(leaf, RouterBias) for _, leaf in nnx.to_flat_state(gradients))
 

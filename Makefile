@@ -44,7 +44,9 @@ demo: $(INSTALLED) ## train a small MoE language model, then generate from its c
 	"$(BIN)/python" examples/train_moe_flax.py
 	"$(BIN)/python" examples/serve_moe.py
 
+# The exchange tests run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies.
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
+	"$(BIN)/python" -m pytest -n auto -q tests/contract/test_dispatch_combine.py --implementation triton
 	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs

@@ -186,7 +186,8 @@ def main() -> None:
         print("dispatch_combine: needs two or more GPUs of one process; nothing measured")
         return
     mesh = jax.make_mesh((jax.device_count(),), AXIS, axis_types=(jax.sharding.AxisType.Auto,))
-    report = Report("dispatch_combine", args.out, {"hidden": HIDDEN, "experts": NUM_EXPERTS, "top_k": TOP_K})
+    settings = {"rounds": args.rounds, "quick": args.quick, "experts": NUM_EXPERTS, "top_k": TOP_K}
+    report = Report("dispatch_combine", args.out, settings)
     peak = copy_engine_peak()
     report.summarise(copy_engine_bytes_per_s=peak)
     panels = []
@@ -208,6 +209,7 @@ def main() -> None:
 def show(report: Report, kind: str, case: Case, times: dict[str, Timing], wire: float, peak: float) -> None:
     """Adds one case to the report and prints it."""
     shape = {"routing": kind, "tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
+    shape |= {"hidden": HIDDEN, "dtype": "bfloat16"}
     floor = wire / peak
     table = []
     for name, timing in times.items():

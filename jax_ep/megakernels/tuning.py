@@ -42,12 +42,13 @@ def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
 def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the dispatch kernel."""
     num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // BLOCK_T)
-    columns = _columns(hidden, dtype.itemsize, 2048)
+    columns = _columns(hidden, dtype.itemsize, 2048 if dtype.itemsize <= 2 else 1024)
     return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "BLOCK_H": columns, "BLOCK_R": 16, "LAG": 16}
 
 
 def combine(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the combine kernel."""
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // BLOCK_T)
-    columns = _columns(hidden, dtype.itemsize, 2048)
+    # Sums are float32 whatever travels: wider tiles of float32 rows would spill.
+    columns = _columns(hidden, dtype.itemsize, 2048 if dtype.itemsize <= 2 else 1024)
     return Config(_programs(num_tasks, 2)), {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}

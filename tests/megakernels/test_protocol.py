@@ -1,0 +1,118 @@
+"""What keeps kernels of several ranks safe: bounded waits, refusal after a failure, a heap of a given size, odd ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import context
+
+W, T, K, E, H = 2, 5, 2, 4, 8
+OPTIONS = {"num_experts": E, "implementation": "triton"}
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """Two ranks without a context, before the test and after it."""
+    jax_ep.finalize()
+    yield harness.make_mesh((W,), (harness.EXPERT,))
+    jax_ep.finalize()
+
+
+def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(W, T, H)).astype(np.float32), rng.integers(0, E, size=(W, T, K), dtype=np.int32)
+
+
+def round_trip(x, ids):
+    """Every row to its experts and back: each token times its number of experts."""
+    d = jax_ep.dispatch(x, ids, **OPTIONS)
+    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
+
+
+def test_an_expired_wait_names_both_ranks_and_ends_the_context(mesh):
+    jax_ep.init(mesh, transport="shared_memory", timeout_s=0.2)
+    x, ids = inputs()
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+    heap = context.heap("test")
+    epochs = heap._memory.pool.heap(1)[: 4 * 128].view(np.int32)  # control words of rank 1
+    epochs[64] += 1  # it believes in one launch more with rank 0: neither will see the epoch it waits for
+    # The check of a later call reports it, if the check of this one came too early.
+    with pytest.raises(Exception, match="timed out"):
+        [harness.run(round_trip, mesh, x, ids) for _ in range(2)]
+    story = heap.failure()
+    assert story is not None
+    assert "rank 0" in story and "rank 1" in story
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"refuses work after a failure.*finalize"):
+        context.heap("dispatch")
+    jax_ep.finalize()
+    jax_ep.init(mesh, transport="shared_memory")
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+
+
+def test_a_heap_that_is_too_small_says_how_much_is_needed(mesh):
+    jax_ep.init(mesh, transport="shared_memory", heap_bytes=8 << 20)
+    x, ids = (np.tile(a, (1, 40, 1)) for a in inputs())
+    wide = np.zeros((W, x.shape[1], 1 << 14), np.float32)
+    with pytest.raises(ValueError, match=r"heap_bytes=8388608 per device, but this call needs \d+.*heap_bytes=\d+"):
+        harness.run(round_trip, mesh, wide, ids)
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+
+
+def test_a_heap_that_holds_no_flags_is_refused(mesh):
+    jax_ep.init(mesh, transport="shared_memory", heap_bytes=4096)
+    with pytest.raises(ValueError, match=r"heap_bytes=4096, expected at least \d+"):
+        harness.run(round_trip, mesh, *inputs())
+
+
+def test_a_heap_without_a_size_grows(mesh):
+    jax_ep.init(mesh, transport="shared_memory")
+    for num_tokens in (1, 64, 3):
+        x = np.random.default_rng(num_tokens).normal(size=(W, num_tokens, H)).astype(np.float32)
+        ids = np.zeros((W, num_tokens, K), np.int32)
+        np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+
+
+def test_hostile_ids_write_nowhere(mesh):
+    """Any 32-bit pattern as an id: rows of valid ids are right, the others are counted and have no rows."""
+    jax_ep.init(mesh, transport="shared_memory")
+    rng = np.random.default_rng(3)
+    x, _ = inputs()
+    extremes = np.array([-(2**31), 2**31 - 1, -2, E, E * W, 2**30], np.int32)
+    ids = np.where(rng.random((W, T, K)) < 0.5, rng.choice(extremes, (W, T, K)), rng.integers(0, E, (W, T, K)))
+
+    def fn(x, ids):
+        d = jax_ep.dispatch(x, ids, **OPTIONS)
+        return jax_ep.combine(d.tokens, d.handle, implementation="triton"), d.handle.num_invalid
+
+    sums, invalid = harness.run(fn, mesh, x, ids.astype(np.int32))
+    valid = (ids >= 0) & (ids < E)
+    np.testing.assert_array_equal(sums, x * valid.sum(-1, keepdims=True).astype(np.float32))
+    np.testing.assert_array_equal(np.ravel(invalid), ((ids != -1) & ~valid).sum((1, 2)))
+
+
+def test_meshes_of_different_devices_share_one_heap(mesh):
+    """Pairs of devices count their launches together, so groups that overlap can take turns."""
+    jax_ep.init(mesh, transport="shared_memory")
+    x, ids = inputs()
+    four = harness.make_mesh((4,), (harness.EXPERT,))
+    wide_x, wide_ids = np.concatenate([x, -x]), np.concatenate([ids, ids])
+    for _ in range(2):
+        np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+        np.testing.assert_array_equal(harness.run(round_trip, four, wide_x, wide_ids), K * wide_x)
+
+
+def test_bits_do_not_change_from_run_to_run(mesh):
+    jax_ep.init(mesh, transport="shared_memory")
+    x, ids = inputs()
+    call = harness.compiled(lambda x, ids: round_trip(jnp.exp(x), ids), mesh)
+    first = np.asarray(call(x, ids))
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(call(x, ids)), first)

@@ -1,0 +1,88 @@
+"""Every kernel compiles to PTX without a GPU, with 16-byte accesses for rows and without spilled registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from jax_ep.heap import MAX_BLOCKS, HeapLayout
+from jax_ep.megakernels import tuning
+from jax_ep.types import Layout
+
+pytest.importorskip("triton")
+
+LAYOUT = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
+HIDDEN = 7168
+CAPABILITIES = [80, 90, 100]
+# Compiling imports Triton; in a process of its own, since a test process may be the parent of interpreters.
+COMPILE = """
+import importlib, json, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+module, function, types, constants, warps, capability = json.loads(sys.argv[1])
+kernel = getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{module}"), function)
+names = kernel.arg_names
+signature = {name: types.get(name, "constexpr") for name in names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
+source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+options = {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": True}
+compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(compiled.asm["ptx"])
+    file.flush()
+    ptxas = triton.knobs.nvidia.ptxas_blackwell.path or triton.knobs.nvidia.ptxas.path
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    command = [ptxas, "-v", f"-arch={target}", file.name, "-o", "/dev/null"]
+    report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+print(json.dumps({"ptx": compiled.asm["ptx"], "report": report}))
+"""
+
+
+def build(module, function, types, constants, warps, capability):
+    import json
+
+    request = json.dumps([module, function, types, constants, warps, capability])
+    done = subprocess.run([sys.executable, "-c", COMPILE, request], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def places() -> dict[str, int]:
+    heap = HeapLayout(4)
+    return {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "OPERATION": 1}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("fp8", [False, True], ids=["as-is", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_row_kernels(name, dtype, fp8, capability):
+    if fp8 and capability < 89:
+        pytest.skip("this architecture has no FP8 conversions")
+    config, blocks = getattr(tuning, name)(LAYOUT, HIDDEN, jnp.dtype(dtype))
+    element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "checked_ptr"]
+    types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
+    types |= {"x_ptr": element, "row_slot_ptr": "*i32"} if name == "dispatch" else {"y_ptr": element}
+    sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
+    constants = places() | sizes | blocks | ({"R": 40960, "TO_ROWS": True} if name == "dispatch" else {})
+    built = build(name, name, types, constants, config.num_warps, capability)
+    assert re.search(r"ld\.global\.v4\.b32", built["ptx"]), "rows are not loaded 16 bytes at a time"
+    assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
+    assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
+    assert "st.release.sys" in built["ptx"] or "release.sys" in built["ptx"] or "fence.acq_rel.sys" in built["ptx"]
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_word_kernel(capability):
+    config, block = tuning.words(4, 4096 * 8)
+    pointers = dict.fromkeys(("x_ptr", "group_ptr", "checked_ptr", "out_ptr"), "*i32") | {"table_ptr": "*i64"}
+    constants = places() | {"W": 4, "N": 4096 * 8, "DIFFERENT": False, "BLOCK": block}
+    built = build("words", "exchange_words", pointers, constants, config.num_warps, capability)
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

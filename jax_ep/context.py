@@ -50,6 +50,7 @@ class Context:
 
 _lock = threading.RLock()
 _current: Context | None = None
+_is_implicit = False
 _heap: SymmetricHeap | None = None
 
 
@@ -62,6 +63,8 @@ def init(
     timeout_s: float = _TIMEOUT_S,
 ) -> Context:
     """Sets the process-level context up; calling it again with the same arguments returns the same context.
+
+    It replaces a context that came into being by itself; programs compiled before it must then be compiled again.
 
     Args:
       mesh: the devices; None: the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`.
@@ -87,6 +90,8 @@ def init(
     global _current
     wanted = _checked(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
     with _lock:
+        if _is_implicit:
+            finalize()  # made by a program that needed one; what the user says now counts
         if _current is not None and _current != wanted:
             raise ValueError(
                 f"init: already initialised with {_current}, now asked for {wanted}; call finalize() first."
@@ -161,11 +166,12 @@ def heap(function: str) -> SymmetricHeap:
     Raises:
       jax.errors.JaxRuntimeError: a kernel has given up on a peer; the message tells of it.
     """
-    global _current, _heap
+    global _current, _heap, _is_implicit
     with _lock:
         if _current is None:
             # Programs find the devices of a group by themselves: which mesh stands here does not matter.
             _current = _outside_of_traces(lambda: _checked(_all_devices("expert"), "expert", None, None, _TIMEOUT_S))
+            _is_implicit = True
         context = _current
         if _heap is None:
             _heap = _outside_of_traces(lambda: _make_heap(context))
@@ -215,8 +221,8 @@ def finalize() -> None:
       >>> import jax_ep
       >>> jax_ep.finalize()
     """
-    global _current, _heap
+    global _current, _heap, _is_implicit
     with _lock:
         if _heap is not None:
             _heap.close()
-        _current, _heap = None, None
+        _current, _heap, _is_implicit = None, None, False

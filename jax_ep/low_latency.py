@@ -176,11 +176,11 @@ def low_latency_combine(
         )
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, y)
     wire_dtype = check.wire(function, wire_dtype, y)
-    if wire_dtype is not None:
-        y = without_gradient(f"{function} in FP8 has no gradient: leave wire_dtype=None, or train with combine.", y)
     name = backends.choose(implementation, backends.Request(function, y.dtype, y.shape[2], "low_latency", layout))
     axis = axis_tuple(axis_name)
     y, topk_weights, handle = vary_alike((y, topk_weights, handle), over=axis)
     weights = _pad_rows(topk_weights, layout.num_tokens, 0)
     out = backends.get(name).low_latency_combine(y, weights, handle, axis, wire_dtype)
+    if wire_dtype is not None:
+        out = without_gradient(f"{function} in FP8 has no gradient: leave wire_dtype=None, or train with combine.", out)
     return out[: topk_idx.shape[0]]

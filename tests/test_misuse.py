@@ -263,6 +263,20 @@ def test_a_quantised_pair_travels_in_fp8_only():
     check(TypeError, fragments, trace, "dispatch", x=pair, wire_dtype=jnp.int8)
 
 
+def test_rounding_has_no_gradient():
+    def loss(y, topk_idx, topk_weights):
+        handle = low_latency_handle().make()
+        wire = {"wire_dtype": jnp.float8_e4m3fn}
+        return jax_ep.low_latency_combine(y, topk_idx, topk_weights, handle, **wire).sum()
+
+    specs = {"in_specs": P(), "out_specs": P("expert"), "mesh": mesh_of()}
+    gradient = jax.shard_map(lambda *args: jax.grad(loss)(*args)[None], **specs)
+    good = [GOOD["low_latency_combine"][name] for name in ("y", "topk_idx", "topk_weights")]
+    check(TypeError, ["low_latency_combine", "FP8", "wire_dtype=None"], jax.eval_shape, gradient, *good)
+    quantised = jax.grad(lambda x: jax_ep.quantization.quantize_fp8(x)[1].sum())
+    check(TypeError, ["quantize_fp8", "gradient", "dispatch"], jax.eval_shape, quantised, f32(T, H))
+
+
 def test_losses_of_no_tokens_are_zero():
     assert float(jax_ep.load_balancing_loss(jnp.zeros((0, E)), jnp.zeros((0, K), jnp.int32))) == 0
     assert float(jax_ep.router_z_loss(jnp.zeros((0, E)))) == 0

@@ -109,6 +109,17 @@ def test_meshes_of_different_devices_share_one_heap(mesh):
         np.testing.assert_array_equal(harness.run(round_trip, four, wide_x, wide_ids), K * wide_x)
 
 
+def test_init_replaces_a_context_that_made_itself(mesh):
+    implicit = context._outside_of_traces(lambda: context._checked(mesh, "expert", "shared_memory", None, 30.0))
+    context._current, context._is_implicit = implicit, True
+    x, ids = inputs()
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+    assert jax_ep.init(mesh, transport="shared_memory", timeout_s=7).timeout_s == 7
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+    with pytest.raises(ValueError, match="already initialised"):
+        jax_ep.init(mesh, transport="shared_memory", timeout_s=8)
+
+
 def test_bits_do_not_change_from_run_to_run(mesh):
     jax_ep.init(mesh, transport="shared_memory")
     x, ids = inputs()

@@ -2,9 +2,9 @@
 
     python benchmarks/dispatch_combine.py [--tokens 4096 32768] [--routing uniform zipf]
 
-Below about 1000 tokens per rank the launches of the chained calls cost more than what they measure.
-Writes results/dispatch_combine.json and a plot. Wire bytes count every (token, remote rank) pair once; the peak is
-what the copy engine reaches from one GPU to another in the same run.
+Writes results/dispatch_combine.json and a plot. Wire bytes count every (token, remote rank) pair once; the peak is what
+the copy engine reaches from one GPU to another in the same run. Below about 1000 tokens per rank the launches of the
+chained calls cost more than what they measure.
 """
 
 from __future__ import annotations

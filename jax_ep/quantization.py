@@ -38,7 +38,6 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
 
         Example:
           >>> import jax.numpy as jnp
-    from jax import lax
           >>> from jax_ep.quantization import quantize_fp8
           >>> values, scales = quantize_fp8(jnp.ones((2, 256)))
           >>> values.dtype.name, scales.shape
@@ -76,7 +75,6 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
 
         Example:
           >>> import jax.numpy as jnp
-    from jax import lax
           >>> from jax_ep.quantization import dequantize_fp8, quantize_fp8
           >>> float(dequantize_fp8(*quantize_fp8(jnp.ones((2, 128))), jnp.float32)[0, 0])
           1.0

@@ -24,24 +24,24 @@ _MIN_SCALE = 2.0**-120
 def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     """Quantises rows to FP8, one scale per row and `group_size` columns.
 
-        Args:
-          x: `[..., H]` bfloat16, float16, float32 or float64, `H % group_size == 0`.
-          group_size: columns that share a scale.
+    Args:
+      x: `[..., H]` bfloat16, float16, float32 or float64, `H % group_size == 0`.
+      group_size: columns that share a scale.
 
-        Returns:
-          `(values [..., H] float8_e4m3fn, scales [..., H // group_size] float32)` with `values * scale` within
-          `max(|x| * 2**-4, scale * 2**-10)` of `x`, up to float32 rounding. An infinity or NaN spoils its whole group.
+    Returns:
+      `(values [..., H] float8_e4m3fn, scales [..., H // group_size] float32)` with `values * scale` within
+      `max(|x| * 2**-4, scale * 2**-10)` of `x`, up to float32 rounding. An infinity or NaN spoils its whole group.
 
-        Raises:
-          ValueError: H is not a multiple of `group_size`.
-          TypeError: x is not floating; also by the gradient, which would not be that of quantisation.
+    Raises:
+      ValueError: H is not a multiple of `group_size`.
+      TypeError: x is not floating; also by the gradient, which would not be that of quantisation.
 
-        Example:
-          >>> import jax.numpy as jnp
-          >>> from jax_ep.quantization import quantize_fp8
-          >>> values, scales = quantize_fp8(jnp.ones((2, 256)))
-          >>> values.dtype.name, scales.shape
-          ('float8_e4m3fn', (2, 2))
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.quantization import quantize_fp8
+      >>> values, scales = quantize_fp8(jnp.ones((2, 256)))
+      >>> values.dtype.name, scales.shape
+      ('float8_e4m3fn', (2, 2))
     """
     x = check.floating("quantize_fp8", "x", x)
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
@@ -61,23 +61,23 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
 def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     """`values * scales` in `dtype`; the group size is `H // scales.shape[-1]`.
 
-        Args:
-          values: `[..., H]` float8_e4m3fn.
-          scales: `[..., H // group_size]` float32.
-          dtype: dtype of the result.
+    Args:
+      values: `[..., H]` float8_e4m3fn.
+      scales: `[..., H // group_size]` float32.
+      dtype: dtype of the result.
 
-        Returns:
-          `[..., H]` array of `dtype`, multiplied in float32.
+    Returns:
+      `[..., H]` array of `dtype`, multiplied in float32.
 
-        Raises:
-          ValueError: shapes that do not fit together.
-          TypeError: other dtypes.
+    Raises:
+      ValueError: shapes that do not fit together.
+      TypeError: other dtypes.
 
-        Example:
-          >>> import jax.numpy as jnp
-          >>> from jax_ep.quantization import dequantize_fp8, quantize_fp8
-          >>> float(dequantize_fp8(*quantize_fp8(jnp.ones((2, 128))), jnp.float32)[0, 0])
-          1.0
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.quantization import dequantize_fp8, quantize_fp8
+      >>> float(dequantize_fp8(*quantize_fp8(jnp.ones((2, 128))), jnp.float32)[0, 0])
+      1.0
     """
     values, scales = check.quantized("dequantize_fp8", values, scales, jnp.ndim(values))
     groups = values.reshape(*scales.shape, values.shape[-1] // scales.shape[-1]).astype(jnp.float32)

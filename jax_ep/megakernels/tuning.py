@@ -16,8 +16,10 @@ BLOCK_T = 8
 """Tokens per flag, and per task: small enough that the last tasks of a launch end together."""
 
 
-def _columns(hidden: int, itemsize: int, most_bytes: int) -> int:
-    """Columns of a tile: a power of two that covers H or `most_bytes`, whichever is less."""
+def _columns(hidden: int, itemsize: int) -> int:
+    """Columns of a tile: a power of two that covers H or some kilobytes, whichever is less."""
+    # Sums and FP8 scaling are float32 whatever travels: wider tiles of float32 rows would spill.
+    most_bytes = 2048 if itemsize <= 2 else 1024
     columns = 128  # an FP8 group
     while columns < hidden and columns * itemsize < most_bytes:
         columns *= 2
@@ -42,13 +44,12 @@ def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
 def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the dispatch kernel."""
     num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // BLOCK_T)
-    columns = _columns(hidden, dtype.itemsize, 2048 if dtype.itemsize <= 2 else 1024)
+    columns = _columns(hidden, dtype.itemsize)
     return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "BLOCK_H": columns, "BLOCK_R": 16, "LAG": 16}
 
 
 def combine(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the combine kernel."""
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // BLOCK_T)
-    # Sums are float32 whatever travels: wider tiles of float32 rows would spill.
-    columns = _columns(hidden, dtype.itemsize, 2048 if dtype.itemsize <= 2 else 1024)
+    columns = _columns(hidden, dtype.itemsize)
     return Config(_programs(num_tasks, 2)), {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}

@@ -88,15 +88,15 @@ class Entry:
 
 
 def _load_triton() -> Any:  # not all of `Implementation`: its refusal keeps the rest away
-    from jax_ep.megakernels import exchange
+    from jax_ep.megakernels import implementation
 
-    return exchange
+    return implementation
 
 
 def _refusal_of_triton(request: Request) -> str | None:
-    from jax_ep.megakernels import exchange
+    from jax_ep.megakernels import implementation
 
-    return exchange.refusal(request)
+    return implementation.refusal(request)
 
 
 # In order of preference: the first one that accepts a request is the default.

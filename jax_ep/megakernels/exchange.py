@@ -1,102 +1,31 @@
-"""The `triton` implementation of the exchange: dispatch and combine as one kernel each, over a symmetric heap."""
+"""Dispatch and combine as one kernel each, over a symmetric heap."""
 
 from __future__ import annotations
-
-import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep import context, ffi, tiled_gemm
+from jax_ep import context, ffi
 from jax_ep import layout as rows
-from jax_ep.collectives import Axis, all_gather, rank_on, sum_in_order
-from jax_ep.heap import MAX_BLOCKS, SymmetricHeap
+from jax_ep.collectives import Axis, sum_in_order
 from jax_ep.kernel import Config, Kernel
-from jax_ep.megakernels import peer_access, tuning
-from jax_ep.megakernels.launch import launch
-from jax_ep.mesh_axes import varying_axes
+from jax_ep.megakernels import tuning
+from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
+from jax_ep.megakernels.words import exchange_words
 from jax_ep.quantization import GROUP_SIZE
-from jax_ep.types import Array, Handle, Layout
+from jax_ep.types import Array, Handle
 
-grouped_gemm = tiled_gemm.grouped_gemm
-grouped_gemm_weights = tiled_gemm.grouped_gemm_weights
-
-_MOST_RANKS = 63  # kernels keep a set of ranks in an int64
 _DISPATCH = Kernel("dispatch", "dispatch")
 _COMBINE = Kernel("combine", "combine")
-_WORDS = Kernel("words", "exchange_words")
-
-
-def refusal(request: Any) -> str | None:
-    """Why this implementation cannot serve a request, or None; see `backends.Request`."""
-    if request.platform not in ("gpu", "cpu"):
-        return f"the platform is {request.platform}, it needs NVIDIA GPUs"
-    if request.platform == "cpu" and context.transport() != "shared_memory":
-        return "it runs on GPUs; on CPU devices only for tests, after init(transport='shared_memory')"
-    if context.transport() == "xla":
-        return "the context was initialised with transport='xla'"
-    if request.platform == "gpu" and (reason := _missing_on_gpu()) is not None:
-        return reason
-    if request.operation not in ("exchange", "gemm"):
-        return f"it has no {request.operation} kernels"
-    if request.operation == "gemm":
-        return None
-    if request.layout.num_tokens > MAX_BLOCKS * tuning.BLOCK_T:
-        return f"T={request.layout.num_tokens} exceeds {MAX_BLOCKS * tuning.BLOCK_T} tokens per rank"
-    if request.layout.num_ranks > _MOST_RANKS:
-        return f"W={request.layout.num_ranks} exceeds {_MOST_RANKS} ranks"
-    if request.foreign_handle:
-        return "the handle was made by another implementation"
-    return None
-
-
-def _missing_on_gpu() -> str | None:
-    if jax.process_count() > 1:
-        return "it needs one process that drives every device"
-    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} (pip install 'jax-ep[cuda13]')"
-    return peer_access.missing()
-
-
-def plan(topk_idx: Array, layout: Layout, axis: Axis) -> Handle:
-    """`[T, K]` ids of this rank to the handle, whose `group` tells kernels the devices of the ranks."""
-    group = _group(axis, varying_axes(topk_idx))
-    ids = _exchange_words(topk_idx.reshape(-1), group, layout.num_ranks, different=False, after=None)
-    num_invalid = rows.count_invalid(topk_idx, layout.num_experts)
-    return rows.make_handle(ids.reshape(-1, *topk_idx.shape), group[-1], num_invalid, layout, group)
-
-
-def _group(axis: Axis, varying: frozenset[str]) -> Array:
-    """`[W + 1]` int32: numbers of the devices on the axis, and this rank.
-
-    The same in all calls of a program, so that XLA makes one exchange of it. Ranks that differ only in axes over which
-    nothing of the call varies have different devices and the same results: it is typed by the results.
-    """
-    heap = context.heap("dispatch")
-    # The table's last entry is this device's number; its low half comes first.
-    number = lax.bitcast_convert_type(_table(heap, tuple(sorted(varying))), jnp.int32)[-1, 0]
-    return jnp.concatenate([all_gather(number, axis), jnp.asarray(rank_on(axis), jnp.int32)[None]])
-
-
-def _exchange_words(x: Array, group: Array, num_ranks: int, *, different: bool, after: Array | None) -> Array:
-    """`[N]` 32-bit words to all ranks, or `[W, N]` one row to each; `[W, N]` by source rank."""
-    num_words = x.shape[-1]
-    config, block = tuning.words(num_ranks, num_words)
-    context.reserve("dispatch", num_ranks * num_words * 4)
-    constants = {"N": num_words, "DIFFERENT": different, "BLOCK": block, "OPERATION": int(ffi.Operation.DISPATCH)}
-    result = jax.ShapeDtypeStruct((num_ranks, num_words), x.dtype)
-    return _launch(_WORDS, (x,), group, result, config, {"W": num_ranks, **constants}, after)
 
 
 def send_weights(weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:
     """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
     words = _as_words(weights.reshape(-1))
     num_ranks = handle.layout.num_ranks
-    sent = _exchange_words(words.reshape(-1), _group_of(handle), num_ranks, different=False, after=after)
+    sent = exchange_words(words.reshape(-1), group_of(handle), num_ranks, different=False, after=after)
     return rows.gather_rows(_from_words(sent.reshape(-1, *words.shape[1:]), weights.dtype), handle.row_slot)
 
 
@@ -106,7 +35,7 @@ def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array 
     words = _as_words(slots)
     num_ranks = handle.layout.num_ranks
     flat = words.reshape(num_ranks, -1)
-    parts = _exchange_words(flat, _group_of(handle), num_ranks, different=True, after=after)
+    parts = exchange_words(flat, group_of(handle), num_ranks, different=True, after=after)
     return sum_in_order(_from_words(parts.reshape(words.shape), slots.dtype))
 
 
@@ -172,16 +101,6 @@ def _pad_columns(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) if columns > x.shape[1] else x
 
 
-def _table(heap: SymmetricHeap, varying: tuple[str, ...]) -> Array:
-    return ffi.pointer_table(heap.id, heap.num_table_entries, varying=varying)
-
-
-def _group_of(handle: Handle) -> Array:
-    if handle.group is None:
-        raise ValueError("the handle was made by another implementation; use the one that made it.")
-    return handle.group
-
-
 def _exchange_rows(
     kernel: Kernel,
     operands: tuple[Array, ...],
@@ -207,27 +126,4 @@ def _exchange_rows(
         "SCALES": context.heap(kernel.function).layout.data + value_bytes,
         "FP8": wire_dtype is not None,
     }
-    return _launch(kernel, operands, _group_of(handle), result, config, {**sizes, **constants})
-
-
-def _launch(
-    kernel: Kernel,
-    operands: tuple[Array, ...],
-    group: Array,
-    result: jax.ShapeDtypeStruct,
-    config: Config,
-    constants: dict[str, int],
-    after: Array | None = None,
-) -> Array:
-    """Launches a kernel on the heap; its last operands are the group, the table and a check of the status record."""
-    heap = context.heap(kernel.function)
-    table = _table(heap, tuple(sorted(varying_axes(group))))
-    # The check is an operand, so that it runs, and before the kernel; and it waits for what must come earlier.
-    checked = ffi.check_status(group if after is None else after, heap.id)
-    places = {
-        "D": heap.layout.num_devices,
-        "DATA": heap.layout.data,
-        "FLAGS": heap.layout.flags,
-        "MAX_BLOCKS": MAX_BLOCKS,
-    }
-    return launch(kernel, (*operands, group, table, checked), (result,), config, {**places, **constants})[0]
+    return launch_on_heap(kernel, operands, group_of(handle), result, config, {**sizes, **constants})

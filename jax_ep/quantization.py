@@ -51,8 +51,9 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size).astype(jnp.float32)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     scales = jnp.maximum(largest * jnp.float32(1 / _FP8_MAX), jnp.float32(_MIN_SCALE))
-    # Division may round just past 448, which the cast would turn into NaN; NaN inputs stay NaN through the clip.
-    values = jnp.clip(groups / scales[..., None], -_FP8_MAX, _FP8_MAX).astype(FP8)
+    # One division per group: kernels do the same, for the same bits. The product may round just past 448, which the
+    # cast would turn into NaN; NaN inputs stay NaN through the clip.
+    values = jnp.clip(groups * (1 / scales)[..., None], -_FP8_MAX, _FP8_MAX).astype(FP8)
     # Without a barrier XLA may drop the rounding where both directions meet in one program: it counts as excess
     # precision.
     return lax.optimization_barrier((values.reshape(x.shape), scales))

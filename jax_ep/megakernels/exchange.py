@@ -14,7 +14,7 @@ from jax_ep.kernel import Config, Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.words import exchange_words
-from jax_ep.quantization import GROUP_SIZE
+from jax_ep.quantization import GROUP_SIZE, quantize_fp8
 from jax_ep.types import Array, Handle
 
 _DISPATCH = Kernel("dispatch", "dispatch")
@@ -61,27 +61,30 @@ def send_rows(x: Array, handle: Handle, axis: Axis) -> Array:
 
 def send_tokens(x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array:
     """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so."""
-    layout, hidden = handle.layout, x.shape[1]
-    x = _pad_columns(x)
-    config, blocks = tuning.dispatch(layout, x.shape[1], x.dtype)
-    constants = {"R": layout.capacity, "TO_ROWS": True, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
-    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    result = jax.ShapeDtypeStruct((layout.capacity, x.shape[1]), x.dtype)
-    return _exchange_rows(_DISPATCH, operands, result, handle, config, constants, x.shape[1], wire_dtype)[:, :hidden]
+    padded = _pad_columns(x)
+    result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
+    return _dispatch(padded, handle, result, wire_dtype, to_rows=True)[:, : x.shape[1]]
 
 
-def deliver(x: Array, handle: Handle, axis: Axis) -> Array:
+def deliver(x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None = None) -> Array:
     """`[T, H]` tokens to slot `[source rank, token]` of the heaps of their experts' ranks, for kernels that gather.
 
     Returns:
       `[1]` of unspecified value, to depend on: the tokens that this rank needs are in its heap.
     """
+    return _dispatch(x, handle, jax.ShapeDtypeStruct((1,), x.dtype), wire_dtype, to_rows=False)
+
+
+def _dispatch(
+    x: Array, handle: Handle, result: jax.ShapeDtypeStruct, wire_dtype: DTypeLike | None, *, to_rows: bool
+) -> Array:
+    """Launches the dispatch kernel; what travels in FP8 is quantised once, before."""
     layout, hidden = handle.layout, x.shape[1]
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype)
-    constants = {"R": layout.capacity, "TO_ROWS": False, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
-    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    result = jax.ShapeDtypeStruct((1,), x.dtype)
-    return _exchange_rows(_DISPATCH, operands, result, handle, config, constants, hidden, None)
+    values, scales = quantize_fp8(x) if wire_dtype else (x, x)
+    config, blocks = tuning.dispatch(layout, hidden, x.dtype, values.dtype)
+    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    operands = (values, scales, handle.ids, handle.slot_row, handle.row_slot)
+    return _exchange_rows(_DISPATCH, operands, result, handle, config, constants, hidden, wire_dtype)
 
 
 def return_tokens(y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep.heap import MAX_BLOCKS
 from jax_ep.kernel import Config
+from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Layout
 
 BLOCK_T = 8
@@ -41,11 +42,18 @@ def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
     return Config(_programs(num_ranks * -(-num_words // block)), num_warps=4), block
 
 
-def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of the dispatch kernel."""
+def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
     num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // BLOCK_T)
-    columns = _columns(hidden, dtype.itemsize)
-    return Config(_programs(num_tasks)), {"BLOCK_T": BLOCK_T, "BLOCK_H": columns, "BLOCK_R": 16, "LAG": 16}
+    blocks = {
+        "BLOCK_T": BLOCK_T,
+        "BLOCK_H": _columns(hidden, dtype.itemsize),
+        "PUSH_H": _columns(hidden, wire_dtype.itemsize),
+        "BLOCK_G": 1 << (max(1, hidden // GROUP_SIZE) - 1).bit_length(),
+        "BLOCK_R": 16,
+        "LAG": 16,
+    }
+    return Config(_programs(num_tasks)), blocks
 
 
 def combine(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:

@@ -64,11 +64,18 @@ def places() -> dict[str, int]:
 def test_row_kernels(name, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
-    config, blocks = getattr(tuning, name)(LAYOUT, HIDDEN, jnp.dtype(dtype))
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    if name == "dispatch":
+        wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
+        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
+        wire = "*fp8e4nv" if fp8 else element
+        rows = {"x_ptr": wire, "x_scales_ptr": "*fp32" if fp8 else element, "row_slot_ptr": "*i32"}
+    else:
+        config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype))
+        rows = {"y_ptr": element}
     integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "checked_ptr"]
     types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
-    types |= {"x_ptr": element, "row_slot_ptr": "*i32"} if name == "dispatch" else {"y_ptr": element}
+    types |= rows
     sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
     constants = places() | sizes | blocks | ({"R": 40960, "TO_ROWS": True} if name == "dispatch" else {})
     built = build(name, name, types, constants, config.num_warps, capability)

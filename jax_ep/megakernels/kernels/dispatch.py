@@ -20,24 +20,27 @@ from .protocol import (
     publish,
     wanted_by,
 )
-from .quantization import dequantize, quantize, scale_offsets
+from .quantization import GROUP, dequantize, scale_offsets
 
 
 @triton.jit
-def push(x_ptr, tokens, slots, wanted, values_ptr, scales_ptr, H, BLOCK_T, BLOCK_H: tl.constexpr, FP8: tl.constexpr):
+def push(x_ptr, tokens, slots, wanted, values_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
     """Copies tokens to their slots in a peer's heap."""
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         mask = wanted[:, None] & (columns < H)
         source = tl.multiple_of(x_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
         target = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
-        if FP8:
-            values, scales = quantize(tl.load(source, mask=mask, other=0.0), BLOCK_T, BLOCK_H)
-            offsets, inside = scale_offsets(slots, h, H, BLOCK_H)
-            tl.store(scales_ptr + offsets, scales, mask=wanted[:, None] & inside)
-        else:
-            values = tl.load(source, mask=mask)
-        tl.store(target, values, mask=mask)
+        tl.store(target, tl.load(source, mask=mask), mask=mask)
+
+
+@triton.jit
+def push_scales(x_scales_ptr, tokens, slots, wanted, scales_ptr, H: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Copies the scales of quantised tokens to their slots in a peer's heap."""
+    groups = tl.arange(0, BLOCK_G)[None, :]
+    mask = wanted[:, None] & (groups < H // GROUP)
+    scales = tl.load(x_scales_ptr + tokens.to(tl.int64)[:, None] * (H // GROUP) + groups, mask=mask)
+    tl.store(scales_ptr + slots.to(tl.int64)[:, None] * (H // GROUP) + groups, scales, mask=mask)
 
 
 @triton.jit
@@ -49,7 +52,6 @@ def copy_to_rows(
     slot_row_ptr,
     slots,
     out_ptr,
-    OWN: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -63,13 +65,9 @@ def copy_to_rows(
         source = tl.multiple_of(values_ptr + sources.to(tl.int64)[:, None] * H + columns, (16, 16))
         values = tl.load(source, mask=wanted[:, None] & inside, other=0.0)
         if FP8:
-            if OWN:
-                quantized, scales = quantize(values, BLOCK_T, BLOCK_H)
-            else:
-                quantized = values
-                offsets, exists = scale_offsets(sources, h, H, BLOCK_H)
-                scales = tl.load(scales_ptr + offsets, mask=wanted[:, None] & exists, other=0.0)
-            values = dequantize(quantized, scales, BLOCK_T, BLOCK_H).to(out_ptr.dtype.element_ty)
+            offsets, exists = scale_offsets(sources, h, H, BLOCK_H)
+            scales = tl.load(scales_ptr + offsets, mask=wanted[:, None] & exists, other=0.0)
+            values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(out_ptr.dtype.element_ty)
         for k in tl.static_range(K):
             row = tl.load(slot_row_ptr + slots + k, mask=wanted, other=-1)
             target = tl.multiple_of(out_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
@@ -93,6 +91,7 @@ def clear_padding(
 @triton.jit
 def dispatch(
     x_ptr,
+    x_scales_ptr,
     ids_ptr,
     slot_row_ptr,
     row_slot_ptr,
@@ -113,6 +112,8 @@ def dispatch(
     MAX_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PUSH_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     LAG: tl.constexpr,
     FP8: tl.constexpr,
@@ -121,13 +122,14 @@ def dispatch(
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
+    With `FP8`, x is quantised already, `x_scales [T, H // 128]` are its scales, and `out` gets what they stand for.
     Without `TO_ROWS` the launch ends when all tokens have arrived in the heap, and `out` is not written.
     """
     rank = tl.load(group_ptr + W)
     me = tl.load(group_ptr + rank)
     control = control_words(table_ptr, me)
     alive = 1 - tl.load(control + FAILED)
-    wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
+    wire: tl.constexpr = x_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     step_tasks: tl.constexpr = 2 * (W - 1) + (1 if TO_ROWS else 0)
     steps_end: tl.constexpr = 1 + (num_blocks + LAG) * step_tasks
@@ -147,9 +149,11 @@ def dispatch(
                 if alive != 0:
                     tokens = step * BLOCK_T + tl.arange(0, BLOCK_T)
                     wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, peer_rank * L, L, K)
-                    values_ptr = heap_rows(table_ptr, peer, wire, DATA)
-                    scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
-                    push(x_ptr, tokens, rank * T + tokens, wanted, values_ptr, scales_ptr, H, BLOCK_T, BLOCK_H, FP8)
+                    slots = rank * T + tokens
+                    push(x_ptr, tokens, slots, wanted, heap_rows(table_ptr, peer, wire, DATA), H, PUSH_H)
+                    if FP8:
+                        scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
+                        push_scales(x_scales_ptr, tokens, slots, wanted, scales_ptr, H, BLOCK_G)
                     publish(table_ptr, control, me, peer, step, FLAGS, D, MAX_BLOCKS)
         elif index < 2 * (W - 1):
             # In the order in which peers push: this rank is the last of the peer after it, and so on.
@@ -173,7 +177,6 @@ def dispatch(
                         slot_row_ptr,
                         tokens * K,
                         out_ptr,
-                        False,
                         H,
                         K,
                         BLOCK_T,
@@ -184,6 +187,6 @@ def dispatch(
             tokens = step * BLOCK_T + tl.arange(0, BLOCK_T)
             slots = (rank * T + tokens) * K
             wanted = wanted_by(ids_ptr, slots, tokens < T, rank * L, L, K)
-            copy_to_rows(x_ptr, x_ptr, tokens, wanted, slot_row_ptr, slots, out_ptr, True, H, K, BLOCK_T, BLOCK_H, FP8)
+            copy_to_rows(x_ptr, x_scales_ptr, tokens, wanted, slot_row_ptr, slots, out_ptr, H, K, BLOCK_T, BLOCK_H, FP8)
         task = next_task(control)
     end_launch(control, group_ptr, W)

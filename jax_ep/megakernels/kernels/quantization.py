@@ -10,13 +10,13 @@ GROUP = tl.constexpr(128)
 def quantize(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """`[ROWS, COLUMNS]` to float8_e4m3fn values and `[ROWS, COLUMNS // 128]` scales."""
     groups = tl.reshape(values.to(tl.float32), (ROWS, COLUMNS // GROUP, GROUP))
-    scales = tl.maximum(tl.max(tl.abs(groups), axis=2) * (1.0 / 448.0), 2.0**-120)
-    # Maxima skip NaN; one in the group must spoil all of it.
-    has_nan = tl.max((groups != groups).to(tl.int32), axis=2) > 0
-    scales = tl.where(has_nan, float("nan"), scales)
-    scaled = tl.div_rn(groups, tl.broadcast_to(scales[:, :, None], (ROWS, COLUMNS // GROUP, GROUP)))
-    clipped = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-    return tl.reshape(clipped.to(tl.float8e4nv), (ROWS, COLUMNS)), scales
+    # As integers, magnitudes keep their order and NaN is the largest: one NaN spoils its group, as in XLA.
+    bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    largest = bits.to(tl.float32, bitcast=True) * (1.0 / 448.0)
+    scales = tl.where(largest < 2.0**-120, 2.0**-120, largest)
+    inverse = tl.div_rn(tl.full((ROWS, COLUMNS // GROUP), 1.0, tl.float32), scales)
+    # The conversion saturates at 448.
+    return tl.reshape((groups * inverse[:, :, None]).to(tl.float8e4nv), (ROWS, COLUMNS)), scales
 
 
 @triton.jit

@@ -49,8 +49,13 @@ test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as
 	"$(BIN)/python" -m pytest -n auto -q tests/contract/test_dispatch_combine.py --implementation triton
 	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
 
+# What runs with one process per GPU, on two GPUs and on all: tests whose inputs and results are global arrays.
+IN_PROCESSES := $(addprefix tests/contract/test_,dispatch_combine.py gradients.py moe.py transforms.py)
+
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs
 	JAX_EP_TEST_DEVICES=gpu "$(BIN)/python" -m pytest -q tests $(PYTEST_ARGS)
+	gpus=$$(nvidia-smi -L | wc -l); for count in $$(seq 2 $$((gpus > 2 ? gpus - 2 : 1)) $$gpus); do \
+	  JAX_EP_TEST_DEVICES=gpu "$(BIN)/python" tests/run_processes.py $$count -q $(IN_PROCESSES) --implementation triton; done
 
 lint: $(INSTALLED) ## formatting, lint rules and types
 	"$(BIN)/ruff" format --check .

@@ -11,17 +11,20 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they never replace the published ones
@@ -71,6 +74,9 @@ def measure_interleaved[Key: Hashable](
       budget_s: a variant whose samples sum to more sits out the remaining rounds, once it has three of them.
       title: for the progress bar.
     """
+    together = jax.process_count() > 1
+    if together:
+        budget_s = math.inf  # every process must make the same calls
     for _ in range(warmup):
         for run in variants.values():
             jax.block_until_ready(run())
@@ -80,6 +86,8 @@ def measure_interleaved[Key: Hashable](
         for name in list(variants)[:: 1 if i % 2 == 0 else -1]:
             if len(samples[name]) >= _MIN_ROUNDS and sum(samples[name]) > budget_s:
                 continue
+            if together:  # or one would time how long it waits for another
+                multihost_utils.sync_global_devices("sample")
             start = time.perf_counter()
             jax.block_until_ready(variants[name]())
             samples[name].append(time.perf_counter() - start)
@@ -93,31 +101,65 @@ def measure_chained(
     lengths: tuple[int, int] = (1, 3),
     budget_s: float = _BUDGET_S,
     title: str = "measuring",
+    workers: int = 1,
+    failures: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
     """Device time of one call inside jit: a chain of n2 calls less one of n1, divided by n2 - n1.
 
     The difference leaves out the launch of the program, the transfer of its arguments and whatever runs once.
 
     Args:
-      factories: `make(n)` returns a function and its arguments; the function makes n calls, each of which needs
-        the result of the one before, or XLA would merge them.
+      factories: `make(n)` returns a function, jitted or not, and its arguments; the function makes n calls, each of
+        which needs the result of the one before, or XLA would merge them.
       rounds: samples of each variant.
       lengths: n1 and n2.
       budget_s: see `measure_interleaved`; for each length.
       title: for the progress bar.
+      workers: variants compiled at a time; one where compilation runs candidates on the device to choose among them.
+      failures: where given, a variant that cannot be compiled or run is left out, and its error put here.
     """
     short, long = lengths
-    runs: dict[tuple[str, int], Callable[[], Any]] = {}
-    for name, make in factories.items():
-        for n in lengths:
-            fn, args = make(n)
-            runs[name, n] = partial(jax.jit(fn), *args)
-    times = measure_interleaved(runs, rounds, budget_s=budget_s, title=title)
+    compiled = _compile_chains(factories, lengths, workers, failures)
+    runs = {(name, n): run for name, both in compiled.items() for n, run in zip(lengths, both, strict=True)}
+    times = measure_interleaved(runs, rounds, warmup=1, budget_s=budget_s, title=title)  # and once to try it
     result = {}
-    for name in factories:
+    for name in compiled:
         pairs = zip(times[name, short].samples, times[name, long].samples, strict=False)
         result[name] = Timing(tuple((b - a) / (long - short) for a, b in pairs))
     return result
+
+
+def _compile_chains(
+    factories: Mapping[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]],
+    lengths: tuple[int, int],
+    workers: int,
+    failures: dict[str, str] | None,
+) -> dict[str, list[Callable[[], Any]]]:
+    """The chains of both lengths, compiled, then tried one after another."""
+
+    def compile_both(name: str) -> list[Callable[[], Any]]:
+        runs = []
+        for n in lengths:
+            fn, args = factories[name](n)
+            jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+            runs.append(partial(jitted.lower(*args).compile(), *args))
+        return runs
+
+    # Processes must compile, and enlarge what they share, in one order; and no program may run meanwhile.
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else workers) as pool:
+        pending = {name: pool.submit(compile_both, name) for name in factories}
+    compiled = {}
+    for name, future in pending.items():
+        try:
+            runs = future.result()
+            for run in runs:
+                jax.block_until_ready(run())
+            compiled[name] = runs
+        except Exception as error:
+            if failures is None:
+                raise
+            failures[name] = f"{type(error).__name__}: {error}"
+    return compiled
 
 
 def progress(items: Iterable[Any], title: str) -> Iterable[Any]:

@@ -1,20 +1,24 @@
 """The process-level context: which mesh axis carries the experts, and what moves tokens over it.
 
 It owns what outlives a program: the transport, the symmetric heap and its status records. Where one process drives
-every device it comes into being by itself, with the defaults, when a program is traced that needs it.
+every device it comes into being by itself, with the defaults, when a program is traced that needs it. Where there are
+several, they make it together, so each must call `init`.
 """
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import dataclasses
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 
+from jax_ep import nvshmem
 from jax_ep.mesh_axes import axis_tuple
 from jax_ep.types import AxisName
 
@@ -23,7 +27,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jax_ep")
 _TIMEOUT_S = 30.0
-TRANSPORTS = ("xla", "peer", "shared_memory")
+# Programs of several processes reach a step that they take together less evenly than kernels reach each other: one
+# loads a checkpoint, another compiles.
+_TIMEOUTS_BETWEEN_PROCESSES = 10
+TRANSPORTS = ("xla", "peer", "nvshmem", "shared_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +41,12 @@ class Context:
       mesh: the devices.
       axis_name: expert axis, or axes.
       transport: what moves tokens: "xla" (collectives of XLA), "peer" (kernels that write to peers' memory, one
-        process) or "shared_memory" (the same kernels on CPU devices, in Triton's interpreter, for tests).
+        process), "nvshmem" (the same kernels, several processes with one GPU each) or "shared_memory" (the same kernels
+        on CPU devices, in Triton's interpreter, for tests).
       num_ranks: ranks on the expert axis.
       heap_bytes: bytes of the symmetric heap per device, or None to grow as needed.
       timeout_s: how long a kernel waits for a peer before it gives up.
+      mesh_is_given: whether the caller named the mesh; programs may then rely on it.
     """
 
     mesh: jax.sharding.Mesh
@@ -46,6 +55,7 @@ class Context:
     num_ranks: int
     heap_bytes: int | None = None
     timeout_s: float = _TIMEOUT_S
+    mesh_is_given: bool = dataclasses.field(default=False, compare=False)
 
 
 _lock = threading.RLock()
@@ -66,19 +76,26 @@ def init(
 
     It replaces a context that came into being by itself; programs compiled before it must then be compiled again.
 
+    With transport "nvshmem" all processes must call it, with the same arguments, after `jax.distributed.initialize`.
+    They then share a heap, and so must trace the same programs in the same order: where a program needs a larger heap,
+    all allocate it together, and each waits up to ten times `timeout_s` for the others.
+
     Args:
-      mesh: the devices; None: the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`.
+      mesh: the devices; None: the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`. A mesh that is
+        given saves an exchange per dispatch; programs on other devices with the same axes then end in an error.
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
-      transport: "xla", "peer" or "shared_memory", see `Context`; None for the best one here.
-      heap_bytes: bytes of symmetric memory per device; None: as much as the programs need.
+      transport: "xla", "peer", "nvshmem" or "shared_memory", see `Context`; None for the best one here.
+      heap_bytes: bytes of symmetric memory per device, allocated once; None: as much as the programs need.
       timeout_s: seconds that a kernel waits for a peer; then the call ends in an error that names it.
 
     Returns:
       The context.
 
     Raises:
-      ValueError: an axis that the mesh lacks, an unknown transport, one that does not fit the platform, `heap_bytes`
-        for a transport without a heap, or a second `init` with other arguments before `finalize`.
+      ValueError: an axis that the mesh lacks, an unknown transport, one that does not fit the platform or the number
+        of processes, `heap_bytes` for a transport without a heap, or a second `init` with other arguments before
+        `finalize`.
+      jax.errors.JaxRuntimeError: another process has not come in time, or has failed; the message says which.
 
     Example:
       >>> import jax, jax_ep
@@ -87,8 +104,9 @@ def init(
       True
       >>> jax_ep.finalize()
     """
-    global _current
+    global _current, _heap
     wanted = _checked(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
+    wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None)
     with _lock:
         if _is_implicit:
             finalize()  # made by a program that needed one; what the user says now counts
@@ -97,6 +115,9 @@ def init(
                 f"init: already initialised with {_current}, now asked for {wanted}; call finalize() first."
             )
         if _current is None:
+            if wanted.transport == "nvshmem":  # now, because all processes are here
+                _heap = _outside_of_traces(lambda: _make_heap(wanted))
+                atexit.register(_finalize_at_exit)
             _current = wanted
             _log.info("transport %s: %s", wanted.transport, _REASONS[wanted.transport])
         return _current
@@ -105,6 +126,7 @@ def init(
 _REASONS = {
     "xla": "collectives of XLA, for devices whose memory kernels of a peer cannot write",
     "peer": "one process drives every GPU, and XLA enables peer access between them",
+    "nvshmem": "several processes with one GPU each, whose memory NVSHMEM maps into all of them",
     "shared_memory": "asked for: kernels run in Triton's interpreter, one process per CPU device",
 }
 
@@ -119,18 +141,7 @@ def _checked(
             f"init: the mesh has axes {tuple(mesh.shape)}, but axis_name={axis_name!r} needs {missing}; pass the axis"
             " that carries the experts."
         )
-    best = "peer" if jax.default_backend() == "gpu" and jax.process_count() == 1 else "xla"
-    if transport is not None and transport not in TRANSPORTS:
-        raise ValueError(
-            f"init: transport={transport!r}, expected one of {TRANSPORTS}; leave it None for the best one."
-        )
-    transport = best if transport is None else transport
-    platform = {"peer": "gpu", "shared_memory": "cpu"}.get(transport, jax.default_backend())
-    if platform != jax.default_backend():
-        raise ValueError(
-            f"init: transport={transport!r} needs {platform} devices, but this process has {jax.default_backend()};"
-            " leave it None for the best one here."
-        )
+    transport = _checked_transport(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
     if not timeout_s > 0:
@@ -139,6 +150,43 @@ def _checked(
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
+
+
+def _checked_transport(transport: str | None) -> str:
+    """The transport asked for, or the best one here."""
+    platform, num_processes = jax.default_backend(), jax.process_count()
+    if transport is None:
+        return _best_transport()
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"init: transport={transport!r}, expected one of {TRANSPORTS}; leave it None for the best one."
+        )
+    needed = {"peer": "gpu", "nvshmem": "gpu", "shared_memory": "cpu"}.get(transport, platform)
+    if needed != platform:
+        raise ValueError(
+            f"init: transport={transport!r} needs {needed} devices, but this process has {platform};"
+            " leave it None for the best one here."
+        )
+    if transport != "xla" and (transport == "nvshmem") != (num_processes > 1):
+        wanted = "several processes" if transport == "nvshmem" else "one process that drives every device"
+        raise ValueError(
+            f"init: transport={transport!r} needs {wanted}, but jax.process_count() is {num_processes};"
+            " leave it None for the best one here."
+        )
+    if transport == "nvshmem" and (reason := nvshmem.missing()) is not None:
+        raise ValueError(f"init: transport='nvshmem': {reason}; or leave it None for the best one here.")
+    return transport
+
+
+def _best_transport() -> str:
+    if jax.default_backend() != "gpu":
+        return "xla"
+    if jax.process_count() == 1:
+        return "peer"
+    reason = nvshmem.missing()
+    if reason is not None:
+        _log.warning("transport nvshmem is not used: %s", reason)
+    return "nvshmem" if reason is None else "xla"
 
 
 def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sharding.Mesh:
@@ -160,14 +208,29 @@ def transport() -> str | None:
     return None if _current is None else _current.transport
 
 
+def given_mesh() -> jax.sharding.Mesh | None:
+    """The mesh that the caller gave to `init`, or None."""
+    return _current.mesh if _current is not None and _current.mesh_is_given else None
+
+
+def missing_init() -> str | None:
+    """What a program of several processes must do before its kernels can run, or None."""
+    if _current is not None or jax.process_count() == 1:
+        return None
+    return "several processes: call jax_ep.init() in each of them first"
+
+
 def heap(function: str) -> SymmetricHeap:
     """The symmetric heap, made on first use; for implementations, at trace time.
 
     Raises:
+      RuntimeError: there are several processes, and no context.
       jax.errors.JaxRuntimeError: a kernel has given up on a peer; the message tells of it.
     """
     global _current, _heap, _is_implicit
     with _lock:
+        if _current is None and jax.process_count() > 1:
+            raise RuntimeError(f"{function}: {missing_init()}.")
         if _current is None:
             # Programs find the devices of a group by themselves: which mesh stands here does not matter.
             _current = _outside_of_traces(lambda: _checked(_all_devices("expert"), "expert", None, None, _TIMEOUT_S))
@@ -182,10 +245,11 @@ def heap(function: str) -> SymmetricHeap:
         return _heap
 
 
-def reserve(function: str, data_bytes: int) -> None:
-    """Makes the data area of the heap at least this large."""
+def reserve(function: str, data_bytes: int, region_bytes: int = 0) -> None:
+    """Makes the data area of the heap, and each of its low-latency regions, at least this large."""
     the_heap = heap(function)
-    _outside_of_traces(lambda: the_heap.reserve(function, data_bytes))
+    with _lock:  # two threads that trace must not allocate at a time
+        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, region_bytes))
 
 
 def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:
@@ -204,6 +268,10 @@ def _make_heap(context: Context) -> SymmetricHeap:
         memory = SharedMemory()
     elif context.transport == "peer":
         memory = heaps.PeerMemory()
+    elif context.transport == "nvshmem":
+        settings = f"mesh {dict(context.mesh.shape)}, axis_name={context.axis_name!r}"
+        settings += f", heap_bytes={context.heap_bytes}, timeout_s={context.timeout_s:g}"
+        memory = nvshmem.NvshmemMemory(context.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES, settings)
     else:
         raise ValueError(
             f"transport {context.transport!r} has no symmetric heap; call finalize() and init(transport='peer')."
@@ -214,8 +282,14 @@ def _make_heap(context: Context) -> SymmetricHeap:
 def finalize() -> None:
     """Waits for the devices and releases the context with all it owns; calling it without one does nothing.
 
+    With transport "nvshmem" all processes must call it; a program that ends without does so at its exit.
+
     Returns:
       None; a later `init` of any shapes and axes starts afresh. Programs compiled before it must be compiled again.
+
+    Raises:
+      jax.errors.JaxRuntimeError: another process has not come in time; this one can then make no other context with
+        transport "nvshmem".
 
     Example:
       >>> import jax_ep
@@ -223,6 +297,17 @@ def finalize() -> None:
     """
     global _current, _heap, _is_implicit
     with _lock:
-        if _heap is not None:
-            _heap.close()
+        the_heap = _heap
         _current, _heap, _is_implicit = None, None, False
+        if the_heap is not None:
+            the_heap.close()
+
+
+def _finalize_at_exit() -> None:
+    """Ends what a program has left open. One that ends by an exception leaves it: its peers wait elsewhere."""
+    if getattr(sys, "last_exc", None) is not None:
+        return
+    try:
+        finalize()
+    except Exception as error:  # nothing may stand in the way of the exit
+        _log.warning("at exit: %s", error)

@@ -1,6 +1,7 @@
 """Devices, strictness, and the fixtures that every test shares.
 
-`JAX_EP_TEST_DEVICES=gpu` runs the suite on the machine's GPUs; otherwise it runs on eight CPU devices.
+`JAX_EP_TEST_DEVICES=gpu` runs the suite on the machine's GPUs; otherwise it runs on eight CPU devices. run_processes.py
+runs it in several processes in step, with one device each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests in subfolders find harness, cases and oracle
 
-NUM_CPU_DEVICES = 8
+NUM_PROCESSES = int(os.environ.get("JAX_EP_TEST_PROCESSES", "1"))
+NUM_CPU_DEVICES = 8 if NUM_PROCESSES == 1 else 1
 ON_GPU = os.environ.get("JAX_EP_TEST_DEVICES", "cpu") == "gpu"
 # Set before JAX is imported: it reads both when it is first used.
 if ON_GPU:
@@ -43,8 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
+def pytest_configure() -> None:
+    """JAX must know of the other processes before it looks for devices."""
+    if NUM_PROCESSES > 1:
+        process = int(os.environ["JAX_EP_TEST_PROCESS"])
+        address = os.environ["JAX_EP_TEST_COORDINATOR"]
+        # A test that hangs in one process must not keep the others from their end.
+        times = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
+        own = {"local_device_ids": [process] if ON_GPU else None, "cluster_detection_method": "deactivate"}
+        jax.distributed.initialize(address, NUM_PROCESSES, process, **own, **times)
+
+
 def pytest_report_header() -> str:
-    return f"jax_ep: {jax.device_count()} {jax.devices()[0].device_kind} device(s)"
+    return f"jax_ep: {jax.device_count()} {jax.devices()[0].device_kind} device(s), {jax.process_count()} process(es)"
 
 
 def implementations(config: pytest.Config) -> list[str]:
@@ -61,7 +74,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Kernels run on CPU devices only where asked for: in Triton's interpreter, one process per device."""
     import jax_ep
 
-    if "triton" in implementations(session.config) and not ON_GPU:
+    if "triton" not in implementations(session.config):
+        return
+    if NUM_PROCESSES > 1:  # a transport that refuses must not look like tests that pass
+        jax_ep.init(harness.make_mesh((NUM_PROCESSES,), (harness.EXPERT,)), transport="nvshmem")
+    elif not ON_GPU:
         jax_ep.init(harness.make_mesh((NUM_CPU_DEVICES,), (harness.EXPERT,)), transport="shared_memory")
 
 

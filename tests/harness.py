@@ -1,4 +1,8 @@
-"""Runs per-rank functions on stacked arrays: `[W, ...]` in, `[W, ...]` out, one leading axis per mesh axis."""
+"""Runs per-rank functions on stacked arrays: `[W, ...]` in, `[W, ...]` out, one leading axis per mesh axis.
+
+With several processes (run_processes.py) each of them makes the same inputs, holds its own device's part of them, and
+gathers the results whole, so that each compares everything.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 EXPERT = "expert"
 
 
 def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh over the first devices; skips the test where there are too few."""
+    """A mesh over the first devices; skips the test where there are too few.
+
+    And where it would leave out devices of other processes: those would have nothing to do.
+    """
     needed = math.prod(sizes)
     if needed > jax.device_count():
         pytest.skip(f"needs {needed} devices, {jax.device_count()} present")
+    if needed < jax.device_count() and jax.process_count() > 1:
+        pytest.skip(f"a mesh of {needed} devices leaves out some of {jax.process_count()} processes")
     devices = jax.devices()[:needed]
     return jax.make_mesh(tuple(sizes), tuple(names), axis_types=(axis_type,) * len(sizes), devices=devices)
 
@@ -61,7 +71,33 @@ def _drop_axes(tree: Any, count: int) -> Any:
 
 
 def to_numpy(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
+    """Results as NumPy arrays, those of other processes' devices included."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_here(leaf) else _gather(leaf), tree)
+
+
+def _is_here(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+
+
+def _gather(leaf: jax.Array) -> np.ndarray:
+    """Bit for bit: collectives of some backends do not know every dtype."""
+    bits = jnp.dtype(f"u{leaf.dtype.itemsize}")
+    everywhere = leaf.sharding.update(spec=PartitionSpec())
+    whole = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, bits), out_shardings=everywhere)(leaf)
+    return np.asarray(whole).view(leaf.dtype)
+
+
+def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Arrays that all processes have, as global arrays on the mesh; what is one already stays as it is."""
+    sharding = NamedSharding(mesh, spec)
+
+    def put(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return leaf
+        values = np.asarray(leaf)
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    return jax.tree.map(put, tree)
 
 
 @contextlib.contextmanager
@@ -98,8 +134,12 @@ def run(fn: Callable[..., Any], mesh: Mesh, *args: Any, **options: Any) -> Any:
 def compiled(fn: Callable[..., Any], mesh: Mesh, **options: Any) -> Callable[..., Any]:
     """`run` for several calls: one compilation per set of shapes."""
     jitted = jax.jit(per_rank(fn, mesh, **options))
+    axes, whole = options.get("axes") or mesh.axis_names, frozenset(options.get("replicated", ()))
+    specs = (PartitionSpec(*axes), PartitionSpec())
 
     def call(*args: Any) -> Any:
+        if jax.process_count() > 1:
+            args = tuple(place(arg, mesh, specs[i in whole]) for i, arg in enumerate(args))
         with refusals_skip():  # here too, because a subtest would report the error before the test's own hook
             return to_numpy(jitted(*args))
 
@@ -125,7 +165,7 @@ def check_directional_derivatives(
       tolerance: relative to the size of the derivative.
       directions: per argument.
     """
-    _, gradients = value_and_gradients(*arguments)
+    _, gradients = to_numpy(value_and_gradients(*arguments))
     for i, gradient in enumerate(gradients):
         assert np.abs(gradient).max() > 0, f"the gradient of argument {i} vanishes: nothing is tested"
         for _ in range(directions):
@@ -134,8 +174,8 @@ def check_directional_derivatives(
             for sign in (1, -1):
                 moved = list(arguments)
                 moved[i] = arguments[i] + sign * step * direction
-                ends.append(float(value_and_gradients(*moved)[0]))
+                ends.append(float(to_numpy(value_and_gradients(*moved)[0])))
             numeric = (ends[0] - ends[1]) / (2 * step)
-            exact = float(np.vdot(np.asarray(gradient), direction))
-            scale = np.linalg.norm(np.asarray(gradient)) * np.linalg.norm(direction)
+            exact = float(np.vdot(gradient, direction))
+            scale = np.linalg.norm(gradient) * np.linalg.norm(direction)
             assert abs(numeric - exact) <= tolerance * scale, f"argument {i}: difference {numeric}, gradient {exact}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 NAME = "libjax_ep_ffi.so"
-ABI_VERSION = 1  # kAbiVersion of csrc/abi.h
+ABI_VERSION = 2  # kAbiVersion of csrc/abi.h
 BUILD_COMMANDS = (
     "Build it with `pip install -e .` in the source tree (`make` does so in its own environment), or into the tree"
     " itself with `make ffi`."
@@ -49,8 +49,10 @@ def device_key(device: jax.Device) -> tuple[Platform, int]:
             f"{device} belongs to process {device.process_index}, not to this one ({jax.process_index(device.client)})."
             " Every process registers the devices in mesh.local_devices only."
         )
-    ordinal = device.local_hardware_id
-    return platforms[device.platform], device.id if ordinal is None else int(ordinal)
+    platform = platforms[device.platform]
+    # On the CPU XLA counts the devices of all processes.
+    ordinal = device.id if platform is Platform.CPU else device.local_hardware_id
+    return platform, device.id if ordinal is None else int(ordinal)
 
 
 def candidates() -> list[Path]:

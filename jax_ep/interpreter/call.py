@@ -28,7 +28,7 @@ from jax.interpreters import batching, mlir
 from jax_ep import ffi
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
-from jax_ep.kernel import Config, Kernel
+from jax_ep.kernel import Blocks, Config, Descriptor, Kernel
 from jax_ep.types import Array
 
 __all__ = ["Pool", "SharedMemory", "call", "current_pool", "set_pool"]
@@ -76,7 +76,7 @@ class SharedMemory:
         self.pool = Pool(len(self.devices), mmap.PAGESIZE)
         set_pool(self.pool)
 
-    def allocate(self, num_bytes: int) -> None:
+    def allocate(self, num_bytes: int, function: str = "init") -> None:
         """Makes zeroed heaps of `num_bytes` and drops earlier ones; waits until no kernel is running."""
         self.pool.grow(num_bytes)
 
@@ -104,7 +104,7 @@ class SharedMemory:
 
 def call(
     kernel: Kernel,
-    operands: Sequence[Array],
+    operands: Sequence[Array | Descriptor],
     results: Sequence[jax.ShapeDtypeStruct],
     config: Config,
     constants: Mapping[str, Any],
@@ -113,7 +113,7 @@ def call(
 
     Args:
       kernel: what to run; its module may also be the absolute path of a file.
-      operands: arrays of this shard.
+      operands: arrays of this shard, or descriptors of them.
       results: shapes and dtypes of the results.
       config: `num_programs` counts; programs run one after another.
       constants: `tl.constexpr` parameters.
@@ -124,9 +124,10 @@ def call(
     _number_devices()
     outputs = _interpret_p.bind(
         ffi.pointer_table(_DEVICE_NUMBERS, 1),
-        *operands,
+        *(x.array if isinstance(x, Descriptor) else x for x in operands),
         path=str(kernel.path),
         function=kernel.function,
+        descriptors=tuple(x.blocks if isinstance(x, Descriptor) else None for x in operands),
         results=tuple(_as_words(result) for result in results),
         element_types=tuple(_element_type(np.dtype(result.dtype)) for result in results),
         num_programs=config.num_programs,
@@ -174,6 +175,7 @@ def _callback(
     site: int,
     path: str,
     function: str,
+    descriptors: tuple[Blocks | None, ...],
     results: tuple[tuple[tuple[int, ...], np.dtype], ...],
     element_types: tuple[str, ...],
     num_programs: int,
@@ -195,6 +197,7 @@ def _callback(
             ),
             num_programs=num_programs,
             constants=dict(constants),
+            descriptors=tuple(blocks and tuple(blocks) for blocks in descriptors),
         )
         outputs = pool.launch(launch, worker=int(np.asarray(number)[0]), group_size=num_devices, site=site)
         return tuple(

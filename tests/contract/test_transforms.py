@@ -151,7 +151,7 @@ def test_donation(implementation: str, expert_mesh: Any, rng: np.random.Generato
     args = stack.x, *(a[:, 0] for a in stack.layers)
     x, *rest = (jax.device_put(a, NamedSharding(mesh, PartitionSpec(EXPERT))) for a in args)
     out = jax.jit(per_rank(moe(implementation), mesh), donate_argnums=0)(x, *rest)
-    assert_close(np.asarray(out), stack.layer(0).forward(), "moe")
+    assert_close(to_numpy(out), stack.layer(0).forward(), "moe")
     assert x.is_deleted()
 
 
@@ -166,7 +166,7 @@ def test_eval_shape_and_ahead_of_time_compilation(implementation: str, expert_me
     assert (out.shape, out.dtype) == (stack.x.shape, stack.x.dtype)
     executable = jax.jit(fn).lower(*shapes).compile()
     got = executable(*(jax.device_put(a, sharding) for a in args))
-    assert_close(np.asarray(got), stack.layer(0).forward(), "moe")
+    assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
 
 
 def test_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
@@ -253,5 +253,5 @@ def test_compiled_once_for_every_routing(implementation: str, expert_mesh: Any, 
     for _ in range(3):
         stack = Stack(rng, 2, layers=1)
         got = jitted(stack.x, *(a[:, 0] for a in stack.layers))
-        assert_close(np.asarray(got), stack.layer(0).forward(), "moe")
+        assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
     assert jitted._cache_size() == 1

@@ -1,0 +1,79 @@
+"""Benchmarks with one process per GPU: `--processes N` starts N copies of the script, of which the first reports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+_PROCESS, _COORDINATOR, _FIGURE = (f"JAX_EP_BENCHMARK_{name}" for name in ("PROCESS", "COORDINATOR", "FIGURE"))
+
+
+def add_option(options: argparse.ArgumentParser) -> None:
+    """Adds `--processes`."""
+    options.add_argument("--processes", type=int, default=1, metavar="N", help="one process for each of N GPUs")
+
+
+def enter(count: int, figure: Callable[[], float]) -> float | None:
+    """Makes this process one of `count`, or starts those and ends with their exit status.
+
+    Args:
+      count: processes, as of `--processes`.
+      figure: measures something that one process must measure, which drives every GPU; a function of the script.
+
+    Returns:
+      The figure, or None where this process has only started the others.
+    """
+    if count == 1:
+        return figure()
+    if _PROCESS not in os.environ:
+        os.environ[_FIGURE] = str(_alone(Path(sys.argv[0]).resolve(), figure.__name__))
+        _run_copies(count)
+        return None
+    import jax_ep
+
+    process = int(os.environ[_PROCESS])
+    jax.distributed.initialize(os.environ[_COORDINATOR], count, process, local_device_ids=[process])
+    jax_ep.init()
+    return float(os.environ[_FIGURE])
+
+
+def _run_copies(count: int) -> None:
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as elsewhere:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.close()
+        copies = [_start(i, address, elsewhere) for i in range(count)]
+        try:
+            while None in (codes := [copy.poll() for copy in copies]) and not any(codes):
+                time.sleep(0.1)
+        finally:
+            for copy in copies:
+                copy.kill()
+    if any(codes):
+        sys.exit(f"{Path(sys.argv[0]).name}: exit statuses of the processes: {codes}")
+
+
+def _start(process: int, address: str, elsewhere: str) -> subprocess.Popen[bytes]:
+    """A copy of this script; those that do not report write to a folder that goes away."""
+    own = {_PROCESS: str(process), _COORDINATOR: address}
+    quiet = ["--out", elsewhere] if process else []
+    output = subprocess.DEVNULL if process else None
+    return subprocess.Popen([sys.executable, *sys.argv, *quiet], env=os.environ | own, stdout=output)
+
+
+def _alone(script: Path, function: str) -> float:
+    """The number that a function of the script returns in a process of its own, which has ended when this returns."""
+    code = f"import {script.stem}; print('result', {script.stem}.{function}())"
+    path = os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout.split("result")[-1])

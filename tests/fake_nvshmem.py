@@ -1,0 +1,116 @@
+"""Stands for nvshmem4py and cuda-python where there is no GPU: writes down the calls, and hands out host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import os
+import sys
+import types
+from typing import Any
+
+import numpy as np
+
+PEER_STRIDE = 1 << 40  # addresses of peers' memory, which nothing reads
+UNIQUE_ID = np.dtype([("version", np.int32), ("internal", np.uint8, (124,))])
+
+
+class Fake:
+    """The calls so far, and what goes wrong.
+
+    Attributes:
+      calls: name and arguments of each, in order.
+      unreachable: numbers of the processes whose memory has no address here.
+      out_of_memory: whether allocations fail.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.unreachable: set[int] = set()
+        self.out_of_memory = False
+        self._memory: dict[int, Any] = {}
+        self._rank = -1
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+    def bytes_at(self, address: int) -> bytes:
+        return bytes(self._memory[address])
+
+    def get_unique_id(self, empty: bool = False) -> Any:
+        data = np.zeros(1, UNIQUE_ID)
+        if not empty:
+            data["internal"] = np.frombuffer(os.urandom(124), np.uint8)
+        return types.SimpleNamespace(_data=data.view(np.recarray))
+
+    def init(self, *, device: Any, uid: Any, rank: int, nranks: int, initializer_method: str) -> None:
+        multicast = os.environ.get("NVSHMEM_DISABLE_NVLS")
+        self.calls.append(("init", device.ordinal, rank, nranks, initializer_method, multicast, uid._data.tobytes()))
+        self._rank = rank
+
+    def finalize(self) -> None:
+        self.calls.append(("finalize",))
+
+    def malloc(self, num_bytes: int) -> int:
+        self.calls.append(("malloc", num_bytes))
+        if self.out_of_memory:
+            return 0
+        memory = (ctypes.c_uint8 * num_bytes).from_buffer(bytearray(b"\xff" * num_bytes))
+        self._memory[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free(self, address: int) -> None:
+        self.calls.append(("free", len(self._memory.pop(address))))
+
+    def ptr(self, address: int, process: int) -> int:
+        if process in self.unreachable:
+            return 0
+        return address + (process != self._rank) * (process + 1) * PEER_STRIDE
+
+    def fill(self, address: int, value: int, num_bytes: int) -> tuple[int]:
+        self.calls.append(("fill", value, num_bytes))
+        ctypes.memset(address, value, num_bytes)
+        return (0,)
+
+    def synchronize(self) -> tuple[int]:
+        self.calls.append(("synchronize",))
+        return (0,)
+
+    def device(self, ordinal: int) -> Any:
+        def set_current() -> None:
+            self.calls.append(("set_current", ordinal))
+
+        return types.SimpleNamespace(ordinal=ordinal, set_current=set_current)
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        """The fake modules by name, for `sys.modules`."""
+        core = {"get_unique_id": self.get_unique_id, "init": self.init, "finalize": self.finalize}
+        bindings = {"malloc": self.malloc, "free": self.free, "ptr": self.ptr}
+        driver = {"cuMemsetD8": self.fill, "cuCtxSynchronize": self.synchronize}
+        contents: dict[str, dict[str, Any]] = {
+            "nvshmem": {},
+            "nvshmem.core": core,
+            "nvshmem.bindings": {},
+            "nvshmem.bindings.nvshmem": bindings,
+            "cuda": {},
+            "cuda.core": {"Device": self.device},
+            "cuda.bindings": {},
+            "cuda.bindings.driver": driver,
+        }
+        made = {name: types.ModuleType(name) for name in contents}
+        for name, module in made.items():
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []
+            vars(module).update(contents[name])
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(made[parent], child, module)
+        return made
+
+
+def install() -> Fake:
+    """Makes the fake what this process imports."""
+    fake = Fake()
+    sys.modules.update(fake.modules())
+    return fake

@@ -1,0 +1,354 @@
+"""Several processes with one GPU each: how they allocate together, and what happens when one does not take part.
+
+NVSHMEM itself is faked; its real self runs in the contract tests on GPUs (run_processes.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_nvshmem
+import jax
+import numpy as np
+import pytest
+from run_processes import free_port
+
+from jax_ep import backends, context, ffi, nvshmem, processes
+from jax_ep.heap import SymmetricHeap
+from jax_ep.nvshmem import NvshmemMemory
+
+HERE = Path(__file__).parent
+PEER = types.SimpleNamespace(process_index=1, platform="gpu")
+
+
+class Store:
+    """The key-value store as process 0 of two sees it; process 1 says the same, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.peer_comes = True
+        self.peer_says: dict[str, str] = {}  # by a part of what process 0 says
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.values[key] = value
+        if self.peer_comes:
+            head, _, own = value.partition("\n")
+            theirs = next((text for part, text in self.peer_says.items() if part in head), None)
+            self.values[key.removesuffix("0") + "1"] = f"{head}\n{own}" if theirs is None else f"{head}\n{theirs}"
+
+    def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
+        if not self.peer_comes:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out.")
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def key_value_delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    own = jax.local_devices()[0]
+    monkeypatch.setattr(processes, "_client", lambda function: store)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: [own, PEER])
+    monkeypatch.setattr(jax, "local_devices", lambda: [own])
+    return store
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, store: Store) -> fake_nvshmem.Fake:
+    fake = fake_nvshmem.Fake()
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(nvshmem, "_left_running", False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ.pop("NVSHMEM_DISABLE_NVLS", None)
+    return fake
+
+
+@pytest.fixture
+def memory(fake: fake_nvshmem.Fake) -> Iterator[NvshmemMemory]:
+    memory = NvshmemMemory(1.0, "settings")
+    yield memory
+    memory.close()
+
+
+GROWTH = ["set_current", "malloc", "fill", "synchronize"]
+END = ["set_current", "free", "set_current", "finalize"]
+
+
+def test_a_life_in_order(fake: fake_nvshmem.Fake) -> None:
+    """Every call on the right device; zeroed before anybody may write; freed before a larger one, and at the end."""
+    memory = NvshmemMemory(1.0, "settings")
+    assert fake.names == ["set_current", "init"]
+    (_, ordinal, rank, count, method, multicast, unique_id) = fake.calls[1]
+    assert (ordinal, rank, count, method, multicast) == (jax.local_devices()[0].local_hardware_id, 0, 2, "uid", "1")
+    assert any(unique_id)
+    fake.calls.clear()
+    memory.allocate(100)
+    memory.allocate(200, "combine")
+    assert fake.names == [*GROWTH, "set_current", "free", *GROWTH]
+    own, peer = memory.addresses(0)
+    assert fake.bytes_at(own) == bytes(200)
+    assert peer == own + 2 * fake_nvshmem.PEER_STRIDE
+    fake.calls.clear()
+    memory.close()
+    memory.close()
+    assert fake.names == END
+
+
+def test_starts_again_with_another_id(fake: fake_nvshmem.Fake) -> None:
+    for _ in range(2):
+        NvshmemMemory(1.0, "settings").close()
+    ids = [call[-1] for call in fake.calls if call[0] == "init"]
+    assert len(ids) == len(set(ids)) == 2
+
+
+def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
+    """The table of this process's device has the addresses of all; that of the peer is the peer's to register."""
+    memory = NvshmemMemory(1.0, "settings")
+    heap = SymmetricHeap(memory, None, 5.0)
+    heap.reserve("dispatch", 1000)
+    table = np.asarray(jax.jit(lambda: ffi.pointer_table(heap.id, heap.num_table_entries))())
+    status = memory.statuses()[0]
+    assert table.tolist() == [*memory.addresses(0), status.device_address, 5_000_000_000, 0]
+    assert heap.failure() is None
+    status.write(ffi.StatusRecord(state=ffi.State.TIMEOUT, rank=0, peer=1))
+    assert "1" in (heap.failure() or "")
+    heap.close()
+    assert fake.names[-1] == "finalize"
+
+
+def test_programs_stop_when_an_allocation_fails(fake: fake_nvshmem.Fake) -> None:
+    """The table of a heap that is gone must not be found any more; a later allocation brings it back."""
+    memory = NvshmemMemory(1.0, "settings")
+    heap = SymmetricHeap(memory, None, 5.0)
+    program = jax.jit(lambda: ffi.pointer_table(heap.id, heap.num_table_entries))
+    heap.reserve("dispatch", 1000)
+    jax.block_until_ready(program())
+    fake.out_of_memory = True
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"combine: allocating.* process 0: MemoryError: .*MEM_FRACTION"
+    ):
+        heap.reserve("combine", 1 << 22)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is not registered"):
+        jax.block_until_ready(program())
+    fake.out_of_memory = False
+    heap.reserve("combine", 1000)
+    assert np.asarray(program())[0] == memory.addresses(0)[0]
+    heap.close()
+
+
+def test_heap_bytes_are_allocated_once(fake: fake_nvshmem.Fake) -> None:
+    memory = NvshmemMemory(1.0, "settings")
+    heap = SymmetricHeap(memory, 1 << 20, 5.0)
+    heap.reserve("dispatch", 1000)
+    assert [call for call in fake.calls if call[0] == "malloc"] == [("malloc", 1 << 20)]
+    with pytest.raises(ValueError, match=r"heap_bytes=1048576.*init\(heap_bytes="):
+        heap.reserve("dispatch", 1 << 21)
+    heap.close()
+    with pytest.raises(ValueError, match="heap_bytes=10, expected at least"):
+        SymmetricHeap(NvshmemMemory(1.0, "settings"), 10, 5.0)
+    assert fake.names[-1] == "finalize"
+
+
+def test_a_peer_out_of_reach(memory: NvshmemMemory, fake: fake_nvshmem.Fake) -> None:
+    fake.unreachable = {1}
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        memory.allocate(100, "dispatch")
+    assert "dispatch: allocating" in str(caught.value)
+    assert f"{jax.local_devices()[0]} cannot write to the memory of {PEER}" in str(caught.value)
+    assert "transport='xla'" in str(caught.value)
+
+
+def test_a_peer_that_fails(memory: NvshmemMemory, store: Store) -> None:
+    store.peer_says["allocating"] = "failed: MemoryError: full"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"combine: allocating.*: process 1: MemoryError: full"):
+        memory.allocate(100, "combine")
+
+
+def test_a_peer_that_does_not_come(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
+    """The one that waits touches nothing, and cannot start again: NVSHMEM would wait for the other for ever."""
+    memory.allocate(100)
+    fake.calls.clear()
+    store.peer_comes = False
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"allocating.*processes \[1\].*within 1 s.*heap_bytes"
+    ) as caught:
+        memory.allocate(200, "dispatch")
+    assert "dispatch" in str(caught.value)
+    store.peer_comes = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"finalize: .*no longer in step: processes .1. have not come"):
+        memory.close()
+    memory.close()
+    assert fake.names == []
+    with pytest.raises(RuntimeError, match=r"init: an earlier finalize.* start the processes again"):
+        NvshmemMemory(1.0, "settings")
+
+
+@pytest.mark.parametrize("value", ["0", "false", ""])
+def test_multicast_stays_off(fake: fake_nvshmem.Fake, value: str) -> None:
+    os.environ["NVSHMEM_DISABLE_NVLS"] = value
+    with pytest.raises(ValueError, match=f"NVSHMEM_DISABLE_NVLS={value}, .*NVSHMEM_DISABLE_NVLS=1"):
+        NvshmemMemory(1.0, "settings")
+    assert fake.calls == []
+
+
+def test_what_is_missing(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nvshmem.missing() is None
+    own = jax.local_devices()[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: [own, PEER, PEER])
+        assert "process 1 of 2 drives 2 GPUs; it needs one GPU per process" in (nvshmem.missing() or "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert nvshmem.missing() == "not installed: nvshmem4py (pip install 'jax-ep[cuda13]')"
+
+
+# --- the context, and the implementation that asks it -----------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two processes with a GPU each, as far as the context looks."""
+    context.finalize()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    backends._say_once.cache_clear()
+    yield
+    context.finalize()
+    backends._say_once.cache_clear()
+
+
+MESH = jax.sharding.AbstractMesh((2,), ("expert",))
+
+
+def test_several_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
+    request = backends.Request("dispatch", np.dtype(np.float32), 8, "gemm", platform="gpu")
+    reason = "several processes: call jax_ep.init() in each of them first"
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        assert [backends.choose(None, request) for _ in range(2)] == ["xla", "xla"]
+    assert [record.getMessage() for record in caplog.records] == [f"implementation triton is not used: {reason}"]
+    with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
+        backends.choose("triton", request)
+    with pytest.raises(RuntimeError, match=r"dispatch: several processes: call jax_ep.init"):
+        context.heap("dispatch")
+    context.init(MESH)
+    assert backends.choose(None, request) == "triton"
+    assert context.transport() == "nvshmem"
+
+
+def test_init_and_finalize_are_taken_together(gpus: None, fake: fake_nvshmem.Fake, store: Store) -> None:
+    made = context.init(MESH, heap_bytes=1 << 20)
+    assert (made.transport, made.num_ranks) == ("nvshmem", 2)
+    assert context.init(MESH, heap_bytes=1 << 20) is made
+    assert fake.names == ["set_current", "init", *GROWTH]
+    context.finalize()
+    context.finalize()
+    assert fake.names[-4:] == END
+    store.peer_comes = False
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"init: .*processes \[1\].*within 20 s"):
+        context.init(MESH, timeout_s=2.0)
+    assert context.transport() is None
+
+
+def test_failure_to_end_still_forgets_the_context(gpus: None, store: Store) -> None:
+    context.init(MESH)
+    store.peer_comes = False
+    with pytest.raises(jax.errors.JaxRuntimeError, match="finalize"):
+        context.finalize()
+    assert context.transport() is None
+
+
+def test_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: Any, caplog: Any) -> None:
+    """A program that ends by an exception does not wait for the others; nothing fails at exit."""
+    context.init(MESH)
+    monkeypatch.setattr(sys, "last_exc", ValueError("of the program"), raising=False)
+    context._finalize_at_exit()
+    assert "finalize" not in fake.names
+    monkeypatch.delattr(sys, "last_exc")
+    store.peer_comes = False
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        context._finalize_at_exit()
+    assert "processes [1] have not come" in caplog.text
+    assert "finalize" not in fake.names
+
+
+def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'peer' needs one process.*process_count.. is 2"):
+        context.init(MESH, transport="peer")
+    with monkeypatch.context() as patch:
+        patch.setattr(nvshmem, "missing", lambda: "a reason")
+        with pytest.raises(ValueError, match="transport='nvshmem': a reason"):
+            context.init(MESH, transport="nvshmem")
+        with caplog.at_level(logging.WARNING, "jax_ep"):
+            assert context.init(MESH).transport == "xla"
+        assert "transport nvshmem is not used: a reason" in caplog.text
+        context.finalize()
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    assert context._best_transport() == "peer"
+    with pytest.raises(ValueError, match=r"'nvshmem' needs several processes.*process_count.. is 1"):
+        context.init(MESH, transport="nvshmem")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(ValueError, match="'nvshmem' needs gpu devices, but this process has cpu"):
+        context.init(MESH, transport="nvshmem")
+
+
+# --- two real processes -----------------------------------------------------------------------------------------------
+
+
+def test_two_processes() -> None:
+    """The key-value store, its barriers and their timeouts, as they are; meeting_processes.py is what runs."""
+    address = f"127.0.0.1:{free_port()}"
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, str(HERE / "meeting_processes.py"), str(i), address] for i in range(2)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    zero, one = (json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs)
+    ids = []
+    for life in ("first", "second"):
+        for process, found in enumerate((zero[life], one[life])):
+            assert found["table"][:2] == found["addresses"]
+            assert found["table"][-2:] == [5_000_000_000, process]
+            assert found["nonzero"] == 0
+            names = [name for name, *_ in found["calls"]]
+            assert names[-9:] == ["free", *GROWTH, *END]
+        inits = [[call for call in found[life]["calls"] if call[0] == "init"][-1] for found in (zero, one)]
+        assert [init[2:4] for init in inits] == [["0", "2"], ["1", "2"]]
+        assert inits[0][-1] == inits[1][-1]  # one unique id for both
+        ids.append(inits[0][-1])
+    assert ids[0] != ids[1]
+    for found in (zero, one):
+        assert found["said"] == ["I am 0\nreally", "I am 1\nreally"]
+        assert (
+            "process 0: dispatch: allocating, 100 bytes; process 1: dispatch: allocating, 101 " in found["other wish"]
+        )
+        assert "process 0: dispatch: allocating; process 1: combine: allocating." in found["other function"]
+        assert found["one fails"] == "JaxRuntimeError: init: loading: process 1: OSError: no such library"
+        assert "timeout_s=0; process 1: init: initialising NVSHMEM, timeout_s=1" in found["settings"]
+        assert found["in step again"] == found["in step after all"] == ["yes", "yes"]
+    assert "dispatch: allocating takes all 2 processes together" in zero["late"]
+    assert "processes [1] have not come to it within 3 s" in zero["late"]
+    assert "some came after the others had given up, which they do after 3 s" in one["late"]
+    assert zero["alone"].startswith("JaxRuntimeError: finalize: ending NVSHMEM takes all 2 processes together")
+    assert "processes [1] have not come to it within 3 s" in zero["alone"]
+    assert zero["still alone"].endswith("start the processes again.")
+    assert zero["seconds alone"] < 12

@@ -1,0 +1,128 @@
+"""The launcher of tests in several processes: it passes what passes in step everywhere, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAUNCHER = Path(__file__).parent / "run_processes.py"
+CONTRACT = LAUNCHER.parent / "contract" / "test_dispatch_combine.py"
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--seed")
+"""
+HEAD = """
+import os, time, pytest
+ME = int(os.environ["JAX_EP_TEST_PROCESS"])
+def test_passes():
+    assert os.environ["JAX_EP_TEST_PROCESSES"] == "2"
+"""
+
+
+def launch(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, str(LAUNCHER), "2", "-q", "-rN", *arguments]
+    # On CPU devices also where the suite runs on GPUs, whose memory this process holds.
+    environment = os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment, **streams, timeout=250, check=False)
+    return done.returncode, done.stdout
+
+
+def test_contract_tests_in_two_processes() -> None:
+    """Through jax.distributed and collectives between processes, on real contract tests."""
+    names = "test_routings or test_handle_is_reused or test_quantised"
+    code, output = launch(str(CONTRACT), "--implementation", "xla", "-k", names)
+    assert code == 0, output
+    assert re.search(r"\[0\] 3 passed, 3 skipped, .*12 subtests passed", output)
+
+
+CASES = {
+    "passes": ("def test_more(): pass", 0, ["[0] 2 passed"]),
+    "fails everywhere": ("def test_more(): assert ME == 7", 1, ["assert 0 == 7", "[1] ", "assert 1 == 7", "[1, 1]"]),
+    "fails in one": (
+        "def test_more():\n    assert ME == 0\ndef test_hangs():\n    time.sleep(100 * (1 - ME))",
+        1,
+        ["assert 1 == 0", "processes [1] have failed", "in test_hangs"],
+    ),
+    "hangs": ("def test_more(): time.sleep(100 * ME)", 1, ["not done after 5 s", "in test_more"]),
+    "not in step": ("def test_more():\n    if ME: pytest.skip('why')", 1, ["were not in step", "'skipped': 1"]),
+    "skips": ("def test_more(): pass\npytestmark = pytest.mark.skip", 1, ["no test has passed"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outcomes(name: str, tmp_path: Path) -> None:
+    body, expected, texts = CASES[name]
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_case.py").write_text(HEAD + body + "\n")
+    timeout = "5" if name == "hangs" else "60"
+    code, output = launch(str(tmp_path), "--timeout", timeout, "--grace", "1")
+    assert code == expected, output
+    for text in texts:
+        assert text in output
+
+
+BENCHMARK = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import harness, jax, processes
+
+def answer():
+    return 42.5
+
+if __name__ == "__main__":
+    options = harness.parser("", rounds=3)
+    processes.add_option(options)
+    args = harness.parse(options)
+    figure = processes.enter(args.processes, answer)
+    if figure is not None:
+        if args.rounds == 4 and jax.process_index() == 1:
+            print("failed here", file=sys.stderr, flush=True)
+            os._exit(3)  # at once: jax.distributed would first wait for the others
+        sum_of_all = jax.jit(jax.shard_map(lambda: jax.lax.psum(jax.lax.axis_index("x"), "x"), in_specs=(),
+            out_specs=jax.P(), mesh=jax.make_mesh((jax.device_count(),), ("x",))))
+        naps = {{"nap": lambda: time.sleep(0.1 * jax.process_index()), "sum": sum_of_all}}
+        times = harness.measure_interleaved(naps, args.rounds, budget_s=0)
+        report = harness.Report("rows", args.out, {{}})
+        found = {{"processes": jax.process_count(), "process": jax.process_index(), "sum": int(sum_of_all())}}
+        for name, timing in times.items():
+            report.add(name, {{}}, timing, **found, figure=figure)
+    else:
+        print("started", args.processes)
+"""
+
+
+def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
+    """The copies run together, and the report is that of the first."""
+    folder = LAUNCHER.parent.parent / "benchmarks"
+    if not folder.is_dir():
+        pytest.skip("not a source checkout")
+    script = tmp_path / "script.py"
+    script.write_text(BENCHMARK.format(folder=str(folder)))
+    flags = "--xla_force_host_platform_device_count=1"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+    def start(rounds: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), "--out", str(tmp_path), "--processes", "2", "--rounds", rounds]
+        return subprocess.run(command, env=environment, cwd=tmp_path, **streams, timeout=120, check=False)
+
+    done = start("3")
+    assert done.returncode == 0 and "started 2" in done.stdout, done.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["variant"], row["processes"], row["process"], row["sum"], row["figure"]) for row in rows] == [
+        ("nap", 2, 0, 1, 42.5),
+        ("sum", 2, 0, 1, 42.5),
+    ]
+    # Process 1 comes from its nap 0.1 s later: the samples begin together all the same.
+    assert rows[1]["seconds"]["median"] < 0.08
+    assert [row["seconds"]["rounds"] for row in rows] == [3, 3]
+    failed = start("4")
+    assert failed.returncode != 0 and "failed here" in failed.stdout and "exit statuses" in failed.stdout

@@ -7,7 +7,6 @@ experts, R rows of the expert-major layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from jax.typing import DTypeLike
 
@@ -201,11 +200,17 @@ def dispatch_grouped_gemm(
     call = Call("dispatch_grouped_gemm", axis_name, wire_dtype, implementation)
     x = check.matrix(call.function, "x", x, "[T, H]")
     w = check.expert_weights(call.function, "w", w, (call.num_local_experts(num_experts), x.shape[1]), x.dtype)
-    d = operations.dispatch(
-        call, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity, alignment=alignment, handle=handle
+    return operations.dispatch_gemm(
+        call,
+        x,
+        topk_idx,
+        topk_weights,
+        w,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        handle=handle,
     )
-    hidden = operations.grouped_gemm(call, cast(Array, d.tokens), w, d.group_sizes, name="w")
-    return DispatchedGemm(hidden, d.weights, d.group_sizes, d.handle, d.dropped)
 
 
 def grouped_gemm_combine(
@@ -246,4 +251,4 @@ def grouped_gemm_combine(
     remedy = "pass one row per row of the dispatch that made the handle"
     check.size(call.function, "the number of rows of h", h.shape[0], layout.capacity, remedy)
     w = check.expert_weights(call.function, "w", w, (layout.num_local_experts, h.shape[1]), h.dtype)
-    return operations.combine(call, operations.grouped_gemm(call, h, w, handle.group_sizes, name="w"), handle)
+    return operations.gemm_combine(call, h, w, handle)

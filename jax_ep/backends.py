@@ -17,7 +17,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ep import reference
-from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
+from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Quantized
 
 Axis = tuple[str, ...]
 _log = logging.getLogger("jax_ep")
@@ -27,7 +27,8 @@ class Implementation(Protocol):
     """Per-shard functions of one implementation; reference.py documents shapes and meaning.
 
     `after` is an array that must exist before the exchange begins, where the order of exchanges must be the same on
-    all ranks; XLA's own collectives see to that themselves.
+    all ranks; XLA's own collectives see to that themselves. Where `fuses` says no, an exchange and its product run one
+    after the other, and the three functions after it may be missing.
     """
 
     def plan(self, topk_idx: Array, layout: Layout, axis: Axis) -> Handle: ...
@@ -40,8 +41,21 @@ class Implementation(Protocol):
         self, lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike
     ) -> Array: ...
     def grouped_gemm_weights(self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array: ...
-    def low_latency_plan(self, topk_idx: Array, layout: Layout, axis: Axis) -> LowLatencyHandle: ...
-    def low_latency_send(self, x: Array, handle: LowLatencyHandle, axis: Axis) -> Array: ...
+    def fuses(self, layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool: ...
+    def dispatch_gemm(
+        self, x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool
+    ) -> tuple[Array, Array | None]: ...
+    def gemm_combine(self, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array: ...
+    def token_products(self, kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array: ...
+    def low_latency_dispatch(
+        self,
+        x: Array | Quantized,
+        topk_idx: Array,
+        num_tokens: Array | None,
+        layout: Layout,
+        axis: Axis,
+        group_size: int | None,
+    ) -> tuple[Array, Array | None, Array, LowLatencyHandle]: ...
     def low_latency_combine(
         self, y: Array, topk_weights: Array, handle: LowLatencyHandle, axis: Axis, wire_dtype: DTypeLike | None
     ) -> Array: ...
@@ -87,6 +101,10 @@ class Entry:
     refusal: Callable[[Request], str | None]
 
 
+def _load_reference() -> Any:  # it fuses nothing
+    return reference
+
+
 def _load_triton() -> Any:  # not all of `Implementation`: its refusal keeps the rest away
     from jax_ep.megakernels import implementation
 
@@ -102,7 +120,7 @@ def _refusal_of_triton(request: Request) -> str | None:
 # In order of preference: the first one that accepts a request is the default.
 _REGISTRY: dict[str, Entry] = {
     "triton": Entry("triton", load=_load_triton, refusal=_refusal_of_triton),
-    "xla": Entry("xla", load=lambda: reference, refusal=lambda request: None),
+    "xla": Entry("xla", load=_load_reference, refusal=lambda request: None),
 }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +46,43 @@ class Config:
     num_programs: int
     num_warps: int = 8
     num_stages: int = 3
+
+
+BOUND = 1 << 30
+"""Most rows that a bounded descriptor can have."""
+
+_FAR = 0x7FFF0000
+
+
+class Blocks(NamedTuple):
+    """What a tensor descriptor says of an array, in elements: shape, strides, and what one load brings."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    """An operand that a kernel reads in blocks through a tensor descriptor (TMA); what lies outside reads as zero.
+
+    Attributes:
+      array: the array; the stride of every axis but the last is a multiple of 16 bytes.
+      block_shape: what one load brings, with as many axes.
+      bounded: an array `[M, N]` whose rows end where the kernel says (megakernels/kernels/bounded.py).
+    """
+
+    array: Any
+    block_shape: tuple[int, ...]
+    bounded: bool = False
+
+    @property
+    def blocks(self) -> Blocks:
+        """What the kernel's descriptor says."""
+        shape = tuple(self.array.shape)
+        if self.bounded:
+            width = shape[-1]
+            strides = ((1 << 34) - width, width, width, 1)
+            return Blocks((_FAR, _FAR, BOUND, width), strides, (1, 1, *self.block_shape))
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return Blocks(shape, strides, tuple(self.block_shape))

@@ -18,7 +18,6 @@ from jax_ep.mesh_axes import vary_alike
 from jax_ep.operations import Call
 from jax_ep.types import Array, AxisName, SortedTokens
 
-TOKENS_NAME = "jax_ep.tokens"
 HIDDEN_NAME = "jax_ep.hidden"
 OUTPUT_NAME = "jax_ep.output"
 
@@ -97,12 +96,12 @@ def _expert_layer(
             f"{call.function}: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an"
             " unweighted sum."
         )
-    d = operations.dispatch(call, x, topk_idx, topk_weights, num_experts=num_experts, capacity=capacity)
-    tokens = checkpoint_name(cast(Array, d.tokens), TOKENS_NAME)
-    hidden = operations.grouped_gemm(call, tokens, w_gate_up, d.group_sizes, name="w_gate_up")
-    rows = weighted_activation(checkpoint_name(hidden, HIDDEN_NAME), cast(Array, d.weights), activation, gated)
-    y = operations.grouped_gemm(call, rows, w_down, d.group_sizes, name="w_down")
-    return checkpoint_name(operations.combine(call, y, d.handle), OUTPUT_NAME)
+    d = operations.dispatch_gemm(
+        call, x, topk_idx, topk_weights, w_gate_up, num_experts=num_experts, capacity=capacity, name="w_gate_up"
+    )
+    rows = weighted_activation(checkpoint_name(d.hidden, HIDDEN_NAME), cast(Array, d.weights), activation, gated)
+    y = operations.gemm_combine(call, rows, w_down, d.handle, name="w_down")
+    return checkpoint_name(y, OUTPUT_NAME)
 
 
 def _check_experts(call: Call, x: Array, w_gate_up: Array, w_down: Array, num_experts: int, activation: str) -> bool:

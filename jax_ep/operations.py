@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep import backends, vjp
+from jax_ep import backends, fused_vjp, vjp
 from jax_ep import validation as check
 from jax_ep.layout import dropless_capacity
 from jax_ep.mesh_axes import axis_tuple, vary_alike
-from jax_ep.types import Array, AxisName, Dispatched, Handle, Layout, Quantized
+from jax_ep.types import TOKENS_NAME, Array, AxisName, Dispatched, DispatchedGemm, Handle, Layout, Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,44 @@ class Call:
         return num_experts // check.ranks(self.function, num_experts, self.axis_name)
 
 
+class _Prepared(NamedTuple):
+    """Checked arguments of a dispatch, alike in the mesh axes over which they vary, and the implementation for them."""
+
+    name: str
+    x: Array | Quantized
+    topk_weights: Array | None
+    handle: Handle
+
+
+def _prepare(
+    call: Call,
+    x: Array | Quantized,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    num_experts: int,
+    capacity: int | None,
+    alignment: int,
+    handle: Handle | None,
+) -> _Prepared:
+    function, axis = call.function, axis_tuple(call.axis_name)
+    x = check.tokens(function, x)
+    num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
+    num_ranks = check.ranks(function, num_experts, call.axis_name)
+    if topk_idx is not None:
+        topk_idx = check.expert_ids(function, topk_idx, num_tokens, num_experts)
+    top_k = 0 if topk_idx is None else topk_idx.shape[1]
+    layout = _layout(call, Layout(num_ranks, num_experts, num_tokens, top_k, 0, alignment), capacity, handle)
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
+    check.wire(function, call.wire_dtype, x)
+    values = x[0] if isinstance(x, tuple) else x
+    name = call.choose("exchange", values, layout, handle)
+    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=axis)
+    if handle is None:
+        handle = backends.get(name).plan(cast(Array, topk_idx), layout, axis)
+    return _Prepared(name, x, topk_weights, handle)
+
+
 def dispatch(
     call: Call,
     x: Array | Quantized,
@@ -64,29 +103,55 @@ def dispatch(
     handle: Handle | None = None,
 ) -> Dispatched:
     """See `jax_ep.dispatch`."""
-    function, axis = call.function, axis_tuple(call.axis_name)
-    x = check.tokens(function, x)
-    num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
-    num_ranks = check.ranks(function, num_experts, call.axis_name)
-    if topk_idx is not None:
-        topk_idx = check.expert_ids(function, topk_idx, num_tokens, num_experts)
-    top_k = 0 if topk_idx is None else topk_idx.shape[1]
-    layout = _layout(call, Layout(num_ranks, num_experts, num_tokens, top_k, 0, alignment), capacity, handle)
-    if topk_weights is not None:
-        topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
-    wire_dtype = check.wire(function, call.wire_dtype, x)
-    values = x[0] if isinstance(x, tuple) else x
-    name = call.choose("exchange", values, layout, handle)
-    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=axis)
-    if handle is None:
-        handle = backends.get(name).plan(cast(Array, topk_idx), layout, axis)
-    route = vjp.Route(name, axis, wire_dtype)
+    return _send(call, _prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle))
+
+
+def _send(call: Call, prepared: _Prepared) -> Dispatched:
+    name, x, topk_weights, handle = prepared
+    route = vjp.Route(name, axis_tuple(call.axis_name), check.wire(call.function, call.wire_dtype, x))
     if isinstance(x, tuple):
         tokens: Array | Quantized = vjp.send_quantized(route, x, handle)
         weights = None if topk_weights is None else vjp.scatter_weights(route, topk_weights, handle)[0]
     else:
         tokens, weights = vjp.scatter(route, x, topk_weights, handle)
     return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
+
+
+def dispatch_gemm(
+    call: Call,
+    x: Array,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    w: Array,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    alignment: int = 1,
+    handle: Handle | None = None,
+    name: str = "w",
+) -> DispatchedGemm:
+    """See `jax_ep.dispatch_grouped_gemm`; `name` is what the caller knows `w` as."""
+    prepared = _prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle)
+    handle = prepared.handle
+    if call.wire_dtype is None and backends.get(prepared.name).fuses(handle.layout, x.dtype, *w.shape[1:]):
+        config = fused_vjp.FusedConfig(prepared.name, axis_tuple(call.axis_name))
+        tokens, weights, w, handle = vary_alike((prepared.x, prepared.topk_weights, w, handle))
+        hidden, _, row_weights = fused_vjp.scatter_gemm(config, tokens, weights, w, handle)
+        return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
+    d = _send(call, prepared)
+    tokens = checkpoint_name(cast(Array, d.tokens), TOKENS_NAME)
+    hidden = grouped_gemm(call, tokens, w, d.group_sizes, name=name)
+    return DispatchedGemm(hidden, d.weights, d.group_sizes, d.handle, d.dropped)
+
+
+def gemm_combine(call: Call, h: Array, w: Array, handle: Handle, *, name: str = "w") -> Array:
+    """See `jax_ep.grouped_gemm_combine`; `name` is what the caller knows `w` as."""
+    chosen = call.choose("exchange", h, handle.layout, handle)
+    if call.wire_dtype is None and backends.get(chosen).fuses(handle.layout, h.dtype, *w.shape[1:]):
+        config = fused_vjp.FusedConfig(chosen, axis_tuple(call.axis_name))
+        h, w, handle = vary_alike((h, w, handle), over=axis_tuple(call.axis_name))
+        return fused_vjp.gather_gemm(config, h, None, w, handle)[0]
+    return combine(call, grouped_gemm(call, h, w, handle.group_sizes, name=name), handle)
 
 
 def _layout(call: Call, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:

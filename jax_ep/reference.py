@@ -15,12 +15,17 @@ from jax_ep import collectives, quantization, tiled_gemm
 from jax_ep import layout as rows
 from jax_ep.collectives import Axis, all_gather, exchange, rank_on, sum_in_order
 from jax_ep.dtypes import accumulation_dtype
-from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
+from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Quantized
 
 send_weights = collectives.send_weights
 return_weights = collectives.return_weights
 grouped_gemm = tiled_gemm.grouped_gemm
 grouped_gemm_weights = tiled_gemm.grouped_gemm_weights
+
+
+def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
+    """No: exchanges and products are separate here."""
+    return False
 
 
 def plan(topk_idx: Array, layout: Layout, axis: Axis) -> Handle:
@@ -83,20 +88,54 @@ def low_latency_plan(topk_idx: Array, layout: Layout, axis: Axis) -> LowLatencyH
     return LowLatencyHandle(source_token.reshape(num_local, block), start, count, slot_row, num_invalid, layout)
 
 
+def low_latency_dispatch(
+    x: Array | Quantized,
+    topk_idx: Array,
+    num_tokens: Array | None,
+    layout: Layout,
+    axis: Axis,
+    group_size: int | None,
+) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
+    """`[T, H]` tokens and `[T, K]` ids to packed rows per expert.
+
+    Args:
+      x: tokens, or a quantised pair; T is at most the `num_tokens` of the layout, M.
+      topk_idx: expert ids.
+      num_tokens: `[]` integer, how many tokens count; None: all.
+      layout: static sizes.
+      axis: expert axis.
+      group_size: columns per FP8 scale, or None to send x as it is.
+
+    Returns:
+      tokens `[L, W * M, H]`, scales `[L, W * M, H // group_size]` or None, rows of each expert `[L]`, and the handle.
+    """
+    if group_size is not None and not isinstance(x, tuple):
+        x = quantization.quantize_fp8(x, group_size=group_size)
+    if num_tokens is not None:
+        index = jnp.arange(topk_idx.shape[0], dtype=num_tokens.dtype)
+        topk_idx = jnp.where((index < num_tokens)[:, None], topk_idx, -1)
+    handle = low_latency_plan(_pad_rows(topk_idx, layout.num_tokens, -1), layout, axis)
+    values, scales = x if isinstance(x, tuple) else (x, None)
+    tokens = low_latency_send(values, handle, axis)
+    group_sizes = jnp.sum(handle.source_count, axis=1, dtype=jnp.int32)
+    return tokens, None if scales is None else low_latency_send(scales, handle, axis), group_sizes, handle
+
+
 def low_latency_send(x: Array, handle: LowLatencyHandle, axis: Axis) -> Array:
-    """`[max_tokens_per_rank, ...]` per token to `[L, W * max_tokens_per_rank, ...]`, bit for bit; zero elsewhere."""
+    """`[T, ...]` per token to `[L, W * max_tokens_per_rank, ...]`, bit for bit; zero elsewhere."""
     layout = handle.layout
     position = jnp.arange(handle.source_token.shape[1], dtype=jnp.int32)[None, :]
     ends = handle.source_start + handle.source_count
     source = jnp.sum(position[:, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
     index = jnp.where(handle.source_token < 0, -1, source * layout.num_tokens + handle.source_token)
+    x = _pad_rows(x, layout.num_tokens, 0)
     return rows.gather_rows(all_gather(x, axis).reshape(-1, *x.shape[1:]), index)
 
 
 def low_latency_combine(
     y: Array, topk_weights: Array, handle: LowLatencyHandle, axis: Axis, wire_dtype: DTypeLike | None
 ) -> Array:
-    """`[L, W * max_tokens_per_rank, H]` rows and `[max_tokens_per_rank, K]` weights to weighted sums per token.
+    """`[L, W * max_tokens_per_rank, H]` rows and `[T, K]` weights to `[T, H]` weighted sums per token.
 
     Rounding to the wire format applies to each row; the weighted sums of a rank then travel in float32.
     """
@@ -104,9 +143,15 @@ def low_latency_combine(
     flat = y.reshape(-1, y.shape[-1])
     if wire_dtype is not None:
         flat = quantization.dequantize_fp8(*quantization.quantize_fp8(flat), y.dtype)
-    weights = all_gather(topk_weights.astype(dtype), axis)
+    weights = all_gather(_pad_rows(topk_weights.astype(dtype), handle.layout.num_tokens, 0), axis)
     partial = jnp.zeros((), dtype)
     for k in range(handle.layout.top_k):
         row = rows.gather_rows(flat, handle.slot_row[:, :, k]).astype(dtype)
         partial = partial + row * weights[:, :, k, None]
-    return sum_in_order(exchange(partial, axis)).astype(y.dtype)
+    return sum_in_order(exchange(partial, axis)).astype(y.dtype)[: topk_weights.shape[0]]
+
+
+def _pad_rows(x: Array, num_rows: int, fill: int) -> Array:
+    """Extends the first axis to `num_rows`."""
+    value = jnp.asarray(fill, x.dtype)
+    return jnp.pad(x, ((0, num_rows - x.shape[0]), (0, 0)), constant_values=value) if num_rows > x.shape[0] else x

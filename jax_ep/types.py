@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import jax
 
+TOKENS_NAME = "jax_ep.tokens"
+"""What `jax.checkpoint` policies know dispatched tokens as."""
 AxisName = str | tuple[str, ...]
 Array = jax.Array
 Quantized = tuple[Array, Array]
@@ -143,6 +145,9 @@ class LowLatencyHandle:
         rank; -1: not here.
       num_invalid: `[]` int32, see `Handle`.
       layout: static sizes; `num_tokens` is `max_tokens_per_rank`, `capacity` is `L * W * max_tokens_per_rank`.
+      own_ids: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for those that do not count; None
+        where `group` is.
+      group: see `Handle`.
     """
 
     source_token: Array
@@ -151,13 +156,15 @@ class LowLatencyHandle:
     slot_row: Array
     num_invalid: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
+    own_ids: Array | None = None
+    group: Array | None = None
 
 
 class LowLatencyDispatched(NamedTuple):
     """Tokens of a decode-sized batch, in one fixed block of rows per local expert.
 
     Attributes:
-      tokens: `[L, W * max_tokens_per_rank, H]`, float8_e4m3fn where quantised; rows past the count are zero.
+      tokens: `[L, W * max_tokens_per_rank, H]`, float8_e4m3fn where quantised; rows past the count hold anything.
       scales: `[L, W * max_tokens_per_rank, H // group_size]` float32, or None where not quantised.
       group_sizes: `[L]` int32, rows received by each local expert.
       handle: what `low_latency_combine` needs.

@@ -151,14 +151,14 @@ def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
 # level. Units of one level do not know each other: so the implementations (level 4) never import one another.
 LEVELS = [
     {"types", "dtypes", "no_gradient", "kernel"},
-    {"mesh_axes", "layout", "ffi"},
-    {"heap", "interpreter"},
+    {"mesh_axes", "layout", "ffi", "processes"},
+    {"heap", "interpreter", "nvshmem"},
     {"validation", "context"},
     {"routing", "quantization"},
     {"tiled_gemm", "tuning", "tracing", "collectives", "moe_metrics"},
     {"reference", "megakernels", "pallas"},
     {"backends"},
-    {"vjp"},
+    {"vjp", "fused_vjp"},
     {"operations"},
     {"api", "low_latency", "moe"},
     {"sharding"},

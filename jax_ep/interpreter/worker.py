@@ -62,6 +62,16 @@ class Buffer:
         return self.bytes.ctypes.data
 
 
+def describe(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]) -> Any:
+    """What Triton takes for a tensor descriptor made on the host; the kernel's first use of it checks the alignment."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # its own checks want the dtypes of torch
+    fields = {"base": buffer, "shape": list(shape), "strides": list(strides), "block_shape": list(block_shape)}
+    vars(descriptor).update(fields, padding="zero", round_f32_to_tf32=False)
+    return descriptor
+
+
 class Requests:
     """Reads the socket in a thread of its own: the parent's end closes the process, and aborts overtake a kernel."""
 
@@ -102,10 +112,12 @@ class Runner:
         self._patch()
         self._serial = launch["serial"]
         kernel = getattr(load(Path(launch["path"])), launch["function"])
-        operands = []
-        for element_type, data in launch["operands"]:
-            operands.append(Buffer(len(data), element_type))
-            operands[-1].bytes[:] = np.frombuffer(data, np.uint8)
+        operands: list[Any] = []
+        for i, (element_type, data) in enumerate(launch["operands"]):
+            buffer = Buffer(len(data), element_type)
+            buffer.bytes[:] = np.frombuffer(data, np.uint8)
+            blocks = launch["descriptors"][i] if launch["descriptors"] else None
+            operands.append(buffer if blocks is None else describe(buffer, *blocks))
         results = [Buffer(num_bytes, element_type) for element_type, num_bytes in launch["results"]]
         with np.errstate(all="ignore"):  # as on a GPU
             kernel[(launch["num_programs"],)](*operands, *results, **launch["constants"])

@@ -59,39 +59,56 @@ def send_rows(x: Array, handle: Handle, axis: Axis) -> Array:
     return lax.bitcast_convert_type(sent.reshape(-1, *words.shape[1:]), x.dtype)
 
 
-def send_tokens(x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so."""
+def send_tokens(
+    x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None, *, num_programs: int | None = None
+) -> Array:
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so, by at most `num_programs` programs."""
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    return _dispatch(padded, handle, result, wire_dtype, to_rows=True)[:, : x.shape[1]]
+    sent = _dispatch(padded, handle, result, wire_dtype, num_programs, to_rows=True)
+    return sent[:, : x.shape[1]]
 
 
-def deliver(x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None = None) -> Array:
+def deliver(
+    x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None = None, *, num_programs: int | None = None
+) -> Array:
     """`[T, H]` tokens to slot `[source rank, token]` of the heaps of their experts' ranks, for kernels that gather.
+
+    At most `num_programs` programs work on it, or as many as fill the GPU.
 
     Returns:
       `[1]` of unspecified value, to depend on: the tokens that this rank needs are in its heap.
     """
-    return _dispatch(x, handle, jax.ShapeDtypeStruct((1,), x.dtype), wire_dtype, to_rows=False)
+    return _dispatch(x, handle, jax.ShapeDtypeStruct((1,), x.dtype), wire_dtype, num_programs, to_rows=False)
 
 
 def _dispatch(
-    x: Array, handle: Handle, result: jax.ShapeDtypeStruct, wire_dtype: DTypeLike | None, *, to_rows: bool
+    x: Array,
+    handle: Handle,
+    result: jax.ShapeDtypeStruct,
+    wire_dtype: DTypeLike | None,
+    num_programs: int | None,
+    *,
+    to_rows: bool,
 ) -> Array:
     """Launches the dispatch kernel; what travels in FP8 is quantised once, before."""
     layout, hidden = handle.layout, x.shape[1]
     values, scales = quantize_fp8(x) if wire_dtype else (x, x)
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype, values.dtype)
+    config, blocks = tuning.dispatch(layout, hidden, x.dtype, values.dtype, to_rows=to_rows)
     constants = {"R": layout.capacity, "TO_ROWS": to_rows, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    config = tuning.at_most(config, num_programs)
     operands = (values, scales, handle.ids, handle.slot_row, handle.row_slot)
     return _exchange_rows(_DISPATCH, operands, result, handle, config, constants, hidden, wire_dtype)
 
 
-def return_tokens(y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array:
-    """`[R, H]` rows to their unweighted sums `[T, H]`."""
+def return_tokens(
+    y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None, *, num_programs: int | None = None
+) -> Array:
+    """`[R, H]` rows to their unweighted sums `[T, H]`, by at most `num_programs` programs."""
     layout, hidden = handle.layout, y.shape[1]
     y = _pad_columns(y)
-    config, blocks = tuning.combine(layout, y.shape[1], y.dtype)
+    config, blocks = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype))
+    config = tuning.at_most(config, num_programs)
     constants = {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
     operands = (y, handle.ids, handle.slot_row)
@@ -129,4 +146,4 @@ def _exchange_rows(
         "SCALES": context.heap(kernel.function).layout.data + value_bytes,
         "FP8": wire_dtype is not None,
     }
-    return launch_on_heap(kernel, operands, group_of(handle), result, config, {**sizes, **constants})
+    return launch_on_heap(kernel, operands, group_of(handle), (result,), config, {**sizes, **constants})[0]

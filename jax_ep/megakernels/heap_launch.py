@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +11,7 @@ from jax import lax
 from jax_ep import context, ffi
 from jax_ep.collectives import Axis, all_gather, rank_on
 from jax_ep.heap import MAX_BLOCKS, SymmetricHeap
-from jax_ep.kernel import Config, Kernel
+from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.megakernels.launch import launch
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array, Handle
@@ -22,9 +24,37 @@ def group_on(axis: Axis, varying: frozenset[str]) -> Array:
     nothing of the call varies have different devices and the same results: it is typed by the results.
     """
     heap = context.heap("dispatch")
-    # The table's last entry is this device's number; its low half comes first.
-    number = lax.bitcast_convert_type(_table(heap, tuple(sorted(varying))), jnp.int32)[-1, 0]
+    known = _known_group(heap, axis, varying)
+    if known is not None:
+        return known
+    # The low half of a 64-bit entry comes first.
+    entry = heap.layout.num_devices + 2
+    number = lax.bitcast_convert_type(_table(heap, tuple(sorted(varying))), jnp.int32)[entry, 0]
     return jnp.concatenate([all_gather(number, axis), jnp.asarray(rank_on(axis), jnp.int32)[None]])
+
+
+def _known_group(heap: SymmetricHeap, axis: Axis, varying: frozenset[str]) -> Array | None:
+    """The same without an exchange, where the mesh given to `init` has the axes of the one around this call.
+
+    They may still be different meshes, and a compiled program may run on other devices than it was traced for: every
+    kernel compares its device with the group's (kernels/protocol.py). None where only an exchange can tell.
+    """
+    mesh, here = context.given_mesh(), jax.sharding.get_abstract_mesh()
+    if mesh is None or not axis or (here.axis_names, here.axis_sizes) != (mesh.axis_names, mesh.axis_sizes):
+        return None
+    others = tuple(name for name in mesh.axis_names if name not in axis and mesh.shape[name] > 1)
+    numbers = heap.numbers(mesh)
+    if numbers is None or not set(others) <= set(here.manual_axes):
+        return None
+    order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in axis]
+    order += [mesh.axis_names.index(name) for name in axis]
+    groups = jnp.asarray(numbers.transpose(order).reshape(-1, math.prod(mesh.shape[name] for name in axis)))
+    members = lax.dynamic_index_in_dim(groups, rank_on(others), keepdims=False)
+    group = jnp.concatenate([members, jnp.asarray(rank_on(axis), jnp.int32)[None]])
+    if not varying_axes(group) <= varying | set(axis):
+        return None  # different groups, but results that are typed as the same
+    missing = tuple(sorted(varying - varying_axes(group)))
+    return lax.pcast(group, missing, to="varying") if missing else group
 
 
 def _table(heap: SymmetricHeap, varying: tuple[str, ...]) -> Array:
@@ -40,22 +70,24 @@ def group_of(handle: Handle) -> Array:
 
 def launch_on_heap(
     kernel: Kernel,
-    operands: tuple[Array, ...],
+    operands: tuple[Array | Descriptor, ...],
     group: Array,
-    result: jax.ShapeDtypeStruct,
+    results: tuple[jax.ShapeDtypeStruct, ...],
     config: Config,
     constants: dict[str, int],
     after: Array | None = None,
-) -> Array:
-    """Launches a kernel on the heap; its last operands are the group, the table and a check of the status record."""
+    *,
+    uses_data: bool = True,
+) -> tuple[Array, ...]:
+    """Launches a kernel on the heap; its last operands are the group, the table and a check of the status record.
+
+    Kernels that use the data area also get to know where it and its flags lie.
+    """
     heap = context.heap(kernel.function)
     table = _table(heap, tuple(sorted(varying_axes(group))))
     # The check is an operand, so that it runs, and before the kernel; and it waits for what must come earlier.
     checked = ffi.check_status(group if after is None else after, heap.id)
-    places = {
-        "D": heap.layout.num_devices,
-        "DATA": heap.layout.data,
-        "FLAGS": heap.layout.flags,
-        "MAX_BLOCKS": MAX_BLOCKS,
-    }
-    return launch(kernel, (*operands, group, table, checked), (result,), config, {**places, **constants})[0]
+    places = {"D": heap.layout.num_devices}
+    if uses_data:
+        places |= {"DATA": heap.layout.data, "FLAGS": heap.layout.flags, "MAX_BLOCKS": MAX_BLOCKS}
+    return launch(kernel, (*operands, group, table, checked), results, config, {**places, **constants})

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_ep.kernel import Config, Kernel
+from jax_ep import context
+from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array
 
 
 def launch(
     kernel: Kernel,
-    operands: Sequence[Array],
+    operands: Sequence[Array | Descriptor],
     results: Sequence[jax.ShapeDtypeStruct],
     config: Config,
     constants: Mapping[str, Any],
@@ -27,7 +28,7 @@ def launch(
 
     Args:
       kernel: what to run.
-      operands: arrays of this shard.
+      operands: arrays of this shard, or descriptors of them.
       results: shapes and dtypes of the results.
       config: grid and compilation options.
       constants: `tl.constexpr` parameters.
@@ -37,21 +38,32 @@ def launch(
     """
     run = _interpret if jax.default_backend() == "cpu" else _run_on_gpu
     outputs = run(kernel, tuple(operands), tuple(results), config, dict(constants))
-    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in operands))))
+    arrays = (x.array if isinstance(x, Descriptor) else x for x in operands)
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in arrays))))
     return tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
+
+
+def make_ready(function: str) -> None:
+    """To be called, outside of jit, before launches that use no heap: on the CPU, workers come with the heap."""
+    if jax.default_backend() == "cpu":
+        from jax_ep import interpreter
+
+        if interpreter.current_pool() is None:
+            context.heap(function)
 
 
 def _run_on_gpu(
     kernel: Kernel,
-    operands: tuple[Array, ...],
+    operands: tuple[Array | Descriptor, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:
     import jax_triton
 
+    described = jax_triton.TensorDescriptor
     return jax_triton.triton_call(
-        *operands,
+        *(described(x.array, *x.blocks) if isinstance(x, Descriptor) else x for x in operands),
         kernel=kernel.load(),
         out_type=results,
         grid=(config.num_programs,),
@@ -63,7 +75,7 @@ def _run_on_gpu(
 
 def _interpret(
     kernel: Kernel,
-    operands: tuple[Array, ...],
+    operands: tuple[Array | Descriptor, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
     config: Config,
     constants: dict[str, Any],

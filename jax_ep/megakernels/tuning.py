@@ -5,6 +5,8 @@ LAG is the number of blocks between sending one and working on what has arrived:
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -34,6 +36,13 @@ def _programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
     return min(num_tasks, jax.local_devices()[0].core_count * per_multiprocessor)
 
 
+def at_most(config: Config, num_programs: int | None) -> Config:
+    """The config with no more programs than `num_programs`, as for a launch beside other work; None sets no limit."""
+    if num_programs is None:
+        return config
+    return dataclasses.replace(config, num_programs=min(config.num_programs, num_programs))
+
+
 def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
     """Config and words per block of the exchange of words."""
     block = 1024
@@ -42,22 +51,107 @@ def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
     return Config(_programs(num_ranks * -(-num_words // block)), num_warps=4), block
 
 
-def dispatch(layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
-    num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // BLOCK_T)
+def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of the plan kernel.
+
+    About as many blocks as programs that run at a time: each is then counted and placed once, and every task can add
+    the counts of all up. Small blocks where there are few slots: a block is worked on by LANES slots at a time.
+    """
+    lanes, most_blocks = 128, 256
+    slots = layout.num_tokens * layout.top_k
+    block = lanes
+    while layout.num_ranks * -(-slots // block) > most_blocks:
+        block *= 2
+    fill = 1024
+    while -(-layout.capacity // fill) > most_blocks:
+        fill *= 2
+    source_blocks = -(-slots // block)
+    num_blocks = layout.num_ranks * source_blocks
+    bins = max(32, _power_of_two(layout.num_local_experts))
     blocks = {
-        "BLOCK_T": BLOCK_T,
+        "BLOCK": block,
+        "LANES": lanes,
+        "BINS": bins,
+        "ROWS": max(1, min(4096 // bins, _power_of_two(num_blocks))),
+        "INVALID": _power_of_two(source_blocks),
+        "FILL": fill,
+    }
+    # Registers are enough for three at a time; one that had to wait would only make the end later.
+    return Config(_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), blocks
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def dispatch(
+    layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, *, to_rows: bool
+) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
+    quantised = wire_dtype != dtype
+    # Few tokens per task, so that the last ones end together; as few as there are flags for.
+    small = dtype.itemsize <= 2 and not quantised and layout.num_tokens <= 4 * MAX_BLOCKS
+    block = 4 if small else BLOCK_T
+    num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // block)
+    blocks = {
+        "BLOCK_T": block,
         "BLOCK_H": _columns(hidden, dtype.itemsize),
         "PUSH_H": _columns(hidden, wire_dtype.itemsize),
         "BLOCK_G": 1 << (max(1, hidden // GROUP_SIZE) - 1).bit_length(),
         "BLOCK_R": 16,
-        "LAG": 16,
+        "LAG": 128 // block,
     }
-    return Config(_programs(num_tasks)), blocks
+    # Two programs per multiprocessor have twice the bytes in flight; converting FP8 to rows needs more warps as well.
+    return Config(_programs(num_tasks, 2), num_warps=8 if quantised and to_rows else 4), blocks
 
 
-def combine(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of the combine kernel."""
+def combine(layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of the combine kernel, for sums of `dtype` that travel as `wire_dtype`."""
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // BLOCK_T)
     columns = _columns(hidden, dtype.itemsize)
-    return Config(_programs(num_tasks, 2)), {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}
+    blocks = {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}
+    if wire_dtype != dtype:
+        return Config(_programs(num_tasks, 4), num_warps=4), blocks
+    return Config(_programs(num_tasks, 2)), blocks
+
+
+def dispatch_gemm(layout: Layout, hidden: int, columns: int) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`."""
+    blocks = {"COMM": 16, "BLOCK_T": 32, "BLOCK_H": _columns(hidden, 2), **_product_tile(hidden, columns)}
+    return Config(_programs(1 << 30), num_warps=8, num_stages=4), blocks
+
+
+def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
+    blocks = _product_tile(features, hidden)
+    column_tiles = -(-hidden // blocks["BN"])
+    blocks["CHUNKS"] = _chunks(column_tiles, column_tiles * layout.capacity // blocks["BM"])
+    sums = {"CLEAR_T": 16, "SUM_T": 8, "SUM_H": min(512, _columns(hidden, 2))}
+    return Config(_programs(1 << 30), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
+
+
+def _chunks(column_tiles: int, num_tiles: int) -> int:
+    """Chunks of columns: what is added while the next chunk is computed. Each one costs a meeting of all programs."""
+    most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * _programs(num_tiles))
+    return next(chunks for chunks in (4, 3, 2, 1) if column_tiles % chunks == 0 and (chunks <= most or chunks == 1))
+
+
+def scatters(layout: Layout, features: int, hidden: int) -> bool:
+    """Whether GEMM + combine is one launch, which sends a row per expert, or two, which send a sum per rank.
+
+    Rows travel while the product is computed, sums after it: two launches win where the product is too short to hide
+    the rows. Per token, at the rates of an H200.
+    """
+    ranks, top_k = layout.num_ranks, layout.top_k
+    link, tensor_cores = 350e9, 600e12
+    product = 2 * top_k * features * hidden / tensor_cores
+    rows = top_k * (ranks - 1) / ranks * 2 * hidden / link
+    sums = (ranks - 1) * (1 - (1 - 1 / ranks) ** top_k) * 2 * hidden / link
+    return rows <= product + sums
+
+
+def _product_tile(depth: int, columns: int) -> dict[str, int]:
+    """Tile of a product on the tensor cores; narrow where the matrices are."""
+    if jax.default_backend() == "cpu":
+        return {"BM": 32, "BN": 16, "BK": 16}
+    return {"BM": 128, "BN": 256 if columns > 128 else 128, "BK": 64}

@@ -20,4 +20,4 @@ def exchange_words(x: Array, group: Array, num_ranks: int, *, different: bool, a
     context.reserve("dispatch", num_ranks * num_words * 4)
     constants = {"N": num_words, "DIFFERENT": different, "BLOCK": block, "OPERATION": int(ffi.Operation.DISPATCH)}
     result = jax.ShapeDtypeStruct((num_ranks, num_words), x.dtype)
-    return launch_on_heap(_WORDS, (x,), group, result, config, {"W": num_ranks, **constants}, after)
+    return launch_on_heap(_WORDS, (x,), group, (result,), config, {"W": num_ranks, **constants}, after)[0]

@@ -65,13 +65,13 @@ def test_row_kernels(name, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
-        wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
-        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
+        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True)
         wire = "*fp8e4nv" if fp8 else element
         rows = {"x_ptr": wire, "x_scales_ptr": "*fp32" if fp8 else element, "row_slot_ptr": "*i32"}
     else:
-        config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype))
+        config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
         rows = {"y_ptr": element}
     integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "checked_ptr"]
     types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
@@ -93,3 +93,20 @@ def test_word_kernel(capability):
     constants = places() | {"W": 4, "N": 4096 * 8, "DIFFERENT": False, "BLOCK": block}
     built = build("words", "exchange_words", pointers, constants, config.num_warps, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+
+
+# (experts, tokens per rank): L of 64, 256 and 1024, and blocks of one part and of many.
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (1024, 4096), (4096, 4096)])
+def test_plan_kernel(experts, tokens, capability):
+    layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
+    config, blocks = tuning.plan(layout)
+    results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped", "places", "counts", "invalid")
+    names = [f"{name}_ptr" for name in ("x", "group", "checked", *results)]
+    pointers = dict.fromkeys(names, "*i32") | {"table_ptr": "*i64"}
+    sizes = {"W": 4, "N": tokens * 8, "L": experts // 4, "R": layout.capacity, "ALIGNMENT": 1}
+    built = build("plan", "plan", pointers, places() | sizes | blocks, config.num_warps, capability)
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    assert int(re.findall(r"Used (\d+) registers", built["report"])[0]) <= 255
+    if tokens > 128:  # else a block is a word per thread
+        assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "ids are not copied 16 bytes at a time"

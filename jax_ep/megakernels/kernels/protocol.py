@@ -4,7 +4,10 @@ Every device has a heap of the same layout; a table holds the address of each. C
 
     0 TICKET   next task of the running launch       64         EPOCHS   [D] launches so far with each device
     1 EXITED   programs of the launch that ended     64 + D     READY    [2, D] epoch at which a device is ready
-    2 FAILED   1 after a wait expired, until reset
+    2 FAILED   1 after a failure, until reset
+    8 QUEUE    next task of a launch's second queue
+    9 STARTED  programs of the launch that began
+    16 DONE    [16] counters of finished tasks
 
 and from byte `FLAGS` on, `[2, D, MAX_BLOCKS]` epochs: which block of which device has arrived. D counts all devices of
 the heap, so that any subset of them can form a group. A pair of devices agrees on its number of launches, its epoch,
@@ -20,10 +23,14 @@ import triton.language as tl
 TICKET = tl.constexpr(0)
 EXITED = tl.constexpr(1)
 FAILED = tl.constexpr(2)
+QUEUE = tl.constexpr(8)
+STARTED = tl.constexpr(9)
+DONE = tl.constexpr(16)
 EPOCHS = tl.constexpr(64)
 
 STATE_TIMEOUT = tl.constexpr(1)
 STATE_WRITING = tl.constexpr(3)
+STATE_WRONG_MESH = tl.constexpr(4)
 
 
 @triton.jit
@@ -37,6 +44,29 @@ def heap_rows(table_ptr, device, dtype: tl.constexpr, DATA: tl.constexpr):
     """Pointer to the data area of `device`, as elements of `dtype`, known to be aligned."""
     address = tl.load(table_ptr + device) + DATA
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def open_launch(table_ptr, group_ptr, OPERATION: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """What every launch begins with.
+
+    A group may come from the mesh given to `init`, while the program runs on another. Then this device is not the one
+    that the group has at this rank, and the launch fails: nothing is written to a peer but that it has begun.
+
+    Returns:
+      Rank, device number, control words, and 1 while no wait has failed on this device, else 0: after a failure nothing
+      waits, and nothing is sent.
+    """
+    rank = tl.load(group_ptr + W)
+    me = tl.load(table_ptr + D + 2).to(tl.int32)
+    member = tl.load(group_ptr + rank)
+    control = control_words(table_ptr, me)
+    alive = 1 - tl.load(control + FAILED)
+    if member != me:
+        alive = 0
+        tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
+        report(table_ptr, STATE_WRONG_MESH, rank, -1, member, me, -1, 0, OPERATION, D)
+    return rank, me, control, alive
 
 
 @triton.jit
@@ -101,6 +131,42 @@ def await_block(
 
 
 @triton.jit
+def await_blocks(
+    table_ptr,
+    control,
+    rank,
+    peer_rank,
+    peer,
+    first,
+    end,
+    alive,
+    task,
+    OPERATION: tl.constexpr,
+    FLAGS: tl.constexpr,
+    D: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Waits until blocks `[first, end)` of `peer` are complete in this heap; returns whether the launch is alive."""
+    epoch = tl.load(control + EPOCHS + peer) + 1
+    flags = block_flag(control, peer, epoch, 0, FLAGS, D, MAX_BLOCKS)
+    timeout_ns = tl.load(table_ptr + D + 1)
+    lanes = tl.arange(0, 64)
+    for start in range(first, end, 64):
+        if alive != 0:
+            block = tl.where(start + lanes < end, start + lanes, start)
+            expected = tl.zeros((64,), tl.int32) + epoch
+            arrived = tl.atomic_poll(flags + block, expected, sem="acquire", scope="sys", timeout_ns=timeout_ns)
+            if tl.min(arrived.to(tl.int32), axis=0) == 0:
+                alive = 0
+                tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
+                seen = tl.atomic_load(flags + end - 1, sem="relaxed", scope="sys")
+                report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
+    # What the flags guard is read by all threads, after this barrier.
+    tl.debug_barrier()
+    return alive
+
+
+@triton.jit
 def await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OPERATION: tl.constexpr, D: tl.constexpr):
     """Waits for `epoch`, at most as long as the table allows. After a failure nothing waits any more."""
     if alive != 0:
@@ -118,17 +184,24 @@ def await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OP
 
 @triton.jit
 def report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr):
+    """Tells the host of a wait that has expired."""
+    detail = (timeout_ns // 1000000).to(tl.int32)
+    report(table_ptr, STATE_TIMEOUT, rank, peer_rank, epoch, seen, task, detail, OPERATION, D)
+
+
+@triton.jit
+def report(table_ptr, state, rank, peer_rank, expected, seen, task, detail, OPERATION: tl.constexpr, D: tl.constexpr):
     """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
     status = tl.load(table_ptr + D).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
         tl.store(status + 1, OPERATION)
         tl.store(status + 2, rank)
         tl.store(status + 3, peer_rank)
-        tl.store(status + 4, epoch)
+        tl.store(status + 4, expected)
         tl.store(status + 5, seen)
         tl.store(status + 6, task)
-        tl.store(status + 7, (timeout_ns // 1000000).to(tl.int32))
-        tl.atomic_store(status, STATE_TIMEOUT, sem="release", scope="sys")
+        tl.store(status + 7, detail)
+        tl.atomic_store(status, state, sem="release", scope="sys")
 
 
 @triton.jit
@@ -138,6 +211,7 @@ def end_launch(control, group_ptr, W: tl.constexpr):
     if tl.atomic_add(control + EXITED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
+        tl.store(control + QUEUE + tl.arange(0, 32), tl.zeros((32,), tl.int32))
         for peer_rank in range(W):
             peer = tl.load(group_ptr + peer_rank)
             tl.store(control + EPOCHS + peer, tl.load(control + EPOCHS + peer) + 1)

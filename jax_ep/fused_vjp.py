@@ -1,0 +1,118 @@
+"""Custom VJPs of the fused operations: dispatch + grouped GEMM and grouped GEMM + combine.
+
+They are each other's transpose with the transposed matrices, so the backward pass of each is the other kernel. The
+gradient of the matrices multiplies rows with the tokens that the forward kernel has kept. All three are closed under
+differentiation, so gradients of any order exist.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import backends
+from jax_ep.types import TOKENS_NAME, Array, Handle
+
+
+class FusedConfig(NamedTuple):
+    """How a fused operation runs: static, hashable.
+
+    Attributes:
+      implementation: registered name.
+      axis: mesh axes of the exchange.
+      transpose_rhs: contract with the last axis of the matrices.
+      keep: return the dispatched tokens, for `token_products`.
+    """
+
+    implementation: str
+    axis: tuple[str, ...]
+    transpose_rhs: bool = False
+    keep: bool = False
+
+
+class Scattered(NamedTuple):
+    """`hidden [R, N]`, `kept [W * T, H]` or None, `row_weights [R]` or None."""
+
+    hidden: Array
+    kept: Array | None
+    row_weights: Array | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scatter_gemm(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Scattered:
+    """`[T, H]` tokens to rows, times `w [L, H, N]`; and `[T, K]` weights to `[R]`. Transpose of `gather_gemm`."""
+    run = backends.get(config.implementation)
+    hidden, kept = run.dispatch_gemm(x, w, handle, transpose_rhs=config.transpose_rhs, keep=config.keep)
+    if weights is None:
+        return Scattered(hidden, kept, None)
+    return Scattered(hidden, kept, run.send_weights(weights, handle, config.axis, after=hidden))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_gemm(
+    config: FusedConfig, h: Array, row_weights: Array | None, w: Array, handle: Handle
+) -> tuple[Array, Array | None]:
+    """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`; and `[R]` to `[T, K]`. Transpose of `scatter_gemm`."""
+    run = backends.get(config.implementation)
+    sums = run.gemm_combine(h, w, handle, transpose_rhs=config.transpose_rhs)
+    if row_weights is None:
+        return sums, None
+    return sums, run.return_weights(row_weights, handle, config.axis, after=sums)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def token_products(config: FusedConfig, x: Array, kept: Array, rows: Array, handle: Handle) -> Array:
+    """Per local expert, dispatched tokens times rows: `[L, H, N]`, or `[L, N, H]` with `transpose_rhs`.
+
+    `kept` holds what became of the tokens `x` on the way; gradients go to `x`.
+    """
+    return backends.get(config.implementation).token_products(kept, rows, handle, transpose=config.transpose_rhs)
+
+
+def _turned(config: FusedConfig, *, keep: bool = False) -> FusedConfig:
+    return config._replace(transpose_rhs=not config.transpose_rhs, keep=keep)
+
+
+def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Any:
+    found = scatter_gemm(config._replace(keep=True), x, weights, w, handle)
+    kept = checkpoint_name(found.kept, TOKENS_NAME)
+    return found._replace(kept=kept if config.keep else None), (x, kept, w, handle)
+
+
+def _scatter_gemm_backward(config: FusedConfig, residuals: Any, cotangents: Scattered) -> Any:
+    x, kept, w, handle = residuals
+    d_hidden = cotangents.hidden
+    d_x, d_weights = gather_gemm(_turned(config), d_hidden, cotangents.row_weights, w, handle)
+    return d_x, d_weights, token_products(config, x, kept, d_hidden, handle), None
+
+
+def _gather_gemm_forward(config: FusedConfig, h: Array, row_weights: Array | None, w: Array, handle: Handle) -> Any:
+    return gather_gemm(config, h, row_weights, w, handle), (h, w, handle)
+
+
+def _gather_gemm_backward(config: FusedConfig, residuals: Any, cotangents: tuple[Array, Array | None]) -> Any:
+    h, w, handle = residuals
+    d_sums, d_slots = cotangents
+    back = scatter_gemm(_turned(config, keep=True), d_sums, d_slots, w, handle)
+    d_w = token_products(_turned(config), d_sums, back.kept, h, handle)
+    return back.hidden, back.row_weights, d_w, None
+
+
+def _token_products_forward(config: FusedConfig, x: Array, kept: Array, rows: Array, handle: Handle) -> Any:
+    return token_products(config, x, kept, rows, handle), (x, kept, rows, handle)
+
+
+def _token_products_backward(config: FusedConfig, residuals: Any, cotangent: Array) -> Any:
+    x, kept, rows, handle = residuals
+    d_x, _ = gather_gemm(_turned(config), rows, None, cotangent, handle)
+    d_rows = scatter_gemm(config._replace(keep=False), x, None, cotangent, handle).hidden
+    return d_x, jnp.zeros_like(kept), d_rows, None
+
+
+scatter_gemm.defvjp(_scatter_gemm_forward, _scatter_gemm_backward)
+gather_gemm.defvjp(_gather_gemm_forward, _gather_gemm_backward)
+token_products.defvjp(_token_products_forward, _token_products_backward)

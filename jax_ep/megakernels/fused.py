@@ -1,0 +1,119 @@
+"""Exchange and grouped GEMM in one launch: dispatch + GEMM, and GEMM + combine."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ep import context, ffi
+from jax_ep.kernel import Descriptor, Kernel
+from jax_ep.layout import dropless_capacity, gather_rows
+from jax_ep.megakernels import tuning
+from jax_ep.megakernels.exchange import return_tokens
+from jax_ep.megakernels.gemm import grouped_gemm, grouped_gemm_weights
+from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
+from jax_ep.megakernels.schedule import send_schedule
+from jax_ep.types import Array, Handle, Layout
+
+_DISPATCH_GEMM = Kernel("dispatch_gemm", "dispatch_gemm")
+_GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
+
+
+def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
+    """Whether an exchange and products with `[depth, columns]` matrices go through one launch.
+
+    The tensor cores take 16-bit tokens, and descriptors rows of whole 16 bytes; all else runs as two launches.
+    """
+    whole_words = depth % 8 == 0 and columns % 8 == 0
+    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and min(depth, columns, layout.num_tokens) > 0
+
+
+def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool) -> tuple[Array, Array | None]:
+    """Tokens to the ranks of their experts, and there times the experts' matrices.
+
+    Args:
+      x: `[T, H]`.
+      w: `[L, H, N]`, or `[L, N, H]` with `transpose_rhs`.
+      handle: of this implementation.
+      transpose_rhs: contract with the last axis of w.
+      keep: also return the tokens that arrived.
+
+    Returns:
+      `[R, N]`, zero in padding rows; and, with `keep`, `[W * T, H]`: the tokens that have an expert here by source rank
+      and token, of unspecified value elsewhere. Else None.
+    """
+    layout, hidden = handle.layout, x.shape[1]
+    columns = w.shape[1 if transpose_rhs else 2]
+    schedule = send_schedule(handle)
+    config, blocks = tuning.dispatch_gemm(layout, hidden, columns)
+    block_shape = (1, blocks["BN"], blocks["BK"]) if transpose_rhs else (1, blocks["BK"], blocks["BN"])
+    context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
+    kept_shape = (layout.num_ranks * layout.num_tokens if keep else 1, hidden)
+    results = (
+        jax.ShapeDtypeStruct((layout.capacity, columns), x.dtype),
+        jax.ShapeDtypeStruct(kept_shape, x.dtype),
+    )
+    constants = {"H": hidden, "N": columns, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "KEEP": keep}
+    operands = (x, Descriptor(w, block_shape), handle.ids, handle.row_slot, handle.group_sizes, *schedule)
+    constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    hidden_rows, kept = launch_on_heap(_DISPATCH_GEMM, operands, group_of(handle), results, config, constants)
+    return hidden_rows, kept if keep else None
+
+
+def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array:
+    """Rows times the matrices of their experts, and the unweighted sums of each token's products.
+
+    Args:
+      h: `[R, F]`.
+      w: `[L, F, H]`, or `[L, H, F]` with `transpose_rhs`.
+      handle: of this implementation.
+      transpose_rhs: contract with the last axis of w.
+
+    Returns:
+      `[T, H]`.
+    """
+    layout, features = handle.layout, h.shape[1]
+    hidden = w.shape[1 if transpose_rhs else 2]
+    if not tuning.scatters(layout, features, hidden):
+        y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        return return_tokens(y, handle, (), None)
+    config, blocks = tuning.gemm_combine(layout, features, hidden)
+    block_shape = (1, blocks["BN"], blocks["BK"]) if transpose_rhs else (1, blocks["BK"], blocks["BN"])
+    context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)
+    results = (jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype),)
+    drops = layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment)
+    constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "DROPS": drops}
+    matrices, lines = Descriptor(w, block_shape), Descriptor(h, (blocks["BM"], blocks["BK"]))
+    operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
+    constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), results, config, constants)[0]
+
+
+def _sizes(handle: Handle) -> dict[str, int]:
+    layout = handle.layout
+    return {
+        "W": layout.num_ranks,
+        "T": layout.num_tokens,
+        "K": layout.top_k,
+        "L": layout.num_local_experts,
+        "BLOCK_L": max(16, 1 << (layout.num_local_experts - 1).bit_length()),
+    }
+
+
+def token_products(kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array:
+    """Weight gradients: per local expert, dispatched tokens times rows.
+
+    Args:
+      kept: `[W * T, H]` from `dispatch_gemm`.
+      rows: `[R, N]`.
+      handle: of this implementation.
+      transpose: rows first.
+
+    Returns:
+      `[L, H, N]`, or `[L, N, H]` with `transpose`; zero for experts without rows.
+    """
+    slot = handle.row_slot
+    tokens = gather_rows(kept, jnp.where(slot < 0, -1, slot // handle.layout.top_k))
+    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
+    return grouped_gemm_weights(lhs, rhs, handle.group_sizes, out_dtype=kept.dtype)

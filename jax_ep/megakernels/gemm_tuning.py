@@ -1,0 +1,110 @@
+"""Tiles of the grouped GEMM, by shape and GPU; benchmarks/grouped_gemm.py --sweep compares them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+MAX_GROUPS = 1024
+"""More groups would take more registers than a program has to spare."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a grouped GEMM covers its result.
+
+    Attributes:
+      block_m: rows of a main tile.
+      block_n: columns of a main tile.
+      block_k: depth of one step.
+      small_m: rows of a small tile, for the end of a group; 0: main tiles only, whose loop is flat.
+      small_n: columns of a small tile.
+      flat_percent: up to this share of small tiles, main ones replace them, whose loop is faster; -1: never.
+      group_m: row tiles that share the columns of a matrix while they are in the L2 cache.
+      num_warps: of a program.
+      num_stages: blocks in flight, the one in use included.
+      programs: per multiprocessor.
+      gather: read rows by pointers.
+      descriptors: read by TMA; without it, everything by pointers.
+      tma_store: store main tiles by TMA, through a descriptor that the kernel makes in scratch memory.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    small_m: int = 64
+    small_n: int = 256
+    flat_percent: int = 10
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    programs: int = 1
+    gather: bool = False
+    descriptors: bool = True
+    tma_store: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """How the weight gradient covers its result.
+
+    Attributes:
+      block_m: rows of a tile, columns of the left-hand side.
+      block_n: columns of a tile, and of the right-hand side.
+      block_r: rows of the operands in one step.
+      group_m: see `Tiles`, as all that follow.
+      num_warps: of a program.
+      num_stages: blocks in flight.
+      programs: per multiprocessor.
+      flatten: one loop over tiles and rows.
+      descriptors: read by TMA.
+      tma_store: store by TMA.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_r: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    programs: int = 1
+    flatten: bool = True
+    descriptors: bool = True
+    tma_store: bool = False
+
+
+def has_tma() -> bool:
+    """Whether the devices copy blocks by descriptor; the interpreter does."""
+    device = jax.local_devices()[0]
+    return device.platform == "cpu" or float(device.compute_capability) >= 9.0
+
+
+def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
+    """Tiles for `[num_rows, .]` times `[groups, ., columns]`."""
+    if jax.default_backend() == "cpu":  # several steps, columns and small tiles at the sizes of tests
+        return Tiles(block_n=32, block_k=16, small_n=64, num_stages=2)
+    if not has_tma():
+        # Wider tiles spill registers.
+        return Tiles(block_n=128, small_n=128, num_stages=3, gather=True, descriptors=False, flat_percent=-1)
+    if num_rows <= 64 * groups or columns <= 128:
+        # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
+        return Tiles(block_m=64, block_n=128, small_m=0, small_n=128, num_warps=4, programs=2)
+    # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
+    return Tiles() if out_itemsize <= 2 else Tiles(block_n=128, small_n=128)
+
+
+def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
+    """Tiles for matrices of `[rows, columns]`."""
+    if jax.default_backend() == "cpu":
+        return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
+    if not has_tma():
+        return WeightTiles(block_n=128, num_stages=3, descriptors=False)
+    return WeightTiles() if out_itemsize <= 2 and columns > 128 else WeightTiles(block_n=128, num_stages=4)
+
+
+def num_programs(num_tasks: int, per_multiprocessor: int) -> int:
+    """Programs that run at a time; in the interpreter, where they run one after another, two."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return max(1, min(num_tasks, jax.local_devices()[0].core_count * per_multiprocessor))

@@ -1,0 +1,269 @@
+"""Dispatch and grouped GEMM in one launch: the first experts are multiplied while the other tokens travel.
+
+Two queues. The first is communication: announce, then push each block of the send order to every peer, then, where the
+caller keeps the tokens, copy what has arrived. The first COMM programs to start empty it and then help with the second:
+the tiles of the product, in expert order, and the rows that are zero. Tokens are read where they are, in the heap or in
+the caller's own array; a tile waits for the prefix of each peer's sends that its expert needs, once per program.
+
+A program leaves the first queue only when all its tasks are taken by programs that run; and pushes wait only for the
+peers' announcements. So one resident program suffices.
+"""
+
+import triton
+import triton.language as tl
+
+from .dispatch import push
+from .product import count_row_tiles, find_group, multiply, place_in_group
+from .protocol import (
+    FAILED,
+    QUEUE,
+    STARTED,
+    announce,
+    await_blocks,
+    await_ready,
+    control_words,
+    end_launch,
+    heap_rows,
+    next_task,
+    publish,
+    wanted_by,
+)
+
+
+@triton.jit
+def keep(x_ptr, tokens, wanted, kept_ptr, slots, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Copies tokens, this rank's own or received ones, to their slots in an array of the caller."""
+    push(x_ptr, tokens, slots, wanted, kept_ptr, H, BLOCK_H)
+
+
+@triton.jit
+def product_tile(
+    x_ptr,
+    received_ptr,
+    row_slot_ptr,
+    b_desc,
+    out_ptr,
+    rank,
+    group,
+    column,
+    first_row,
+    num_rows,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Multiplies up to BM rows, gathered from this rank's tokens and from the heap, and stores the product."""
+    lines = tl.arange(0, BM)
+    inside = lines < num_rows
+    slot = tl.load(row_slot_ptr + first_row + lines, mask=inside, other=-1)
+    # Rows without a slot are padding: any token may stand for them, since the product is not used.
+    token = tl.where(slot < 0, 0, slot // K)
+    columns = tl.arange(0, BK)[None, :]
+    own = ((slot < 0) | (token // T == rank))[:, None]
+    own_ptrs = x_ptr + (token % T).to(tl.int64)[:, None] * H + columns
+    received_ptrs = received_ptr + token.to(tl.int64)[:, None] * H + columns
+    a_ptrs = tl.multiple_of(tl.where(own, own_ptrs, received_ptrs), (16, 16))
+    total = multiply(a_ptrs, b_desc, group, column * BN, H, BM, BN, BK, TRANSPOSED)
+    total = tl.where((slot >= 0)[:, None], total, 0.0)
+    out_columns = column * BN + tl.arange(0, BN)
+    target = out_ptr + (first_row + lines).to(tl.int64)[:, None] * N + out_columns[None, :]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (out_columns < N)[None, :])
+
+
+@triton.jit
+def clear_rows(out_ptr, first, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeroes `ROWS` rows of `out` from `first` on."""
+    rows = first + tl.arange(0, ROWS)
+    for n in range(0, N, COLUMNS):
+        columns = n + tl.arange(0, COLUMNS)[None, :]
+        target = out_ptr + rows.to(tl.int64)[:, None] * N + columns
+        zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
+        tl.store(target, zeros, mask=(rows < R)[:, None] & (columns < N))
+
+
+@triton.jit
+def dispatch_gemm(
+    x_ptr,
+    b_desc,
+    ids_ptr,
+    row_slot_ptr,
+    sizes_ptr,
+    order_ptr,
+    num_sends_ptr,
+    num_needed_ptr,
+    group_ptr,
+    table_ptr,
+    checked_ptr,
+    out_ptr,
+    kept_ptr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    DATA: tl.constexpr,
+    FLAGS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    COMM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    KEEP: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """`x [T, H]` and matrices `[L, H, N]` (`[L, N, H]` if TRANSPOSED) to `out [R, N]`.
+
+    `ids [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle, `order [W, T]`, `num_sends [W]` and
+    `num_needed [W, L]` those of the schedule. With KEEP, tokens with an expert here are copied to `kept [W * T, H]`.
+    """
+    rank = tl.load(group_ptr + W)
+    me = tl.load(group_ptr + rank)
+    control = control_words(table_ptr, me)
+    alive = 1 - tl.load(control + FAILED)
+    num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
+    peers: tl.constexpr = W - 1 if W > 1 else 1
+    push_end: tl.constexpr = 1 + num_blocks * (W - 1)
+    received_ptr = heap_rows(table_ptr, me, x_ptr.dtype.element_ty, DATA)
+    if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") < COMM:
+        task = next_task(control)
+        while task < push_end + (num_blocks * W if KEEP else 0):
+            if task == 0:
+                announce(table_ptr, group_ptr, control, me, rank, W, D)
+            elif task < push_end:
+                block = (task - 1) // peers
+                peer_rank = (rank + 1 + (task - 1) % peers) % W
+                num_sends = tl.load(num_sends_ptr + peer_rank)
+                if block * BLOCK_T < num_sends:
+                    peer = tl.load(group_ptr + peer_rank)
+                    alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
+                    if alive != 0:
+                        place = block * BLOCK_T + tl.arange(0, BLOCK_T)
+                        wanted = place < num_sends
+                        tokens = tl.load(order_ptr + peer_rank * T + place, mask=wanted, other=0)
+                        values_ptr = heap_rows(table_ptr, peer, x_ptr.dtype.element_ty, DATA)
+                        push(x_ptr, tokens, rank * T + tokens, wanted, values_ptr, H, BLOCK_H)
+                        publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
+            else:
+                # Own tokens first: they are here.
+                source_rank = (rank + (task - push_end) // num_blocks) % W
+                source = tl.load(group_ptr + source_rank)
+                local = (task - push_end) % num_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+                slots = source_rank * T + local
+                wanted = wanted_by(ids_ptr, slots * K, local < T, rank * L, L, K)
+                if source_rank == rank:
+                    keep(x_ptr, local, wanted, kept_ptr, slots, H, BLOCK_H)
+                else:
+                    needed = tl.load(num_needed_ptr + source_rank * L + L - 1)
+                    end = (needed + BLOCK_T - 1) // BLOCK_T
+                    alive = await_blocks(
+                        table_ptr,
+                        control,
+                        rank,
+                        source_rank,
+                        source,
+                        0,
+                        end,
+                        alive,
+                        task,
+                        OPERATION,
+                        FLAGS,
+                        D,
+                        MAX_BLOCKS,
+                    )
+                    keep(received_ptr, slots, wanted, kept_ptr, slots, H, BLOCK_H)
+            task = next_task(control)
+    column_tiles: tl.constexpr = (N + BN - 1) // BN
+    num_tiles = count_row_tiles(sizes_ptr, L, BLOCK_L, BM) * column_tiles
+    lanes = tl.arange(0, BLOCK_L)
+    num_rows = tl.sum(tl.load(sizes_ptr + lanes, mask=lanes < L, other=0), axis=0)
+    num_clears = (R - num_rows + BM - 1) // BM
+    expert, first_tile, first_row, ready = 0, 0, 0, -1
+    tile = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
+    while tile < num_tiles + num_clears:
+        if tile < num_tiles:
+            expert, first_tile, first_row, size = find_group(
+                tile, expert, first_tile, first_row, sizes_ptr, column_tiles, BM
+            )
+            if expert > ready:
+                for step in range(1, W):
+                    source_rank = (rank + W - step) % W
+                    source = tl.load(group_ptr + source_rank)
+                    needed_ptr = num_needed_ptr + source_rank * L
+                    begin = tl.load(needed_ptr + ready, mask=ready >= 0, other=0) // BLOCK_T
+                    end = (tl.load(needed_ptr + expert) + BLOCK_T - 1) // BLOCK_T
+                    alive = await_blocks(
+                        table_ptr,
+                        control,
+                        rank,
+                        source_rank,
+                        source,
+                        begin,
+                        end,
+                        alive,
+                        tile,
+                        OPERATION,
+                        FLAGS,
+                        D,
+                        MAX_BLOCKS,
+                    )
+                ready = expert
+            row_tile, column = place_in_group(tile - first_tile, size, column_tiles, BM)
+            rows_left = size - row_tile * BM
+            if rows_left > BM // 2:
+                product_tile(
+                    x_ptr,
+                    received_ptr,
+                    row_slot_ptr,
+                    b_desc,
+                    out_ptr,
+                    rank,
+                    expert,
+                    column,
+                    first_row + row_tile * BM,
+                    rows_left,
+                    T,
+                    K,
+                    H,
+                    N,
+                    BM,
+                    BN,
+                    BK,
+                    TRANSPOSED,
+                )
+            else:
+                product_tile(
+                    x_ptr,
+                    received_ptr,
+                    row_slot_ptr,
+                    b_desc,
+                    out_ptr,
+                    rank,
+                    expert,
+                    column,
+                    first_row + row_tile * BM,
+                    rows_left,
+                    T,
+                    K,
+                    H,
+                    N,
+                    BM // 2,
+                    BN,
+                    BK,
+                    TRANSPOSED,
+                )
+        else:
+            clear_rows(out_ptr, num_rows + (tile - num_tiles) * BM, R, N, BM, BN)
+        tile = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
+    end_launch(control, group_ptr, W)

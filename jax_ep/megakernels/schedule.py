@@ -1,0 +1,49 @@
+"""The order in which a rank sends its tokens, so that a peer's first experts can start while the rest travels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.megakernels.heap_launch import group_of
+from jax_ep.types import Array, Handle
+
+
+class SendSchedule(NamedTuple):
+    """What each rank sends, in which order, and what its experts wait for.
+
+    A token goes to a rank when that computes the first of the token's experts there. So the tokens that local experts
+    0..e need are a prefix of what each source sends.
+
+    Attributes:
+      order: `[W, T]` int32. This rank's tokens in the order in which they go to each rank; those that do not, last.
+      num_sends: `[W]` int32. Tokens that go to each rank.
+      num_needed: `[W, L]` int32. How many of the tokens that each source sends here local experts 0..e need.
+    """
+
+    order: Array
+    num_sends: Array
+    num_needed: Array
+
+
+def send_schedule(handle: Handle) -> SendSchedule:
+    """The schedule of a handle; computed by XLA, which merges equal calls of one program."""
+    layout = handle.layout
+    num_ranks, num_local = layout.num_ranks, layout.num_local_experts
+    rank = group_of(handle)[-1]
+    own = lax.dynamic_index_in_dim(handle.ids, rank, keepdims=False)  # [T, K]
+    first = jnp.stack([_first_expert(own, r * num_local, num_local) for r in range(num_ranks)])  # [W, T]
+    tokens = jnp.broadcast_to(lax.iota(jnp.int32, layout.num_tokens), first.shape)
+    _, order = lax.sort((first, tokens + jnp.zeros_like(first)), num_keys=1, is_stable=True)
+    arriving = _first_expert(handle.ids, rank * num_local, num_local)  # [W, T]
+    experts = lax.iota(jnp.int32, num_local)
+    num_needed = jnp.sum(arriving[:, None, :] <= experts[None, :, None], axis=-1, dtype=jnp.int32)
+    return SendSchedule(order, jnp.sum(first < num_local, axis=-1, dtype=jnp.int32), num_needed)
+
+
+def _first_expert(ids: Array, first: Array | int, num_local: int) -> Array:
+    """`[..., K]` ids to the lowest of them in `[first, first + num_local)`, relative to `first`; else `num_local`."""
+    local = ids - first
+    return jnp.min(jnp.where((local >= 0) & (local < num_local), local, num_local), axis=-1)

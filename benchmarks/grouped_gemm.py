@@ -2,11 +2,14 @@
 
     python benchmarks/grouped_gemm.py                     # what fits the platform
     python benchmarks/grouped_gemm.py --parts throughput --only flat einsum
+    python benchmarks/grouped_gemm.py --sweep --shapes 32768,7168,4096,64 --directions forward
 
 Parts:
   groups      (CPU) the same rows in 1 to 256 groups, forward and backward: the cost must follow the rows.
   exchange    (CPU) dispatch + combine on 8 virtual devices with 8 to 512 experts: the cost must not follow the experts.
-  throughput  (GPU) TFLOP/s on the shapes of large models, beside other formulations of the loop over tiles.
+  kernels     (GPU) TFLOP/s of the Triton kernels on the shapes of large models, both gradients included, beside cuBLAS.
+  throughput  (GPU) TFLOP/s of formulations in plain XLA on such shapes; not run by default.
+  sweep       (GPU) the kernels with many tiles, to choose the defaults; has a report of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import gemm_kernels
+import gemm_sweep
 import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
 from exchange import NUM_DEVICES, measure_exchange
+from gemm_inputs import check, make_operands, make_sample
 from harness import Panel, Report, Timing
 from jax import Array, lax
 from jax.extend import backend
@@ -34,58 +39,6 @@ MAX_RATIO = 1.5  # required of 64 groups to 8 groups at the same rows
 RAGGED_DOT_GROUPS = 32  # on the CPU ragged_dot multiplies all rows by every matrix: more groups take seconds and GBs
 FLAT_GROUPS = 64  # and the flat loop computes a surplus tile for every group
 VARIANT = "jax_ep.grouped_gemm"
-
-
-# --- inputs and checks ----------------------------------------------------------------------------------------------
-
-
-def group_sizes(distribution: str, rows: int, groups: int) -> Array:
-    """`[groups]` int32 with sum `rows`; Zipf has exponent 1 and its groups in random order."""
-    rng = np.random.default_rng(groups)
-    share = np.full(groups, 1 / groups) if distribution == "multinomial" else 1 / (1 + rng.permutation(groups))
-    if distribution == "equal":
-        sizes = np.full(groups, rows // groups) + (np.arange(groups) < rows % groups)
-    else:
-        sizes = rng.multinomial(rows, share / share.sum())
-    return jnp.asarray(sizes, jnp.int32)
-
-
-def make_operands(rows: int, k: int, n: int, groups: int, dtype: Any, distribution: str) -> tuple[Array, Array, Array]:
-    """`lhs [rows, k]`, `rhs [groups, k, n]` and sizes; random numbers, because zeros draw less power."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    lhs = jax.random.normal(keys[0], (rows, k), dtype)
-    rhs = jax.jit(lambda key: jax.random.normal(key, (groups, k, n), dtype) / np.sqrt(k).astype(dtype))(keys[1])
-    return lhs, rhs, group_sizes(distribution, rows, groups)
-
-
-class Sample(NamedTuple):
-    """Some rows of the right result, float32."""
-
-    rows: Array
-    expected: Array
-
-
-@jax.jit
-def make_sample(lhs: Array, rhs: Array, sizes: Array) -> Sample:
-    """16 rows, each the product of a vector with the matrix of its group."""
-    rows = jnp.linspace(0, lhs.shape[0] - 1, 16).astype(jnp.int32)
-    groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
-
-    def product(pair: tuple[Array, Array]) -> Array:
-        row, matrix = lhs[pair[0]].astype(jnp.float32), rhs[pair[1]].astype(jnp.float32)
-        return jnp.dot(row, matrix, precision=lax.Precision.HIGHEST)
-
-    return Sample(rows, lax.map(product, (rows, groups)))
-
-
-def check(name: str, out: Array, sample: Sample) -> float:
-    """Largest error of the sampled rows in units of their root mean square; refuses to time wrong results."""
-    expected = np.asarray(sample.expected)
-    error = float(np.abs(np.asarray(out[sample.rows], np.float32) - expected).max() / np.sqrt(np.mean(expected**2)))
-    limit = 1e-4 if out.dtype.itemsize >= 4 else 0.05
-    if not error < limit:
-        raise RuntimeError(f"{name} is wrong: error {error:.2g} of the root mean square, limit {limit}.")
-    return error
 
 
 # --- formulations ---------------------------------------------------------------------------------------------------
@@ -308,18 +261,38 @@ def throughput_rows(
 
 # --- command line ---------------------------------------------------------------------------------------------------
 
-PARTS = {"groups": measure_groups, "exchange": measure_exchange, "throughput": measure_throughput}
+PARTS = {
+    "groups": measure_groups,
+    "exchange": measure_exchange,
+    "throughput": measure_throughput,
+    "kernels": gemm_kernels.measure_kernels,
+    "sweep": gemm_sweep.measure_sweep,
+}
+
+
+def shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if len(sizes) != 4 or min(sizes) < 1 or sizes[0] % sizes[3]:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected rows,K,N,groups, whose groups divide the rows")
+    return sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the parts, each with the devices it needs."""
     options = harness.parser(__doc__ or "", rounds=15)
     options.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
-    options.add_argument("--only", nargs="+", help="throughput: only variants whose names hold one of these")
+    options.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
+    options.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
+    options.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
+    directions = gemm_kernels.DIRECTIONS
+    options.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
+    options.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
     args = harness.parse(options, arguments)
+    args.parts = ["sweep"] if args.sweep else args.parts
     platform = jax.default_backend()
-    default = ["throughput"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]
-    report = Report(f"grouped_gemm_{platform}", args.out, {"rounds": args.rounds, "quick": args.quick})
+    default = ["kernels"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]
+    name = f"grouped_gemm_{'sweep_' if args.parts == ['sweep'] else ''}{platform}"
+    report = Report(name, args.out, {"rounds": args.rounds, "quick": args.quick})
     panels: list[Panel] = []
     for part in args.parts or default:
         if platform == "cpu":

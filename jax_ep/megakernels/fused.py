@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jax_ep import context, ffi
 from jax_ep.kernel import Descriptor, Kernel
 from jax_ep.layout import dropless_capacity, gather_rows
-from jax_ep.megakernels import tuning
+from jax_ep.megakernels import gemm_tuning, tuning
 from jax_ep.megakernels.exchange import return_tokens
 from jax_ep.megakernels.gemm import grouped_gemm, grouped_gemm_weights
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
@@ -23,10 +23,11 @@ _GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
 def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     """Whether an exchange and products with `[depth, columns]` matrices go through one launch.
 
-    The tensor cores take 16-bit tokens, and descriptors rows of whole 16 bytes; all else runs as two launches.
+    The tensor cores take 16-bit tokens, descriptors rows of whole 16 bytes, and tiles the shared memory of GPUs with TMA;
+    all else runs as two launches.
     """
-    whole_words = depth % 8 == 0 and columns % 8 == 0
-    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and min(depth, columns, layout.num_tokens) > 0
+    whole_words = depth % 8 == 0 and columns % 8 == 0 and min(depth, columns, layout.num_tokens) > 0
+    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and gemm_tuning.has_tma()
 
 
 def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool) -> tuple[Array, Array | None]:

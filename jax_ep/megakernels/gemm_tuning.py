@@ -75,9 +75,12 @@ class WeightTiles:
 
 
 def has_tma() -> bool:
-    """Whether the devices copy blocks by descriptor; the interpreter does."""
+    """Whether the devices copy blocks by descriptor and have the memory for wide tiles; the interpreter does.
+
+    That is Hopper and the Blackwell of data centres: the Blackwell of workstations has TMA, but 99 KB instead of 227.
+    """
     device = jax.local_devices()[0]
-    return device.platform == "cpu" or float(device.compute_capability) >= 9.0
+    return device.platform == "cpu" or 9.0 <= float(device.compute_capability) < 12.0
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
@@ -85,13 +88,14 @@ def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -
     if jax.default_backend() == "cpu":  # several steps, columns and small tiles at the sizes of tests
         return Tiles(block_n=32, block_k=16, small_n=64, num_stages=2)
     if not has_tma():
-        # Wider tiles spill registers.
+        # Wider tiles spill registers, and these fit into the shared memory of any GPU.
         return Tiles(block_n=128, small_n=128, num_stages=3, gather=True, descriptors=False, flat_percent=-1)
     if num_rows <= 64 * groups or columns <= 128:
         # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
         return Tiles(block_m=64, block_n=128, small_m=0, small_n=128, num_warps=4, programs=2)
+    # A tile of 64 rows reads as much of the matrix as one of 128, and takes almost as long: the flat loop is worth more.
     # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
-    return Tiles() if out_itemsize <= 2 else Tiles(block_n=128, small_n=128)
+    return Tiles(small_m=0) if out_itemsize <= 2 else Tiles(block_n=128, small_m=0)
 
 
 def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
@@ -100,7 +104,7 @@ def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
     if not has_tma():
         return WeightTiles(block_n=128, num_stages=3, descriptors=False)
-    return WeightTiles() if out_itemsize <= 2 and columns > 128 else WeightTiles(block_n=128, num_stages=4)
+    return WeightTiles(num_stages=3) if out_itemsize <= 2 and columns > 128 else WeightTiles(block_n=128)
 
 
 def num_programs(num_tasks: int, per_multiprocessor: int) -> int:

@@ -74,6 +74,35 @@ def test_shapes(implementation: str, rows: int, groups: int, inner: int, columns
         np.testing.assert_array_equal(g, w)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+    """Groups of all sizes around those of tiles, empty ones at both ends, and rows past them."""
+    group_sizes = np.array([0, 1, 63, 64, 65, 127, 128, 129, 0], np.int32)
+    rows = group_sizes.sum() + 7
+    lhs, rhs = reals(rng, rows, 24, dtype=dtype), reals(rng, group_sizes.size, 24, 13, dtype=dtype)
+    d_out = reals(rng, rows, 13, dtype=dtype)
+    got = with_gradients(implementation)(poison(lhs, group_sizes), rhs, group_sizes, poison(d_out, group_sizes))
+    want = oracle.grouped_gemm(lhs, rhs, group_sizes), *oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out)
+    for what, g, w in zip(("out", "d_lhs", "d_rhs"), got, want, strict=True):
+        assert_close(g, w, what)
+    for g in got[:2]:
+        assert not g[group_sizes.sum() :].any(), "rows past the groups are not zero"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_nan_stays_in_its_group(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+    group_sizes = np.array([30, 0, 17, 70, 9], np.int32)
+    lhs, rhs = reals(rng, 126, 16, dtype=dtype), reals(rng, 5, 16, 8, dtype=dtype)
+    d_out = reals(rng, 126, 8, dtype=dtype)
+    want = oracle.grouped_gemm(lhs, rhs, group_sizes), *oracle.grouped_gemm_gradients(lhs, rhs, group_sizes, d_out)
+    bad = slice(30, 47)  # the rows of group 2
+    lhs[bad], d_out[bad] = np.nan, np.inf
+    got = with_gradients(implementation)(lhs, rhs, group_sizes, d_out)
+    for what, g, w, spoilt in zip(("out", "d_lhs", "d_rhs"), got, want, (bad, bad, 2), strict=True):
+        assert not np.isfinite(g[spoilt].astype(np.float32)).all(), what
+        assert_close(np.delete(g, spoilt, axis=0), np.delete(w, spoilt, axis=0), what)
+
+
 def test_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
     """float32 out of bfloat16 in: accumulated and returned without a rounding to bfloat16."""
     group_sizes = np.array([2, 0, 4], np.int32)

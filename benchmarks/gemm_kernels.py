@@ -1,0 +1,216 @@
+"""The Triton grouped GEMM beside cuBLAS's batched product and the portable loop; part of grouped_gemm.py.
+
+All rates count the rows of the problem, not those that tiles compute in vain. cuBLAS multiplies equal groups, which is
+the least work, and is in every round: ratios to it are taken within rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gemm_inputs import check, group_sizes, make_operands, make_sample
+from harness import Panel, Report
+from jax import Array
+
+import jax_ep
+from jax_ep import tiled_gemm
+from jax_ep.megakernels import gemm
+from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+
+DIRECTIONS = ("forward", "input gradient", "weight gradient")
+DISTRIBUTIONS = ("equal", "multinomial", "zipf")
+# rows, K, N, groups: DeepSeek-V3 up and down, Qwen3-30B up (32 of its experts), Mixtral down (2 of its experts).
+SHAPES = ((32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32), (16384, 14336, 4096, 2))
+QUICK_SHAPES = ((200, 24, 40, 4),)
+CUBLAS = "cuBLAS batched"
+TRITON = "triton"
+SAMPLE_S = 0.01  # of one timed sample: launches then cost nothing
+
+type Product = Callable[[Array, Array, Array], Array]
+
+
+class Problem(NamedTuple):
+    """One direction of one shape, its operands, and the right results by distribution."""
+
+    direction: str
+    shape: tuple[int, int, int, int]
+    operands: dict[str, tuple[Array, Array, Array]]
+    expected: dict[str, Array]
+
+    @property
+    def tflop(self) -> float:
+        return 2e-12 * self.shape[0] * self.shape[1] * self.shape[2]
+
+    @property
+    def title(self) -> str:
+        rows, k, n, groups = self.shape
+        return f"{rows}x{k}x{n} in {groups}, {self.direction}"
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
+    """The kernel, with its default tiles or others."""
+    if direction == "weight gradient":
+        return jax.jit(partial(gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))
+    transpose = direction == "input gradient"
+    return jax.jit(partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
+
+
+def portable(direction: str) -> Product:
+    """The loop over tiles in plain XLA."""
+    if direction == "weight gradient":
+        return partial(tiled_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16)
+    return partial(tiled_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
+
+
+def cublas(direction: str) -> Product:
+    """One batched product of equal groups; their number divides the rows."""
+    formula = {"forward": "gmk,gkn->gmn", "input gradient": "gmn,gkn->gmk", "weight gradient": "gmk,gmn->gkn"}
+
+    def run(a: Array, b: Array, sizes: Array) -> Array:
+        groups = sizes.shape[0]
+        a = a.reshape(groups, -1, a.shape[1])
+        if direction == "weight gradient":
+            return jnp.einsum(formula[direction], a, b.reshape(groups, -1, b.shape[1]))
+        out = jnp.einsum(formula[direction], a, b)
+        return out.reshape(-1, out.shape[2])
+
+    return jax.jit(run)
+
+
+# --- inputs and checks ----------------------------------------------------------------------------------------------
+
+
+def make_problems(shape: tuple[int, int, int, int], directions: Iterable[str]) -> Iterator[Problem]:
+    """The directions of one shape on all distributions; the portable loop's results, of which some rows are checked."""
+    rows, k, n, groups = shape
+    lhs, rhs, _ = make_operands(rows, k, n, groups, jnp.bfloat16, "equal")
+    cotangent = jax.random.normal(jax.random.key(1), (rows, n), jnp.bfloat16)
+    for direction in directions:
+        pair = {"forward": (lhs, rhs), "input gradient": (cotangent, rhs), "weight gradient": (lhs, cotangent)}
+        operands = {name: (*pair[direction], group_sizes(name, rows, groups)) for name in DISTRIBUTIONS}
+        expected = {name: portable(direction)(*arguments) for name, arguments in operands.items()}
+        for name, (a, b, sizes) in operands.items():
+            if direction == "weight gradient":
+                check_matrix(f"portable loop, {name}", expected[name], a, b, sizes)
+            else:
+                matrices = jnp.swapaxes(b, 1, 2) if direction == "input gradient" else b
+                check(f"portable loop, {name}", expected[name], make_sample(a, matrices, sizes))
+        yield Problem(direction, shape, operands, expected)
+
+
+def check_matrix(name: str, out: Array, lhs: Array, rhs: Array, sizes: Array) -> None:
+    """Compares some rows of the largest group's matrix with a product in float32."""
+    group = int(jnp.argmax(sizes))
+    end = int(sizes[: group + 1].sum())
+    rows = slice(end - int(sizes[group]), end)
+    expected = jnp.dot(
+        lhs[rows, :16].astype(jnp.float32).T, rhs[rows].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    refuse_if_different(name, out[group, :16], expected)
+
+
+@jax.jit
+def _difference(out: Array, expected: Array) -> Array:
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.max(jnp.abs(out - expected)) / jnp.sqrt(jnp.mean(expected**2))
+
+
+def refuse_if_different(name: str, out: Array, expected: Array) -> float:
+    """Largest difference of any element in units of the root mean square: two roundings to bfloat16 of large ones."""
+    error = float(_difference(out, expected))
+    if not error < 0.1:  # NaN too
+        raise RuntimeError(f"{name} is wrong: error {error:.2g} of the root mean square, limit 0.1.")
+    return error
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What is timed."""
+
+    variant: str
+    distribution: str
+
+
+def measure(report: Report, rounds: int, problem: Problem, products: dict[str, Product], **details: Any) -> list[str]:
+    """Times products on all distributions beside cuBLAS, a line for each; failures and wrong results end a product."""
+    shape = dict(zip(("rows", "k", "n", "groups"), problem.shape, strict=True)) | {"dtype": "bfloat16"}
+    details |= {"part": "kernels", "direction": problem.direction}
+    lines, errors, timed = [], {}, {}
+    for name, product in {CUBLAS: cublas(problem.direction), **products}.items():
+        for distribution in DISTRIBUTIONS[: 1 if name == CUBLAS else None]:
+            arguments = problem.operands[distribution]
+            try:
+                error = refuse_if_different(name, product(*arguments), problem.expected[distribution])
+            except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as failure:
+                reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+                report.failed(name, shape, reason, distribution=distribution, **details)
+                lines.append(f"{problem.title}, {distribution}: {name}: {reason[:150]}")
+                break
+            errors[Run(name, distribution)] = error
+            timed[Run(name, distribution)] = repeated(partial(product, *arguments))
+    times = harness.measure_interleaved({run: call for run, (call, _) in timed.items()}, rounds, warmup=1, budget_s=4.0)
+    times = {run: harness.Timing(tuple(s / timed[run][1] for s in timing.samples)) for run, timing in times.items()}
+    baseline = times.get(Run(CUBLAS, "equal"))
+    for run, timing in times.items():
+        tflops = problem.tflop / timing.median
+        ratio = {} if baseline is None else {"of_cublas": 1 / timing.ratio_to(baseline)}
+        row = {"distribution": run.distribution, "tflops": tflops, "error": errors[run], **ratio, **details}
+        report.add(run.variant, shape, timing, **row)
+        share = f"{100 * ratio['of_cublas']:5.1f} % of cuBLAS" if ratio else ""
+        lines.append(f"{problem.title}, {run.distribution:11}: {tflops:6.1f} TFLOP/s {share}  {run.variant}")
+    return lines
+
+
+def repeated(call: Callable[[], Array]) -> tuple[Callable[[], Array], int]:
+    """A call made so often, without waiting in between, that launches do not count; and how often."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 1, 20)) + 1
+
+    def run() -> Array:
+        for _ in range(count - 1):
+            call()
+        return call()
+
+    return run, count
+
+
+def measure_kernels(report: Report, args: argparse.Namespace) -> list[Panel]:
+    """TFLOP/s of the kernels with their default tiles."""
+    with workers_on_cpu():
+        for problem in problems(args):
+            products = {TRITON: triton(problem.direction), "portable loop": portable(problem.direction)}
+            print(*measure(report, args.rounds, problem, products), sep="\n", flush=True)
+    return []
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    shapes = args.shapes or (QUICK_SHAPES if args.quick else SHAPES)
+    for shape in shapes:
+        yield from make_problems(shape, args.directions)
+
+
+@contextlib.contextmanager
+def workers_on_cpu() -> Iterator[None]:
+    """On CPU devices, which only serve to try the benchmark out, kernels run in the interpreter."""
+    if jax.default_backend() == "cpu":
+        jax_ep.init(transport="shared_memory")
+    try:
+        yield
+    finally:
+        jax_ep.finalize()

@@ -1,0 +1,139 @@
+"""The Triton grouped GEMM with many tiles, to choose those of gemm_tuning.py; part of grouped_gemm.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import harness
+from gemm_kernels import CUBLAS, DISTRIBUTIONS, Problem, Product, measure, problems, triton, workers_on_cpu
+from harness import Panel, Report
+
+from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+
+_BASE = Tiles()
+_NESTED = dataclasses.replace(_BASE, flat_percent=-1)
+_FLAT = dataclasses.replace(_BASE, flat_percent=100)
+_NARROW = dataclasses.replace(_BASE, block_n=128, small_n=128)
+_LOW = dataclasses.replace(_BASE, small_m=0, block_m=64)
+_WEIGHTS = WeightTiles()
+# All of these compile for sm_90 without spilled registers and within 227 KB of shared memory.
+FORWARD_SWEEP = (
+    _BASE,
+    _NESTED,
+    dataclasses.replace(_NESTED, num_stages=3),
+    _FLAT,
+    dataclasses.replace(_FLAT, num_stages=3),
+    dataclasses.replace(_FLAT, small_m=0),
+    dataclasses.replace(_NESTED, num_stages=3, small_n=512),
+    dataclasses.replace(_NESTED, num_stages=3, tma_store=True),
+    dataclasses.replace(_FLAT, num_stages=3, tma_store=True),
+    dataclasses.replace(_NESTED, gather=True, num_stages=3),
+    dataclasses.replace(_NESTED, gather=True),
+    dataclasses.replace(_FLAT, gather=True),
+    dataclasses.replace(_NESTED, gather=True, descriptors=False, num_stages=3),
+    dataclasses.replace(_NESTED, group_m=4),
+    dataclasses.replace(_NESTED, group_m=16),
+    dataclasses.replace(_FLAT, group_m=4),
+    dataclasses.replace(_FLAT, group_m=16),
+    dataclasses.replace(_NARROW, flat_percent=-1),
+    dataclasses.replace(_NARROW, num_warps=4, num_stages=3, programs=2, flat_percent=-1),
+    dataclasses.replace(_NARROW, num_warps=4, num_stages=3, programs=2, flat_percent=100),
+    dataclasses.replace(_NARROW, block_m=256, small_m=128, flat_percent=100),
+    dataclasses.replace(_LOW, num_warps=4),
+    dataclasses.replace(_LOW),
+    dataclasses.replace(_LOW, block_n=512, block_k=32, num_stages=5),
+    dataclasses.replace(_LOW, block_n=128, num_warps=4, programs=2),
+)
+WEIGHT_SWEEP = (
+    _WEIGHTS,
+    dataclasses.replace(_WEIGHTS, num_stages=3),
+    dataclasses.replace(_WEIGHTS, num_stages=3, tma_store=True),
+    dataclasses.replace(_WEIGHTS, flatten=False),
+    dataclasses.replace(_WEIGHTS, flatten=False, num_stages=3, tma_store=True),
+    dataclasses.replace(_WEIGHTS, block_r=32, num_stages=6),
+    dataclasses.replace(_WEIGHTS, block_r=32, num_stages=6, tma_store=True),
+    dataclasses.replace(_WEIGHTS, group_m=16),
+    dataclasses.replace(_WEIGHTS, block_m=256, block_n=128),
+    dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=3, programs=2),
+    dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=3, programs=2, flatten=False),
+    dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=2, programs=2, tma_store=True),
+    dataclasses.replace(_WEIGHTS, block_n=128, num_stages=3, programs=1),
+    dataclasses.replace(_WEIGHTS, descriptors=False, num_stages=3),
+)
+
+
+def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
+    """TFLOP/s of many tiles, one after another, each in turns with cuBLAS; ends when the time is up."""
+    deadline = time.perf_counter() + args.budget
+    with workers_on_cpu():
+        for problem in problems(args):
+            chosen = sweep(problem.direction, args.quick)
+            chosen = {name: t for name, t in chosen.items() if not args.only or any(part in name for part in args.only)}
+            first = len(report.rows)
+            for name, (product, reason) in compile_all(problem, chosen, deadline).items():
+                if reason is not None or time.perf_counter() > deadline:
+                    print(f"{problem.title}: {name}: {reason or f'left out, {args.budget:g} s are over'}", flush=True)
+                    continue
+                settings = dataclasses.asdict(chosen[name])
+                lines = measure(report, args.rounds, problem, {name: product}, tiles=settings)
+                print(*(line for line in lines if CUBLAS not in line), sep="\n", flush=True)
+            show_best(problem, report.rows[first:])
+    return []
+
+
+def compile_all(
+    problem: Problem, tiles: dict[str, Any], deadline: float
+) -> dict[str, tuple[Product, None] | tuple[None, str]]:
+    """Programs by name, or the reasons why there is none; compilers run in several threads."""
+
+    def compile_one(item: tuple[str, Any]) -> tuple[Product, None] | tuple[None, str]:
+        if time.perf_counter() > deadline:
+            return None, "left out, the time is over"
+        try:
+            lowered = triton(problem.direction, item[1]).lower(*problem.operands["equal"])
+            return lowered.compile(), None
+        except Exception as error:  # whatever a compiler says
+            return None, (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
+
+    with ThreadPoolExecutor(8) as executor:
+        return dict(zip(tiles, executor.map(compile_one, tiles.items()), strict=True))
+
+
+def show_best(problem: Problem, rows: list[dict[str, Any]]) -> None:
+    """The five best tiles of a problem, by distribution."""
+    for distribution in DISTRIBUTIONS:
+        measured = [row for row in rows if row["distribution"] == distribution and "of_cublas" in row]
+        best = sorted(
+            ((row["of_cublas"], row["variant"]) for row in measured if row["variant"] != CUBLAS), reverse=True
+        )[:5]
+        table = [(name, f"{100 * share:.1f}") for share, name in best]
+        harness.show_table(f"{problem.title}, {distribution}: best", ["tiles", "% of cuBLAS"], table)
+
+
+def sweep(direction: str, quick: bool) -> dict[str, Tiles | WeightTiles]:
+    """Tiles to try, by name; with `quick` small ones, of the kind that the interpreter runs fast."""
+    base, tried = (_WEIGHTS, WEIGHT_SWEEP) if direction == "weight gradient" else (_BASE, FORWARD_SWEEP)
+    if quick:
+        small = {"block_r": 16, "block_n": 32} if direction == "weight gradient" else {"block_k": 16, "block_n": 32}
+        base = dataclasses.replace(base, **small)
+        tried = (base,)
+    return {label(tiles): tiles for tiles in tried}
+
+
+def label(tiles: Tiles | WeightTiles) -> str:
+    """A short name of all that decides about the kernel."""
+    t = dataclasses.asdict(tiles)
+    size = f"{t['block_m']}x{t['block_n']}x{t.get('block_k') or t['block_r']}"
+    words = [size, f"w{t['num_warps']}", f"s{t['num_stages']}", f"g{t['group_m']}"]
+    if t.get("small_m"):
+        words.append(f"small {t['small_m']}x{t['small_n']}")
+        words.append({-1: "nested", 100: "flat"}.get(t["flat_percent"], f"flat {t['flat_percent']} %"))
+    else:
+        words.append("flat" if t.get("flatten", True) else "nested")
+    words += [f"{t['programs']} per SM"] if t["programs"] > 1 else []
+    words += [flag.replace("_", " ") for flag in ("gather", "tma_store") if t.get(flag)]
+    return ", ".join(words + ([] if t["descriptors"] else ["pointers"]))

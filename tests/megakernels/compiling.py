@@ -1,0 +1,41 @@
+"""Compiles a kernel to PTX and that to machine code, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+# Compiling imports Triton; in a process of its own, since a test process may be the parent of interpreters.
+COMPILE = """
+import importlib, json, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+module, function, types, constants, warps, stages, capability = json.loads(sys.argv[1])
+kernel = getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{module}"), function)
+names = kernel.arg_names
+signature = {name: types.get(name, "constexpr") for name in names}
+pointers = [i for i, name in enumerate(names) if types.get(name, "").startswith("*")]
+aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(compiled.asm["ptx"])
+    file.flush()
+    ptxas = triton.knobs.nvidia.ptxas_blackwell.path or triton.knobs.nvidia.ptxas.path
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    command = [ptxas, "-v", f"-arch={target}", file.name, "-o", "/dev/null"]
+    report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+metadata = {"shared": compiled.metadata.shared, "scratch": compiled.metadata.global_scratch_size}
+print(json.dumps({"ptx": compiled.asm["ptx"], "report": report, **metadata}))
+"""
+
+
+def build(module, function, types, constants, warps, stages, capability):
+    """PTX, ptxas's report, and bytes of shared and of scratch memory; `types` has Triton's name of each operand's."""
+    request = json.dumps([module, function, types, constants, warps, stages, capability])
+    done = subprocess.run([sys.executable, "-c", COMPILE, request], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)

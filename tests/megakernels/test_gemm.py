@@ -1,0 +1,191 @@
+"""The grouped GEMM's kernels in the interpreter: every way to cover groups of every size, against NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_calls import W
+
+from jax_ep.megakernels import gemm
+from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+
+SMALL = Tiles(block_n=32, block_k=16, small_n=64, num_stages=2)  # of the interpreter
+FORWARD = {
+    "as chosen": None,
+    "main and small tiles": dataclasses.replace(SMALL, flat_percent=-1),
+    "last tasks in halves": dataclasses.replace(SMALL, small_n=32, flat_percent=-1),
+    "main tiles": dataclasses.replace(SMALL, small_m=0),
+    "main tiles, last tasks in halves": dataclasses.replace(SMALL, small_n=32, flat_percent=100),
+    "gathered rows": dataclasses.replace(SMALL, gather=True),
+    "pointers": dataclasses.replace(SMALL, gather=True, descriptors=False),
+    "stored by TMA": dataclasses.replace(SMALL, tma_store=True),
+    "bands of two": dataclasses.replace(SMALL, block_m=32, small_m=16, group_m=2),
+}
+WEIGHTS = {
+    "as chosen": None,
+    "two loops": WeightTiles(block_m=32, block_n=64, block_r=16, flatten=False),
+    "pointers": WeightTiles(block_m=64, block_n=32, block_r=32, descriptors=False),
+    "two loops over pointers": WeightTiles(block_m=32, block_n=32, flatten=False, descriptors=False),
+    "stored by TMA": WeightTiles(block_m=32, block_n=32, block_r=64, group_m=1, tma_store=True),
+}
+# Rows past the groups are 13 more.
+GROUPS = {
+    "remainders": [0, 1, 63, 64, 65, 127, 128, 129, 0],
+    "one large": [300, 3, 0, 129],
+    "one": [200],
+    "odd number of tasks, full at the end": [100, 128, 128],
+    "odd number of tasks, small at the end": [128, 128, 20],
+    "all empty": [0, 0, 0],
+}
+SPARE = 13
+K, N = 40, 70  # not whole tiles, and N not whole 16-byte words
+
+
+def bounds(sizes, num_rows):
+    """First row and end of each group, as the API reads any int32."""
+    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), num_rows)
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def forward(lhs, rhs, sizes):
+    out = np.zeros((len(lhs), rhs.shape[2]), np.float32)
+    for matrix, (start, end) in zip(rhs, bounds(sizes, len(lhs)), strict=True):
+        out[start:end] = lhs[start:end].astype(np.float32) @ matrix.astype(np.float32)
+    return out
+
+
+def weights(lhs, rhs, sizes):
+    lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
+    return np.stack([lhs[start:end].T @ rhs[start:end] for start, end in bounds(sizes, len(lhs))])
+
+
+def integers(rng, *shape, dtype=jnp.bfloat16):
+    """Whose sums of products are exact in float32, in any order."""
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+def poisoned(x, sizes):
+    x = x.copy()
+    x[sum(sizes) :] = np.nan
+    return x
+
+
+def run_forward(lhs, rhs, sizes, *, transpose_rhs=False, out_dtype=jnp.float32, tiles=None):
+    rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    call = partial(gemm.grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
+    return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
+
+
+def run_weights(lhs, rhs, sizes, *, out_dtype=jnp.float32, tiles=None):
+    call = partial(gemm.grouped_gemm_weights, out_dtype=out_dtype, tiles=tiles)
+    return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(pool, rng, subtests, name, transpose_rhs):
+    for groups, sizes in GROUPS.items():
+        with subtests.test(groups):
+            lhs, rhs = integers(rng, sum(sizes) + SPARE, K), integers(rng, len(sizes), K, N)
+            got = run_forward(poisoned(lhs, sizes), rhs, sizes, transpose_rhs=transpose_rhs, tiles=FORWARD[name])
+            np.testing.assert_array_equal(got, forward(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(pool, rng, subtests, name):
+    for groups, sizes in GROUPS.items():
+        with subtests.test(groups):
+            lhs, rhs = integers(rng, sum(sizes) + SPARE, K), integers(rng, sum(sizes) + SPARE, N)
+            got = run_weights(poisoned(lhs, sizes), poisoned(rhs, sizes), sizes, tiles=WEIGHTS[name])
+            np.testing.assert_array_equal(got, weights(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_dtypes_of_results(pool, rng, name):
+    sizes, dtype = [5, 70, 0, 21], jnp.dtype(name)
+    lhs, rhs = integers(rng, 100, K, dtype=dtype), integers(rng, 4, K, N, dtype=dtype)
+    for out_dtype in (dtype, jnp.dtype(jnp.float32)):
+        got = run_forward(lhs, rhs, sizes, out_dtype=out_dtype)
+        assert got.dtype == out_dtype
+        np.testing.assert_array_equal(got, forward(lhs, rhs, sizes).astype(out_dtype))
+        got = run_weights(lhs, lhs[:, :8], sizes, out_dtype=out_dtype)
+        assert got.dtype == out_dtype
+        np.testing.assert_array_equal(got, weights(lhs, lhs[:, :8], sizes).astype(out_dtype))
+
+
+@pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors", "pointers"])
+def test_nan_stays_in_its_group(pool, rng, descriptors):
+    """Tiles reach into the rows of the next group, which may hold anything."""
+    sizes = [70, 0, 33, 130, 9]
+    lhs, rhs = integers(rng, sum(sizes), K), integers(rng, sum(sizes), N)
+    matrices = integers(rng, len(sizes), K, N)
+    sound = forward(lhs, matrices, sizes), weights(lhs, rhs, sizes)
+    start, end = bounds(sizes, sum(sizes))[2]
+    lhs[start:end], rhs[start:end], matrices[2] = np.nan, np.inf, np.nan
+    tiles = dataclasses.replace(SMALL, gather=not descriptors, descriptors=descriptors)
+    got = run_forward(lhs, matrices, sizes, tiles=tiles)
+    others = np.ones(len(lhs), bool)
+    others[start:end] = False
+    np.testing.assert_array_equal(got[others], sound[0][others])
+    assert np.isnan(got[~others]).all()
+    weight_tiles = WeightTiles(block_m=32, block_n=32, descriptors=descriptors)
+    got = run_weights(lhs, rhs, sizes, tiles=weight_tiles)
+    np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
+
+
+@pytest.mark.parametrize("sizes", [[-5, 40, -1, 20], [90, 90, 90], [2**31 - 1, 2**31 - 1, 7], [-(2**31), 2**31 - 1]])
+def test_sizes_that_no_caller_should_pass(pool, rng, sizes):
+    """Nothing is written, or read, outside of the arrays; negative sizes are 0, and the last row ends every group."""
+    lhs, rhs, other = integers(rng, 100, K), integers(rng, len(sizes), K, N), integers(rng, 100, N)
+    np.testing.assert_array_equal(run_forward(lhs, rhs, sizes), forward(lhs, rhs, sizes))
+    np.testing.assert_array_equal(run_weights(lhs, other, sizes), weights(lhs, other, sizes))
+
+
+def test_many_groups(pool, rng):
+    sizes = rng.multinomial(300, np.ones(1000) / 1000)
+    lhs, rhs = integers(rng, 310, 16), integers(rng, 1000, 16, 8)
+    np.testing.assert_array_equal(run_forward(poisoned(lhs, sizes), rhs, sizes), forward(lhs, rhs, sizes))
+
+
+def test_what_has_no_kernel_takes_the_portable_loop(rng):
+    """Without a pool, so that a kernel could not run: float32, mixed results, empty arrays, too many groups."""
+    lhs, rhs = integers(rng, 6, 8, dtype=np.float32), integers(rng, 2, 8, 8, dtype=np.float32)
+    np.testing.assert_array_equal(run_forward(lhs, rhs, [2, 3]), forward(lhs, rhs, [2, 3]))
+    low = jnp.bfloat16, jnp.float16
+    assert run_forward(lhs.astype(low[0]), rhs.astype(low[0]), [2, 3], out_dtype=low[1]).dtype == low[1]
+    assert run_forward(lhs[:0].astype(low[0]), rhs.astype(low[0]), [0, 0]).shape == (0, 8)
+    many = integers(rng, 1025, 8, 8)
+    got = run_forward(lhs.astype(low[0]), many, [1] * 6 + [0] * 1019)
+    np.testing.assert_array_equal(got, forward(lhs, many, [1] * 6 + [0] * 1019))
+
+
+def test_vmap(pool, rng):
+    sizes = np.array([[3, 0, 60], [20, 20, 20]], np.int32)
+    lhs, rhs = integers(rng, 2, 64, 16), integers(rng, 3, 16, 24)
+    call = partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=jnp.float32)
+    got = jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes)
+    for i in range(2):
+        np.testing.assert_array_equal(np.asarray(got[i]), forward(lhs[i], rhs, sizes[i]))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(pool, mesh4, rng, check_vma):
+    """Each rank its own rows and sizes; the matrices are the same on all."""
+    sizes = rng.multinomial(60, np.ones(3) / 3, size=W).astype(np.int32)
+    lhs, rhs = integers(rng, W, 64, 16), integers(rng, 3, 16, 24)
+
+    def both(lhs, sizes, rhs):
+        out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=jnp.bfloat16)
+        return out, gemm.grouped_gemm_weights(lhs, out, sizes, out_dtype=jnp.float32)
+
+    out, gradient = harness.run(both, mesh4, lhs, sizes, rhs, check_vma=check_vma, replicated=(2,))
+    for rank in range(W):
+        rows = forward(lhs[rank], rhs, sizes[rank]).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(out[rank], rows)
+        np.testing.assert_allclose(gradient[rank], weights(lhs[rank], rows, sizes[rank]), rtol=1e-6, atol=1e-3)

@@ -1,0 +1,127 @@
+"""The grouped GEMM on each architecture: tensor cores, TMA, no spilled registers, memory that fits."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiling import build
+
+from jax_ep.kernel import Descriptor
+from jax_ep.megakernels import gemm, gemm_tuning
+from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+
+pytest.importorskip("triton")
+
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+PRODUCTS = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+# rows, K, N, groups
+DEEPSEEK, FEW_ROWS, ODD = (32768, 7168, 4096, 64), (1024, 4096, 3072, 128), (4096, 1000, 520, 1000)
+
+
+def type_name(operand) -> str:
+    if isinstance(operand, Descriptor):
+        block = ",".join(map(str, operand.blocks.block_shape))
+        return f"tensordesc<{ELEMENTS[operand.array.dtype.name]}[{block}]>"
+    return "*" + ELEMENTS[operand.dtype.name]
+
+
+@pytest.fixture
+def compile_launch(monkeypatch):
+    """Calls a launching function on shapes, and compiles what it would launch for an architecture."""
+
+    def run(function, capability, shapes, dtype, **options):
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:2]]
+        launches = []
+
+        def record(kernel, operands, results, config, constants):
+            launches.append((kernel, operands, results, config, constants))
+            return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+        monkeypatch.setattr(gemm, "launch", record)
+        monkeypatch.setattr(gemm_tuning, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
+        jax.eval_shape(functools.partial(function, **options), *arrays, jax.ShapeDtypeStruct(shapes[2], jnp.int32))
+        ((kernel, operands, results, config, constants),) = launches
+        names = ("lhs", "small_lhs", "rhs", "small_rhs") if function is gemm._launch_forward else ("lhs", "rhs")
+        types = {name: type_name(x) for name, x in zip((*names, "sizes_ptr"), operands, strict=True)}
+        types["out_ptr"] = type_name(results[0])
+        built = build(kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, capability)
+        check(built, capability, constants["DESCRIPTORS"])
+        return built
+
+    return run
+
+
+def check(built, capability, by_tma):
+    assert re.search(PRODUCTS[capability], built["ptx"]), "the tensor cores are not used"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    assert ".local" not in built["ptx"]
+    assert "serialized" not in built["report"], built["report"]  # products that do not overlap
+    assert built["shared"] <= SHARED_BYTES[capability]
+    assert by_tma == (capability >= 90)
+    if by_tma:
+        assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared", built["ptx"])
+    else:
+        assert "cp.async.cg.shared.global" in built["ptx"]
+
+
+@pytest.fixture
+def on_architecture(monkeypatch, capability):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: capability >= 90)
+
+
+EVERYWHERE = [(DEEPSEEK, False, "bfloat16"), (DEEPSEEK, True, "bfloat16"), (DEEPSEEK, False, "float32")]
+CASES = [(capability, *case) for case in EVERYWHERE for capability in (80, 90, 100)]
+CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
+
+
+@pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
+def test_forward(on_architecture, compile_launch, capability, size, transpose, out):
+    rows, k, n, groups = size
+    tiles = gemm_tuning.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
+    shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups,))
+    options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles}
+    built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
+    assert built["scratch"] == 0
+    assert "st.global.v4.b32" in built["ptx"] or capability < 90
+
+
+@pytest.mark.parametrize(("capability", "out"), [(80, "float16"), (90, "float16"), (90, "float32"), (100, "float16")])
+def test_weights(on_architecture, compile_launch, capability, out):
+    rows, k, n, groups = DEEPSEEK
+    tiles = gemm_tuning.weight_tiles(k, n, jnp.dtype(out).itemsize)
+    options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
+    shapes = ((rows, k), (rows, n), (groups,))
+    assert compile_launch(gemm._launch_weights, capability, shapes, jnp.float16, **options)["scratch"] == 0
+
+
+VARIANTS = {
+    "stored by TMA": Tiles(num_stages=3, tma_store=True),
+    "gathered": Tiles(num_stages=3, gather=True),
+    "wide small tiles": Tiles(num_stages=3, small_n=512),
+}
+
+
+@pytest.mark.parametrize("capability", [90])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(on_architecture, compile_launch, capability, name):
+    rows, k, n, groups = DEEPSEEK
+    options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
+    shapes = ((rows, k), (groups, k, n), (groups,))
+    built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
+    assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == (built["scratch"] > 0) == VARIANTS[name].tma_store
+    assert ("cp.async.cg.shared.global" in built["ptx"]) == VARIANTS[name].gather
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_weights_stored_by_tma(on_architecture, compile_launch, capability):
+    options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": WeightTiles(num_stages=3, tma_store=True)}
+    rows, k, n, groups = DEEPSEEK
+    shapes = ((rows, k), (rows, n), (groups,))
+    built = compile_launch(gemm._launch_weights, capability, shapes, jnp.bfloat16, **options)
+    assert "cp.async.bulk.tensor.3d.global" in built["ptx"]

@@ -1,0 +1,262 @@
+"""The plan kernel: every field of the handle bit for bit as `layout.make_handle` computes it, and the device group.
+
+On GPUs too, where one process drives them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import backends, context
+from jax_ep import layout as rows
+from jax_ep.heap import SymmetricHeap
+from jax_ep.megakernels import heap_launch, tuning
+from jax_ep.mesh_axes import varying_axes
+from jax_ep.types import Handle, Layout
+
+FIELDS = ("row_slot", "slot_row", "group_sizes", "ids", "num_invalid", "num_dropped")
+HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
+EXPERT = harness.EXPERT
+TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
+
+
+@pytest.fixture(autouse=True)
+def needs_triton() -> None:
+    """In place of the one that keeps tests of the interpreter from GPUs."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
+    if jax.process_count() > 1:
+        pytest.skip("a context of several processes is not made anew")
+
+
+@pytest.fixture(scope="module")
+def heaps() -> Iterator[None]:
+    """A context whose mesh, of four devices, is known to programs on four ranks; others ask for their group."""
+    jax_ep.finalize()
+    jax_ep.init(harness.make_mesh((4,), (EXPERT,)), transport=TRANSPORT)
+    yield
+    jax_ep.finalize()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    jax_ep.finalize()
+    yield
+    jax_ep.finalize()
+
+
+def planner(layout: Layout) -> Callable[..., Any]:
+    """The fields of the handles of all ranks."""
+    mesh = harness.make_mesh((layout.num_ranks,), (EXPERT,))
+
+    def fn(ids):
+        handle = backends.get("triton").plan(ids, layout, (EXPERT,))
+        assert isinstance(handle, Handle)
+        return tuple(getattr(handle, name) for name in FIELDS)
+
+    return harness.compiled(fn, mesh)
+
+
+def check(layout: Layout, ids: np.ndarray, call: Callable[..., Any] | None = None) -> None:
+    got = (call or planner(layout))(ids)
+    for rank in range(layout.num_ranks):
+        num_invalid = rows.count_invalid(jnp.asarray(ids[rank]), layout.num_experts)
+        want = rows.make_handle(jnp.asarray(ids), rank, num_invalid, layout)
+        for name, field in zip(FIELDS, got, strict=True):
+            expected = np.asarray(getattr(want, name))
+            assert (field[rank].dtype, field[rank].shape) == (expected.dtype, expected.shape), name
+            np.testing.assert_array_equal(field[rank], expected, f"{name} of rank {rank}, {layout}")
+
+
+def routings(rng: np.random.Generator, layout: Layout) -> dict[str, np.ndarray]:
+    """Ids `[W, T, K]`, from any 32 bits to a single expert."""
+    shape = (layout.num_ranks, layout.num_tokens, layout.top_k)
+    uniform = rng.integers(0, layout.num_experts, shape, dtype=np.int32)
+    last = np.full(shape, layout.num_experts - 1, np.int32)
+    near = np.concatenate([HOSTILE, [layout.num_experts, layout.num_experts + 1]]).astype(np.int32)
+    mixed = np.where(rng.random(shape) < 0.5, rng.choice(near, shape), uniform)
+    return {"one expert": last, "hostile": mixed}
+
+
+def random_layout(rng: np.random.Generator, num_ranks: int) -> Layout:
+    """Sizes that are multiples of nothing; a capacity that is enough, too small, or far too large."""
+    experts, tokens, top_k = num_ranks * int(rng.integers(1, 20)), int(rng.integers(1, 100)), int(rng.integers(1, 8))
+    alignment = int(rng.choice([1, 1, 3, 16]))
+    sizes = Layout(num_ranks, experts, tokens, top_k, 0, alignment)
+    enough = rows.dropless_capacity(sizes.num_slots, sizes.num_local_experts, alignment)
+    capacity = int(rng.choice([enough, rows.round_up(max(1, enough // 7), alignment), alignment, 2 * enough]))
+    return Layout(num_ranks, experts, tokens, top_k, capacity, alignment)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_random_layouts_and_hostile_ids(heaps, rng, num_ranks):
+    for _ in range(2):
+        layout = random_layout(rng, num_ranks)
+        call = planner(layout)
+        for ids in routings(rng, layout).values():
+            check(layout, ids, call)
+
+
+LAYOUTS = {
+    "one slot": Layout(4, 4, 1, 1, 4),
+    "one expert per rank, K=3": Layout(2, 2, 50, 3, 300),
+    "many experts": Layout(2, 2 * 300, 40, 5, 4096, 8),
+    "most experts": Layout(1, 1024, 60, 3, 180),
+    "too many experts, sorted": Layout(2, 2 * 1025, 30, 3, 180),
+    "one row": Layout(4, 8, 33, 4, 1),
+    "huge alignment": Layout(2, 4, 9, 2, 1 << 12, 1 << 11),
+}
+
+
+def test_ids_of_no_expert(heaps):
+    layout = Layout(4, 8, 20, 2, 50)
+    check(layout, np.full((4, 20, 2), -1, np.int32))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_edges(heaps, rng, name):
+    layout = LAYOUTS[name]
+    call = planner(layout)
+    for ids in routings(rng, layout).values():
+        check(layout, ids, call)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"BLOCK": 256, "ROWS": 2, "INVALID": 16, "FILL": 2048},
+        {"BLOCK": 2048, "ROWS": 1, "INVALID": 2, "FILL": 1024},
+    ],
+    ids=["many blocks", "long blocks"],
+)
+def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
+    """The tiles of large exchanges, at sizes that an interpreter can do."""
+    layout = Layout(2, 12, 300, 7, 4000, 4)
+    config, chosen = tuning.plan(layout)
+    monkeypatch.setattr(tuning, "plan", lambda layout: (config, chosen | blocks))
+    call = planner(layout)
+    for ids in routings(rng, layout).values():
+        check(layout, ids, call)
+
+
+def test_tiles_cover_every_layout():
+    for layout in (*LAYOUTS.values(), Layout(63, 63, 1 << 18, 8, 1 << 27), Layout(4, 256, 32768, 8, 1 << 20)):
+        _, blocks = tuning.plan(layout)
+        source_blocks = -(-layout.num_tokens * layout.top_k // blocks["BLOCK"])
+        assert layout.num_ranks * source_blocks <= 256
+        assert blocks["INVALID"] >= source_blocks
+        assert blocks["BINS"] >= layout.num_local_experts
+        assert blocks["BLOCK"] % blocks["LANES"] == 0
+
+
+def test_the_same_bits_whatever_the_heap_holds(heaps, rng):
+    layout = Layout(4, 12, 100, 3, 400, 2)
+    call, other = planner(layout), planner(Layout(4, 12, 120, 5, 2400))
+    ids = routings(rng, layout)["hostile"]
+    first = call(ids)
+    for _ in range(2):
+        other(rng.integers(0, 12, (4, 120, 5), dtype=np.int32))
+        for a, b in zip(first, call(ids), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+# --- the group --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis", [("expert",), ("data", "expert"), ("b", "data"), ("b",)], ids="-".join)
+def test_a_known_mesh_gives_the_group_without_an_exchange(fresh, monkeypatch, axis, check_vma):
+    if jax.device_count() < 8:
+        pytest.skip(f"needs 8 devices, {jax.device_count()} present")
+    devices = np.array(jax.devices())[[3, 1, 0, 2, 7, 6, 5, 4]].reshape(2, 2, 2)
+    mesh = Mesh(devices, ("data", "expert", "b"))
+    jax_ep.init(mesh, transport=TRANSPORT)
+    context.reserve("test", 1)
+    types = []
+
+    def fn(x):
+        group = heap_launch.group_on(axis, varying_axes(x))
+        types.append(jax.typeof(group))
+        return group[None, None, None]
+
+    def run():
+        spec = P("data", "expert", "b")
+        program = jax.jit(jax.shard_map(lambda x: fn(x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
+        x = np.zeros((2, 2, 2), np.float32)
+        return np.asarray(program(x)), "all_gather" in program.lower(x).as_text()
+
+    known, exchanged = run()
+    assert not exchanged
+    monkeypatch.setattr(context, "given_mesh", lambda: None)
+    asked, exchanged = run()
+    assert exchanged
+    np.testing.assert_array_equal(known, asked)
+    assert len(set(types)) == 1, "typed as varying over other axes"
+
+
+def test_results_that_are_the_same_over_an_axis_stay_so(fresh):
+    """Their groups differ over it: only an exchange gives one that is typed as they are."""
+    mesh = harness.make_mesh((2, 2), ("data", EXPERT))
+    jax_ep.init(mesh, transport=TRANSPORT)
+    layout = Layout(2, 4, 3, 2, 12)
+    ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
+
+    def fn(ids):
+        return backends.get("triton").plan(ids, layout, (EXPERT,)).row_slot[None]
+
+    row_slot = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT)))(ids)
+    want = [rows.make_handle(jnp.asarray(ids.reshape(2, 3, 2)), r, jnp.int32(0), layout).row_slot for r in range(2)]
+    np.testing.assert_array_equal(np.asarray(row_slot), np.stack(want))
+
+
+def received(heap: SymmetricHeap) -> np.ndarray:
+    """What lies in the data areas of two ranks; nothing where this process cannot look at them."""
+    if TRANSPORT is None:
+        return np.empty(0)
+    return np.stack([heap._memory.pool.heap(number)[heap.layout.data :] for number in range(2)])
+
+
+def test_another_mesh_than_the_one_given_fails(fresh):
+    first, second = harness.make_mesh((2,), (EXPERT,)).devices
+    jax_ep.init(Mesh([first, second], (EXPERT,)), transport=TRANSPORT, timeout_s=5)
+    layout = Layout(2, 4, 3, 2, 12)
+    ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
+
+    def fn(ids):
+        handle = backends.get("triton").plan(ids, layout, (EXPERT,))
+        return handle.row_slot, handle.slot_row
+
+    def run(devices):
+        mesh = Mesh(devices, (EXPERT,))
+        program = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT)))
+        return [np.asarray(x) for x in program(ids)]
+
+    right = run([first, second])
+    heap = context.heap("test")
+    data = received(heap)
+    wrong = run([second, first])  # the check of a later call reports it
+    assert "rank 1 is another device in dispatch than in the mesh given" in heap.failure()
+    assert "expected device 1, got device 0" in heap.failure()
+    np.testing.assert_array_equal(received(heap), data)
+    for array, size in zip(wrong, (layout.capacity, layout.num_slots), strict=True):
+        assert array.min() >= -1
+        assert array.max() < size
+    with pytest.raises(Exception, match="is another device"):
+        run([first, second])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"mesh given to jax_ep.init.*call finalize\(\)"):
+        context.heap("test")
+    jax_ep.finalize()
+    jax_ep.init(Mesh([second, first], (EXPERT,)), transport=TRANSPORT)
+    for got, want in zip(run([second, first]), right, strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -1,0 +1,62 @@
+"""The benchmark of the Triton grouped GEMM runs whole, on small shapes, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "benchmarks" / "grouped_gemm.py"
+
+if not SCRIPT.is_file():
+    pytest.skip("not a source checkout", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed: pip install 'triton>=3.9'", allow_module_level=True)
+
+
+def run(folder, *options):
+    # Not the virtual devices of the tests: the benchmark makes its own.
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--out", str(folder), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def rows_and_output(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    completed = run(folder, "--parts", "kernels", "sweep")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return json.loads((folder / "grouped_gemm_cpu.json").read_text())["rows"], completed.stdout
+
+
+def test_every_direction_and_distribution_is_measured_beside_cublas(rows_and_output):
+    rows, output = rows_and_output
+    assert not [row for row in rows if "failed" in row]
+    directions, distributions = ("forward", "input gradient", "weight gradient"), ("equal", "multinomial", "zipf")
+    for variant, expected in (("triton", distributions), ("portable loop", distributions), ("cuBLAS batched", None)):
+        measured = {(row["direction"], row["distribution"]) for row in rows if row["variant"] == variant}
+        assert measured == {(x, y) for x in directions for y in expected or ("equal",)}, variant
+    tried = {row["variant"] for row in rows if "tiles" in row} - {"cuBLAS batched"}
+    assert tried and all(name in output for name in tried)
+
+
+def test_rates_are_those_of_the_problem_and_results_are_right(rows_and_output):
+    for row in rows_and_output[0]:
+        shape = row["shape"]
+        flop = 2 * shape["rows"] * shape["k"] * shape["n"]
+        assert row["tflops"] * 1e12 == pytest.approx(flop / row["seconds"]["median"])
+        assert 0 <= row["error"] < 0.1
+        assert row["of_cublas"] > 0
+
+
+def test_shapes_that_cublas_cannot_batch_are_refused(tmp_path):
+    completed = run(tmp_path, "--sweep", "--shapes", "10,8,8,4")
+    assert completed.returncode == 2
+    assert "groups divide the rows" in completed.stderr

@@ -72,6 +72,16 @@ def test_story_of_a_record(changes, expected):
     assert "jax_ep.finalize() and jax_ep.init()" in story
 
 
+WRONG_MESH = dataclasses.replace(TIMEOUT, state=ffi.State.WRONG_MESH, peer=-1, expected=3, seen=0, task=-1, detail=0)
+
+
+def test_story_of_a_wrong_mesh_names_both_devices_and_the_remedy():
+    story = ffi.format_status(WRONG_MESH)
+    assert "rank 2 is another device in combine than in the mesh given to jax_ep.init()" in story
+    assert "expected device 3, got device 0" in story
+    assert "Call jax_ep.finalize() and jax_ep.init(mesh) with the mesh that the program runs on" in story
+
+
 @pytest.mark.parametrize("state", [ffi.State.OK, ffi.State.WRITING])
 def test_no_story_without_a_failure(state):
     assert ffi.format_status(dataclasses.replace(TIMEOUT, state=state)) == "jax_ep: no failure recorded"
@@ -142,6 +152,14 @@ def test_aborted_is_another_error_code(status):
     context, buffers = status
     buffers[0].write(dataclasses.replace(TIMEOUT, state=ffi.State.ABORTED))
     with pytest.raises(FAILED, match=r"ABORTED: .*rank 2 stopped in combine"):
+        jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)))
+
+
+def test_a_wrong_mesh_is_told_before_the_timeouts_that_it_causes(status):
+    context, buffers = status
+    buffers[0].write(TIMEOUT)
+    buffers[-1].write(WRONG_MESH)
+    with pytest.raises(FAILED, match=r"FAILED_PRECONDITION: .*rank 2 is another device"):
         jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)))
 
 

@@ -25,6 +25,7 @@ class State(enum.IntEnum):
     TIMEOUT = 1
     ABORTED = 2
     WRITING = 3
+    WRONG_MESH = 4
 
 
 class Operation(enum.IntEnum):

@@ -57,7 +57,7 @@ def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
     About as many blocks as programs that run at a time: each is then counted and placed once, and every task can add
     the counts of all up. Small blocks where there are few slots: a block is worked on by LANES slots at a time.
     """
-    lanes, most_blocks = 128, 256
+    lanes, most_blocks = 128, 256  # a slot per thread
     slots = layout.num_tokens * layout.top_k
     block = lanes
     while layout.num_ranks * -(-slots // block) > most_blocks:

@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kAbiVersion = 1;
+inline constexpr int32_t kAbiVersion = 2;
 
 enum Code : int32_t { kOk = 0, kInvalidArgument = 1, kFailedPrecondition = 2, kInternal = 3 };
 

@@ -50,9 +50,9 @@ StatusRecord Read(const StatusRecord* record) {
 
 bool Failed(const StatusRecord& record) { return record.state != kStateOk && record.state != kStateWriting; }
 
-// The first failure among the records of this context on this process's devices, this device's own first. A failure
-// elsewhere counts too, because a device that goes on alone waits in the program's next collective for the one that
-// has stopped, and XLA then ends the process.
+// The first failure among the records of this context on this process's devices, this device's own first; but a wrong
+// mesh before all others, since it is their cause. A failure elsewhere counts too, because a device that goes on alone
+// waits in the program's next collective for the one that has stopped, and XLA then ends the process.
 Status FirstFailure(const Key& key, StatusRecord* failure) {
   Registry& registry = GetRegistry();
   std::shared_lock lock(registry.mutex);
@@ -65,20 +65,32 @@ Status FirstFailure(const Key& key, StatusRecord* failure) {
   }
   *failure = Read(own->second);
   const Key first{std::get<0>(key), std::get<1>(key), 0};
-  for (auto it = registry.records.lower_bound(first); !Failed(*failure) && it != registry.records.end(); ++it) {
+  for (auto it = registry.records.lower_bound(first); it != registry.records.end(); ++it) {
     if (std::get<0>(it->first) != std::get<0>(key) || std::get<1>(it->first) != std::get<1>(key)) break;
-    *failure = Read(it->second);
+    const StatusRecord record = Read(it->second);
+    if (!Failed(*failure) || record.state == kStateWrongMesh) *failure = record;
   }
   return {};
 }
 
-// The verdict as an error. DeadlineExceeded for a timeout, so that callers can tell it from other failures.
+// DeadlineExceeded for a timeout, so that callers can tell it from other failures.
+ffi::ErrorCode CodeOf(const StatusRecord& record) {
+  switch (record.state) {
+    case kStateTimeout:
+      return ffi::ErrorCode::kDeadlineExceeded;
+    case kStateWrongMesh:
+      return ffi::ErrorCode::kFailedPrecondition;
+    default:
+      return ffi::ErrorCode::kAborted;
+  }
+}
+
+// The verdict as an error.
 ffi::Error Check(const Key& key) {
   StatusRecord record;
   if (Status status = FirstFailure(key, &record); !status.ok()) return ToError(status);
   if (!Failed(record)) return ffi::Error::Success();
-  const auto code = record.state == kStateTimeout ? ffi::ErrorCode::kDeadlineExceeded : ffi::ErrorCode::kAborted;
-  return ffi::Error(code, FormatStatus(record));
+  return ffi::Error(CodeOf(record), FormatStatus(record));
 }
 
 using CheckResult = ffi::Result<ffi::Buffer<ffi::S32>>;

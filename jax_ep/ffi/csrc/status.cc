@@ -40,6 +40,11 @@ constexpr const char* kRemedy =
     " The results of this operation and of all later ones are invalid. Find out why that rank is late (it ended, it "
     "runs another program, or it needs a longer timeout), then call jax_ep.finalize() and jax_ep.init() on every rank.";
 
+constexpr const char* kMeshRemedy =
+    " The results of this operation and of all later ones are invalid. Call jax_ep.finalize() and jax_ep.init(mesh) with "
+    "the mesh that the program runs on, or jax_ep.init() without one where there are several, and compile the program "
+    "again.";
+
 }  // namespace
 
 std::string FormatStatus(const StatusRecord& record) {
@@ -55,6 +60,9 @@ std::string FormatStatus(const StatusRecord& record) {
     case kStateAborted:
       return rank + " stopped" + Place(record) + Wait(record) + ", because rank " + std::to_string(record.peer) +
              " had reported a failure (state " + std::to_string(record.detail) + ")." + kRemedy;
+    case kStateWrongMesh:
+      return rank + " is another device" + Place(record) + " than in the mesh given to jax_ep.init(): expected device " +
+             std::to_string(record.expected) + ", got device " + std::to_string(record.seen) + "." + kMeshRemedy;
     default:
       return rank + " reported the unknown state " + std::to_string(record.state) + Place(record) + Wait(record) +
              ", detail " + std::to_string(record.detail) + "." + kRemedy;

@@ -19,8 +19,8 @@ struct StatusRecord {
   int32_t operation;  // an Operation: in which call
   int32_t rank;       // the rank that reports, on the context's axis
   int32_t peer;       // the rank it waited for, -1 = none in particular
-  int32_t expected;   // the epoch it waited for
-  int32_t seen;       // the epoch it saw when it gave up
+  int32_t expected;   // the epoch it waited for; kWrongMesh: the device that the mesh given to init has at this rank
+  int32_t seen;       // the epoch it saw when it gave up; kWrongMesh: the device that runs the kernel
   int32_t task;       // the task number in the kernel's queue, -1 = none
   int32_t detail;     // kTimeout: milliseconds waited; kAborted: the state that the peer reported
 };
@@ -28,8 +28,8 @@ static_assert(sizeof(StatusRecord) == 32, "the record is 8 packed int32");
 
 inline constexpr const char* kStatusFields = "state operation rank peer expected seen task detail";
 
-enum State : int32_t { kStateOk = 0, kStateTimeout = 1, kStateAborted = 2, kStateWriting = 3 };
-inline constexpr const char* kStateNames = "ok timeout aborted writing";
+enum State : int32_t { kStateOk = 0, kStateTimeout = 1, kStateAborted = 2, kStateWriting = 3, kStateWrongMesh = 4 };
+inline constexpr const char* kStateNames = "ok timeout aborted writing wrong_mesh";
 
 // In the order of these names, from 0.
 inline constexpr const char* kOperationNames =

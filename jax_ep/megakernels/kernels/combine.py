@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 
 from .protocol import (
-    FAILED,
     announce,
     await_block,
     await_ready,
-    control_words,
     end_launch,
     heap_rows,
     next_task,
+    open_launch,
     publish,
     wanted_by,
     wanting_ranks,
@@ -125,10 +124,7 @@ def combine(
     OPERATION: tl.constexpr,
 ):
     """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle."""
-    rank = tl.load(group_ptr + W)
-    me = tl.load(group_ptr + rank)
-    control = control_words(table_ptr, me)
-    alive = 1 - tl.load(control + FAILED)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T

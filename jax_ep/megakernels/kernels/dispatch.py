@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 
 from .protocol import (
-    FAILED,
     announce,
     await_block,
     await_ready,
-    control_words,
     end_launch,
     heap_rows,
     next_task,
+    open_launch,
     publish,
     wanted_by,
 )
@@ -125,10 +124,7 @@ def dispatch(
     With `FP8`, x is quantised already, `x_scales [T, H // 128]` are its scales, and `out` gets what they stand for.
     Without `TO_ROWS` the launch ends when all tokens have arrived in the heap, and `out` is not written.
     """
-    rank = tl.load(group_ptr + W)
-    me = tl.load(group_ptr + rank)
-    control = control_words(table_ptr, me)
-    alive = 1 - tl.load(control + FAILED)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     wire: tl.constexpr = x_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     step_tasks: tl.constexpr = 2 * (W - 1) + (1 if TO_ROWS else 0)

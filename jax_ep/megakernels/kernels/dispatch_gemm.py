@@ -6,7 +6,7 @@ the tiles of the product, in expert order, and the rows that are zero. Tokens ar
 the caller's own array; a tile waits for the prefix of each peer's sends that its expert needs, once per program.
 
 A program leaves the first queue only when all its tasks are taken by programs that run; and pushes wait only for the
-peers' announcements. So one resident program suffices.
+peers' announcements, at least once for each peer. So one resident program suffices.
 """
 
 import triton
@@ -15,16 +15,15 @@ import triton.language as tl
 from .dispatch import push
 from .product import count_row_tiles, find_group, multiply, place_in_group
 from .protocol import (
-    FAILED,
     QUEUE,
     STARTED,
     announce,
     await_blocks,
     await_ready,
-    control_words,
     end_launch,
     heap_rows,
     next_task,
+    open_launch,
     publish,
     wanted_by,
 )
@@ -128,10 +127,7 @@ def dispatch_gemm(
     `ids [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle, `order [W, T]`, `num_sends [W]` and
     `num_needed [W, L]` those of the schedule. With KEEP, tokens with an expert here are copied to `kept [W * T, H]`.
     """
-    rank = tl.load(group_ptr + W)
-    me = tl.load(group_ptr + rank)
-    control = control_words(table_ptr, me)
-    alive = 1 - tl.load(control + FAILED)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     peers: tl.constexpr = W - 1 if W > 1 else 1
     push_end: tl.constexpr = 1 + num_blocks * (W - 1)
@@ -145,10 +141,11 @@ def dispatch_gemm(
                 block = (task - 1) // peers
                 peer_rank = (rank + 1 + (task - 1) % peers) % W
                 num_sends = tl.load(num_sends_ptr + peer_rank)
-                if block * BLOCK_T < num_sends:
-                    peer = tl.load(group_ptr + peer_rank)
+                peer = tl.load(group_ptr + peer_rank)
+                # Once even where nothing goes: no rank may run two launches ahead of another.
+                if (block == 0) | (block * BLOCK_T < num_sends):
                     alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
-                    if alive != 0:
+                    if (alive != 0) & (block * BLOCK_T < num_sends):
                         place = block * BLOCK_T + tl.arange(0, BLOCK_T)
                         wanted = place < num_sends
                         tokens = tl.load(order_ptr + peer_rank * T + place, mask=wanted, other=0)

@@ -15,14 +15,13 @@ import triton.language as tl
 from .gemm_tile import load_rhs
 from .protocol import (
     DONE,
-    FAILED,
     STARTED,
     announce,
     await_block,
     await_ready,
-    control_words,
     end_launch,
     heap_rows,
+    open_launch,
     publish,
 )
 from .tiles import find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
@@ -31,31 +30,38 @@ TICKETS = tl.constexpr(8)  # of the sums of a chunk, that many words behind its 
 
 
 @triton.jit
-def store_at_source(
-    total,
+def row_addresses(
     row_slot_ptr,
     group_ptr,
     table_ptr,
     row,
     end,
-    column,
     dtype: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     DATA: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
 ):
-    """Stores the rows before `end` of a tile in the heaps of the ranks that their tokens came from."""
+    """Where BM rows go: addresses in the heaps of the ranks that their tokens came from, or 0 for those from `end` on.
+
+    Three loads that wait for each other: asked for before the product, they are there after it.
+    """
     rows = row + tl.arange(0, BM)
     slot = tl.load(row_slot_ptr + rows, mask=rows < end, other=-1)
     travels = slot >= 0
     source = tl.load(group_ptr + tl.where(travels, slot // (T * K), 0))
-    base = (tl.load(table_ptr + source) + DATA).to(tl.pointer_type(dtype))
+    heap = tl.load(table_ptr + source)
+    offset = tl.where(travels, slot % (T * K), 0).to(tl.int64) * (H * dtype.primitive_bitwidth // 8)
+    return tl.where(travels, heap + DATA + offset, 0)
+
+
+@triton.jit
+def store_rows(total, addresses, column, dtype: tl.constexpr, H: tl.constexpr, BN: tl.constexpr):
+    """Stores a tile's columns of the rows at these addresses."""
     columns = (column + tl.arange(0, BN))[None, :]
-    target = base[:, None] + tl.where(travels, slot % (T * K), 0).to(tl.int64)[:, None] * H + columns
-    tl.store(tl.multiple_of(target, (16, 16)), total.to(dtype), mask=travels[:, None] & (columns < H))
+    target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
+    tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
 
 
 @triton.jit
@@ -212,10 +218,7 @@ def gemm_combine(
     `ids`, `slot_row [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle. CHUNKS divides the number of
     column tiles. DROPS: slots may have found no row.
     """
-    rank = tl.load(group_ptr + W)
-    me = tl.load(group_ptr + rank)
-    control = control_words(table_ptr, me)
-    alive = 1 - tl.load(control + FAILED)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     width: tl.constexpr = (H + BN - 1) // BN // CHUNKS * BN
     token_blocks: tl.constexpr = (T + CLEAR_T - 1) // CLEAR_T
@@ -256,11 +259,12 @@ def gemm_combine(
                 task_of_turn(turn), group_ends, sizes_ptr, R, width, BM, BN, 0, BN, GROUP_M
             )
             column += chunk * width
+            addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
             total = tl.zeros((BM, BN), tl.float32)
             for k in range(0, F, BK):
                 b = load_rhs(b_desc, expert, k, column, H, F, BN, BK, TRANSPOSED, True)
                 total = tl.dot(h_desc.load([row, k]), b, total)
-            store_at_source(total, row_slot_ptr, group_ptr, table_ptr, row, end, column, dtype, T, K, H, DATA, BM, BN)
+            store_rows(total, addresses, column, dtype, H, BN)
         # Stores of all threads come before the count, and those of all programs before the last one's word.
         tl.debug_barrier()
         if tl.atomic_add(control + DONE + chunk, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:

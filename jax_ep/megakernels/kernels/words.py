@@ -8,14 +8,13 @@ import triton
 import triton.language as tl
 
 from .protocol import (
-    FAILED,
     announce,
     await_block,
     await_ready,
-    control_words,
     end_launch,
     heap_rows,
     next_task,
+    open_launch,
     publish,
 )
 
@@ -38,10 +37,7 @@ def exchange_words(
     OPERATION: tl.constexpr,
 ):
     """`x [N]` to all ranks, or `DIFFERENT` `x [W, N]` one row to each; `out [W, N]` by source rank."""
-    rank = tl.load(group_ptr + W)
-    me = tl.load(group_ptr + rank)
-    control = control_words(table_ptr, me)
-    alive = 1 - tl.load(control + FAILED)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     num_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
     push_end: tl.constexpr = 1 + W * num_blocks
     task = next_task(control)

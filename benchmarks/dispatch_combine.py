@@ -1,224 +1,212 @@
 """Dispatch and combine on GPUs: device time inside jit, beside what XLA offers, in one run.
 
-    python benchmarks/dispatch_combine.py [--tokens 4096 32768] [--routing uniform zipf]
+    python benchmarks/dispatch_combine.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4] [--processes 4]
 
-Writes results/dispatch_combine.json and a plot. Wire bytes count every (token, remote rank) pair once; the peak is what
-the copy engine reaches from one GPU to another in the same run. Below about 1000 tokens per rank the launches of the
-chained calls cost more than what they measure.
+Writes results/dispatch_combine.json and a plot; with one process per GPU, dispatch_combine_processes.json. `--quick`
+without GPUs runs the kernels in Triton's interpreter.
+
+Times are differences of chains of calls, the longer the fewer tokens there are; each includes the few small launches
+that chain the calls, which the variant "chain alone" shows. They matter below about 1000 tokens per rank.
+Logical bytes count every (token, other rank) pair once, in bfloat16; wire bytes are what a variant sends: FP8 with its
+scales, or padding as well. Both are those that a rank sends, on average over the ranks. The peak is what the copy
+engine moves from one GPU to another in the same run; the floor is what the rank that sends or receives most needs at
+that peak.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
+from exchange_chains import AXIS, RAGGED, Case, Variant, after, chain, local, stack, variants
 from harness import Panel, Report, Timing
-from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import backends
-from jax_ep.dtypes import FP8
+import jax_ep
 from jax_ep.layout import round_up
-from jax_ep.types import Handle, Layout
+from jax_ep.types import Layout
+
+__all__ = ["after", "local", "stack"]
 
 HIDDEN, NUM_EXPERTS, TOP_K = 7168, 256, 8
-AXIS = ("expert",)
 PEAK_BYTES = 1 << 30
+WORKERS = 8
+QUICK_DEVICES = 4
 
 
-def routing(kind: str, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """`[num_tokens, TOP_K]` different experts per token, all alike or by Zipf's law."""
-    popularity = np.zeros(NUM_EXPERTS)
+class Model(NamedTuple):
+    """Sizes of the layer."""
+
+    hidden: int
+    experts: int
+    top_k: int
+
+
+def routing(kind: str, num_tokens: int, model: Model, rng: np.random.Generator) -> np.ndarray:
+    """`[num_tokens, top_k]` different experts per token, all alike or by Zipf's law."""
+    popularity = np.zeros(model.experts)
     if kind == "zipf":
-        popularity = -np.log(1 + rng.permutation(NUM_EXPERTS))
-    ids = np.empty((num_tokens, TOP_K), np.int32)
+        popularity = -np.log(1 + rng.permutation(model.experts))
+    ids = np.empty((num_tokens, model.top_k), np.int32)
     for start in range(0, num_tokens, 8192):  # Gumbel top-k
-        scores = popularity + rng.gumbel(size=(min(8192, num_tokens - start), NUM_EXPERTS))
-        ids[start : start + len(scores)] = np.argpartition(-scores, TOP_K, axis=1)[:, :TOP_K]
+        scores = popularity + rng.gumbel(size=(min(8192, num_tokens - start), model.experts))
+        ids[start : start + len(scores)] = np.argpartition(-scores, model.top_k, axis=1)[:, : model.top_k]
     return ids
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Tokens of all ranks with their routing, on the mesh."""
-
-    mesh: jax.sharding.Mesh
-    layout: Layout
-    x: Array
-    ids: Array
-    wire_bytes: float
-
-    def shard_map(self, body: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-        """A per-shard function over the stacked inputs."""
-        specs = (P("expert"),) * num_inputs
-        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=P("expert"), check_vma=False)
-
-
-def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any) -> Case:
+def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any, model: Model | None = None) -> Case:
     """Random tokens; the capacity is the most loaded rank's, rounded up."""
+    model = model or Model(HIDDEN, NUM_EXPERTS, TOP_K)
     num_ranks = mesh.devices.size
-    ids = routing(kind, num_ranks * tokens, np.random.default_rng(0))
-    owner = ids // (NUM_EXPERTS // num_ranks)
+    ids = routing(kind, num_ranks * tokens, model, np.random.default_rng(0))
+    owner = ids // (model.experts // num_ranks)
     rows = np.bincount(owner.reshape(-1), minlength=num_ranks).max()
     goes_to = np.stack([(owner == rank).any(1) for rank in range(num_ranks)], 1)
-    remote = goes_to & (np.arange(num_ranks * tokens)[:, None] // tokens != np.arange(num_ranks))
-    layout = Layout(num_ranks, NUM_EXPERTS, tokens, TOP_K, round_up(int(rows), 128))
+    layout = Layout(num_ranks, model.experts, tokens, model.top_k, round_up(int(rows), 128))
     placed = jax.NamedSharding(mesh, P("expert"))
-    make = jax.jit(lambda key: jax.random.normal(key, (num_ranks * tokens, HIDDEN), dtype), out_shardings=placed)
-    return Case(mesh, layout, make(jax.random.key(1)), jax.device_put(ids, placed), remote.sum() / num_ranks)
+    make = jax.jit(lambda key: jax.random.normal(key, (num_ranks * tokens, model.hidden), dtype), out_shardings=placed)
+    goes_to = goes_to.reshape(num_ranks, tokens, num_ranks)
+    return Case(mesh, layout, make(jax.random.key(1)), jax.device_put(ids, placed), goes_to)
 
 
-def after(handle: Handle, previous: Array) -> Handle:
-    """The handle, but known only once `previous`, a zero, is."""
-    if handle.group is not None:
-        return dataclasses.replace(handle, group=handle.group + previous)
-    return dataclasses.replace(handle, row_slot=handle.row_slot + previous, slot_row=handle.slot_row + previous)
-
-
-def chained(case: Case, step: Callable[[Handle, Array, Array], Array], handle: Handle, rows: Array, n: int) -> Any:
-    """n steps, each of which needs a number from the one before, through the handle's small arrays."""
-
-    def body(rows: Array, handle: Handle) -> Array:
-        previous = jnp.zeros((), jnp.int32)
-        for _ in range(n):
-            # Barriers keep XLA from making one call of several equal ones, and from computing only what is used.
-            rows, handle, previous = lax.optimization_barrier((rows, handle, previous))
-            result = lax.optimization_barrier(step(after(handle, previous), rows, previous))
-            # Never true, but only the device knows: the next call cannot start before this one.
-            previous = (result.reshape(-1)[0].astype(jnp.float32) == 12345.678).astype(jnp.int32)
-        return previous[None]
-
-    return case.shard_map(body, 2), (rows, handle)
-
-
-def variants(case: Case) -> dict[str, Callable[[int], Any]]:
-    """Everything that is timed on one case, by name."""
-    found: dict[str, Callable[[int], Any]] = {}
-    for name in ("triton", "xla"):
-        run = backends.get(name)
-        plan = jax.jit(case.shard_map(lambda ids, run=run: stack(run.plan(ids, case.layout, AXIS)), 1))
-        handle = plan(case.ids)
-
-        def rows_of(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
-            return run.send_tokens(x, local(h), AXIS, None)
-
-        def sums_of(h: Handle, y: Array, previous: Array, run: Any = run) -> Array:
-            return run.return_tokens(y, local(h), AXIS, None)
-
-        def planned(h: Handle, ids: Array, previous: Array, run: Any = run) -> Array:
-            planned = run.plan(ids + previous, case.layout, AXIS)
-            return lax.optimization_barrier(jax.tree.leaves(planned))[0].astype(jnp.float32)
-
-        y = jax.jit(case.shard_map(lambda x, h, f=rows_of: f(h, x, jnp.int32(0)), 2))(case.x, handle)
-        found[f"{name} dispatch to rows"] = partial(chained, case, rows_of, handle, case.x)
-        found[f"{name} combine"] = partial(chained, case, sums_of, handle, y)
-        found[f"{name} plan"] = partial(chained, case, planned, handle, case.ids)
-        if name == "triton":
-
-            def delivered(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
-                return run.deliver(x, local(h), AXIS)
-
-            def complete(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
-                ids = local(h).ids[lax.axis_index(AXIS)] + previous
-                return run.deliver(x, run.plan(ids, case.layout, AXIS), AXIS)
-
-            def rows_fp8(h: Handle, x: Array, previous: Array, run: Any = run) -> Array:
-                return run.send_tokens(x, local(h), AXIS, FP8)
-
-            def sums_fp8(h: Handle, y: Array, previous: Array, run: Any = run) -> Array:
-                return run.return_tokens(y, local(h), AXIS, FP8)
-
-            found["triton dispatch, cached handle"] = partial(chained, case, delivered, handle, case.x)
-            found["triton dispatch complete"] = partial(chained, case, complete, handle, case.x)
-            found["triton dispatch to rows, FP8 wire"] = partial(chained, case, rows_fp8, handle, case.x)
-            found["triton combine, FP8 wire"] = partial(chained, case, sums_fp8, handle, y)
-    found["all_to_all, padded"] = partial(chained, case, all_to_all(case), handle, case.x)
-    return found
-
-
-def stack(handle: Handle) -> Handle:
-    """A handle whose arrays have a leading axis of one, for out_specs."""
-    return jax.tree.map(lambda leaf: leaf[None], handle)
-
-
-def local(handle: Handle) -> Handle:
-    """The inverse of `stack`."""
-    return jax.tree.map(lambda leaf: leaf[0], handle)
-
-
-def all_to_all(case: Case) -> Callable[[Handle, Array, Array], Array]:
-    """What users do today: the same tokens in slots of fixed capacity, exchanged by NCCL."""
-    num_ranks = case.layout.num_ranks
-
-    def step(h: Handle, x: Array, previous: Array) -> Array:
-        blocks = jnp.broadcast_to(x[None] * (1 + previous).astype(x.dtype), (num_ranks, *x.shape))
-        return lax.all_to_all(blocks, AXIS, 0, 0)
-
-    return step
-
-
-def copy_engine_peak() -> float:
+def copy_engine_peak(num_bytes: int = PEAK_BYTES) -> float:
     """Bytes per second of one large copy from the first GPU to the second."""
     source, target = jax.devices()[:2]
-    data = jax.device_put(jnp.zeros((PEAK_BYTES,), jnp.uint8), source)
+    data = jax.device_put(jnp.zeros((num_bytes,), jnp.uint8), source)
 
-    def copies(n: int) -> Callable[[], list[Array]]:
+    def copies(n: int) -> Callable[[], list[jax.Array]]:
         return lambda: [jax.device_put(data, target) for _ in range(n)]
 
     times = harness.measure_interleaved({1: copies(1), 9: copies(9)}, 8)
-    return 8 * PEAK_BYTES / (times[9].median - times[1].median)
+    return 8 * num_bytes / (times[9].median - times[1].median)
+
+
+def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
+    """What a call sends, and how long the busiest rank needs for it at the peak; nothing for other variants."""
+    if variant.wire is None:
+        return {}
+    remote, layout = case.remote, case.layout
+    row = case.row_bytes(variant.wire)
+    padded = (layout.num_ranks - 1) * layout.num_tokens * row
+    mean, busiest = remote.sum() / layout.num_ranks, max(remote.sum(axis=0).max(), remote.sum(axis=1).max())
+    is_padded = variant.wire == "padded"
+    return {
+        "logical_bytes": float(mean * case.row_bytes("bf16")),
+        "wire_bytes": float(padded if is_padded else mean * row),
+        "floor_seconds": float((padded if is_padded else busiest * row) / peak),
+    }
+
+
+def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
+    """Calls of the short and the long chain: their difference must be far above what one launch may take longer."""
+    if quick:
+        return 1, 2
+    return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
+
+
+def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, peak: float) -> dict[str, Timing]:
+    """Times one case, and adds it to the report."""
+    tokens, num_ranks = case.layout.num_tokens, case.layout.num_ranks
+    uniform = kind == "uniform"
+    todo = variants(case, baselines=uniform, ragged=uniform and tokens in args.ragged_tokens)
+    failures: dict[str, str] = {}
+    times = harness.measure_chained(
+        {name: partial(chain, case, variant) for name, variant in todo.items()},
+        args.rounds,
+        lengths=chain_lengths(tokens, args.quick),
+        title=f"{kind}, {tokens} tokens, {num_ranks} ranks",
+        workers=WORKERS,
+        failures=failures,
+    )
+    shape = {"routing": kind, "tokens_per_rank": tokens, "ranks": num_ranks, "hidden": case.x.shape[1]}
+    shape["dtype"] = case.x.dtype.name
+    for name, error in failures.items():
+        report.failed(name, shape, error, processes=jax.process_count())
+    for name, timing in times.items():
+        found = traffic(case, todo[name], peak)
+        if found:
+            found["logical_bytes_per_s"] = found["logical_bytes"] / timing.median
+            found["wire_bytes_per_s"] = found["wire_bytes"] / timing.median
+            found["peak_share"] = found["wire_bytes_per_s"] / peak
+        report.add(name, shape, timing, wire=todo[name].wire, **found, processes=jax.process_count())
+    show(report, shape, failures)
+    return times
+
+
+def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> None:
+    """Prints the rows of one case."""
+    table = []
+    for row in report.rows:
+        if row["shape"] != shape or "failed" in row:
+            continue
+        s = row["seconds"]
+        cells = [row["variant"], f"{1e6 * s['median']:.0f}", f"{1e6 * s['q1']:.0f} to {1e6 * s['q3']:.0f}"]
+        if row["wire"]:
+            rates = [f"{row[f'{kind}_bytes_per_s'] / 1e9:.0f}" for kind in ("logical", "wire")]
+            cells += [*rates, f"{100 * row['peak_share']:.0f} %", f"{1e6 * row['floor_seconds']:.0f}"]
+        table.append(cells + [""] * (7 - len(cells)))
+    table += [[name, "failed", error[:60], "", "", "", ""] for name, error in failures.items()]
+    title = f"{shape['routing']}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks"
+    columns = ["variant", "us", "quartiles", "logical GB/s", "wire GB/s", "of peak", "floor us"]
+    harness.show_table(title, columns, table)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__, rounds=8)
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 128 1024 4096 32768)")
+    parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
+    parser.add_argument(
+        "--ragged-tokens", type=int, nargs="*", default=[4096], help=f"where to measure {RAGGED}, which is slow"
+    )
+    processes.add_option(parser)
+    return parser
 
 
 def main() -> None:
     """Measures all cases and writes the report."""
-    parser = harness.parser(__doc__, rounds=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 32768])
-    parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
-    args: argparse.Namespace = harness.parse(parser)
-    if jax.default_backend() != "gpu" or jax.device_count() < 2:
-        print("dispatch_combine: needs two or more GPUs of one process; nothing measured")
+    args = harness.parse(options())
+    args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
+    jax.config.update("jax_num_cpu_devices", QUICK_DEVICES)
+    on_gpus = args.processes > 1 or jax.default_backend() == "gpu"
+    if not (on_gpus or args.quick) or (args.processes == 1 and jax.device_count() < 2):
+        print("dispatch_combine: needs two or more GPUs; nothing measured")
         return
-    mesh = jax.make_mesh((jax.device_count(),), AXIS, axis_types=(jax.sharding.AxisType.Auto,))
-    settings = {"rounds": args.rounds, "quick": args.quick, "experts": NUM_EXPERTS, "top_k": TOP_K}
-    report = Report("dispatch_combine", args.out, settings)
-    peak = copy_engine_peak()
+    peak = processes.enter(args.processes, copy_engine_peak if on_gpus else partial(copy_engine_peak, 1 << 22))
+    if peak is None:
+        return
+    ranks = [n for n in args.ranks if n <= jax.device_count()] if args.processes == 1 else [jax.device_count()]
+    model = Model(256, 8, 2) if args.quick else Model(HIDDEN, NUM_EXPERTS, TOP_K)
+    lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
+    settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
+    settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
+    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}", args.out, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
     panels = []
-    for kind in args.routing:
-        series: dict[str, tuple[list[int], list[dict[str, Any]]]] = {}
-        for tokens in args.tokens:
-            case = make_case(mesh, kind, tokens, jnp.bfloat16)
-            wire = case.wire_bytes * HIDDEN * 2
-            times = harness.measure_chained(variants(case), args.rounds, lengths=(2, 10), title=f"{kind} {tokens}")
-            show(report, kind, case, times, wire, peak)
-            for name, timing in times.items():
-                xs, summaries = series.setdefault(name, ([], []))
-                xs.append(tokens)
-                summaries.append(timing.summary())
-        panels.append(Panel(f"{kind} routing", "tokens per rank", series))
+    for num_ranks in ranks:
+        devices = jax.devices()[:num_ranks]
+        mesh = jax.make_mesh((num_ranks,), AXIS, axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+        if args.processes == 1:
+            jax_ep.finalize()
+            jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
+        for kind in args.routing:
+            series: dict[str, tuple[list[int], list[dict[str, Any]]]] = {}
+            for tokens in args.tokens:
+                case = make_case(mesh, kind, tokens, jnp.bfloat16, model)
+                for name, timing in measure(report, kind, case, args, peak).items():
+                    xs, summaries = series.setdefault(name, ([], []))
+                    xs.append(tokens)
+                    summaries.append(timing.summary())
+            panels.append(Panel(f"{kind} routing, {num_ranks} ranks", "tokens per rank", series))
     harness.plot(report.path.with_suffix(".png"), panels)
-
-
-def show(report: Report, kind: str, case: Case, times: dict[str, Timing], wire: float, peak: float) -> None:
-    """Adds one case to the report and prints it."""
-    shape = {"routing": kind, "tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
-    shape |= {"hidden": HIDDEN, "dtype": "bfloat16"}
-    floor = wire / peak
-    table = []
-    for name, timing in times.items():
-        rate = wire / timing.median if "plan" not in name else None
-        report.add(name, shape, timing, wire_bytes=wire, wire_bytes_per_s=rate, floor_seconds=floor)
-        share = "" if rate is None else f"{rate / 1e9:.0f} GB/s, {100 * rate / peak:.0f} % of peak"
-        table.append([name, f"{1e6 * timing.median:.0f}", share])
-    title = f"{kind}, {case.layout.num_tokens} tokens/rank, {case.layout.num_ranks} ranks, floor {1e6 * floor:.0f} us"
-    harness.show_table(title, ["variant", "us", "wire"], table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,236 @@
+"""What dispatch_combine.py times: chains of calls in which each needs a number from the one before.
+
+Every chain is a `lax.scan`, which on GPUs runs on without the host. What chaining itself costs is a variant of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import backends
+from jax_ep.dtypes import FP8
+from jax_ep.quantization import GROUP_SIZE
+from jax_ep.types import Handle, Layout
+
+AXIS = ("expert",)
+FEW_PROGRAMS = 24
+RAGGED = "ragged_all_to_all, best flags"
+# Without it 8 GB/s on 4 H200s, against 62; the one-shot kernel switched off, with NCCL's fallback allowed, hung.
+_RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
+
+Step = Callable[[Handle, Array, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tokens of all ranks with their routing, on the mesh.
+
+    Attributes:
+      mesh: its only axis is that of the experts.
+      layout: static sizes.
+      x: `[W * T, H]` tokens.
+      ids: `[W * T, K]` expert ids.
+      goes_to: `[W, T, W]` whether a token has an expert on a rank, on the host.
+    """
+
+    mesh: jax.sharding.Mesh
+    layout: Layout
+    x: Array
+    ids: Array
+    goes_to: np.ndarray
+
+    @property
+    def remote(self) -> np.ndarray:
+        """`[W, W]` tokens from one rank to another; none from a rank to itself."""
+        counts = self.goes_to.sum(axis=1)
+        np.fill_diagonal(counts, 0)
+        return counts
+
+    def row_bytes(self, wire: str) -> int:
+        """Bytes of one token that travels as "bf16" or "fp8"."""
+        hidden = self.x.shape[1]
+        return hidden + 4 * (hidden // GROUP_SIZE) if wire == "fp8" else self.x.dtype.itemsize * hidden
+
+    def shard_map(self, body: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+        """A per-shard function over the stacked inputs."""
+        specs = (P("expert"),) * num_inputs
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=P("expert"), check_vma=False)
+
+    def place(self, rows: np.ndarray) -> Array:
+        """`[W * N, ...]` on the host to the ranks."""
+        sharding = jax.NamedSharding(self.mesh, P("expert"))
+        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+class Variant(NamedTuple):
+    """One thing that is timed: `step` on a handle and rows, and what it sends.
+
+    Attributes:
+      step: `(handle, rows, zero) -> any array`, of one rank; it must depend on the handle, or else on the zero.
+      handle: of all ranks.
+      rows: of all ranks.
+      wire: "bf16" or "fp8" where each token travels once to every other rank that wants it, "padded" where it travels
+        to all, or None where no tokens travel.
+      options: compiler options.
+    """
+
+    step: Step
+    handle: Handle
+    rows: Array
+    wire: str | None
+    options: dict[str, Any] | None = None
+
+
+def stack(handle: Handle) -> Handle:
+    """A handle whose arrays have a leading axis of one, for out_specs."""
+    return jax.tree.map(lambda leaf: leaf[None], handle)
+
+
+def local(handle: Handle) -> Handle:
+    """The inverse of `stack`."""
+    return jax.tree.map(lambda leaf: leaf[0], handle)
+
+
+def after(handle: Handle, previous: Array) -> Handle:
+    """The handle, but known only once `previous`, a zero, is."""
+    if handle.group is not None:
+        return dataclasses.replace(handle, group=handle.group + previous)
+    return dataclasses.replace(handle, row_slot=handle.row_slot + previous, slot_row=handle.slot_row + previous)
+
+
+def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A jitted function of n steps, each of which needs a number from the one before, and its arguments."""
+
+    def body(rows: Array, handle: Handle) -> Array:
+        handle = local(handle)
+
+        def once(previous: Array, _: None) -> tuple[Array, None]:
+            # Barriers keep XLA from taking work out of the loop, and from computing only the element that is looked at.
+            x, h, zero = lax.optimization_barrier((rows, handle, previous))
+            result = lax.optimization_barrier(variant.step(after(h, zero), x, zero))
+            # Never true, but only the device knows: the next call cannot start before this one.
+            return (result.reshape(-1)[0].astype(jnp.float32) == 12345.678).astype(jnp.int32), None
+
+        return lax.scan(once, jnp.zeros((), jnp.int32), None, length=n)[0][None]
+
+    return jax.jit(case.shard_map(body, 2), compiler_options=variant.options), (variant.rows, variant.handle)
+
+
+def variants(case: Case, *, baselines: bool, ragged: bool) -> dict[str, Variant]:
+    """Everything that is timed on one case, by name; `baselines` includes the implementation `xla`."""
+    found: dict[str, Variant] = {}
+    for name in ("triton", "xla") if baselines else ("triton",):
+        handle, y = _handle_and_rows(case, name)
+        found |= _exchanges(case, name, handle, y)
+        if name == "triton":
+            found |= _of_triton(case, handle, y)
+    handle = found["triton combine"].handle
+    found["all_to_all, padded"] = Variant(_all_to_all(case), handle, case.x, "padded")
+    if ragged:
+        found[RAGGED] = _ragged_all_to_all(case, handle)
+    found["chain alone"] = Variant(lambda h, x, zero: x[0, 0] + h.group[0].astype(x.dtype), handle, case.x, None)
+    return found
+
+
+def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:
+    run = backends.get(name)
+    handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS)), 1))(case.ids)
+    send = case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None), 2)
+    return handle, jax.jit(send)(case.x, handle)
+
+
+def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Variant]:
+    """What every implementation has."""
+    run = backends.get(name)
+
+    def planned(h: Handle, ids: Array, zero: Array) -> Array:
+        leaves = lax.optimization_barrier(jax.tree.leaves(run.plan(ids + zero, case.layout, AXIS)))
+        return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
+
+    return {
+        f"{name} dispatch to rows": Variant(
+            lambda h, x, zero: run.send_tokens(x, h, AXIS, None),
+            handle,
+            case.x,
+            "bf16" if name == "triton" else "padded",
+        ),
+        f"{name} combine": Variant(
+            lambda h, y, zero: run.return_tokens(y, h, AXIS, None), handle, y, "bf16" if name == "triton" else "padded"
+        ),
+        f"{name} plan": Variant(planned, handle, case.ids, None),
+    }
+
+
+def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
+    """What only the kernels have: delivery without rows, FP8 on the wire, few programs."""
+    run: Any = backends.get("triton")
+    num_tokens = case.layout.num_tokens
+
+    def complete(h: Handle, x: Array, zero: Array, wire_dtype: Any = None) -> Array:
+        first = h.group[-1] * num_tokens  # ids of all ranks are in every handle, so that it needs no second input
+        ids = lax.dynamic_slice_in_dim(h.ids.reshape(-1, case.layout.top_k), first, num_tokens)
+        return run.deliver(x, run.plan(ids + zero, case.layout, AXIS), AXIS, wire_dtype)
+
+    def deliver(h: Handle, x: Array, zero: Array, **options: Any) -> Array:
+        return run.deliver(x, h, AXIS, **options)
+
+    def to_rows(h: Handle, x: Array, zero: Array) -> Array:
+        return run.send_tokens(x, h, AXIS, FP8)
+
+    def sums(h: Handle, y: Array, zero: Array, wire_dtype: Any = None, **options: Any) -> Array:
+        return run.return_tokens(y, h, AXIS, wire_dtype, **options)
+
+    few = {"num_programs": FEW_PROGRAMS}
+    return {
+        "triton dispatch, cached handle": Variant(deliver, handle, case.x, "bf16"),
+        "triton dispatch complete": Variant(complete, handle, case.x, "bf16"),
+        "triton dispatch, cached handle, FP8 wire": Variant(partial(deliver, wire_dtype=FP8), handle, case.x, "fp8"),
+        "triton dispatch complete, FP8 wire": Variant(partial(complete, wire_dtype=FP8), handle, case.x, "fp8"),
+        "triton dispatch to rows, FP8 wire": Variant(to_rows, handle, case.x, "fp8"),
+        "triton combine, FP8 wire": Variant(partial(sums, wire_dtype=FP8), handle, y, "fp8"),
+        f"triton dispatch, cached handle, {FEW_PROGRAMS} programs": Variant(
+            partial(deliver, **few), handle, case.x, "bf16"
+        ),
+        f"triton combine, {FEW_PROGRAMS} programs": Variant(partial(sums, **few), handle, y, "bf16"),
+    }
+
+
+def _all_to_all(case: Case) -> Step:
+    """What users do today: tokens in slots of fixed capacity, here all tokens for every rank, exchanged by NCCL."""
+    num_ranks = case.layout.num_ranks
+
+    def step(h: Handle, x: Array, zero: Array) -> Array:
+        blocks = jnp.broadcast_to(x[None] * (1 + zero).astype(x.dtype), (num_ranks, *x.shape))
+        return lax.all_to_all(blocks, AXIS, 0, 0)
+
+    return step
+
+
+def _ragged_all_to_all(case: Case, handle: Handle) -> Variant:
+    """The same tokens as dispatch sends, gathered by destination, and those for the own rank with them."""
+    counts = case.goes_to.sum(axis=1)  # [W, W]: source, destination
+    num_rows = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
+    orders = np.zeros((len(counts), num_rows), np.int32)
+    for rank, wanted in enumerate(case.goes_to):
+        order = np.nonzero(wanted.T)[1]  # by destination, then token
+        orders[rank, : len(order)] = order
+    starts = np.cumsum(counts, axis=1) - counts
+    places = np.cumsum(counts, axis=0) - counts  # where on each destination the rows of a source begin
+    sizes = np.stack([starts, counts, places, counts.T], axis=1).astype(np.int32)
+    rows = (case.x, case.place(orders.reshape(-1)), case.place(sizes.reshape(-1, len(counts))))
+
+    def step(h: Handle, rows: Any, zero: Array) -> Array:
+        x, order, (first, send, place, receive) = rows
+        out = jnp.zeros((num_rows, x.shape[1]), x.dtype)
+        return lax.ragged_all_to_all(x[order], out, first + zero, send, place, receive, axis_name=AXIS)
+
+    return Variant(step, handle, rows, "bf16", _RAGGED_OPTIONS)

@@ -1,0 +1,278 @@
+"""The expert layer as plain JAX writes it today, in two ways, for moe_layer.py to compare `jax_ep.moe` with.
+
+`ragged_layer` drops no token: rows sorted by expert, `lax.ragged_all_to_all`, `lax.ragged_dot`. `capacity_layer` is the
+classic one of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961): a fixed number of rows for each
+pair of source rank and expert, `lax.all_to_all`, one batched product; what does not fit is dropped.
+
+Both are functions of one rank inside `shard_map`, with experts contiguous per rank, and mean the same as `jax_ep.moe`
+with SwiGLU experts. Every move of rows is a gather, in the backward pass too: the transpose that JAX derives for a
+gather is a scatter, which is far slower on GPUs. The activation is computed again in the backward pass, as `jax_ep.moe`
+does, which saves memory traffic. JAX differentiates all the rest.
+
+Shapes: T tokens per rank, H hidden, K experts per token, E experts, W ranks, L = E / W, I intermediate.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
+"""Compiler options with which `lax.ragged_all_to_all` is fastest on GPUs: 62 GB/s instead of 8 on 4 H200s."""
+
+
+# --- moving rows ----------------------------------------------------------------------------------------------------
+
+
+class Slots(NamedTuple):
+    """Rows and (token, k) slots: `row_slot [N]` is `token * K + k` and `slot_row [T, K]` its inverse; -1 is none."""
+
+    row_slot: Array
+    slot_row: Array
+
+    @property
+    def row_token(self) -> Array:
+        """`[N]` the token of each row."""
+        return jnp.where(self.row_slot < 0, -1, self.row_slot // self.slot_row.shape[1])
+
+
+def gather(source: Array, index: Array) -> Array:
+    """`source[index]`, with zeros where the index is -1."""
+    return source.at[jnp.where(index < 0, source.shape[0], index)].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def spread(x: Array, slots: Slots) -> Array:
+    """`[T, H]` tokens to `[N, H]` rows."""
+    return gather(x, slots.row_token)
+
+
+def _sum_slots(rows: Array, weights: Array | None, slots: Slots) -> Array:
+    """`[N, H]` rows to sums `[T, H]`, in float32 with one rounding; one fused kernel without `[T, K, H]` in memory."""
+    total = jnp.zeros((), jnp.float32)
+    for k in range(slots.slot_row.shape[1]):
+        row = gather(rows, slots.slot_row[:, k]).astype(jnp.float32)
+        total = total + (row if weights is None else row * weights[:, k, None])
+    return total.astype(rows.dtype)
+
+
+def _spread_backward(slots: Slots, d_rows: Array) -> tuple[Array, None]:
+    return _sum_slots(d_rows, None, slots), None
+
+
+spread.defvjp(lambda x, slots: (spread(x, slots), slots), _spread_backward)
+
+
+@jax.custom_vjp
+def collect(rows: Array, weights: Array, slots: Slots) -> Array:
+    """`[N, H]` rows and `[T, K]` weights to weighted sums `[T, H]`."""
+    return _sum_slots(rows, weights, slots)
+
+
+def _collect_backward(residuals: Any, d_out: Array) -> tuple[Array, Array, None]:
+    rows, weights, slots = residuals
+    scale = gather(weights.reshape(-1), slots.row_slot)
+    d_rows = gather(d_out, slots.row_token).astype(jnp.float32) * scale[:, None]
+    taken = gather(rows, slots.slot_row).astype(jnp.float32)
+    d_weights = jnp.sum(taken * d_out[:, None].astype(jnp.float32), axis=-1)
+    return d_rows.astype(rows.dtype), d_weights, None
+
+
+collect.defvjp(lambda rows, weights, slots: (collect(rows, weights, slots), (rows, weights, slots)), _collect_backward)
+
+
+@jax.custom_vjp
+def permute(rows: Array, index: Array, inverse: Array) -> Array:
+    """`rows[index]`; `inverse` undoes it."""
+    return gather(rows, index)
+
+
+permute.defvjp(
+    lambda rows, index, inverse: (gather(rows, index), inverse), lambda inverse, d: (gather(d, inverse), None, None)
+)
+
+
+@jax.checkpoint
+def swiglu(hidden: Array) -> Array:
+    """`[..., 2I]` to `[..., I]`: silu of the first half times the second, in float32 with one rounding."""
+    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(hidden.dtype)
+
+
+class _Sorted(NamedTuple):
+    """Slots by expert: `slots [N]`, `experts [N]`, and per expert the number `counts [E]`."""
+
+    slots: Array
+    experts: Array
+    counts: Array
+
+    @property
+    def starts(self) -> Array:
+        """`[E]` first sorted slot of each expert."""
+        return jnp.cumsum(self.counts, dtype=jnp.int32) - self.counts
+
+
+def _sort_slots(topk_idx: Array, num_experts: int) -> _Sorted:
+    ids = topk_idx.reshape(-1)
+    experts, slots = lax.sort((ids, lax.iota(jnp.int32, ids.shape[0])), num_keys=1, is_stable=True)
+    counts = jnp.sum(ids[:, None] == lax.iota(jnp.int32, num_experts)[None, :], axis=0, dtype=jnp.int32)
+    return _Sorted(slots, experts, counts)
+
+
+# --- fixed capacity -------------------------------------------------------------------------------------------------
+
+
+def fixed_slots(topk_idx: Array, num_experts: int, capacity: int) -> Slots:
+    """Row `expert * capacity + i` for the i-th slot of each expert; later slots than `capacity` get none."""
+    found = _sort_slots(topk_idx, num_experts)
+    position = lax.iota(jnp.int32, found.slots.shape[0]) - found.starts[found.experts]
+    num_rows = num_experts * capacity
+    row = jnp.where(position < capacity, found.experts * capacity + position, num_rows)
+    row_slot = jnp.full((num_rows,), -1, jnp.int32).at[row].set(found.slots, mode="drop")
+    slot_row = jnp.zeros_like(row).at[found.slots].set(jnp.where(row < num_rows, row, -1), unique_indices=True)
+    return Slots(row_slot, slot_row.reshape(topk_idx.shape))
+
+
+def capacity_layer(
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    num_experts: int,
+    capacity: int,
+    axis_name: str | tuple[str, ...] = "expert",
+) -> Array:
+    """The layer with a fixed number of rows for every pair of source rank and expert; the rest is dropped.
+
+    Args:
+      x: `[T, H]` tokens of this rank.
+      topk_idx: `[T, K]` int32 ids in `[0, E)`.
+      topk_weights: `[T, K]` float32.
+      w_gate_up: `[L, H, 2I]`.
+      w_down: `[L, I, H]`.
+      num_experts: E.
+      capacity: rows of one expert for the tokens of one rank.
+      axis_name: mesh axis of the experts.
+
+    Returns:
+      `[T, H]`.
+    """
+    hidden_size = x.shape[1]
+    slots = fixed_slots(topk_idx, num_experts, capacity)
+    sent = spread(x, slots).reshape(num_experts, capacity, hidden_size)
+    received = lax.all_to_all(sent, axis_name, 0, 1, tiled=True)  # [L, W * capacity, H]
+    hidden = jnp.einsum("lmh,lhf->lmf", received, w_gate_up)
+    rows = jnp.einsum("lmi,lih->lmh", swiglu(hidden), w_down)
+    returned = lax.all_to_all(rows, axis_name, 1, 0, tiled=True)  # [E, capacity, H]
+    return collect(returned.reshape(-1, hidden_size), topk_weights, slots)
+
+
+# --- ragged ---------------------------------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """Sizes and offsets of one rank's exchanges, and the order of its rows.
+
+    Attributes:
+      there: arguments of `lax.ragged_all_to_all` on the way to the experts: input offsets, send sizes, output offsets
+        and receive sizes, each `[W]`.
+      back: the same on the way back.
+      regroup: `[R]` for each row by (expert, source), its row by (source, expert); -1 past the last.
+      ungroup: `[R]` the inverse.
+      group_sizes: `[L]`.
+    """
+
+    there: tuple[Array, ...]
+    back: tuple[Array, ...]
+    regroup: Array
+    ungroup: Array
+    group_sizes: Array
+
+
+def plan_route(sizes: Array, rank: Array, num_rows: int) -> Route:
+    """The route of one rank, from `sizes [W, W, L]`: rows from each source for each expert of each destination."""
+    totals = jnp.sum(sizes, axis=2, dtype=jnp.int32)
+    sent_from = jnp.cumsum(totals, axis=1, dtype=jnp.int32) - totals  # where on each source its rows for a rank begin
+    arrive_at = jnp.cumsum(totals, axis=0, dtype=jnp.int32) - totals  # where on each rank the rows of a source begin
+    of = partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
+    there = (of(sent_from, axis=0), of(totals, axis=0), of(arrive_at, axis=0), of(totals, axis=1))
+    back = (of(arrive_at, axis=1), of(totals, axis=1), of(sent_from, axis=1), of(totals, axis=0))
+    mine = of(sizes, axis=1)  # [W, L]
+    by_source, by_expert = _starts(mine), _starts(mine.T).T
+    regroup = _follow(mine.T, by_expert.T, by_source.T, num_rows)
+    ungroup = _follow(mine, by_source, by_expert, num_rows)
+    return Route(there, back, regroup, ungroup, jnp.sum(mine, axis=0, dtype=jnp.int32))
+
+
+def _starts(counts: Array) -> Array:
+    """Where each segment begins, in row-major order of `counts`."""
+    flat = counts.reshape(-1)
+    return (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(counts.shape)
+
+
+def _follow(counts: Array, starts: Array, other_starts: Array, num_rows: int) -> Array:
+    """`[num_rows]`: the row in the other order of each row in this one; -1 past the last segment.
+
+    Args:
+      counts: rows of each segment, in this order.
+      starts: where they begin in this order, shaped alike.
+      other_starts: where the same segments begin in the other order.
+      num_rows: R.
+    """
+    row = lax.iota(jnp.int32, num_rows)
+    ends = (starts + counts).reshape(-1)
+    segment = jnp.sum(row[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    shift = (other_starts - starts).reshape(-1)
+    return jnp.where(row < ends[-1], row + shift[jnp.minimum(segment, ends.shape[0] - 1)], -1)
+
+
+def ragged_layer(
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    num_experts: int,
+    capacity: int,
+    axis_name: str | tuple[str, ...] = "expert",
+) -> Array:
+    """The layer without dropped tokens: `lax.ragged_all_to_all` there and back, `lax.ragged_dot` between.
+
+    Args:
+      x: `[T, H]` tokens of this rank.
+      topk_idx: `[T, K]` int32 ids in `[0, E)`.
+      topk_weights: `[T, K]` float32.
+      w_gate_up: `[L, H, 2I]`.
+      w_down: `[L, I, H]`.
+      num_experts: E.
+      capacity: R, rows that one rank may receive; it must hold all.
+      axis_name: mesh axis of the experts.
+
+    Returns:
+      `[T, H]`.
+    """
+    num_ranks, hidden_size = lax.axis_size(axis_name), x.shape[1]
+    found = _sort_slots(topk_idx, num_experts)
+    slot_row = (
+        jnp.zeros_like(found.slots).at[found.slots].set(lax.iota(jnp.int32, found.slots.shape[0]), unique_indices=True)
+    )
+    slots = Slots(found.slots, slot_row.reshape(topk_idx.shape))
+    sizes = lax.all_gather(found.counts, axis_name).reshape(num_ranks, num_ranks, -1)
+    route = plan_route(sizes, lax.axis_index(axis_name), capacity)
+
+    arrived = jnp.zeros((capacity, hidden_size), x.dtype)
+    arrived = lax.ragged_all_to_all(spread(x, slots), arrived, *route.there, axis_name=axis_name)
+    rows = permute(arrived, route.regroup, route.ungroup)
+    hidden = lax.ragged_dot(rows, w_gate_up, route.group_sizes)
+    rows = lax.ragged_dot(swiglu(hidden), w_down, route.group_sizes)
+    returned = jnp.zeros((topk_idx.size, hidden_size), x.dtype)
+    rows = permute(rows, route.ungroup, route.regroup)
+    returned = lax.ragged_all_to_all(rows, returned, *route.back, axis_name=axis_name)
+    return collect(returned, topk_weights, slots)

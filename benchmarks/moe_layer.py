@@ -1,0 +1,210 @@
+"""The whole expert layer and its fused halves on GPUs, beside what plain JAX offers: device time inside jit.
+
+    python benchmarks/moe_layer.py --shapes deepseek-v3 --tokens 4096 --routing uniform     # one case
+    python benchmarks/moe_layer.py --shapes mixtral-8x7b --add                              # more, to the same file
+
+Writes results/moe_layer.json and a plot. `--quick` without GPUs runs the layers in plain XLA, and parts, if asked for,
+in Triton's interpreter.
+
+Parts: `deliver` is dispatch without rows of its own, which is what fusing hides; fused kernels are compared with the
+longer of exchange and product, and with both in sequence. The batched einsum has as many rows in equal groups.
+Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
+moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
+128, which the host knows from the routing, so that nothing is dropped. The other baseline drops, and the report says
+how much. TFLOP/s are those of a GPU on average and count real rows only, with three times the forward's for both ways.
+
+The parts of a case take turns with each other, and so do its layers. The ragged baseline comes last, by itself: it is
+slow, and a run in which it hangs ends there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+from exchange_chains import AXIS
+from harness import Panel, Report
+from moe_chains import MODELS, Case, make_case, make_weights
+from moe_run import Run, label, ratio_to_longer, shape_of
+from moe_variants import LAYERS, PARTS, layers, parts
+
+import jax_ep
+from jax_ep import backends
+
+QUICK_DEVICES = 4
+RAGGED_TIMEOUT_S = 60.0
+RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
+DIRECTIONS = {"forward": False, "forward + backward": True}
+
+
+def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
+    """Calls of the short and the long chain: their difference must be far above what one launch may take longer."""
+    if quick:
+        return 1, 3
+    if tokens <= 1024:
+        return (2, 10) if layer else (4, 36)
+    return (1, 4) if layer or tokens > 4096 else (2, 12)
+
+
+def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
+    """The halves of the layer."""
+    lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
+    times = run.measure(case, "forward", parts(case, args.parts), lengths)
+    for part in (PARTS[name] for name in args.parts):
+        ratios = {}
+        if {part.fused, part.exchange, part.product} <= set(times):
+            both = times[part.exchange], times[part.product]
+            ratios[f"{part.fused} / longer of both"] = ratio_to_longer(times[part.fused], *both)
+        if {part.fused, part.sequence} <= set(times):
+            ratios[f"{part.fused} / sequence"] = times[part.fused].ratio_to(times[part.sequence])
+        if {part.product, part.einsum} <= set(times):
+            ratios[f"{part.product} / einsum"] = times[part.product].ratio_to(times[part.einsum])
+        run.summarise(case, **ratios)
+
+
+def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Namespace) -> None:
+    """The layer in both directions."""
+    lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
+    for direction, backward in DIRECTIONS.items():
+        variants = layers(case, chosen, backward=backward)
+        times = run.measure(case, direction, variants, lengths, notes=layer_notes(case))
+        ours = times.pop(LAYERS["moe"], None)
+        if ours is not None:
+            run.summarise(case, **{f"{direction}, moe / {name}": ours.ratio_to(t) for name, t in times.items()})
+
+
+def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
+    """What rows of the report say about variants: which implementation serves the users' call, and what is dropped."""
+    request = backends.Request("moe", jnp.dtype("bfloat16"), case.model.hidden, "exchange", case.layout)
+    return {
+        LAYERS["moe"]: {"implementation": backends.choose(None, request)},
+        LAYERS["capacity"]: {"dropped": case.dropped},
+    }
+
+
+def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) -> None:
+    """The ragged baseline, with a watchdog: what hangs on a device cannot be taken back from it."""
+    name, unfinished = LAYERS["ragged"], list(DIRECTIONS)
+    for direction in DIRECTIONS:
+        run.forget(case, direction, [name])
+
+    def give_up() -> None:
+        for direction in unfinished:
+            error = f"not finished {timeout_s:g} s after the baseline began"
+            run.report.failed(name, shape_of(case), error, direction=direction)
+        print(
+            f"{label(case)}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True
+        )
+        os._exit(0)  # the report is complete but for this
+
+    watchdog = threading.Timer(timeout_s, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        for direction, backward in DIRECTIONS.items():
+            variants, expected = (layers(case, [key], backward=backward) for key in ("ragged", "xla"))
+            run.measure(case, direction, variants, RAGGED_LENGTHS, rounds=RAGGED_ROUNDS, references=expected)
+            unfinished.remove(direction)
+    finally:
+        watchdog.cancel()
+
+
+def panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """Layers with uniform routing, or parts where there are none: a panel for each model and direction."""
+    found = [row for row in rows if "seconds" in row and row["shape"]["routing"] == "uniform"]
+    found = [row for row in found if row["variant"] in LAYERS.values()] or found
+    curves: dict[tuple[str, str], dict[str, tuple[list[float], list[dict[str, float]]]]] = {}
+    for row in sorted(found, key=lambda row: row["shape"]["tokens_per_rank"]):
+        curve = curves.setdefault((row["shape"]["model"], row["direction"]), {})
+        x, seconds = curve.setdefault(row["variant"], ([], []))
+        x.append(row["shape"]["tokens_per_rank"])
+        seconds.append(row["seconds"])
+    return [Panel(f"{model}, {direction}", "tokens per rank", c) for (model, direction), c in curves.items()]
+
+
+def draw(report: Report) -> None:
+    if found := panels(report.rows):
+        harness.plot(report.path.with_suffix(".png"), found)
+
+
+def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, int]], minutes: float) -> Iterator[Case]:
+    """The cases, one at a time, until the time of the run is over."""
+    weights_of, weights, longest = "", None, 0.0
+    for name, kind, tokens in wanted:
+        began = time.perf_counter()
+        if began - run.started + longest > 60 * minutes:
+            print(f"left out, for lack of time: {name}, {tokens} tokens/rank, {kind}")
+            continue
+        if name != weights_of:
+            weights = None  # before the next ones take their place
+            weights_of, weights = name, make_weights(mesh, name)
+        yield make_case(mesh, name, kind, tokens, weights)
+        gc.collect()
+        longest = max(longest, time.perf_counter() - began)
+
+
+def measure_all(run: Run, args: argparse.Namespace) -> None:
+    """All cases, and then the ragged baseline."""
+    mesh = jax.make_mesh((jax.device_count(),), AXIS, axis_types=(jax.sharding.AxisType.Auto,))
+    wanted = list(itertools.product(args.shapes, args.routing, args.tokens))
+    chosen = [name for name in args.layers if name != "ragged"]
+    if args.parts or chosen:
+        for case in cases(run, mesh, wanted, args.minutes):
+            if args.parts:
+                measure_parts(run, case, args)
+            if chosen:
+                measure_layers(run, case, chosen, args)
+        draw(run.report)
+    if "ragged" in args.layers:
+        slow = [case for case in wanted if case[1] == "uniform" and case[2] in args.ragged_tokens]
+        for case in cases(run, mesh, slow, args.minutes):
+            measure_ragged(run, case)
+        draw(run.report)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=8)
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, help="models (default: all but tiny; --quick: tiny)")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 4096 1024 16384)")
+    parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
+    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS), help="none: parts only")
+    parser.add_argument(
+        "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no case that would end later")
+    parser.add_argument("--add", action="store_true", help="keep what the file holds of other cases and variants")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for and writes the report."""
+    args = harness.parse(options(), arguments)
+    jax.config.update("jax_num_cpu_devices", QUICK_DEVICES)
+    on_gpus = jax.default_backend() == "gpu"
+    if not (on_gpus or args.quick) or jax.device_count() < 2:
+        print("moe_layer: needs two or more GPUs; nothing measured")
+        return
+    args.shapes = args.shapes or (["tiny"] if args.quick else [name for name in MODELS if name != "tiny"])
+    args.tokens = args.tokens or ([16, 48] if args.quick else [4096, 1024, 16384])
+    args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])
+    args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts
+    if args.parts and not on_gpus:
+        jax_ep.init(transport="shared_memory")
+    run = Run(args.out, {"rounds": args.rounds, "quick": args.quick}, add=args.add)
+    measure_all(run, args)
+    print(run.report.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Timing of variants of one case of moe_layer.py, and what becomes of it in the report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+from harness import Report, Timing
+from moe_chains import Case, Variant, chain, difference
+
+WORKERS = 8
+BUDGET_S = 2.0
+LARGEST_DIFFERENCE = 0.25  # of single elements: bfloat16 in several products differs by some hundredths
+_KEY = ("model", "routing", "tokens_per_rank", "ranks")
+
+
+def shape_of(case: Case) -> dict[str, Any]:
+    """What a row of the report says about its case."""
+    layout, rows = case.layout, case.rows
+    return {
+        "model": case.name,
+        "routing": case.routing,
+        "tokens_per_rank": layout.num_tokens,
+        "ranks": layout.num_ranks,
+        **case.model._asdict(),
+        "capacity": layout.capacity,
+        "rows_mean": float(rows.mean()),
+        "rows_max": int(rows.max()),
+        "dtype": "bfloat16",
+    }
+
+
+def label(case: Case) -> str:
+    """The name of a case in tables and in the summary."""
+    return f"{case.name}, {case.layout.num_tokens} tokens/rank, {case.layout.num_ranks} ranks, {case.routing}"
+
+
+def ratio_to_longer(time: Timing, first: Timing, second: Timing) -> float:
+    """Median over rounds of a time divided by the longer of two others in the same round."""
+    return time.ratio_to(Timing(tuple(max(pair) for pair in zip(first.samples, second.samples, strict=False))))
+
+
+class Run:
+    """One report and what goes into it.
+
+    Attributes:
+      report: the report, which holds the rows of an earlier one where the run adds to it.
+      rounds: samples of each variant.
+      summary: ratios by case.
+      started: when, by `time.perf_counter`.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, add: bool) -> None:
+        path = folder / "moe_layer.json"
+        old = json.loads(path.read_text()) if add and path.exists() else None
+        if old is not None:
+            here = {"versions": harness.versions(), "device": harness.device(), "settings": dict(settings)}
+            there = {name: old[name] for name in here}
+            if here != there:
+                raise SystemExit(f"--add: {path} was measured with {there}, but this run has {here}; leave out --add.")
+        self.report = Report("moe_layer", folder, settings)
+        self.report.rows.extend([] if old is None else old["rows"])
+        self.rounds: int = settings["rounds"]
+        self.summary: dict[str, dict[str, float]] = {} if old is None else old["summary"]
+        self.report.summarise(**self.summary)
+        self.started = time.perf_counter()
+
+    def measure(
+        self,
+        case: Case,
+        direction: str,
+        variants: Mapping[str, Variant],
+        lengths: tuple[int, int],
+        *,
+        rounds: int | None = None,
+        notes: Mapping[str, dict[str, Any]] | None = None,
+        references: Mapping[str, Variant] | None = None,
+    ) -> dict[str, Timing]:
+        """Times variants in turns and writes one row each, failed ones with their reason; returns the others' times.
+
+        Args:
+          case: what they run on.
+          direction: of the row.
+          variants: by name.
+          lengths: calls of the short and of the long chain.
+          rounds: other than the run's.
+          notes: what else belongs to a variant's row.
+          references: variants that are not timed, but whose results others should have.
+        """
+        factories = {name: chain(case, variant) for name, variant in variants.items()}
+        _tune(factories, variants, lengths[0])
+        failures: dict[str, str] = {}
+        times = harness.measure_chained(
+            factories,
+            rounds or self.rounds,
+            lengths=lengths,
+            budget_s=BUDGET_S,
+            title=f"{label(case)}, {direction}",
+            workers=WORKERS,
+            failures=failures,
+        )
+        others = {name: chain(case, variant) for name, variant in (references or {}).items()}
+        differences = _differences(factories | others, variants, lengths[0], {*times, *others})
+        for name, timing in times.items():
+            if not differences.get(name, 0.0) < LARGEST_DIFFERENCE:
+                failures[name] = f"wrong: differs by {differences[name]:.2g} from {variants[name].same_as}"
+            elif timing.median <= 0:
+                failures[name] = f"too short: chains of {lengths} calls take the same time"
+        self.forget(case, direction, variants)
+        shape, table = shape_of(case), []
+        for name, variant in variants.items():
+            note = (notes or {}).get(name, {})
+            if name in failures:
+                self.report.failed(name, shape, failures[name], direction=direction)
+                table.append([name, "failed", "", "", failures[name].splitlines()[0][:80]])
+                continue
+            details = note | ({"difference": differences[name]} if name in differences else {})
+            self.report.add(name, shape, times[name], direction=direction, **details, **_rate(variant, times[name]))
+            table.append(_cells(name, times[name], _rate(variant, times[name]), note))
+        loads = f"rows {shape['rows_mean']:.0f}, most {shape['rows_max']}, capacity {shape['capacity']}"
+        columns = ["variant", "us", "quartiles", "TFLOP/s per GPU", ""]
+        harness.show_table(f"{label(case)}, {direction}: {loads}", columns, table)
+        return {name: timing for name, timing in times.items() if name not in failures}
+
+    def forget(self, case: Case, direction: str, variants: Collection[str]) -> None:
+        """Takes out the rows that new ones replace."""
+        shape = shape_of(case)
+
+        def is_replaced(row: dict[str, Any]) -> bool:
+            same_case = all(row["shape"][key] == shape[key] for key in _KEY)
+            return same_case and row["variant"] in variants and row["direction"] == direction
+
+        self.report.rows[:] = [row for row in self.report.rows if not is_replaced(row)]
+
+    def summarise(self, case: Case, **ratios: float) -> None:
+        """Adds ratios of a case to the summary, and prints them."""
+        self.summary.setdefault(label(case), {}).update(ratios)
+        self.report.summarise(**self.summary)
+        for name, ratio in ratios.items():
+            print(f"  {name}: {ratio:.3f}")
+
+
+def _tune(factories: Mapping[str, Callable[[int], Any]], variants: Mapping[str, Variant], n: int) -> None:
+    """Compiles alone what XLA chooses by timing candidates; what else it compiles finds the choices made."""
+    for name, variant in variants.items():
+        if variant.tuned and jax.default_backend() == "gpu":
+            with contextlib.suppress(Exception):  # it fails again where failures are kept
+                fn, arguments = factories[name](n)
+                fn.lower(*arguments).compile()
+
+
+def _differences(
+    factories: Mapping[str, Callable[[int], Any]],
+    variants: Mapping[str, Variant],
+    n: int,
+    present: Collection[str],
+) -> dict[str, float]:
+    """How far the results are from those of the variants that should have the same, of those present."""
+
+    pairs = {name: v.same_as for name, v in variants.items() if name in present and v.same_as in present}
+    found = {}
+    for name in dict.fromkeys([*pairs, *pairs.values()]):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a reference that does not fit into memory, say
+            fn, arguments = factories[name](n)
+            found[name] = jax.block_until_ready(fn(*arguments))
+    return {name: difference(found[name], found[same]) for name, same in pairs.items() if {name, same} <= set(found)}
+
+
+def _rate(variant: Variant, timing: Timing) -> dict[str, float]:
+    return {"tflops": 1e-12 * variant.flops / timing.median} if variant.flops else {}
+
+
+def _cells(name: str, timing: Timing, rate: dict[str, float], note: Mapping[str, Any]) -> list[str]:
+    s = timing.summary()
+    shown = [f"{1e6 * s['median']:.0f}", f"{1e6 * s['q1']:.0f} to {1e6 * s['q3']:.0f}"]
+    said = ", ".join(f"{key} {value:.3f}" if isinstance(value, float) else value for key, value in note.items())
+    return [name, *shown, f"{rate['tflops']:.0f}" if rate else "", said]

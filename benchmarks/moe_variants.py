@@ -1,0 +1,170 @@
+"""What moe_layer.py times: exchange, product, both fused and in sequence; and the layer in several ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import moe_baselines
+from exchange_chains import AXIS, after, local, stack
+from jax import Array
+from moe_chains import BF16, CAPACITY_FACTOR, Case, Variant, on_ranks
+
+import jax_ep
+from jax_ep import backends
+from jax_ep.types import Handle
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """An exchange and the product beside it: names of the variants whose times are compared."""
+
+    exchange: str
+    product: str
+    fused: str
+    sequence: str
+    einsum: str
+
+
+PARTS = {
+    "dispatch": Part(
+        "deliver", "GEMM 1", "dispatch + GEMM 1, fused", "dispatch, then GEMM 1", "einsum 1, equal groups"
+    ),
+    "combine": Part("combine", "GEMM 2", "GEMM 2 + combine, fused", "GEMM 2, then combine", "einsum 2, equal groups"),
+}
+
+
+def parts(case: Case, chosen: list[str], name: str = "triton") -> dict[str, Variant]:
+    """The halves of the layer by the functions of implementation `name`, which has `deliver` and the fused ones."""
+    run: Any = backends.get(name)
+    handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS))))(case.inputs[2])
+    found: dict[str, Variant] = {}
+    if "dispatch" in chosen:
+        found |= _dispatch_part(case, run, handle)
+    if "combine" in chosen:
+        found |= _combine_part(case, run, handle)
+    return found
+
+
+def _fresh(handle: Handle, zero: Array) -> Handle:
+    """The handle, but known only once the zero is."""
+    return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
+
+
+def _dispatch_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
+    x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
+    gemm = partial(run.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+
+    def deliver(_: Any, fixed: Any, zero: Array) -> Array:
+        return run.deliver(fixed[1], _fresh(fixed[0], zero), AXIS)
+
+    def product(_: Any, fixed: Any, zero: Array) -> Array:
+        return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
+
+    def fused(_: Any, fixed: Any, zero: Array) -> Array:
+        return run.dispatch_gemm(fixed[1], fixed[2], _fresh(fixed[0], zero), transpose_rhs=False, keep=False)[0]
+
+    def sequence(_: Any, fixed: Any, zero: Array) -> Array:
+        fresh = _fresh(fixed[0], zero)
+        return gemm(run.send_tokens(fixed[1], fresh, AXIS, None), fixed[2], fresh.group_sizes)
+
+    rows = jax.jit(case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None)))(x, handle)
+    flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
+    return {
+        part.exchange: Variant(deliver, (), (handle, x)),
+        part.product: Variant(product, (), (handle, rows, w), flops, part.sequence),
+        part.fused: Variant(fused, (), (handle, x, w), flops, part.sequence),
+        part.sequence: Variant(sequence, (), (handle, x, w), flops),
+        part.einsum: _einsum(case, w, flops),
+    }
+
+
+def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
+    w, part = case.weights[1], PARTS["combine"]
+    gemm = partial(run.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+
+    def combine(_: Any, fixed: Any, zero: Array) -> Array:
+        return run.return_tokens(fixed[1], _fresh(fixed[0], zero), AXIS, None)
+
+    def product(_: Any, fixed: Any, zero: Array) -> Array:
+        return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
+
+    def fused(_: Any, fixed: Any, zero: Array) -> Array:
+        return run.gemm_combine(fixed[1], fixed[2], _fresh(fixed[0], zero), transpose_rhs=False)
+
+    def sequence(_: Any, fixed: Any, zero: Array) -> Array:
+        fresh = _fresh(fixed[0], zero)
+        return run.return_tokens(gemm(fixed[1], fixed[2], fresh.group_sizes), fresh, AXIS, None)
+
+    hidden = on_ranks(case.mesh, (case.layout.capacity, case.model.intermediate), 5)
+    rows = on_ranks(case.mesh, (case.layout.capacity, case.model.hidden), 6)
+    flops = 2.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
+    return {
+        part.exchange: Variant(combine, (), (handle, rows)),
+        part.product: Variant(product, (), (handle, hidden, w), flops),
+        part.fused: Variant(fused, (), (handle, hidden, w), flops, part.sequence),
+        part.sequence: Variant(sequence, (), (handle, hidden, w), flops),
+        part.einsum: _einsum(case, w, flops),
+    }
+
+
+def _einsum(case: Case, w: Array, flops: float) -> Variant:
+    """As many rows in equal groups, by cuBLAS."""
+    num_local = case.layout.num_local_experts
+    rows = case.layout.num_tokens * case.layout.top_k // num_local
+    batches = on_ranks(case.mesh, (num_local, rows, w.shape[1]), 7)
+    return Variant(lambda x, w, _: jnp.einsum("gmk,gkn->gmn", x[0], w[0]), (batches,), (w,), flops, tuned=True)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "moe": "jax_ep.moe",
+    "xla": "jax_ep.moe, implementation xla",
+    "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
+    "ragged": "ragged_all_to_all + ragged_dot",
+}
+
+
+def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Variant]:
+    """The layer, forward or with the gradients of tokens, router weights and both matrices."""
+    functions: dict[str, Callable[..., Array]] = {
+        "moe": partial(jax_ep.moe, capacity=case.layout.capacity),
+        "xla": partial(jax_ep.moe, capacity=case.layout.capacity, implementation="xla"),
+        "capacity": partial(moe_baselines.capacity_layer, capacity=case.slot_capacity),
+        "ragged": partial(moe_baselines.ragged_layer, capacity=case.layout.capacity),
+    }
+    x, d_y, ids, router_weights = case.inputs
+    layout, model = case.layout, case.model
+    flops = (18.0 if backward else 6.0) * layout.num_tokens * layout.top_k * model.hidden * model.intermediate
+    return {
+        LAYERS[key]: Variant(
+            _layer_step(partial(functions[key], num_experts=model.experts), backward=backward),
+            (x, d_y) if backward else (x,),
+            (ids, router_weights, *case.weights),
+            flops,
+            LAYERS["xla"] if key in ("moe", "ragged") else None,
+            key != "moe",
+            moe_baselines.RAGGED_OPTIONS if key == "ragged" else None,
+        )
+        for key in chosen
+    }
+
+
+def _layer_step(layer: Callable[..., Array], *, backward: bool) -> Callable[[Any, Any, Array], Any]:
+    def forward(touched: Any, fixed: Any, zero: Array) -> Array:
+        ids, router_weights, *weights = fixed
+        return layer(touched[0], ids + zero, router_weights + zero.astype(jnp.float32), *weights)
+
+    def forward_and_backward(touched: Any, fixed: Any, zero: Array) -> Any:
+        (x, d_y), (ids, router_weights, *weights) = touched, fixed
+        scaled = router_weights + zero.astype(jnp.float32)
+        y, pull = jax.vjp(lambda x, s, w, v: layer(x, ids + zero, s, w, v), x, scaled, *weights)
+        return y, *pull(d_y)
+
+    return forward_and_backward if backward else forward

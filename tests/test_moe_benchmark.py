@@ -1,0 +1,311 @@
+"""benchmarks/moe_layer.py times what it says it times, and loses no figure when one variant fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import make_mesh
+from test_benchmarks import BENCHMARKS, ROOT, check_report, load
+
+from jax_ep import backends, reference
+
+MODULES = ("harness", "processes", "exchange_chains", "dispatch_combine", "moe_baselines")
+MODULES += ("moe_chains", "moe_variants", "moe_run", "moe_layer")
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        yield SimpleNamespace(**{name: load(name, patch) for name in MODULES})
+
+
+@pytest.fixture(scope="module")
+def case(modules):
+    mesh = make_mesh((RANKS,), ("expert",))
+    weights = modules.moe_chains.make_weights(mesh, "tiny")
+    return modules.moe_chains.make_case(mesh, "tiny", "zipf", 48, weights)
+
+
+@pytest.fixture
+def run(modules, tmp_path):
+    return modules.moe_run.Run(tmp_path, {"rounds": 3, "quick": True}, add=False)
+
+
+def rows_of(run):
+    return json.loads(run.report.path.read_text())["rows"]
+
+
+def sleeper(modules, seconds, value=1.0, same_as=None):
+    """A variant whose every call takes so long on every rank, with how often it was called."""
+    calls = []
+
+    def nap(zero):
+        calls.append(1)
+        time.sleep(seconds)
+        return np.float32(value)
+
+    def step(touched, fixed, zero):
+        return jax.pure_callback(nap, jax.ShapeDtypeStruct((), jnp.float32), zero)
+
+    return modules.moe_chains.Variant(step, (), (), 1e9, same_as), calls
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------
+
+
+def test_capacity_holds_the_most_loaded_rank(case):
+    counts = np.bincount(case.ids.reshape(-1), minlength=8)
+    np.testing.assert_array_equal(case.rows, counts.reshape(RANKS, 2).sum(1))
+    assert case.layout.capacity % 128 == 0
+    assert case.rows.max() <= case.layout.capacity < case.rows.max() + 128
+    np.testing.assert_array_equal(case.ids, np.asarray(case.inputs[2]))
+
+
+def test_dropped_share_is_that_of_the_baseline(modules, case):
+    slots = [
+        np.asarray(modules.moe_baselines.fixed_slots(jnp.asarray(ids), 8, case.slot_capacity).slot_row)
+        for ids in case.ids.reshape(RANKS, 48, 2)
+    ]
+    assert case.slot_capacity == 15  # 1.25 * 48 * 2 / 8
+    assert case.dropped == pytest.approx(np.mean(np.stack(slots) < 0)) and case.dropped > 0.05
+
+
+def test_inputs_are_random_and_differ_between_ranks(modules, case):
+    x = np.asarray(case.inputs[0], np.float32).reshape(RANKS, 48, 128)
+    assert x.std() == pytest.approx(1, abs=0.03) and abs(np.corrcoef(x.reshape(RANKS, -1))[0, 1]) < 0.05
+    assert np.asarray(case.weights[0], np.float32).std() == pytest.approx(128**-0.5, rel=0.03)
+    np.testing.assert_allclose(np.asarray(case.inputs[3]).sum(1), 1, rtol=1e-5)
+    one = modules.moe_chains.on_ranks(case.mesh, (6, 5), 0)
+    assert one.shape == (24, 5) and one.sharding.spec == jax.sharding.PartitionSpec("expert")
+
+
+def test_large_arrays_are_made_in_chunks(modules, case, monkeypatch):
+    monkeypatch.setattr(modules.moe_chains, "_CHUNK", 10)
+    made = np.asarray(modules.moe_chains.on_ranks(case.mesh, (6, 5), 0), np.float32)
+    assert made.shape == (24, 5) and len(np.unique(made)) > 100
+
+
+# --- chains ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_makes_every_call(modules, case):
+    variant, calls = sleeper(modules, 0)
+    for n in (1, 5):
+        fn, arguments = modules.moe_chains.chain(case, variant)(n)
+        calls.clear()
+        jax.block_until_ready(fn(*arguments))
+        assert len(calls) == n * RANKS
+
+
+def test_touched_arrays_are_new_in_every_call_and_the_same(modules, case):
+    """Their calls are not merged or moved out of the loop, and see what they were given."""
+    seen = []
+
+    def look(x):
+        seen.append(np.asarray(x))
+        return np.zeros((), np.float32)
+
+    def step(touched, fixed, zero):
+        return jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), touched[0])
+
+    x = modules.moe_chains.on_ranks(case.mesh, (3, 2), 0)
+    fn, arguments = modules.moe_chains.chain(case, modules.moe_chains.Variant(step, (x,), ()))(4)
+    jax.block_until_ready(fn(*arguments))
+    assert len(seen) == 4 * RANKS
+    blocks = np.asarray(x).reshape(RANKS, 3, 2)
+    assert all(any((got == block).all() for block in blocks) for got in seen)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads the program as XLA:CPU writes it")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_layers_of_a_chain_stay_in_its_loop(modules, case, backward):
+    """As many exchanges and products in the loop as in one call of the layer, and no copy of what is touched."""
+    chosen = modules.moe_variants.layers(case, ["capacity"], backward=backward)
+    fn, arguments = modules.moe_chains.chain(case, next(iter(chosen.values())))(3)
+    text = fn.lower(*arguments).compile().as_text()
+    main = text[text.index("ENTRY") :]
+    assert " while(" in main and "all-to-all" not in main and "all-to-all(" in text
+    assert text.count(" all-to-all(") == (4 if backward else 2)
+    loop = text[: text.index("ENTRY")]
+    assert not [line for line in loop.splitlines() if "bf16[48,128]" in line.split(" copy(")[0] and " copy(" in line]
+
+
+def test_layers_agree_and_report_their_gradients(modules, case):
+    found = {}
+    for name, variant in modules.moe_variants.layers(case, ["moe", "xla"], backward=True).items():
+        fn, arguments = modules.moe_chains.chain(case, variant)(2)
+        found[name] = fn(*arguments)
+    ours, expected = found.values()
+    assert [leaf.shape for leaf in ours] == [(RANKS, n) for n in (1024, 1024, 96, 1024, 1024)]
+    assert all(np.abs(np.asarray(leaf)).max() > 0 for leaf in expected)
+    assert modules.moe_chains.difference(ours, expected) < 0.1
+    wrong = [*expected[:3], expected[3].at[1, 7].add(1.0), expected[4]]
+    assert modules.moe_chains.difference(wrong, expected) > 0.25
+
+
+def test_parts_of_one_half_agree(modules, case, monkeypatch):
+    """With the portable implementation in the place of the kernels, and compositions in that of the fused ones."""
+
+    def dispatch_gemm(x, w, handle, *, transpose_rhs, keep):
+        rows = reference.send_tokens(x, handle, ("expert",), None)
+        sizes = handle.group_sizes
+        return reference.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
+
+    def gemm_combine(h, w, handle, *, transpose_rhs):
+        y = reference.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        return reference.return_tokens(y, handle, ("expert",), None)
+
+    names = ("plan", "send_tokens", "return_tokens", "grouped_gemm")
+    functions = {name: getattr(reference, name) for name in names}
+    functions |= {"deliver": lambda x, handle, axis: x[:1, 0] + handle.row_slot[0].astype(x.dtype)}
+    portable = SimpleNamespace(**functions, dispatch_gemm=dispatch_gemm, gemm_combine=gemm_combine)
+    monkeypatch.setattr(backends, "get", lambda name: portable)
+    variants = modules.moe_variants.parts(case, ["dispatch", "combine"])
+    named = {name for part in modules.moe_variants.PARTS.values() for name in part}
+    assert set(variants) == named
+    samples = {}
+    for name, variant in variants.items():
+        fn, arguments = modules.moe_chains.chain(case, variant)(2)
+        samples[name] = fn(*arguments)
+    for name, variant in variants.items():
+        if variant.same_as:
+            assert modules.moe_chains.difference(samples[name], samples[variant.same_as]) < 0.02, name
+    rows = 48 * 2
+    for name, columns in (("GEMM 1", 2 * 64), ("GEMM 2 + combine, fused", 64), ("einsum 2, equal groups", 64)):
+        assert variants[name].flops == 2 * rows * 128 * columns
+    assert variants["deliver"].flops == 0
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_failed_and_wrong_variants_are_reported_beside_the_others(modules, case, run):
+    def broken(touched, fixed, zero):
+        raise RuntimeError("no algorithm")
+
+    variants = {
+        "right": sleeper(modules, 0.01)[0],
+        "wrong": sleeper(modules, 0.01, value=2.0, same_as="right")[0],
+        "also right": sleeper(modules, 0.01, same_as="right")[0],
+        "broken": modules.moe_chains.Variant(broken, (), ()),
+    }
+    times = run.measure(case, "forward", variants, (1, 3), notes={"right": {"dropped": 0.5}})
+    assert set(times) == {"right", "also right"}
+    rows = {row["variant"]: row for row in rows_of(run)}
+    assert rows["wrong"]["failed"].startswith("wrong: differs by 1 from right")
+    assert "no algorithm" in rows["broken"]["failed"]
+    assert (rows["right"]["dropped"], rows["also right"]["difference"]) == (0.5, 0.0)
+    assert 0.005 < rows["right"]["seconds"]["median"] < 1
+    assert rows["right"]["tflops"] == pytest.approx(1e-3 / rows["right"]["seconds"]["median"])
+    # References are compared with, and neither timed nor reported.
+    times = run.measure(case, "forward", {"wrong": variants["wrong"]}, (1, 3), references={"right": variants["right"]})
+    assert not times and {row["variant"] for row in rows_of(run)} == set(rows)
+
+
+def test_adding_keeps_other_rows_and_replaces_the_same(modules, case, run):
+    variants = {name: sleeper(modules, 0.005)[0] for name in ("a", "b")}
+    for direction in ("forward", "forward + backward"):
+        run.measure(case, direction, variants, (1, 3))
+    run.summarise(case, ratio=1.5)
+    folder = run.report.path.parent
+    again = modules.moe_run.Run(folder, {"rounds": 3, "quick": True}, add=True)
+    again.measure(case, "forward", {"b": variants["b"]}, (1, 3))
+    again.summarise(case, other=2.0)
+    content = json.loads(run.report.path.read_text())
+    check_report(content)
+    found = [(row["variant"], row["direction"]) for row in content["rows"]]
+    assert found == [("a", "forward"), ("a", "forward + backward"), ("b", "forward + backward"), ("b", "forward")]
+    assert content["summary"] == {modules.moe_run.label(case): {"ratio": 1.5, "other": 2.0}}
+    with pytest.raises(SystemExit, match="leave out --add"):
+        modules.moe_run.Run(folder, {"rounds": 4, "quick": True}, add=True)
+
+
+def test_ratio_to_the_longer_of_two_within_rounds(modules):
+    timing = modules.harness.Timing
+    fused, first, second = timing((4.0, 6.0, 9.0)), timing((2.0, 6.0, 1.0)), timing((1.0, 3.0, 3.0))
+    assert modules.moe_run.ratio_to_longer(fused, first, second) == 2.0  # of 2, 1 and 3
+
+
+def test_a_hung_baseline_ends_the_run_with_a_complete_report(modules, case, run, monkeypatch, capsys):
+    at_exit, ended = [], threading.Event()
+    name, timing = modules.moe_variants.LAYERS["ragged"], modules.harness.Timing((1.0,) * 3)
+
+    def leave(status):
+        at_exit.append((status, rows_of(run)))
+        ended.set()
+
+    def measure(case, direction, variants, lengths, **options):
+        assert set(variants) == {name} and set(options["references"]) == {modules.moe_variants.LAYERS["xla"]}
+        if direction != "forward":
+            assert ended.wait(60)  # it hangs, and nothing ends the test's own process
+        run.report.add(name, modules.moe_run.shape_of(case), timing, direction=direction)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(run, "measure", measure)
+    for variant in ("another", name):  # the second is of an earlier run
+        run.report.add(variant, modules.moe_run.shape_of(case), timing, direction="forward + backward")
+    modules.moe_layer.measure_ragged(run, case, timeout_s=2)
+    [(status, rows)] = at_exit
+    assert status == 0
+    both = "forward + backward"
+    assert [(r["variant"], r["direction"]) for r in rows] == [("another", both), (name, "forward"), (name, both)]
+    assert "seconds" in rows[1] and rows[2]["failed"] == "not finished 2 s after the baseline began"
+    assert "is not finished after 2 s" in capsys.readouterr().out
+
+
+def test_panels_show_layers_with_uniform_routing(modules):
+    def row(variant, tokens, direction="forward", routing="uniform"):
+        shape = {"model": "m", "routing": routing, "tokens_per_rank": tokens}
+        return {"variant": variant, "shape": shape, "direction": direction, "seconds": {"median": tokens}}
+
+    ours = modules.moe_variants.LAYERS["moe"]
+    rows = [row("GEMM 1", 8), row(ours, 16), row(ours, 8), row(ours, 8, routing="zipf"), row(ours, 8, "both")]
+    panels = modules.moe_layer.panels([*rows, row(ours, 4) | {"failed": "x"}])
+    assert [(panel.title, set(panel.curves)) for panel in panels] == [("m, forward", {ours}), ("m, both", {ours})]
+    assert panels[0].curves[ours][0][-2:] == [8, 16]
+    assert set(modules.moe_layer.panels(rows[:1])[0].curves) == {"GEMM 1"}
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path, modules):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    chosen = ["moe", "capacity", "ragged"]
+    options = ["--quick", "--tokens", "16", "--ragged-tokens", "16", "--out", str(tmp_path), "--layers", *chosen]
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / "moe_layer.py"), *options]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    content = json.loads((tmp_path / "moe_layer.json").read_text())
+    check_report(content)
+    names = modules.moe_variants.LAYERS
+    for direction in modules.moe_layer.DIRECTIONS:
+        rows = {row["variant"]: row for row in content["rows"] if row["direction"] == direction}
+        assert set(rows) == {names[key] for key in chosen}
+        assert "ragged-all-to-all" in rows[names["ragged"]]["failed"]  # XLA has none on CPU devices
+        for row in rows.values():
+            assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
+            if "seconds" in row:
+                flops = 2 * 16 * 2 * 128 * 64 * 3 * (3 if "backward" in direction else 1)
+                assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
+        assert rows[names["moe"]].get("implementation", "xla") == "xla"
+    assert "TFLOP/s per GPU" in completed.stdout
+
+
+def test_long_runs_leave_cases_out_instead_of_running_over(modules, run, case, capsys):
+    wanted = [("tiny", "uniform", 16), ("tiny", "uniform", 8)]
+    assert list(modules.moe_layer.cases(run, case.mesh, wanted, minutes=0)) == []
+    assert "left out, for lack of time: tiny, 8 tokens/rank, uniform" in capsys.readouterr().out
+    assert [c.layout.num_tokens for c in modules.moe_layer.cases(run, case.mesh, wanted, minutes=60)] == [16, 8]

@@ -43,10 +43,7 @@ def row_addresses(
     DATA: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Where BM rows go: addresses in the heaps of the ranks that their tokens came from, or 0 for those from `end` on.
-
-    Three loads that wait for each other: asked for before the product, they are there after it.
-    """
+    """Where BM rows go: addresses in the heaps of the ranks that their tokens came from, or 0 for those from `end` on."""
     rows = row + tl.arange(0, BM)
     slot = tl.load(row_slot_ptr + rows, mask=rows < end, other=-1)
     travels = slot >= 0
@@ -259,11 +256,12 @@ def gemm_combine(
                 task_of_turn(turn), group_ends, sizes_ptr, R, width, BM, BN, 0, BN, GROUP_M
             )
             column += chunk * width
-            addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
             total = tl.zeros((BM, BN), tl.float32)
             for k in range(0, F, BK):
                 b = load_rhs(b_desc, expert, k, column, H, F, BN, BK, TRANSPOSED, True)
                 total = tl.dot(h_desc.load([row, k]), b, total)
+            # Addresses that live beside the sums would spill registers in the flat loop.
+            addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
             store_rows(total, addresses, column, dtype, H, BN)
         # Stores of all threads come before the count, and those of all programs before the last one's word.
         tl.debug_barrier()

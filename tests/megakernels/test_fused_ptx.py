@@ -1,0 +1,82 @@
+"""The fused kernels at the sizes of models: tensor cores, TMA, 16-byte rows, no spilled registers, memory that fits."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+from compiling import build
+
+from jax_ep.heap import MAX_BLOCKS, HeapLayout
+from jax_ep.megakernels import tuning
+from jax_ep.types import Layout
+
+pytest.importorskip("triton")
+
+SHARED_BYTES = 227 << 10
+PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+# tokens per rank, hidden, columns of the first product, depth of the second
+DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
+COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "checked_ptr", "ids_ptr"]
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning, "_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
+
+
+def layout(tokens: int) -> Layout:
+    return Layout(num_ranks=4, num_experts=256, num_tokens=tokens, top_k=8, capacity=8 * tokens + 1024)
+
+
+def sizes(lay: Layout) -> dict[str, int]:
+    heap = HeapLayout(4)
+    places = {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "OPERATION": 1}
+    local = lay.num_local_experts
+    return places | {"W": 4, "T": lay.num_tokens, "K": 8, "L": local, "BLOCK_L": local, "R": lay.capacity}
+
+
+def matrices(blocks: dict[str, int], transposed: bool) -> str:
+    shape = (blocks["BN"], blocks["BK"]) if transposed else (blocks["BK"], blocks["BN"])
+    return f"tensordesc<bf16[1, {shape[0]}, {shape[1]}]>"
+
+
+def check(built: dict, capability: int) -> None:
+    assert re.search(PRODUCTS[capability], built["ptx"]), "the tensor cores are not used"
+    assert "cp.async.bulk.tensor" in built["ptx"], "matrices do not come by TMA"
+    assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
+    assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    assert built["shared"] <= SHARED_BYTES
+    assert built["scratch"] == 0
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("shape", "transposed", "keep"), [(DEEPSEEK, False, True), (MIXTRAL, True, False)])
+def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
+    tokens, hidden, columns, _ = shape
+    lay = layout(tokens)
+    config, blocks = tuning.dispatch_gemm(lay, hidden, columns)
+    types = dict.fromkeys([*COMMON, "order_ptr", "num_sends_ptr", "num_needed_ptr"], "*i32") | {"table_ptr": "*i64"}
+    types |= dict.fromkeys(["x_ptr", "out_ptr", "kept_ptr"], "*bf16") | {"b_desc": matrices(blocks, transposed)}
+    constants = sizes(lay) | blocks | {"H": hidden, "N": columns, "TRANSPOSED": transposed, "KEEP": keep}
+    built = build("dispatch_gemm", "dispatch_gemm", types, constants, config.num_warps, config.num_stages, capability)
+    check(built, capability)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    ("shape", "transposed", "drops"),
+    [(DEEPSEEK, False, True), (DEEPSEEK, True, False), (DEEPSEEK_LONG, False, False), (MIXTRAL, True, True)],
+)
+def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
+    tokens, hidden, _, features = shape
+    lay = layout(tokens)
+    config, blocks = tuning.gemm_combine(lay, features, hidden)
+    types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64", "out_ptr": "*bf16"}
+    types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
+    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
+    built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
+    check(built, capability)

@@ -5,6 +5,8 @@
 #   EXTRAS       extras of pyproject.toml to install (default: test,lint,bench and, where nvidia-smi works, cuda13)
 #   PIP_ARGS     more arguments for pip install
 #   PYTEST_ARGS  more arguments for pytest
+#   RESULTS      folder for the outcome of test-gpu (default: benchmarks/results)
+#   PARTS        of test-gpu, see tools/test_gpu.sh (default: all)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -16,6 +18,8 @@ EXTRAS := test,lint,bench$(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda13)
 endif
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+RESULTS ?= benchmarks/results
+PARTS ?=
 
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
@@ -49,13 +53,8 @@ test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as
 	"$(BIN)/python" -m pytest -n auto -q tests/contract/test_dispatch_combine.py --implementation triton
 	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
 
-# What runs with one process per GPU, on two GPUs and on all: tests whose inputs and results are global arrays.
-IN_PROCESSES := $(addprefix tests/contract/test_,dispatch_combine.py gradients.py moe.py transforms.py)
-
-test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs
-	JAX_EP_TEST_DEVICES=gpu "$(BIN)/python" -m pytest -q tests $(PYTEST_ARGS)
-	gpus=$$(nvidia-smi -L | wc -l); for count in $$(seq 2 $$((gpus > 2 ? gpus - 2 : 1)) $$gpus); do \
-	  JAX_EP_TEST_DEVICES=gpu "$(BIN)/python" tests/run_processes.py $$count -q $(IN_PROCESSES) --implementation triton; done
+test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
+	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)
 
 lint: $(INSTALLED) ## formatting, lint rules and types
 	"$(BIN)/ruff" format --check .

@@ -33,6 +33,7 @@ import harness
 import jax
 from jax.sharding import Mesh
 
+pytest_plugins = ["keep_results"]  # --results
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The oracle is float64: without this, float32 products on a GPU carry 10 bits.

@@ -27,7 +27,8 @@ def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     all else runs as two launches.
     """
     whole_words = depth % 8 == 0 and columns % 8 == 0 and min(depth, columns, layout.num_tokens) > 0
-    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and gemm_tuning.has_tma()
+    few_groups = layout.num_local_experts <= gemm_tuning.MAX_GROUPS
+    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and gemm_tuning.has_tma()
 
 
 def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool) -> tuple[Array, Array | None]:

@@ -132,7 +132,7 @@ def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, di
 
 def _chunks(column_tiles: int, num_tiles: int) -> int:
     """Chunks of columns: what is added while the next chunk is computed. Each one costs a meeting of all programs."""
-    most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * _programs(num_tiles))
+    most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * _programs(max(1, num_tiles)))
     return next(chunks for chunks in (4, 3, 2, 1) if column_tiles % chunks == 0 and (chunks <= most or chunks == 1))
 
 

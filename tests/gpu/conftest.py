@@ -1,0 +1,49 @@
+"""Tests of what only GPUs show: real concurrency, streams, graphs, failures of devices. Elsewhere they are skipped.
+
+`--implementation triton` tries most of them out on CPU devices, in Triton's interpreter, with a few iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ep import context
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def kernels_run_here() -> None:
+    if jax.default_backend() != "gpu" and context.transport() != "shared_memory":
+        pytest.skip("needs NVIDIA GPUs; --implementation triton tries it out in Triton's interpreter")
+
+
+@pytest.fixture
+def on_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs NVIDIA GPUs")
+
+
+@pytest.fixture
+def one_process() -> None:
+    if jax.process_count() > 1:
+        pytest.skip("is about one process that drives every GPU")
+
+
+@pytest.fixture
+def same_bits() -> Callable[[Any, Any], None]:
+    """Fails unless two results have the same bits, leaf by leaf."""
+
+    def compare(got: Any, want: Any) -> None:
+        leaves = dict(jax.tree.leaves_with_path(got))
+        for path, leaf in jax.tree.leaves_with_path(want):
+            assert np.asarray(leaves[path]).tobytes() == np.asarray(leaf).tobytes(), jax.tree_util.keystr(path)
+
+    return compare

@@ -1,0 +1,77 @@
+"""One of several processes with one GPU each, of which one kills itself between two calls; see test_failures.py.
+
+    python tests/gpu/killed_peer.py COUNT COORDINATOR VICTIM PROCESS
+
+Prints as JSON what has happened. With the victim -1 nobody dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from harness import EXPERT, make_mesh, per_rank, place
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+COUNT, ADDRESS, VICTIM, ME = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+TIMEOUT_S = 3.0
+STEPS_BEFORE, STEPS_AFTER = 5, 20
+T, K, H = 64, 2, 512
+
+
+def plan(x: Any, ids: Any) -> Any:
+    """The handle; XLA's own collectives, which know of no time limit, run here only."""
+    return jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
+
+
+def round_trip(x: Any, handle: Any) -> Any:
+    """Every token to its experts and back: each token times its number of experts."""
+    d = jax_ep.dispatch(x, None, num_experts=8, handle=handle, implementation="triton")
+    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
+
+
+def main() -> None:
+    """Some steps, then the death of one, then steps until an error, or the end."""
+    own = {"local_device_ids": [ME], "cluster_detection_method": "deactivate"}
+    jax.distributed.initialize(ADDRESS, COUNT, ME, **own)
+    mesh = make_mesh((COUNT,), (EXPERT,))
+    jax_ep.init(mesh, timeout_s=TIMEOUT_S, heap_bytes=64 << 20)
+    rng = np.random.default_rng(0)
+    x = rng.integers(-9, 9, (COUNT, T, H)).astype(np.float32)
+    ids = rng.integers(0, 8, (COUNT, T, K), np.int32)
+    arguments = place((x, ids), mesh, P(EXPERT))
+    handle = jax.block_until_ready(jax.jit(per_rank(plan, mesh))(*arguments))
+    step = jax.jit(per_rank(round_trip, mesh))
+
+    def right() -> bool:
+        return np.array_equal(np.asarray(step(arguments[0], handle).addressable_shards[0].data)[0], K * x[ME])
+
+    before = [right() for _ in range(STEPS_BEFORE)]
+    found: dict[str, Any] = {"right": all(before), "timeout_s": TIMEOUT_S}
+    if ME == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun, kind, text = time.monotonic(), "no error", ""
+    try:
+        for _ in range(STEPS_AFTER):
+            found["right"] &= right() or VICTIM >= 0
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    found["failure"] = {"kind": kind, "text": text, "seconds": time.monotonic() - begun}
+    print(json.dumps(found), flush=True)
+    if VICTIM >= 0:
+        time.sleep(TIMEOUT_S if ME == 0 else 0)  # the coordinator goes last
+        os._exit(0)  # finalize() and jax.distributed would wait for the one that is gone
+    jax_ep.finalize()
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Ranks that come late, by the GPU or by the host, and an order between calls where the runtime gives them none."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ON_GPU = jax.default_backend() == "gpu"
+SIZE, PRODUCTS = (4096, 150) if ON_GPU else (8, 2)
+SECONDS = 0.05
+
+
+def busy(x: Any, is_late: Any) -> Any:
+    """`x`, once this rank's GPU has multiplied large matrices for some ten milliseconds, if `is_late`."""
+    # The identity, which the compiler cannot know: it depends on x.
+    matrix = jnp.eye(SIZE, dtype=jnp.bfloat16) + 0 * x.reshape(-1)[0].astype(jnp.bfloat16)
+    number = jnp.where(is_late, PRODUCTS, 0) + 0 * jnp.asarray(matrix[0, 0], jnp.int32)
+    product = lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] @ c[1]), (number, matrix))[1]
+    return after(x, product)
+
+
+def asleep(x: Any, is_late: Any, seconds: float = SECONDS) -> Any:
+    """`x`, once this rank's host has slept in the middle of the program, if `is_late`."""
+
+    def nap(is_late: Any, first: Any) -> Any:
+        if np.asarray(is_late):
+            time.sleep(seconds)
+        return np.zeros((), np.float32)
+
+    first = x.reshape(-1)[0].astype(jnp.float32)
+    result = jax.ShapeDtypeStruct((), np.float32, manual_axis_type=jax.typeof(first).manual_axis_type)
+    return after(x, jax.pure_callback(nap, result, is_late, first))
+
+
+def after(x: Any, *earlier: Any) -> Any:
+    """`x` with the same bits, known only once `earlier` is."""
+    for array in earlier:
+        never = array.reshape(-1)[0].astype(jnp.float32) == 12345.678
+        x = jnp.where(never, jnp.zeros((), x.dtype), x)
+    return x
+
+
+def in_order(x: Any, *earlier: Any) -> Any:
+    """`x`; on CPU devices after `earlier`: their runtime starts what is independent in any order."""
+    return x if ON_GPU else after(x, *earlier)

@@ -1,0 +1,109 @@
+"""A program in which a rank does not come; test_failures.py runs it, and it prints as JSON what has happened.
+
+    python tests/gpu/missing_peer.py never|late
+
+"never": a kernel is told of one rank more than launch it. "late": a rank's host sleeps for longer than the others wait.
+After either the context is finalised and made anew, and the same devices must compute what they did before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax
+import numpy as np
+from harness import EXPERT, make_mesh, per_rank
+from jax.sharding import Mesh
+from lateness import after, asleep
+
+import jax_ep
+from jax_ep import backends
+
+TIMEOUT_S = 2.0
+T, K, H = 20, 2, 256
+AXIS = (EXPERT,)
+
+
+def start(num_ranks: int) -> Mesh:
+    """A mesh of the first devices, and a context for it, so that no collective of XLA is needed."""
+    mesh = make_mesh((num_ranks,), AXIS)
+    jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None, timeout_s=TIMEOUT_S)
+    return mesh
+
+
+def round_trip(x: Any, ids: Any, is_late: Any) -> Any:
+    """Every token to its experts and back: each token times its number of experts."""
+    handle = jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
+    # Late when all have planned, so that it is the tokens that the others wait for.
+    x = asleep(after(x, handle.slot_row), is_late, TIMEOUT_S + 1)
+    d = jax_ep.dispatch(x, None, num_experts=8, handle=handle, implementation="triton")
+    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
+
+
+class Round:
+    """The round trip on a mesh, compiled for the context that there is now."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        rng, num_ranks = np.random.default_rng(0), mesh.size
+        self.x = rng.integers(-9, 9, (num_ranks, T, H)).astype(np.float32)
+        self.ids = rng.integers(0, 8, (num_ranks, T, K), np.int32)
+        self.mesh = mesh
+        self._run = jax.jit(per_rank(round_trip, mesh))
+
+    def __call__(self, late: int = -1) -> bool:
+        """Whether the result is right; rank `late` is late."""
+        is_late = np.arange(self.mesh.size) == late
+        return np.array_equal(np.asarray(self._run(self.x, self.ids, is_late)), K * self.x)
+
+
+def outcome(call: Callable[[], object]) -> dict[str, Any]:
+    """The error that a call, repeated as a program's steps are, ends in, and after how long."""
+    begun = time.monotonic()
+    try:
+        for _ in range(3):
+            jax.block_until_ready(call())
+    except Exception as error:
+        return {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
+    return {"kind": "no error", "text": "", "seconds": time.monotonic() - begun}
+
+
+def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
+    """A dispatch to all ranks that all but the last one launch."""
+    run = backends.get("triton")
+    layout = jax_ep.types.Layout(everyone.size, 8, T, K, capacity=everyone.size * T * K)
+    handles = jax.jit(per_rank(lambda ids: run.plan(ids, layout, AXIS), everyone))(work.ids)
+    others = make_mesh((everyone.size - 1,), AXIS)
+    handles, x = jax.tree.map(lambda leaf: np.asarray(leaf)[:-1], (handles, work.x))
+    send = jax.jit(per_rank(lambda x, handle: run.send_tokens(x, handle, AXIS, None), others))
+    return lambda: send(x, handles)
+
+
+def main(scenario: str) -> None:
+    """Fails, asks what still works, starts again, and prints all that."""
+    num_ranks = min(4, jax.device_count())
+    work = Round(start(num_ranks))
+    found: dict[str, Any] = {"ranks": num_ranks, "timeout_s": TIMEOUT_S, "right before": work()}
+    fail = without_last_rank(work.mesh, work) if scenario == "never" else lambda: work(late=num_ranks - 1)
+    found["failure"] = outcome(fail)
+    found["same program after it"] = outcome(work)
+    found["new program after it"] = outcome(Round(work.mesh))
+    begun = time.monotonic()
+    jax_ep.finalize()
+    work = Round(start(num_ranks))
+    found["right again"] = [work() for _ in range(3)]
+    found["seconds to start again"] = time.monotonic() - begun
+    jax_ep.finalize()
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # JAX raises the last failure of a callback once more at exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

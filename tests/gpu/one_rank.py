@@ -1,0 +1,60 @@
+"""A small dispatch and combine on one device, for tools that watch every access of a kernel; see test_sanitizer.py.
+
+    python tests/gpu/one_rank.py
+
+Prints whether the results are right, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from harness import EXPERT, make_mesh, per_rank
+
+import jax_ep
+
+# Sizes that no block divides; the ids of some tokens are no experts.
+T, K, E = 21, 3, 5
+CASES = [(np.float32, 65, None), (ml_dtypes.bfloat16, 200, None), (ml_dtypes.bfloat16, 384, jnp.float8_e4m3fn)]
+
+
+def round_trip(x: Any, ids: Any, weights: Any, wire_dtype: Any) -> Any:
+    """Every token to its experts and back, and the weights to their rows: twice, since the second finds a used heap."""
+    options = {"wire_dtype": wire_dtype, "implementation": "triton"}
+    for _ in range(2):
+        d = jax_ep.dispatch(x, ids, weights, num_experts=E, capacity=T * K + 7, **options)
+        x = jax_ep.combine(d.tokens, d.handle, **options)
+    return x, d.weights, d.dropped
+
+
+def main() -> None:
+    """All cases in one process: starting JAX under such a tool takes the longest."""
+    jax_ep.init(transport="shared_memory" if jax.default_backend() == "cpu" else None)
+    rng, mesh = np.random.default_rng(0), make_mesh((1,), (EXPERT,))
+    ids = rng.integers(-1, E, (1, T, K), np.int32)
+    weights = rng.random((1, T, K)).astype(np.float32)
+    count = (ids >= 0).sum(-1, keepdims=True)
+    right = []
+    for dtype, hidden, wire_dtype in CASES:
+        # One or minus one: exact on every wire.
+        x = (2 * rng.integers(0, 2, (1, T, hidden)) - 1).astype(dtype)
+        run = jax.jit(per_rank(lambda *a, w=wire_dtype: round_trip(*a, w), mesh))
+        sums, row_weights, dropped = (np.asarray(a) for a in run(x, ids, weights))
+        wanted = (count**2 * x.astype(np.float32)).astype(np.float32)
+        is_right = np.array_equal(sums.astype(np.float32), wanted) and not dropped.any()
+        right.append(bool(is_right and np.isclose(row_weights.sum(), weights[ids >= 0].sum(), rtol=1e-5)))
+    jax_ep.finalize()
+    print(json.dumps({"right": right}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""compute-sanitizer finds nothing wrong in a dispatch and a combine on one GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import programs
+import pytest
+
+ERRORS = 86  # the exit status that says that it has found some
+KERNELS = ("dispatch", "combine", "exchange_words", "plan")
+TOOLS = {
+    "memcheck": ["--leak-check", "no", "--report-api-errors", "no"],  # JAX asks the driver for things in vain
+    "racecheck": [option for name in KERNELS for option in ("--kernel-name", f"kernel_substring={name}")],
+    # It must see who writes, so it watches XLA's kernels too, of which some read what nobody has written.
+    "initcheck": ["--print-limit", "1000"],
+}
+
+
+def places() -> Iterator[Path]:
+    """Where a compute-sanitizer may be."""
+    if found := shutil.which("compute-sanitizer"):
+        yield Path(found)
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    for pattern in ("cuda*/bin", "cuda*/compute-sanitizer", "cuda*/extras/compute-sanitizer"):
+        yield from (folder / "compute-sanitizer" for folder in sorted(Path("/usr/local").glob(pattern)))
+    yield from sorted(packages.glob("**/bin/compute-sanitizer"))
+    yield from sorted(Path("/opt/nvidia").glob("**/compute-sanitizer"))
+
+
+@pytest.fixture
+def sanitizer(on_gpu: None) -> str:
+    found = next((path for path in places() if path.is_file()), None)
+    if found is None:
+        pytest.skip("there is no compute-sanitizer on this machine")
+    return str(found)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_nothing_wrong(tool: str, one_process: None, sanitizer: str) -> None:
+    options = ["--tool", tool, "--error-exitcode", str(ERRORS), *TOOLS[tool]]
+    options += ["--target-processes", "application-only"]  # not the assembler that JAX starts
+    command = [sanitizer, *options, sys.executable, str(programs.FOLDER / "one_rank.py")]
+    # Every array an allocation of its own: past its end is then past the end of what the GPU knows.
+    environment = programs.environment(CUDA_VISIBLE_DEVICES="0", XLA_PYTHON_CLIENT_ALLOCATOR="platform")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=230)
+    output = f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-5000:]}\n{done.stderr[-2000:]}"
+    print(output)
+    for reason in ("Device not supported", "not supported on this", "Unable to find injection library"):
+        if reason in output:
+            pytest.skip(f"compute-sanitizer cannot work here: {reason}")
+    assert '{"right": [true, true, true]}' in done.stdout, output
+    ours = [line for line in done.stdout.splitlines() if re.search(rf"\bat ({'|'.join(KERNELS)})\+0x", line)]
+    assert not ours, output
+    if tool != "initcheck":
+        assert done.returncode == 0, output
+        assert re.search("ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", done.stdout), output

@@ -1,0 +1,102 @@
+"""`--results FOLDER` keeps the outcome of a run in FOLDER/test_gpu.json, and what tests measure beside it.
+
+Runs of other numbers of processes, and of other parts of the tests, go to the same file: a run replaces what the file
+says of the files that it ran. It is written after every file, so that a run which ends by force keeps the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+NAME = "test_gpu"
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "nvshmem4py-cu13", "numpy", "pytest")
+_MOST_REASONS = 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("jax_ep").addoption("--results", type=Path, help="folder that keeps outcomes and measurements")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process writes: the first of several, and not the workers of pytest-xdist."""
+    process = int(os.environ.get("JAX_EP_TEST_PROCESS", "0"))
+    folder = config.getoption("results")
+    if folder is not None and process == 0 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(folder))
+
+
+def header() -> dict[str, Any]:
+    """When, with which versions and on which devices."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": found,
+        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+    }
+
+
+def write(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Keeps what a test has measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"name": name, **header(), **content}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n")
+
+
+class _Recorder:
+    """Counts outcomes by file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        path = folder / f"{NAME}.json"
+        self._runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+        self._files: dict[str, dict[str, Any]] = {}
+        self._current = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.split("::")[0]
+        if file != self._current and self._current:
+            self._write()
+        self._current = file
+        found = self._files.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+        found["seconds"] = round(found["seconds"] + report.duration, 2)
+        # A subtest counts where it fails; its test counts in any case.
+        is_part = type(report).__name__ == "SubtestReport"
+        if report.failed:
+            found["failed"] += 1
+            found.setdefault("failures", []).append(report.nodeid.split("::", 1)[-1])
+        elif report.skipped and not is_part:
+            found["skipped"] += 1
+            reasons = collections.Counter(found.get("reasons", {}))
+            reasons[report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
+            found["reasons"] = dict(reasons.most_common(_MOST_REASONS))
+        elif report.when == "call" and not is_part:
+            found["passed"] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        count = jax.process_count()
+        run = self._runs.setdefault(f"{count} process{'es' * (count > 1)}, {jax.device_count()} devices", {})
+        files = run.get("files", {}) | self._files
+        run.update(date=header()["date"], files=files)
+        for outcome in ("passed", "failed", "skipped", "seconds"):
+            run[outcome] = round(sum(file[outcome] for file in files.values()), 1)
+        write(self._folder, NAME, {"runs": self._runs})

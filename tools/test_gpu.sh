@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Runs the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
+# Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies. Parts (default: all):
+#   gpu        tests/gpu: what only GPUs show
+#   contract   the contract suite on 1, 2 and 4 GPUs, with the implementation triton
+#   devices    the other tests that touch devices
+#   processes  contract tests and part of tests/gpu in 2 processes, and in as many as there are GPUs
+# Environment:
+#   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
+#   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1)
+#   PYTEST_ARGS  more arguments for pytest
+# Every part runs, whatever becomes of the others; the exit status is that of the first that fails.
+set -uo pipefail
+python=${1:?usage: tools/test_gpu.sh PYTHON [PART...]}
+shift
+cd "$(dirname "$0")/.."
+parts=${*:-gpu contract devices processes}
+results=${RESULTS:-runs/test_gpu}
+jobs=${JOBS:-1}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} JAX_EP_TEST_DEVICES=gpu
+# Multicast memory can make the drivers of a shared host fail.
+export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
+# A thread ends a process that hangs in a driver; a signal would not be looked at.
+options=(-q -p no:cacheprovider --timeout-method thread -o timeout=150 --implementation triton --results "$results")
+read -ra more <<<"${PYTEST_ARGS:-}"
+contract=(dispatch_combine gradients moe transforms)
+together=("${contract[@]/#/tests/contract/test_}")
+together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
+devices=(ffi ffi_status sharding flax fuzz training_equivalence)
+devices=("${devices[@]/#/tests/test_}")
+devices=("${devices[@]/%/.py}")
+status=0
+
+run() { # what to call it, then the command
+  local start=$SECONDS
+  echo "== $1"
+  "${@:2}" || status=$((status ? status : $?))
+  echo "== $1: $((SECONDS - start)) s"
+}
+
+shared() { # pytest in $jobs processes that share the GPUs' memory
+  local memory=() workers=()
+  if ((jobs > 1)); then
+    memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=0.$((75 / (jobs + 1)))")
+    workers=(-n "$jobs" --dist worksteal)
+  fi
+  "${memory[@]}" "$python" -m pytest "${options[@]}" "${workers[@]}" "$@" "${more[@]}"
+}
+
+for part in $parts; do
+  case $part in
+    gpu) run gpu "$python" -m pytest "${options[@]}" tests/gpu "${more[@]}" ;;
+    contract) run contract shared tests/contract ;;
+    devices) run devices shared "${devices[@]}" ;;
+    processes)
+      gpus=$(nvidia-smi -L | wc -l)
+      for count in $(printf '%s\n' 2 "$gpus" | sort -nu); do
+        ((count >= 2 && count <= gpus)) &&
+          run "$count processes" "$python" tests/run_processes.py "$count" "${options[@]}" "${together[@]}" "${more[@]}"
+      done
+      ;;
+    *)
+      echo "tools/test_gpu.sh: there is no part $part" >&2
+      exit 2
+      ;;
+  esac
+done
+exit "$status"

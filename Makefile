@@ -48,9 +48,10 @@ demo: $(INSTALLED) ## train a small MoE language model, then generate from its c
 	"$(BIN)/python" examples/train_moe_flax.py
 	"$(BIN)/python" examples/serve_moe.py
 
-# The exchange tests run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies.
+# These run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies.
+ON_KERNELS := $(addprefix tests/contract/test_,dispatch_combine.py fused.py low_latency.py)
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
-	"$(BIN)/python" -m pytest -n auto -q tests/contract/test_dispatch_combine.py --implementation triton
+	"$(BIN)/python" -m pytest -n auto -q tests/contract/test_{dispatch_combine,low_latency}.py --implementation triton
 	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS

@@ -41,11 +41,13 @@ class Config:
       num_programs: size of the one-dimensional grid.
       num_warps: warps per program.
       num_stages: depth of software pipelining.
+      max_registers: of a thread, so that more programs fit on a multiprocessor; None: as many as the compiler likes.
     """
 
     num_programs: int
     num_warps: int = 8
     num_stages: int = 3
+    max_registers: int | None = None
 
 
 BOUND = 1 << 30

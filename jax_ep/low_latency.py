@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep import backends, quantization, vjp
+from jax_ep import backends, vjp
 from jax_ep import validation as check
 from jax_ep.mesh_axes import axis_tuple, vary_alike
-from jax_ep.no_gradient import without_gradient
 from jax_ep.types import Array, AxisName, Layout, LowLatencyDispatched, LowLatencyHandle, Quantized
 
 
@@ -49,7 +47,7 @@ def low_latency_dispatch(
 
     Returns:
       `LowLatencyDispatched(tokens [L, W * M, H], scales [L, W * M, H // group_size] float32 or None, group_sizes [L]
-      int32, handle)`; rows past `group_sizes` are zero.
+      int32, handle)`; rows past `group_sizes` hold anything, NaN included.
 
     Raises:
       ValueError: shapes or sizes that do not fit.
@@ -80,42 +78,27 @@ def low_latency_dispatch(
     if isinstance(x, tuple):
         remedy = "pass the group_size that x was quantised with"
         check.size(function, "the number of columns per scale of x", hidden // x[1].shape[1], group_size, remedy)
-    elif quantize:
-        check.fp8_columns(function, hidden, group_size)
-        x = quantization.quantize_fp8(x, group_size=group_size)
+        dtype = x[0].dtype
+    else:
+        dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
+    num_tokens = _checked_count(function, num_tokens)
     capacity = num_experts // num_ranks * num_ranks * max_tokens
     layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity)
-    dtype = x[0].dtype if isinstance(x, tuple) else x.dtype
     name = backends.choose(implementation, backends.Request(function, dtype, hidden, "low_latency", layout))
-    topk_idx = _ignore_from(function, topk_idx, num_tokens)
-    x, topk_idx = vary_alike((x, topk_idx), over=axis_tuple(axis_name))
-    x, topk_idx = _pad_rows(x, max_tokens, 0), _pad_rows(topk_idx, max_tokens, -1)
-    handle = backends.get(name).low_latency_plan(topk_idx, layout, axis_tuple(axis_name))
-    tokens, scales = vjp.send_low_latency(vjp.Route(name, axis_tuple(axis_name)), x, handle)
-    group_sizes = jnp.sum(handle.source_count, axis=1, dtype=jnp.int32)
-    return LowLatencyDispatched(tokens, scales, group_sizes, handle)
+    axis = axis_tuple(axis_name)
+    x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=axis)
+    route = vjp.LowLatencyRoute(name, axis, layout, group_size if quantize or isinstance(x, tuple) else None)
+    return LowLatencyDispatched(*vjp.low_latency_dispatch(route, x, topk_idx, num_tokens))
 
 
-def _ignore_from(function: str, topk_idx: Array, num_tokens: Array | int | None) -> Array:
-    """Sets the ids of tokens at and past `num_tokens` to -1."""
+def _checked_count(function: str, num_tokens: Array | int | None) -> Array | None:
+    """`num_tokens` as an integer scalar."""
     if num_tokens is None:
-        return topk_idx
-    num_tokens = jnp.asarray(num_tokens)
-    num_tokens = check.array(function, "num_tokens", num_tokens, 0, "[], an int32 scalar")
+        return None
+    num_tokens = check.array(function, "num_tokens", jnp.asarray(num_tokens), 0, "[], an int32 scalar")
     if not jnp.issubdtype(num_tokens.dtype, jnp.integer):
         raise TypeError(f"{function}: num_tokens has dtype {num_tokens.dtype}, expected int32; use .astype(jnp.int32).")
-    index = jnp.arange(topk_idx.shape[0], dtype=num_tokens.dtype)
-    return jnp.where((index < num_tokens)[:, None], topk_idx, -1)
-
-
-def _pad_rows[Tree](tree: Tree, num_rows: int, fill: int) -> Tree:
-    """Extends the first axis of every array to `num_rows`."""
-
-    def pad(x: Array) -> Array:
-        value = jnp.asarray(fill, x.dtype)
-        return jnp.pad(x, ((0, num_rows - x.shape[0]), (0, 0)), constant_values=value) if num_rows > x.shape[0] else x
-
-    return jax.tree.map(pad, tree)
+    return num_tokens
 
 
 def low_latency_combine(
@@ -136,8 +119,8 @@ def low_latency_combine(
       topk_weights: `[T, K]` float32 router weights.
       handle: `LowLatencyDispatched.handle`.
       axis_name: the axis of the dispatch.
-      wire_dtype: `jnp.float8_e4m3fn` rounds each row to FP8 with one scale per 128 columns, and has no
-        gradient; None rounds nothing before the sum.
+      wire_dtype: `jnp.float8_e4m3fn` rounds what travels, rows or their weighted sums per rank, to FP8 with one scale
+        per 128 columns, and has no gradient; None sends both at least as exact as y.
       implementation: see `dispatch`.
 
     Returns:
@@ -176,11 +159,15 @@ def low_latency_combine(
         )
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, y)
     wire_dtype = check.wire(function, wire_dtype, y)
-    name = backends.choose(implementation, backends.Request(function, y.dtype, y.shape[2], "low_latency", layout))
+    request = backends.Request(
+        function,
+        y.dtype,
+        y.shape[2],
+        "low_latency",
+        layout,
+        wire_dtype,
+        foreign_handle=handle.group is None,
+    )
     axis = axis_tuple(axis_name)
-    y, topk_weights, handle = vary_alike((y, topk_weights, handle), over=axis)
-    weights = _pad_rows(topk_weights, layout.num_tokens, 0)
-    out = backends.get(name).low_latency_combine(y, weights, handle, axis, wire_dtype)
-    if wire_dtype is not None:
-        out = without_gradient(f"{function} in FP8 has no gradient: leave wire_dtype=None, or train with combine.", out)
-    return out[: topk_idx.shape[0]]
+    route = vjp.LowLatencyRoute(backends.choose(implementation, request), axis, layout, wire_dtype=wire_dtype)
+    return vjp.low_latency_combine(route, *vary_alike((y, topk_weights, handle), over=axis))

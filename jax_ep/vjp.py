@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep import backends
+from jax_ep import backends, reference
 from jax_ep.no_gradient import without_gradient
-from jax_ep.types import Array, Handle, LowLatencyHandle, Quantized
+from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Quantized
 
 
 class Route(NamedTuple):
@@ -146,12 +147,83 @@ def send_quantized(route: Route, pair: Quantized, handle: Handle) -> Quantized:
     return values, scales
 
 
-def send_low_latency(route: Route, x: Array | Quantized, handle: LowLatencyHandle) -> tuple[Array, Array | None]:
-    """Rows of a low-latency dispatch; FP8 pairs have no gradient."""
-    run = backends.get(route.implementation).low_latency_send
-    if not isinstance(x, tuple):
-        return run(x, handle, route.axis), None
-    x = without_gradient(
-        "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...).", x
+class LowLatencyRoute(NamedTuple):
+    """How a low-latency exchange runs: static, hashable.
+
+    Attributes:
+      implementation: registered name.
+      axis: mesh axes of the exchange.
+      layout: static sizes.
+      group_size: columns per FP8 scale, or None to send tokens as they are.
+      wire_dtype: FP8 on the way back, or None.
+    """
+
+    implementation: str
+    axis: tuple[str, ...]
+    layout: Layout
+    group_size: int | None = None
+    wire_dtype: DTypeLike | None = None
+
+
+# Kernels for decoding need no fast gradient: both backward passes are those of the portable implementation, which
+# reads the handles of all.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def low_latency_dispatch(
+    route: LowLatencyRoute, x: Array | Quantized, topk_idx: Array, num_tokens: Array | None
+) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
+    """Tokens, scales, group sizes and handle of a low-latency dispatch; differentiable where it quantises nothing."""
+    run = backends.get(route.implementation).low_latency_dispatch
+    return run(x, topk_idx, num_tokens, route.layout, route.axis, route.group_size)
+
+
+def _low_latency_dispatch_forward(
+    route: LowLatencyRoute, x: Array | Quantized, topk_idx: Array, num_tokens: Array | None
+) -> Any:
+    tokens, scales, group_sizes, handle = low_latency_dispatch(route, x, topk_idx, num_tokens)
+    # Rows past the counts hold anything, and would meet zeros in the gradient of a product: NaN * 0 is NaN.
+    counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
+    tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
+    return (tokens, scales, group_sizes, handle), (x, handle)
+
+
+def _low_latency_dispatch_backward(
+    route: LowLatencyRoute, residuals: tuple[Array | Quantized, LowLatencyHandle], cotangents: Any
+) -> tuple[Array, None, None]:
+    x, handle = residuals
+    if route.group_size is not None or isinstance(x, tuple):
+        raise TypeError(
+            "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...)."
+        )
+    _, transpose = jax.vjp(lambda x: reference.low_latency_send(x, handle, route.axis), x)
+    return *transpose(cotangents[0]), None, None
+
+
+low_latency_dispatch.defvjp(_low_latency_dispatch_forward, _low_latency_dispatch_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def low_latency_combine(route: LowLatencyRoute, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
+    """Weighted sums of a low-latency combine; differentiable where nothing is rounded to FP8."""
+    run = backends.get(route.implementation).low_latency_combine
+    return run(y, topk_weights, handle, route.axis, route.wire_dtype)
+
+
+def _low_latency_combine_forward(
+    route: LowLatencyRoute, y: Array, topk_weights: Array, handle: LowLatencyHandle
+) -> Any:
+    return low_latency_combine(route, y, topk_weights, handle), (y, topk_weights, handle)
+
+
+def _low_latency_combine_backward(route: LowLatencyRoute, residuals: Any, cotangent: Array) -> tuple[Any, Any, None]:
+    y, topk_weights, handle = residuals
+    if route.wire_dtype is not None:
+        raise TypeError("low_latency_combine in FP8 has no gradient: leave wire_dtype=None, or train with combine.")
+    _, transpose = jax.vjp(
+        lambda y, weights: reference.low_latency_combine(y, weights, handle, route.axis, None), y, topk_weights
     )
-    return run(x[0], handle, route.axis), run(x[1], handle, route.axis)
+    return *transpose(cotangent), None
+
+
+low_latency_combine.defvjp(_low_latency_combine_forward, _low_latency_combine_backward)

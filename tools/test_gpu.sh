@@ -21,7 +21,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} JAX_EP_TEST_DEVICES=gpu
 # Multicast memory can make the drivers of a shared host fail.
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 # A thread ends a process that hangs in a driver; a signal would not be looked at.
-options=(-q -p no:cacheprovider --timeout-method thread -o timeout=150 --implementation triton --results "$results")
+# The benchmark plugin, where it is installed, warns of parallel runs, and warnings are errors.
+options=(-q -p no:cacheprovider -p no:benchmark --timeout-method thread -o timeout=150 --implementation triton --results "$results")
 read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
 together=("${contract[@]/#/tests/contract/test_}")

@@ -1,7 +1,8 @@
 """What Triton 3.9's interpreter needs to compute as a GPU does, and to share two cores with its peers.
 
 Only worker.py loads this file: it changes Triton for the whole process. The interpreter truncates float32 to bfloat16,
-mishandles the carry when it rounds to FP8, and computes with the bits of bfloat16 as if they were integers.
+mishandles the carry when it rounds to FP8, computes with the bits of bfloat16 as if they were integers, and makes an
+integer of the comparison of two scalars where it meets a block.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def apply(check_aborted: Callable[[], None]) -> None:
     builder.unary_op = _decoded(builder.unary_op, num_operands=1)
     builder.create_fma = _decoded(builder.create_fma, num_operands=3)
     builder.create_dot = _decoded(builder.create_dot, num_operands=2)
+    builder.create_splat = _keep_booleans(builder.create_splat)
     builder.create_atomic_poll = _poll(check_aborted)
     # tl.device_assert works; what Triton checks of its own accord in debug builds stays off.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
@@ -94,6 +96,17 @@ def _decoded(original: Callable[..., Any], num_operands: int) -> Callable[..., A
         return _cast(self, result, dtype) if is_own else result
 
     return operation
+
+
+def _keep_booleans(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A comparison keeps its operands' type beside its boolean data; a mask must have boolean data."""
+
+    def splat(self: Any, result_type: Any, scalar: Any) -> Any:
+        if scalar.data.dtype == np.bool_:
+            scalar = interpreter.TensorHandle(scalar.data, tl.int1)
+        return original(self, result_type, scalar)
+
+    return splat
 
 
 def _reduce_decoded(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ _GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
 def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     """Whether an exchange and products with `[depth, columns]` matrices go through one launch.
 
-    The tensor cores take 16-bit tokens, descriptors rows of whole 16 bytes, and tiles the shared memory of GPUs with TMA;
+    The tensor cores take 16-bit tokens, descriptors rows of whole 16 bytes, and tiles the shared memory of a Hopper;
     all else runs as two launches.
     """
     whole_words = depth % 8 == 0 and columns % 8 == 0 and min(depth, columns, layout.num_tokens) > 0

@@ -69,6 +69,7 @@ def _run_on_gpu(
         grid=(config.num_programs,),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
         **constants,
     )
 

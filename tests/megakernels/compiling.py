@@ -12,14 +12,14 @@ import importlib, json, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-module, function, types, constants, warps, stages, capability = json.loads(sys.argv[1])
+module, function, types, constants, warps, stages, capability, max_registers = json.loads(sys.argv[1])
 kernel = getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{module}"), function)
 names = kernel.arg_names
 signature = {name: types.get(name, "constexpr") for name in names}
 pointers = [i for i, name in enumerate(names) if types.get(name, "").startswith("*")]
 aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
 source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
-options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, "maxnreg": max_registers}
 compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
     file.write(compiled.asm["ptx"])
@@ -33,9 +33,9 @@ print(json.dumps({"ptx": compiled.asm["ptx"], "report": report, **metadata}))
 """
 
 
-def build(module, function, types, constants, warps, stages, capability):
+def build(module, function, types, constants, warps, stages, capability, max_registers=None):
     """PTX, ptxas's report, and bytes of shared and of scratch memory; `types` has Triton's name of each operand's."""
-    request = json.dumps([module, function, types, constants, warps, stages, capability])
+    request = json.dumps([module, function, types, constants, warps, stages, capability, max_registers])
     done = subprocess.run([sys.executable, "-c", COMPILE, request], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

@@ -43,7 +43,7 @@ def row_addresses(
     DATA: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Where BM rows go: addresses in the heaps of the ranks that their tokens came from, or 0 for those from `end` on."""
+    """Addresses of BM rows in the heaps of the ranks that their tokens came from, or 0 for those from `end` on."""
     rows = row + tl.arange(0, BM)
     slot = tl.load(row_slot_ptr + rows, mask=rows < end, other=-1)
     travels = slot >= 0

@@ -1,4 +1,4 @@
-"""FP8 tiles with one float32 scale per row and 128 columns; the same numbers as jax_ep/quantization.py."""
+"""FP8 tiles with one float32 scale per row and group of columns; the same numbers as jax_ep/quantization.py."""
 
 import triton
 import triton.language as tl
@@ -7,14 +7,14 @@ GROUP = tl.constexpr(128)
 
 
 @triton.jit
-def quantize(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`[ROWS, COLUMNS]` to float8_e4m3fn values and `[ROWS, COLUMNS // 128]` scales."""
-    groups = tl.reshape(values.to(tl.float32), (ROWS, COLUMNS // GROUP, GROUP))
+def quantize(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr = GROUP):
+    """`[ROWS, COLUMNS]` to float8_e4m3fn values and `[ROWS, COLUMNS // SIZE]` scales."""
+    groups = tl.reshape(values.to(tl.float32), (ROWS, COLUMNS // SIZE, SIZE))
     # As integers, magnitudes keep their order and NaN is the largest: one NaN spoils its group, as in XLA.
     bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
     largest = bits.to(tl.float32, bitcast=True) * (1.0 / 448.0)
     scales = tl.where(largest < 2.0**-120, 2.0**-120, largest)
-    inverse = tl.div_rn(tl.full((ROWS, COLUMNS // GROUP), 1.0, tl.float32), scales)
+    inverse = tl.div_rn(tl.full((ROWS, COLUMNS // SIZE), 1.0, tl.float32), scales)
     # The conversion saturates at 448.
     return tl.reshape((groups * inverse[:, :, None]).to(tl.float8e4nv), (ROWS, COLUMNS)), scales
 

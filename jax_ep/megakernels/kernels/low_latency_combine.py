@@ -1,0 +1,284 @@
+"""Low-latency combine: the rows of the experts go back to the ranks of their tokens, which sum them, in one launch.
+
+Tasks, in order: (tell) tell a rank that this launch has begun, W tasks; (send) send what the experts here have for one
+token of one rank, own tokens last; (sum) sum what has arrived for a token, LAG tokens later; (hear) hear from all
+ranks, as regions.py asks of every launch.
+
+What is sent depends on how many tokens there are. SUMS: the weighted sum of the token's rows here, rounded once; then
+the weights must have come first, with what `tell` tells. Otherwise each row, to the slot of its (token, k): more words,
+but no word waits for another.
+"""
+
+import triton
+import triton.language as tl
+
+from .low_latency_rows import load_row, store_row
+from .protocol import next_task, open_launch, wanting_ranks
+from .regions import await_flags, end_region_launch, in_set, open_regions, part_of, pick, pick_each, publish_to
+
+
+@triton.jit
+def send_weights(weights_ptr, region, N: tl.constexpr, WEIGHTS_AT: tl.constexpr, BLOCK: tl.constexpr):
+    """Sends the N router weights of this rank."""
+    target = part_of(region, WEIGHTS_AT, weights_ptr.dtype.element_ty)
+    for start in range(0, N, BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        tl.store(target + slots, tl.load(weights_ptr + slots, mask=slots < N), mask=slots < N)
+
+
+@triton.jit
+def send_sum(
+    y_ptr,
+    rows,
+    weights,
+    token,
+    region,
+    wire: tl.constexpr,
+    SUM: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Sends the weighted sum of the rows that a token has here, `rows [BLOCK_K]`, in order of k."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)
+        total = tl.zeros((BLOCK_H,), SUM)
+        for k in tl.static_range(K):
+            row = pick(rows, k)
+            source = tl.multiple_of(y_ptr + row.to(tl.int64) * H + columns, 16)
+            values = tl.load(source, mask=(row >= 0) & (columns < H), other=0.0)
+            # The weight of a slot without a row may be anything.
+            total += values.to(SUM) * tl.where(row >= 0, pick(weights, k).to(SUM), 0.0)
+        store_row(total, token, h, region, wire, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+
+
+@triton.jit
+def send_rows(
+    y_ptr,
+    rows,
+    token,
+    region,
+    wire: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Sends each row that a token has here."""
+    for k in range(K):
+        row = pick(rows, k)
+        if row >= 0:
+            for h in range(0, H, BLOCK_H):
+                columns = h + tl.arange(0, BLOCK_H)
+                source = tl.multiple_of(y_ptr + row.to(tl.int64) * H + columns, 16)
+                values = tl.load(source, mask=columns < H, other=0.0)
+                store_row(values, token * K + k, h, region, wire, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+
+
+@triton.jit
+def add_sums(
+    out_ptr,
+    token,
+    ranks,
+    incoming,
+    wire: tl.constexpr,
+    SUM: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Adds what each of `ranks` has sent for a token, in rank order."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)
+        total = tl.zeros((BLOCK_H,), SUM)
+        for source_rank in tl.static_range(W):
+            wanted = (ranks >> source_rank) & 1 > 0
+            region = pick(incoming, source_rank)
+            total += load_row(wanted, token, h, region, wire, SUM, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+        target = tl.multiple_of(out_ptr + token.to(tl.int64) * H + columns, 16)
+        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def add_rows(
+    out_ptr,
+    token,
+    experts,
+    weights,
+    incoming,
+    wire: tl.constexpr,
+    SUM: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Adds the rows that have arrived for a token, each times its weight, in order of k."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)
+        total = tl.zeros((BLOCK_H,), SUM)
+        for k in tl.static_range(K):
+            expert = pick(experts, k)
+            wanted = (expert >= 0) & (expert < W * L)
+            region = pick(incoming, tl.where(wanted, expert // L, 0))
+            row = load_row(wanted, token * K + k, h, region, wire, SUM, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+            # The weight of a slot without an expert may be anything.
+            total += row * tl.where(wanted, pick(weights, k).to(SUM), 0.0)
+        target = tl.multiple_of(out_ptr + token.to(tl.int64) * H + columns, 16)
+        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def low_latency_combine(
+    y_ptr,
+    slot_row_ptr,
+    own_ids_ptr,
+    weights_ptr,
+    group_ptr,
+    table_ptr,
+    checked_ptr,
+    out_ptr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    WEIGHTS_AT: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LAG: tl.constexpr,
+    SUMS: tl.constexpr,
+    FP8: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """`y [L, W * M, H]` and `weights [T, K]` to `out [T, H]`; the handle has `slot_row [W, M, K]`, `own_ids [M, K]`."""
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
+    SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
+    lag: tl.constexpr = min(T, LAG)
+    # Sends alone, then sends and sums by turns, then sums alone.
+    lead: tl.constexpr = W + lag * W
+    mixed: tl.constexpr = (T - lag) * (W + 1)
+    hear: tl.constexpr = lead + mixed + lag
+    lanes, choices = tl.arange(0, LANES), tl.arange(0, BLOCK_K)
+    begun = tl.zeros((LANES,), tl.int32)
+    heard = tl.full((), 0, tl.int64)
+    task = next_task(control)
+    while task <= hear:
+        sent, summed, step = -1, -1, task % W
+        if (task >= W) & (task < lead):
+            sent = task // W - 1
+        elif (task >= lead) & (task < lead + mixed):
+            step = (task - lead) % (W + 1)
+            if step < W:
+                sent = lag + (task - lead) // (W + 1)
+            else:
+                summed = (task - lead) // (W + 1)
+        elif (task >= lead + mixed) & (task < hear):
+            summed = T - lag + (task - lead - mixed)
+        peer_rank = (rank + 1 + step) % W
+        peer = tl.full((), 1, tl.int64) << peer_rank.to(tl.int64)
+        region = pick(outgoing, peer_rank)
+        if task < W:
+            if alive != 0:
+                if SUMS:
+                    send_weights(weights_ptr, region, T * K, WEIGHTS_AT, 1024)
+                publish_to(outgoing, epochs, peer, 0, W)
+        elif task == hear:
+            sources = tl.where(lanes < W, lanes, 0)
+            alive = await_flags(table_ptr, control, incoming, begun, epochs, sources, rank, alive, task, OPERATION, D)
+        elif sent >= 0:
+            slots = (peer_rank * M + sent) * K
+            rows = tl.load(slot_row_ptr + slots + choices, mask=choices < K, other=-1)
+            if tl.max(rows, axis=0) >= 0:
+                if SUMS and heard & peer == 0:
+                    # Lanes of other ranks look at the same flag.
+                    places = tl.full((LANES,), 0, tl.int64) + pick(incoming, peer_rank)
+                    expected = begun + pick(epochs, peer_rank)
+                    alive = await_flags(
+                        table_ptr,
+                        control,
+                        places,
+                        begun,
+                        expected,
+                        begun + peer_rank,
+                        rank,
+                        alive,
+                        task,
+                        OPERATION,
+                        D,
+                    )
+                    heard = heard | peer
+                if alive != 0:
+                    if SUMS:
+                        received_ptr = part_of(pick(incoming, peer_rank), WEIGHTS_AT, weights_ptr.dtype.element_ty)
+                        weights = tl.load(received_ptr + sent * K + choices, mask=choices < K, other=0.0)
+                        send_sum(
+                            y_ptr, rows, weights, sent, region, wire, SUM, K, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8
+                        )
+                    else:
+                        send_rows(y_ptr, rows, sent, region, wire, K, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+                    publish_to(outgoing, epochs, peer, 1 + sent, W)
+        elif summed >= 0:
+            slots = summed * K + choices
+            experts = tl.load(own_ids_ptr + slots, mask=choices < K, other=-1)
+            weights = tl.load(weights_ptr + slots, mask=choices < K, other=0.0)
+            ranks = wanting_ranks(own_ids_ptr, summed * K, summed < T, W, L, K)
+            if ranks != 0:
+                chosen = (lanes < W) & in_set(ranks, lanes)
+                # Lanes of ranks that send nothing look at the flag of one that does.
+                sources = tl.where(chosen, lanes, tl.max(tl.where(chosen, lanes, 0), axis=0))
+                places, expected = pick_each(incoming, sources), pick_each(epochs, sources)
+                alive = await_flags(
+                    table_ptr,
+                    control,
+                    places,
+                    begun + 1 + summed,
+                    expected,
+                    sources,
+                    rank,
+                    alive,
+                    task,
+                    OPERATION,
+                    D,
+                )
+            if SUMS:
+                add_sums(out_ptr, summed, ranks, incoming, wire, SUM, W, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+            else:
+                add_rows(
+                    out_ptr,
+                    summed,
+                    experts,
+                    weights,
+                    incoming,
+                    wire,
+                    SUM,
+                    W,
+                    K,
+                    H,
+                    L,
+                    VALUES_AT,
+                    SCALES_AT,
+                    BLOCK_H,
+                    FP8,
+                )
+        task = next_task(control)
+    end_region_launch(control, group_ptr, W, D, LANES)

@@ -1,0 +1,255 @@
+"""The low-latency kernels: every routing in both of their ways, the halves of the area, its growth, and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_serving
+import pytest
+from cases import BF16, ROUTINGS, Shape, assert_same_bits, integers, reals
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import context
+from jax_ep.megakernels import low_latency_tuning
+
+SHAPE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=16)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """Two ranks with a context of the test's own."""
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory")
+    yield mesh
+    jax_ep.finalize()
+
+
+def round_trip(shape: Shape, max_tokens: int) -> Any:
+    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "quantize": False}
+
+    def fn(x, ids, weights, y):
+        d = jax_ep.low_latency_dispatch(x, ids, **options, implementation="triton")
+        return d, jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation="triton")
+
+    return fn
+
+
+class Problem:
+    """Inputs of one round trip, and what must come of them."""
+
+    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape, max_tokens: int) -> None:
+        self.ids = ROUTINGS[routing](rng, num_ranks, shape)
+        self.weights = integers(rng, *self.ids.shape)
+        # The weights of slots that have no expert are nobody's.
+        self.weights[(self.ids < 0) | (self.ids >= shape.num_experts)] = np.nan
+        self.x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16)
+        self.shape, self.max_tokens = shape, max_tokens
+        self.lay = oracle_serving.low_latency_layout(self.ids, shape.num_experts, max_tokens)
+        y = integers(rng, *self.lay.token.shape, shape.hidden, dtype=BF16)
+        self.y = np.where((self.lay.token < 0)[..., None], np.array(np.nan, BF16), y)
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        return self.x, self.ids, self.weights, self.y
+
+    def check(self, d: Any, back: np.ndarray) -> None:
+        lay, real = self.lay, self.lay.token >= 0
+        assert_same_bits(d.tokens[real], oracle_serving.low_latency_gather(self.x, lay)[real], "tokens")
+        assert_same_bits(d.group_sizes, lay.group_sizes, "group_sizes")
+        assert_same_bits(d.handle.source_token, lay.token, "source_token")
+        assert_same_bits(d.handle.source_start, lay.start, "source_start")
+        assert_same_bits(d.handle.source_count, lay.count, "source_count")
+        assert_same_bits(d.handle.slot_row, self.slot_row(), "slot_row")
+        invalid = ((self.ids < -1) | (self.ids >= self.shape.num_experts)).sum((1, 2), dtype=np.int32)
+        assert_same_bits(np.ravel(d.handle.num_invalid), invalid, "num_invalid")
+        weights = np.where(np.isnan(self.weights), 0, self.weights)
+        want = oracle_serving.low_latency_combine(self.y, self.ids, weights, lay)
+        np.testing.assert_array_equal(back.astype(np.float64), want)
+
+    def slot_row(self) -> np.ndarray:
+        num_ranks, _, top_k = self.ids.shape
+        rows = np.full((num_ranks, num_ranks, self.max_tokens, top_k), -1, np.int32)
+        for source, token, k in np.ndindex(*self.ids.shape):
+            place = self.lay.row_of(source, token, int(self.ids[source, token, k]))
+            if place is not None:
+                rank, local, row = place
+                rows[rank, source, token, k] = local * num_ranks * self.max_tokens + row
+        return rows
+
+
+WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 9), (3, 7)])
+def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_ranks, max_tokens):
+    comparisons, rows = WAYS[way]
+    monkeypatch.setattr(low_latency_tuning, "_MOST_COMPARISONS", comparisons)
+    monkeypatch.setattr(low_latency_tuning, "_MOST_ROWS", rows)
+    shape = Shape(7, 3, 4 * num_ranks, 16)
+    call = harness.compiled(round_trip(shape, max_tokens), harness.make_mesh((num_ranks,), (harness.EXPERT,)))
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            problem = Problem(rng, routing, num_ranks, shape, max_tokens)
+            problem.check(*call(*problem.args))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("quantize", [False, True])
+def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
+    """The bits of quantisation are those of XLA; sums of rows that were rounded to FP8 stay within its bound."""
+    comparisons, rows = WAYS[way]
+    monkeypatch.setattr(low_latency_tuning, "_MOST_COMPARISONS", comparisons)
+    monkeypatch.setattr(low_latency_tuning, "_MOST_ROWS", rows)
+    shape = Shape(5, 3, 4, 384)
+    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": 5, "quantize": quantize}
+    wire = {"wire_dtype": jnp.float8_e4m3fn} if quantize else {}
+
+    def fn(x, ids, weights, y):
+        def run(name):
+            d = jax_ep.low_latency_dispatch(x, ids, **options, implementation=name)
+            real = jnp.arange(d.tokens.shape[1])[None, :] < d.group_sizes[:, None]
+            tokens = jnp.where(real[:, :, None], jax.lax.bitcast_convert_type(d.tokens, bits), 0)
+            scales = jnp.where(real[:, :, None], d.scales, 0) if quantize else jnp.zeros(())
+            return tokens, scales, jax_ep.low_latency_combine(y, ids, weights, d.handle, **wire, implementation=name)
+
+        return run("triton"), run("xla")
+
+    bits = jnp.uint8 if quantize else jnp.uint32
+    ids = ROUTINGS["duplicates"](rng, 2, shape)
+    x, weights = reals(rng, 2, 5, shape.hidden), reals(rng, *ids.shape)
+    y = reals(rng, 2, shape.num_experts // 2, 10, shape.hidden)
+    (tokens, scales, back), (want, want_scales, want_back) = harness.run(fn, mesh, x, ids, weights, y)
+    np.testing.assert_array_equal(tokens, want)
+    np.testing.assert_array_equal(scales, want_scales)
+    np.testing.assert_allclose(back, want_back, rtol=0, atol=0.7 if quantize else 1e-5)
+
+
+def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):
+    """Pairs of devices have their own halves: launches of other groups and other sizes may come in between."""
+    jax_ep.finalize()
+    jax_ep.init(transport="shared_memory")  # without a mesh: the group is not known before a program runs
+    others = Mesh(np.array(jax.devices())[[1, 2]], (harness.EXPERT,))
+    four = harness.make_mesh((4,), (harness.EXPERT,))
+    small, large = SHAPE, Shape(num_tokens=20, top_k=2, num_experts=8, hidden=48)
+    runs = [
+        (m, s, harness.compiled(round_trip(s, s.num_tokens), m)) for m in (mesh, others, four) for s in (small, large)
+    ]
+    for index in rng.permutation(3 * len(runs)):
+        where, shape, call = runs[index % len(runs)]
+        problem = Problem(rng, "uniform", where.size, shape, shape.num_tokens)
+        problem.check(*call(*problem.args))
+
+
+def test_programs_compiled_before_the_area_grew(mesh, rng):
+    first = Problem(rng, "uniform", 2, SHAPE, 7)
+    call = harness.compiled(round_trip(SHAPE, 7), mesh)
+    first.check(*call(*first.args))
+    before = context.heap("test")._region_bytes
+    large = Shape(num_tokens=30, top_k=3, num_experts=8, hidden=256)
+    second = Problem(rng, "zipf", 2, large, 30)
+    second.check(*harness.run(round_trip(large, 30), mesh, *second.args))
+    assert context.heap("test")._region_bytes > before
+    first.check(*call(*first.args))
+    data = np.zeros((2, 100, 4096), np.float32)  # and the data area beside it
+    harness.run(lambda x, ids: jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").tokens, mesh, data,
+                np.zeros((2, 100, 1), np.int32))  # fmt: skip
+    first.check(*call(*first.args))
+
+
+def test_a_heap_of_a_given_size_holds_the_area_too():
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    rng = np.random.default_rng(0)
+    problem = Problem(rng, "uniform", 2, SHAPE, 7)
+    call = harness.compiled(round_trip(SHAPE, 7), mesh)
+    jax_ep.init(mesh, transport="shared_memory", heap_bytes=2_110_000)
+    with pytest.raises(
+        ValueError, match=r"low_latency_dispatch: .*heap_bytes=2110000 per device.*needs \d+"
+    ) as failure:
+        call(*problem.args)
+    needed = int(str(failure.value).split("but this call needs ")[1].split(";")[0])
+    jax_ep.finalize()
+    jax_ep.init(mesh, transport="shared_memory", heap_bytes=needed + (1 << 16))  # combine needs a little more
+    problem.check(*harness.run(round_trip(SHAPE, 7), mesh, *problem.args))
+    jax_ep.finalize()
+
+
+def test_fewer_tokens_than_there_is_room_for_and_none_at_all(mesh, rng):
+    shape = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=8)
+    problem = Problem(rng, "uniform", 2, shape, 700)  # slots past T are cleared by several tasks
+    problem.check(*harness.run(round_trip(shape, 700), mesh, *problem.args))
+    empty = [a[:, :0] for a in problem.args[:3]]
+    d, back = harness.run(round_trip(shape, 700), mesh, *empty, problem.y)
+    assert back.shape == (2, 0, shape.hidden)
+    assert not d.group_sizes.any() and (d.handle.slot_row == -1).all() and (d.handle.source_token == -1).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+def test_any_count_of_tokens(mesh, rng, dtype):
+    problem = Problem(rng, "uniform", 2, SHAPE, 7)
+
+    def fn(x, ids, count):
+        options = {"num_experts": 8, "max_tokens_per_rank": 7, "quantize": False, "implementation": "triton"}
+        return jax_ep.low_latency_dispatch(x, ids, num_tokens=count, **options).handle
+
+    extreme = np.array([np.iinfo(dtype).max, np.iinfo(dtype).min], dtype)
+    handle = harness.run(fn, mesh, problem.x, problem.ids, extreme)
+    want = oracle_serving.low_latency_layout(problem.ids, 8, 7, num_tokens=np.array([7, 0]))
+    assert_same_bits(handle.source_count, want.count)
+    assert_same_bits(handle.own_ids, np.where(np.array([7, 0])[:, None, None] > 0, problem.ids, np.int32(-1)))
+
+
+@pytest.mark.parametrize("name", ["low_latency_dispatch", "low_latency_combine"])
+def test_an_expired_wait_names_both_ranks(rng, name):
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory", timeout_s=0.2)
+    problem = Problem(rng, "uniform", 2, SHAPE, 7)
+    d, back = (call := harness.compiled(round_trip(SHAPE, 7), mesh))(*problem.args)
+    problem.check(d, back)
+    heap = context.heap("test")
+    words = heap._memory.pool.heap(1)[: heap.layout.flags].view(np.int32)  # control words of rank 1
+    words[64 + 3 * heap.layout.num_devices] += 2  # it believes in two launches more with rank 0
+    with pytest.raises(Exception, match="timed out"):
+        [call(*problem.args) for _ in range(2)]
+    story = heap.failure()
+    assert story is not None and "rank 0" in story and "rank 1" in story
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"refuses work after a failure"):
+        harness.run(round_trip(Shape(1, 1, 2, 8), 1), mesh, *Problem(rng, "uniform", 2, Shape(1, 1, 2, 8), 1).args)
+    jax_ep.finalize()
+
+
+def test_bits_do_not_change_from_run_to_run(mesh, rng):
+    problem = Problem(rng, "zipf", 2, SHAPE, 7)
+    weights, y = reals(rng, *problem.ids.shape), reals(rng, *problem.y.shape)
+    call = harness.compiled(round_trip(SHAPE, 7), mesh)
+    first = call(problem.x, problem.ids, weights, y)[1]
+    for _ in range(3):
+        np.testing.assert_array_equal(call(problem.x, problem.ids, weights, y)[1], first)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "max_tokens", "top_k", "reason"),
+    [(12, 4, 2, "no whole 16-byte words"), (16, 1025, 2, "1025 exceeds 1024"), (16, 4, 17, "K=17 exceeds 16")],
+)
+def test_refusals_say_why_and_xla_takes_over(mesh, rng, hidden, max_tokens, top_k, reason):
+    shape = Shape(num_tokens=2, top_k=top_k, num_experts=4, hidden=hidden)
+    problem = Problem(rng, "duplicates", 2, shape, max_tokens)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(harness.per_rank(round_trip(shape, max_tokens), mesh), *problem.args)
+    options = {"num_experts": 4, "max_tokens_per_rank": max_tokens, "quantize": False}
+
+    def fn(x, ids, weights):  # the way back must understand the handle, whoever made it
+        d = jax_ep.low_latency_dispatch(x, ids, **options)
+        return jax_ep.low_latency_combine(d.tokens.repeat(8, axis=2), ids, weights, d.handle)
+
+    got = harness.run(fn, mesh, problem.x.astype(np.float32), problem.ids, np.ones(problem.ids.shape, np.float32))
+    np.testing.assert_allclose(got, top_k * problem.x.astype(np.float32).repeat(8, axis=2), rtol=1e-6)

@@ -58,45 +58,40 @@ def low_latency_dispatch(
     if group_size is not None and not isinstance(x, tuple) and tuning.power_of_two(group_size) != group_size:
         x = quantize_fp8(x, group_size=group_size)  # tiles have whole groups only if both are powers of two
     values, scales = x if isinstance(x, tuple) else (x, None)
-    (actual, hidden), (ranks, rows) = values.shape, (layout.num_ranks, layout.num_ranks * layout.num_tokens)
-    quantizes = scales is None and group_size is not None
-    num_scales = hidden // group_size if quantizes and group_size else 0 if scales is None else scales.shape[1]
-    wire_dtype = jnp.dtype(FP8 if quantizes else values.dtype)
+    actual, hidden = values.shape
+    made = group_size if scales is None and group_size is not None else 0  # columns per scale made by the kernel
+    num_scales = hidden // made if made else 0 if scales is None else scales.shape[1]
+    wire_dtype = jnp.dtype(FP8 if made else values.dtype)
     config, blocks = tuning.dispatch(layout, actual, hidden, values.dtype, wire_dtype, num_scales)
-    if quantizes and group_size:
-        blocks["SEND_H"] = max(blocks["SEND_H"], group_size)
+    blocks["SEND_H"] = max(blocks["SEND_H"], made)
     places, region_bytes = _places(
         IDS_AT=actual * layout.top_k * 4,
         VALUES_AT=actual * hidden * wire_dtype.itemsize,
         SCALES_AT=actual * num_scales * 4,
     )
-    constants = {
-        **_sizes(layout, actual, hidden),
-        "G": num_scales,
-        "GROUP": group_size if quantizes and group_size else 0,
-        "COUNTED": num_tokens is not None,
-        "OPERATION": int(ffi.Operation.LOW_LATENCY_DISPATCH),
-    }
-    per_expert, integers = (layout.num_local_experts, rows), jnp.int32
-    results = (
-        jax.ShapeDtypeStruct((*per_expert, hidden), wire_dtype),
-        jax.ShapeDtypeStruct((*per_expert, num_scales) if num_scales else (1,), jnp.float32),
-        jax.ShapeDtypeStruct(per_expert[:1], integers),
-        jax.ShapeDtypeStruct(per_expert, integers),
-        jax.ShapeDtypeStruct((per_expert[0], ranks), integers),
-        jax.ShapeDtypeStruct((per_expert[0], ranks), integers),
-        jax.ShapeDtypeStruct((ranks, layout.num_tokens, layout.top_k), integers),
-        jax.ShapeDtypeStruct((layout.num_tokens, layout.top_k), integers),
-        jax.ShapeDtypeStruct((), integers),
-    )
+    options = {"G": num_scales, "GROUP": made, "COUNTED": num_tokens is not None}
+    constants = {**_sizes(layout, actual, hidden), **options, **places, **blocks}
+    constants["OPERATION"] = int(ffi.Operation.LOW_LATENCY_DISPATCH)
     operands = (values, values if scales is None else scales, topk_idx, _counted(num_tokens, actual, topk_idx))
-    group = group_on(axis, varying_axes(topk_idx))
+    group, results = group_on(axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
     context.reserve(_DISPATCH.function, 0, region_bytes)
     tokens, sent_scales, sizes, token, start, count, slot_row, own_ids, num_invalid = launch_on_heap(
-        _DISPATCH, operands, group, results, config, {**constants, **places, **blocks}, uses_data=False
+        _DISPATCH, operands, group, results, config, constants, uses_data=False
     )
     handle = LowLatencyHandle(token, start, count, slot_row, num_invalid, layout, own_ids, group)
     return tokens, sent_scales if num_scales else None, sizes, handle
+
+
+def _results(layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Tokens, scales, group sizes and the arrays of the handle, as the kernel writes them."""
+    experts, ranks = layout.num_local_experts, layout.num_ranks
+    rows, slots = ranks * layout.num_tokens, (layout.num_tokens, layout.top_k)
+    shapes = ((experts,), (experts, rows), (experts, ranks), (experts, ranks), (ranks, *slots), slots, ())
+    return (
+        jax.ShapeDtypeStruct((experts, rows, hidden), wire_dtype),
+        jax.ShapeDtypeStruct((experts, rows, num_scales) if num_scales else (1,), jnp.float32),
+        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
+    )
 
 
 def low_latency_combine(

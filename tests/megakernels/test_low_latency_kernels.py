@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_serving
 import pytest
-from cases import BF16, ROUTINGS, Shape, assert_same_bits, integers, reals
+from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, integers, reals
 from jax.sharding import Mesh
 
 import jax_ep
@@ -130,6 +130,27 @@ def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
     np.testing.assert_array_equal(tokens, want)
     np.testing.assert_array_equal(scales, want_scales)
     np.testing.assert_allclose(back, want_back, rtol=0, atol=0.7 if quantize else 1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
+    monkeypatch.setattr(low_latency_tuning, "_MOST_COMPARISONS", WAYS[way][0])
+    monkeypatch.setattr(low_latency_tuning, "_MOST_ROWS", WAYS[way][1])
+    options = {"num_experts": 4, "max_tokens_per_rank": 5, "quantize": False}
+
+    def fn(x, ids, weights, y):
+        d = {n: jax_ep.low_latency_dispatch(x, ids, **options, implementation=n) for n in ("triton", "xla")}
+        run = jax_ep.low_latency_combine
+        return [(d[n].tokens, run(y, ids, weights, d[n].handle, implementation=n)) for n in d]
+
+    ids = ROUTINGS["duplicates"](rng, 2, Shape(5, 3, 4))
+    x, y = (reals(rng, *shape).astype(dtype) for shape in ((2, 5, 24), (2, 2, 10, 24)))
+    weights = reals(rng, *ids.shape).astype(np.float64 if dtype == "float64" else np.float32)
+    (tokens, back), (want, want_back) = harness.run(fn, mesh, x, ids, weights, y)
+    real = oracle_serving.low_latency_layout(ids, 4, 5).token >= 0
+    assert_same_bits(tokens[real], want[real], "tokens")
+    assert_close(back, want_back.astype(np.float64), "back")
 
 
 def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):

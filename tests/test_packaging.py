@@ -180,7 +180,7 @@ def test_help_lists_every_target(make):
         ("demo", "examples/train_moe_flax.py"),
         ("demo", "examples/serve_moe.py"),
         ("test", "-m pytest -n auto"),
-        ("test-gpu", "JAX_EP_TEST_DEVICES=gpu"),
+        ("test-gpu", "tools/test_gpu.sh"),
         ("lint", "format --check"),
         ("lint", "mypy"),
         ("bench", "benchmarks/*.py"),

@@ -21,6 +21,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`."""
+    return 1 << (max(1, least) - 1).bit_length()
+
+
 def dropless_capacity(num_slots: int, num_groups: int, alignment: int) -> int:
     """Rows that hold any routing of `num_slots` slots to `num_groups` groups aligned to `alignment` rows."""
     return round_up(num_slots + min(num_groups, num_slots) * (alignment - 1), alignment)
@@ -138,6 +143,11 @@ def sort_tokens(topk_idx: Array, topk_weights: Array | None, num_experts: int, b
     if topk_weights is not None:
         weights = gather_rows(topk_weights.reshape(-1), rows.row_slot)
     return SortedTokens(rows.row_slot, weights, block_expert, rows.group_sizes, ends[-1])
+
+
+def row_tokens(handle: Handle) -> Array:
+    """`[R]` int32 `source_rank * T + token` of each row; -1 for padding."""
+    return jnp.where(handle.row_slot < 0, -1, handle.row_slot // handle.layout.top_k)
 
 
 def gather_rows(source: Array, index: Array) -> Array:

@@ -36,7 +36,7 @@ def plan(topk_idx: Array, layout: Layout, axis: Axis) -> Handle:
 
 def send_rows(x: Array, handle: Handle, axis: Axis) -> Array:
     """`[T, ...]` per token to `[R, ...]` per row, bit for bit; zero in padding rows."""
-    token = jnp.where(handle.row_slot < 0, -1, handle.row_slot // handle.layout.top_k)
+    token = rows.row_tokens(handle)
     gathered = all_gather(x, axis)
     return rows.gather_rows(gathered.reshape(-1, *x.shape[1:]), token)
 

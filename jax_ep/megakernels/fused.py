@@ -8,10 +8,10 @@ from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
 from jax_ep.kernel import Descriptor, Kernel
-from jax_ep.layout import dropless_capacity, gather_rows
+from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, tuning
 from jax_ep.megakernels.exchange import return_tokens
-from jax_ep.megakernels.gemm import grouped_gemm, grouped_gemm_weights
+from jax_ep.megakernels.gemm import gathered_gemm_weights, grouped_gemm
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.schedule import send_schedule
 from jax_ep.types import Array, Handle, Layout
@@ -49,7 +49,6 @@ def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, ke
     columns = w.shape[1 if transpose_rhs else 2]
     schedule = send_schedule(handle)
     config, blocks = tuning.dispatch_gemm(layout, hidden, columns)
-    block_shape = (1, blocks["BN"], blocks["BK"]) if transpose_rhs else (1, blocks["BK"], blocks["BN"])
     context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
     kept_shape = (layout.num_ranks * layout.num_tokens if keep else 1, hidden)
     results = (
@@ -57,7 +56,7 @@ def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, ke
         jax.ShapeDtypeStruct(kept_shape, x.dtype),
     )
     constants = {"H": hidden, "N": columns, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "KEEP": keep}
-    operands = (x, Descriptor(w, block_shape), handle.ids, handle.row_slot, handle.group_sizes, *schedule)
+    operands = (x, _matrices(w, blocks, transpose_rhs), handle.ids, handle.row_slot, handle.group_sizes, *schedule)
     constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.DISPATCH), **blocks}
     hidden_rows, kept = launch_on_heap(_DISPATCH_GEMM, operands, group_of(handle), results, config, constants)
     return hidden_rows, kept if keep else None
@@ -81,15 +80,20 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> 
         y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return return_tokens(y, handle, (), None)
     config, blocks = tuning.gemm_combine(layout, features, hidden)
-    block_shape = (1, blocks["BN"], blocks["BK"]) if transpose_rhs else (1, blocks["BK"], blocks["BN"])
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)
     results = (jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype),)
     drops = layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment)
     constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "DROPS": drops}
-    matrices, lines = Descriptor(w, block_shape), Descriptor(h, (blocks["BM"], blocks["BK"]))
+    matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), results, config, constants)[0]
+
+
+def _matrices(w: Array, blocks: dict[str, int], transpose_rhs: bool) -> Descriptor:
+    """The experts' matrices in the blocks of a tile."""
+    block = (blocks["BN"], blocks["BK"]) if transpose_rhs else (blocks["BK"], blocks["BN"])
+    return Descriptor(w, (1, *block))
 
 
 def _sizes(handle: Handle) -> dict[str, int]:
@@ -99,12 +103,12 @@ def _sizes(handle: Handle) -> dict[str, int]:
         "T": layout.num_tokens,
         "K": layout.top_k,
         "L": layout.num_local_experts,
-        "BLOCK_L": max(16, 1 << (layout.num_local_experts - 1).bit_length()),
+        "BLOCK_L": max(16, power_of_two(layout.num_local_experts)),
     }
 
 
 def token_products(kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array:
-    """Weight gradients: per local expert, dispatched tokens times rows.
+    """Weight gradients: per local expert, dispatched tokens times rows; the tokens are read where they were kept.
 
     Args:
       kept: `[W * T, H]` from `dispatch_gemm`.
@@ -115,7 +119,6 @@ def token_products(kept: Array, rows: Array, handle: Handle, *, transpose: bool)
     Returns:
       `[L, H, N]`, or `[L, N, H]` with `transpose`; zero for experts without rows.
     """
-    slot = handle.row_slot
-    tokens = gather_rows(kept, jnp.where(slot < 0, -1, slot // handle.layout.top_k))
-    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
-    return grouped_gemm_weights(lhs, rhs, handle.group_sizes, out_dtype=kept.dtype)
+    return gathered_gemm_weights(
+        kept, row_tokens(handle), rows, handle.group_sizes, transpose=transpose, out_dtype=kept.dtype
+    )

@@ -9,6 +9,7 @@ copies; the widths of models are multiples of 8.
 
 from __future__ import annotations
 
+import enum
 import functools
 
 import jax
@@ -18,9 +19,10 @@ from jax.typing import DTypeLike
 
 from jax_ep import tiled_gemm
 from jax_ep.kernel import BOUND, Config, Descriptor, Kernel
-from jax_ep.layout import round_up
+from jax_ep.layout import gather_rows, power_of_two, round_up
 from jax_ep.megakernels import gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
@@ -28,6 +30,14 @@ from jax_ep.types import Array
 _FORWARD = Kernel("gemm", "grouped_gemm")
 _WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
 _WORD = 8  # elements of a 16-byte word
+
+
+class Gather(enum.IntEnum):
+    """Which operand of a weight gradient is read through a list of its rows, as kernels/gemm_weights.py numbers them."""
+
+    NOTHING = 0
+    LEFT = 1
+    RIGHT = 2
 
 
 def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
@@ -135,45 +145,99 @@ def grouped_gemm_weights(
         return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or gemm_tuning.weight_tiles(lhs.shape[1], rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     make_ready("grouped_gemm")
-    return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)
+    return _weights(lhs, rhs, None, group_sizes, Gather.NOTHING, jnp.dtype(out_dtype), tiles)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _weights(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles) -> Array:
-    operands = vary_alike((_pad(lhs, 1), _pad(rhs, 1), group_sizes))
-    run = functools.partial(_launch_weights, out_dtype=out_dtype, tiles=tiles)
+def gathered_gemm_weights(
+    tokens: Array,
+    index: Array,
+    rows: Array,
+    group_sizes: Array,
+    *,
+    transpose: bool,
+    out_dtype: DTypeLike,
+    tiles: WeightTiles | None = None,
+) -> Array:
+    """`out[g] = tokens[index of g's rows].T @ rows[rows of g]`, or its transpose, without a copy of the tokens.
+
+    Args:
+      tokens: `[S, H]`, in any order; what no row names may hold anything.
+      index: `[M]` int32, the token of each row; -1: zero.
+      rows: `[M, N]`.
+      group_sizes: `[G]` int32.
+      transpose: rows first.
+      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+
+    Returns:
+      `[G, H, N]`, or `[G, N, H]` with `transpose`; zero for empty groups.
+    """
+    if not _has_kernel(rows, tokens, group_sizes, out_dtype):
+        tokens = gather_rows(tokens, index)
+        lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
+        return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
+    tiles = tiles or gemm_tuning.weight_tiles(lhs.shape[1], rhs.shape[1], jnp.dtype(out_dtype).itemsize)
+    make_ready("grouped_gemm")
+    gather = Gather.RIGHT if transpose else Gather.LEFT
+    return _weights(lhs, rhs, index, group_sizes, gather, jnp.dtype(out_dtype), tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _weights(
+    lhs: Array,
+    rhs: Array,
+    index: Array | None,
+    group_sizes: Array,
+    gather: Gather,
+    out_dtype: jnp.dtype,
+    tiles: WeightTiles,
+) -> Array:
+    # What is not read must still be an array.
+    operands = vary_alike((_pad(lhs, 1), _pad(rhs, 1), group_sizes if index is None else index, group_sizes))
+    run = functools.partial(_launch_weights, gather=gather, out_dtype=out_dtype, tiles=tiles)
     return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
-def _launch_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles) -> Array:
-    num_rows, rows, columns, groups = lhs.shape[0], lhs.shape[1], rhs.shape[1], group_sizes.shape[0]
-    operands: tuple[Array | Descriptor, ...] = (lhs, rhs)
-    if tiles.descriptors:
-        operands = (
-            Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True),
-            Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True),
-        )
+def _launch_weights(
+    lhs: Array,
+    rhs: Array,
+    index: Array,
+    group_sizes: Array,
+    *,
+    gather: Gather,
+    out_dtype: DTypeLike,
+    tiles: WeightTiles,
+) -> Array:
+    num_rows = (rhs if gather == Gather.LEFT else lhs).shape[0]
+    rows, columns, groups = lhs.shape[1], rhs.shape[1], group_sizes.shape[0]
+    operands: list[Array | Descriptor] = [lhs, rhs]
+    if tiles.descriptors and gather != Gather.LEFT:
+        operands[0] = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
+    if tiles.descriptors and gather != Gather.RIGHT:
+        operands[1] = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
     constants = {
         **_sizes(num_rows, columns, rows, groups),
         "BM": tiles.block_m,
         "BN": tiles.block_n,
         "BR": tiles.block_r,
         "GROUP_M": tiles.group_m,
+        "GATHER": int(gather),
         "FLATTEN": tiles.flatten,
         "DESCRIPTORS": tiles.descriptors,
         "TMA_STORE": tiles.tma_store,
     }
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    return launch(_WEIGHTS, (*operands, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
+    return launch(_WEIGHTS, (*operands, index, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
 
 
 def _sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:
-    return {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, 1 << (groups - 1).bit_length())}
+    return {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
 
 
 def _config(tiles: Tiles | WeightTiles, num_tasks: int) -> Config:
-    return Config(gemm_tuning.num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+    return Config(num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
 
 
 def _pad(x: Array, *axes: int) -> Array:

@@ -105,10 +105,3 @@ def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
     if not has_tma():
         return WeightTiles(block_n=128, num_stages=3, descriptors=False)
     return WeightTiles(num_stages=3) if out_itemsize <= 2 and columns > 128 else WeightTiles(block_n=128)
-
-
-def num_programs(num_tasks: int, per_multiprocessor: int) -> int:
-    """Programs that run at a time; in the interpreter, where they run one after another, two."""
-    if jax.default_backend() == "cpu":
-        return 2
-    return max(1, min(num_tasks, jax.local_devices()[0].core_count * per_multiprocessor))

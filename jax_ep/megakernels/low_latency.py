@@ -12,7 +12,7 @@ from jax_ep import context, ffi
 from jax_ep.collectives import Axis
 from jax_ep.dtypes import FP8
 from jax_ep.kernel import Kernel
-from jax_ep.layout import round_up
+from jax_ep.layout import power_of_two, round_up
 from jax_ep.megakernels import low_latency_tuning as tuning
 from jax_ep.megakernels.heap_launch import group_on, launch_on_heap
 from jax_ep.mesh_axes import varying_axes
@@ -55,7 +55,7 @@ def low_latency_dispatch(
     """`[T, H]` tokens to packed rows, their scales, and how many each expert has; see reference.py."""
     if topk_idx.shape[0] == 0:  # kernels have at least one token
         x, topk_idx = jax.tree.map(_add_row, x), _add_row(topk_idx) - 1
-    if group_size is not None and not isinstance(x, tuple) and tuning.power_of_two(group_size) != group_size:
+    if group_size is not None and not isinstance(x, tuple) and power_of_two(group_size) != group_size:
         x = quantize_fp8(x, group_size=group_size)  # tiles have whole groups only if both are powers of two
     values, scales = x if isinstance(x, tuple) else (x, None)
     actual, hidden = values.shape

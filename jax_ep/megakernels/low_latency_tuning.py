@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.kernel import Config
+from jax_ep.layout import power_of_two
+from jax_ep.megakernels.grid import num_programs
 from jax_ep.types import Layout
 
 # Up to so many comparisons, a copy of the dispatch finds its rows by itself.
@@ -18,18 +20,6 @@ _MOST_COMPARISONS = 4096
 _MOST_ROWS = 128
 # Of a tile of combine; sums of several rows take more registers.
 _SUM_BYTES = {False: 16 << 10, True: 8 << 10}
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (max(1, number) - 1).bit_length()
-
-
-def _programs(num_tasks: int) -> int:
-    """Two per multiprocessor; in the interpreter, where programs run one after another, two."""
-    if jax.default_backend() == "cpu":
-        return 2
-    return min(num_tasks, 2 * jax.local_devices()[0].core_count)
 
 
 def _config(programs: int) -> Config:
@@ -52,7 +42,7 @@ def dispatch(
     direct = tokens * top_k * top_k <= _MOST_COMPARISONS
     block = 1 if direct else 4 if wire_dtype.itemsize == 1 else 2
     num_tasks = num_ranks + layout.num_local_experts + num_tokens + num_ranks * -(-num_tokens // block)
-    programs = _programs(num_tasks)
+    programs = num_programs(num_tasks, 2)
     blocks = {
         "DIRECT": direct,
         "BLOCK_C": block,
@@ -72,7 +62,7 @@ def combine(layout: Layout, num_tokens: int, hidden: int, dtype: jnp.dtype) -> t
     """Config and tile sizes of combine, for `num_tokens` tokens and rows of `dtype`."""
     num_ranks = layout.num_ranks
     sums = num_tokens * layout.top_k > _MOST_ROWS
-    programs = _programs(num_ranks + (num_ranks + 1) * num_tokens + 1)
+    programs = num_programs(num_ranks + (num_ranks + 1) * num_tokens + 1, 2)
     blocks = {
         "SUMS": sums,
         "BLOCK_H": _columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),

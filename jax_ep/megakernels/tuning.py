@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from jax_ep.heap import MAX_BLOCKS
 from jax_ep.kernel import Config
+from jax_ep.layout import power_of_two
+from jax_ep.megakernels.grid import all_programs, num_programs
 from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Layout
 
@@ -29,18 +31,11 @@ def _columns(hidden: int, itemsize: int) -> int:
     return columns
 
 
-def _programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
-    """Programs that run at a time; in the interpreter, where they run one after another, two."""
-    if jax.default_backend() == "cpu":
-        return 2
-    return min(num_tasks, jax.local_devices()[0].core_count * per_multiprocessor)
-
-
-def at_most(config: Config, num_programs: int | None) -> Config:
-    """The config with no more programs than `num_programs`, as for a launch beside other work; None sets no limit."""
-    if num_programs is None:
+def at_most(config: Config, limit: int | None) -> Config:
+    """The config with no more programs than `limit`, as for a launch beside other work; None sets no limit."""
+    if limit is None:
         return config
-    return dataclasses.replace(config, num_programs=min(config.num_programs, num_programs))
+    return dataclasses.replace(config, num_programs=min(config.num_programs, limit))
 
 
 def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
@@ -48,7 +43,7 @@ def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
     block = 1024
     while block * MAX_BLOCKS < num_words:
         block *= 2
-    return Config(_programs(num_ranks * -(-num_words // block)), num_warps=4), block
+    return Config(num_programs(num_ranks * -(-num_words // block)), num_warps=4), block
 
 
 def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
@@ -67,21 +62,17 @@ def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
         fill *= 2
     source_blocks = -(-slots // block)
     num_blocks = layout.num_ranks * source_blocks
-    bins = max(32, _power_of_two(layout.num_local_experts))
+    bins = max(32, power_of_two(layout.num_local_experts))
     blocks = {
         "BLOCK": block,
         "LANES": lanes,
         "BINS": bins,
-        "ROWS": max(1, min(4096 // bins, _power_of_two(num_blocks))),
-        "INVALID": _power_of_two(source_blocks),
+        "ROWS": max(1, min(4096 // bins, power_of_two(num_blocks))),
+        "INVALID": power_of_two(source_blocks),
         "FILL": fill,
     }
     # Registers are enough for three at a time; one that had to wait would only make the end later.
-    return Config(_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), blocks
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    return Config(num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), blocks
 
 
 def dispatch(
@@ -97,12 +88,12 @@ def dispatch(
         "BLOCK_T": block,
         "BLOCK_H": _columns(hidden, dtype.itemsize),
         "PUSH_H": _columns(hidden, wire_dtype.itemsize),
-        "BLOCK_G": 1 << (max(1, hidden // GROUP_SIZE) - 1).bit_length(),
+        "BLOCK_G": power_of_two(hidden // GROUP_SIZE),
         "BLOCK_R": 16,
         "LAG": 128 // block,
     }
     # Two programs per multiprocessor have twice the bytes in flight; converting FP8 to rows needs more warps as well.
-    return Config(_programs(num_tasks, 2), num_warps=8 if quantised and to_rows else 4), blocks
+    return Config(num_programs(num_tasks, 2), num_warps=8 if quantised and to_rows else 4), blocks
 
 
 def combine(layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
@@ -111,14 +102,14 @@ def combine(layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype
     columns = _columns(hidden, dtype.itemsize)
     blocks = {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}
     if wire_dtype != dtype:
-        return Config(_programs(num_tasks, 4), num_warps=4), blocks
-    return Config(_programs(num_tasks, 2)), blocks
+        return Config(num_programs(num_tasks, 4), num_warps=4), blocks
+    return Config(num_programs(num_tasks, 2)), blocks
 
 
 def dispatch_gemm(layout: Layout, hidden: int, columns: int) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`."""
     blocks = {"COMM": 16, "BLOCK_T": 32, "BLOCK_H": _columns(hidden, 2), **_product_tile(hidden, columns)}
-    return Config(_programs(1 << 30), num_warps=8, num_stages=4), blocks
+    return Config(all_programs(), num_warps=8, num_stages=4), blocks
 
 
 def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
@@ -127,12 +118,12 @@ def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, di
     column_tiles = -(-hidden // blocks["BN"])
     blocks["CHUNKS"] = _chunks(column_tiles, column_tiles * layout.capacity // blocks["BM"])
     sums = {"CLEAR_T": 16, "SUM_T": 8, "SUM_H": min(512, _columns(hidden, 2))}
-    return Config(_programs(1 << 30), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
+    return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
 
 
 def _chunks(column_tiles: int, num_tiles: int) -> int:
     """Chunks of columns: what is added while the next chunk is computed. Each one costs a meeting of all programs."""
-    most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * _programs(max(1, num_tiles)))
+    most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * num_programs(num_tiles))
     return next(chunks for chunks in (4, 3, 2, 1) if column_tiles % chunks == 0 and (chunks <= most or chunks == 1))
 
 

@@ -24,7 +24,8 @@ COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "checked_ptr", "ids_ptr"]
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(tuning, "_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
+    monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
+    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 def layout(tokens: int) -> Layout:

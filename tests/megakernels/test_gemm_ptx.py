@@ -43,7 +43,7 @@ def compile_launch(monkeypatch):
             return [jnp.zeros(result.shape, result.dtype) for result in results]
 
         monkeypatch.setattr(gemm, "launch", record)
-        monkeypatch.setattr(gemm_tuning, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
+        monkeypatch.setattr(gemm, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
         jax.eval_shape(functools.partial(function, **options), *arrays, jax.ShapeDtypeStruct(shapes[2], jnp.int32))
         ((kernel, operands, results, config, constants),) = launches
         names = ("lhs", "small_lhs", "rhs", "small_rhs") if function is gemm._launch_forward else ("lhs", "rhs")

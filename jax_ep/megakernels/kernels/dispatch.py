@@ -24,7 +24,7 @@ from .quantization import GROUP, dequantize, scale_offsets
 
 @triton.jit
 def push(x_ptr, tokens, slots, wanted, values_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Copies tokens to their slots in a peer's heap."""
+    """Copies tokens to slots, such as those in a peer's heap."""
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         mask = wanted[:, None] & (columns < H)

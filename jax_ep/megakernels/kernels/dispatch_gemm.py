@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import push
+from .gemm_tile import store_tile, zero_rows
 from .product import count_row_tiles, find_group, multiply, place_in_group
 from .protocol import (
     QUEUE,
@@ -27,12 +28,6 @@ from .protocol import (
     publish,
     wanted_by,
 )
-
-
-@triton.jit
-def keep(x_ptr, tokens, wanted, kept_ptr, slots, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Copies tokens, this rank's own or received ones, to their slots in an array of the caller."""
-    push(x_ptr, tokens, slots, wanted, kept_ptr, H, BLOCK_H)
 
 
 @triton.jit
@@ -67,22 +62,9 @@ def product_tile(
     own_ptrs = x_ptr + (token % T).to(tl.int64)[:, None] * H + columns
     received_ptrs = received_ptr + token.to(tl.int64)[:, None] * H + columns
     a_ptrs = tl.multiple_of(tl.where(own, own_ptrs, received_ptrs), (16, 16))
-    total = multiply(a_ptrs, b_desc, group, column * BN, H, BM, BN, BK, TRANSPOSED)
+    total = multiply(a_ptrs, b_desc, group, column * BN, N, H, BM, BN, BK, TRANSPOSED)
     total = tl.where((slot >= 0)[:, None], total, 0.0)
-    out_columns = column * BN + tl.arange(0, BN)
-    target = out_ptr + (first_row + lines).to(tl.int64)[:, None] * N + out_columns[None, :]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (out_columns < N)[None, :])
-
-
-@triton.jit
-def clear_rows(out_ptr, first, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeroes `ROWS` rows of `out` from `first` on."""
-    rows = first + tl.arange(0, ROWS)
-    for n in range(0, N, COLUMNS):
-        columns = n + tl.arange(0, COLUMNS)[None, :]
-        target = out_ptr + rows.to(tl.int64)[:, None] * N + columns
-        zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
-        tl.store(target, zeros, mask=(rows < R)[:, None] & (columns < N))
+    store_tile(out_ptr, total, first_row, first_row + num_rows, column * BN, N, BM, BN, False)
 
 
 @triton.jit
@@ -160,7 +142,7 @@ def dispatch_gemm(
                 slots = source_rank * T + local
                 wanted = wanted_by(ids_ptr, slots * K, local < T, rank * L, L, K)
                 if source_rank == rank:
-                    keep(x_ptr, local, wanted, kept_ptr, slots, H, BLOCK_H)
+                    push(x_ptr, local, slots, wanted, kept_ptr, H, BLOCK_H)
                 else:
                     needed = tl.load(num_needed_ptr + source_rank * L + L - 1)
                     end = (needed + BLOCK_T - 1) // BLOCK_T
@@ -179,7 +161,7 @@ def dispatch_gemm(
                         D,
                         MAX_BLOCKS,
                     )
-                    keep(received_ptr, slots, wanted, kept_ptr, slots, H, BLOCK_H)
+                    push(received_ptr, slots, slots, wanted, kept_ptr, H, BLOCK_H)
             task = next_task(control)
     column_tiles: tl.constexpr = (N + BN - 1) // BN
     num_tiles = count_row_tiles(sizes_ptr, L, BLOCK_L, BM) * column_tiles
@@ -261,6 +243,6 @@ def dispatch_gemm(
                     TRANSPOSED,
                 )
         else:
-            clear_rows(out_ptr, num_rows + (tile - num_tiles) * BM, R, N, BM, BN)
+            zero_rows(out_ptr, num_rows + (tile - num_tiles) * BM, R, N, BM, BN)
         tile = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
     end_launch(control, group_ptr, W)

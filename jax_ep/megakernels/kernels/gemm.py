@@ -7,21 +7,10 @@ import triton
 import triton.language as tl
 
 from .bounded import describe_bounded
-from .gemm_tile import compute_tile
+from .gemm_tile import compute_tile, zero_rows
 from .tiles import divide_rows, find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
 
 ZERO_ROWS = tl.constexpr(8)
-
-
-@triton.jit
-def zero_rows(out_ptr, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeroes up to ROWS rows from `first` on, before `end`."""
-    rows = first + tl.arange(0, ROWS)
-    zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
-    for start in range(0, N, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        target = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-        tl.store(target, zeros, mask=(rows < end)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit

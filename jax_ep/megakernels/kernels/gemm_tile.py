@@ -113,6 +113,17 @@ def store_tile(
 
 
 @triton.jit
+def zero_rows(out_ptr, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeroes up to ROWS rows from `first` on, before `end`."""
+    rows = first + tl.arange(0, ROWS)
+    zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
+    for start in range(0, N, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        target = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(target, zeros, mask=(rows < end)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
 def compute_tile(
     lhs,
     rhs,

@@ -8,6 +8,8 @@ so that the tiles which run at a time share what they read.
 import triton
 import triton.language as tl
 
+from .gemm_tile import load_rhs
+
 GROUP_M = tl.constexpr(8)
 
 
@@ -57,6 +59,7 @@ def multiply(
     b_desc,
     group,
     column,
+    N: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -74,9 +77,5 @@ def multiply(
         else:
             a = tl.load(a_ptrs, mask=(k + tl.arange(0, BK) < K)[None, :], other=0.0)
         a_ptrs += BK
-        if TRANSPOSED:
-            b = tl.reshape(b_desc.load([group, column, k]), (BN, BK)).T
-        else:
-            b = tl.reshape(b_desc.load([group, k, column]), (BK, BN))
-        total = tl.dot(a, b, total)
+        total = tl.dot(a, load_rhs(b_desc, group, k, column, N, K, BN, BK, TRANSPOSED, True), total)
     return total

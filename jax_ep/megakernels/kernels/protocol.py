@@ -158,9 +158,7 @@ def await_blocks(
             arrived = tl.atomic_poll(flags + block, expected, sem="acquire", scope="sys", timeout_ns=timeout_ns)
             if tl.min(arrived.to(tl.int32), axis=0) == 0:
                 alive = 0
-                tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
-                seen = tl.atomic_load(flags + end - 1, sem="relaxed", scope="sys")
-                report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
+                give_up(table_ptr, flags + end - 1, epoch, control, rank, peer_rank, task, timeout_ns, OPERATION, D)
     # What the flags guard is read by all threads, after this barrier.
     tl.debug_barrier()
     return alive
@@ -174,12 +172,20 @@ def await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OP
         arrived = tl.atomic_poll(flag, epoch, sem="acquire", scope="sys", timeout_ns=timeout_ns)
         if arrived == 0:
             alive = 0
-            tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
-            seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
-            report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
+            give_up(table_ptr, flag, epoch, control, rank, peer_rank, task, timeout_ns, OPERATION, D)
     # What the flag guards is read by all threads, after this barrier.
     tl.debug_barrier()
     return alive
+
+
+@triton.jit
+def give_up(
+    table_ptr, flag, epoch, control, rank, peer_rank, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr
+):
+    """Ends all waiting on this device after that for `flag` has expired."""
+    tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
+    seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
+    report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
 
 
 @triton.jit

@@ -1,0 +1,19 @@
+"""How many programs a launch has."""
+
+from __future__ import annotations
+
+import jax
+
+
+def num_programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
+    """Programs that run at a time, at least one; in the interpreter, where they run one after another, two."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return max(1, min(num_tasks, all_programs(per_multiprocessor)))
+
+
+def all_programs(per_multiprocessor: int = 1) -> int:
+    """As many as the device runs at a time."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return jax.local_devices()[0].core_count * per_multiprocessor

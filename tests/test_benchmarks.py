@@ -460,7 +460,7 @@ def test_published_exchange_is_complete():
     if "chain_lengths" not in content["settings"]:
         pytest.skip("published by an earlier version of the script")
     check_exchange(content)
-    assert {2} <= set(content["settings"]["ranks"])
+    assert {2, 4} <= set(content["settings"]["ranks"])
     assert {128, 4096, 32768} <= set(content["settings"]["tokens"])
     assert set(content["settings"]["routing"]) == {"uniform", "zipf"}
     assert any(row["variant"] == RAGGED and "seconds" in row for row in content["rows"])

@@ -42,7 +42,7 @@ run() { # what to call it, then the command
 shared() { # pytest in $jobs processes that share the GPUs' memory
   local memory=() workers=()
   if ((jobs > 1)); then
-    memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=0.$((75 / (jobs + 1)))")
+    memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '0.%02d' $((75 / (jobs + 1))))")
     workers=(-n "$jobs" --dist worksteal)
   fi
   "${memory[@]}" "$python" -m pytest "${options[@]}" "${workers[@]}" "$@" "${more[@]}"

@@ -14,7 +14,7 @@ from jax_ep.kernel import Config, Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.words import exchange_words
-from jax_ep.quantization import GROUP_SIZE, quantize_fp8
+from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Array, Handle
 
 _DISPATCH = Kernel("dispatch", "dispatch")
@@ -91,13 +91,12 @@ def _dispatch(
     *,
     to_rows: bool,
 ) -> Array:
-    """Launches the dispatch kernel; what travels in FP8 is quantised once, before."""
+    """Launches the dispatch kernel, which quantises what travels in FP8."""
     layout, hidden = handle.layout, x.shape[1]
-    values, scales = quantize_fp8(x) if wire_dtype else (x, x)
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype, values.dtype, to_rows=to_rows)
+    wire = jnp.dtype(wire_dtype or x.dtype)
+    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
     constants = {"R": layout.capacity, "TO_ROWS": to_rows, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
-    config = tuning.at_most(config, num_programs)
-    operands = (values, scales, handle.ids, handle.slot_row, handle.row_slot)
+    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
     return _exchange_rows(_DISPATCH, operands, result, handle, config, constants, hidden, wire_dtype)
 
 
@@ -107,8 +106,7 @@ def return_tokens(
     """`[R, H]` rows to their unweighted sums `[T, H]`, by at most `num_programs` programs."""
     layout, hidden = handle.layout, y.shape[1]
     y = _pad_columns(y)
-    config, blocks = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype))
-    config = tuning.at_most(config, num_programs)
+    config, blocks = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype), num_programs)
     constants = {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
     operands = (y, handle.ids, handle.slot_row)

@@ -14,11 +14,13 @@ from jax_ep.heap import MAX_BLOCKS
 from jax_ep.kernel import Config
 from jax_ep.layout import power_of_two
 from jax_ep.megakernels.grid import all_programs, num_programs
-from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Layout
 
 BLOCK_T = 8
-"""Tokens per flag, and per task: small enough that the last tasks of a launch end together."""
+"""Most tokens per flag, and per task: few enough that the last tasks of a launch end together."""
+
+FEW = 64
+"""Up to so many programs, which do not fill the GPU, each one needs more bytes in flight: larger tiles, more warps."""
 
 
 def _columns(hidden: int, itemsize: int) -> int:
@@ -75,35 +77,54 @@ def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
     return Config(num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), blocks
 
 
+def _tokens_per_task(num_tokens: int) -> int:
+    """Fewer where there are few tokens, so that most programs of a GPU have a task."""
+    least = 4 if jax.default_backend() == "cpu" else 2  # several at the sizes of tests
+    block = BLOCK_T
+    while block > least and block * 256 > num_tokens:
+        block //= 2
+    return block
+
+
 def dispatch(
-    layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, *, to_rows: bool
+    layout: Layout,
+    hidden: int,
+    dtype: jnp.dtype,
+    wire_dtype: jnp.dtype,
+    *,
+    to_rows: bool,
+    limit: int | None = None,
 ) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
-    quantised = wire_dtype != dtype
-    # Few tokens per task, so that the last ones end together; as few as there are flags for.
-    small = dtype.itemsize <= 2 and not quantised and layout.num_tokens <= 4 * MAX_BLOCKS
-    block = 4 if small else BLOCK_T
-    num_tasks = layout.num_ranks * 2 * -(-layout.num_tokens // block)
-    blocks = {
-        "BLOCK_T": block,
-        "BLOCK_H": _columns(hidden, dtype.itemsize),
-        "PUSH_H": _columns(hidden, wire_dtype.itemsize),
-        "BLOCK_G": power_of_two(hidden // GROUP_SIZE),
-        "BLOCK_R": 16,
-        "LAG": 128 // block,
-    }
-    # Two programs per multiprocessor have twice the bytes in flight; converting FP8 to rows needs more warps as well.
-    return Config(num_programs(num_tasks, 2), num_warps=8 if quantised and to_rows else 4), blocks
+    block, columns = _tokens_per_task(layout.num_tokens), _columns(hidden, dtype.itemsize)
+    warps, per_processor = 8, 2
+    if limit is not None and limit <= FEW:
+        block, columns, per_processor = 32, min(columns, 512), 1
+    elif to_rows and wire_dtype != dtype:
+        # Converting what arrives needs more programs rather than wider tiles.
+        columns, warps, per_processor = min(columns, 512), 4, 4
+    num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
+    lag = min(128 // block, -(-layout.num_tokens // block))
+    blocks = {"BLOCK_T": block, "BLOCK_H": columns, "BLOCK_R": 16, "LAG": lag}
+    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), blocks
 
 
-def combine(layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
+def combine(
+    layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, limit: int | None = None
+) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the combine kernel, for sums of `dtype` that travel as `wire_dtype`."""
-    num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // BLOCK_T)
-    columns = _columns(hidden, dtype.itemsize)
-    blocks = {"BLOCK_T": BLOCK_T, "TILE_T": BLOCK_T, "BLOCK_H": columns, "LAG": 32}
-    if wire_dtype != dtype:
-        return Config(num_programs(num_tasks, 4), num_warps=4), blocks
-    return Config(num_programs(num_tasks, 2)), blocks
+    block, columns = _tokens_per_task(layout.num_tokens), _columns(hidden, dtype.itemsize)
+    warps, per_processor = 8, 2
+    if limit is not None and limit <= FEW:
+        block, warps, per_processor = 16, 16, 1
+    elif wire_dtype != dtype:
+        # With many rows of a token on a rank, reading them is what takes time, and wide tiles read faster.
+        columns = columns if layout.top_k >= 4 * layout.num_ranks else min(columns, 512)
+        warps, per_processor = 4, 4
+    num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
+    lag = min(256 // block, -(-layout.num_tokens // block))
+    blocks = {"BLOCK_T": block, "TILE_T": block, "BLOCK_H": columns, "LAG": lag}
+    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), blocks
 
 
 def dispatch_gemm(layout: Layout, hidden: int, columns: int) -> tuple[Config, dict[str, int]]:

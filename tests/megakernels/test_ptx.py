@@ -60,18 +60,18 @@ def places() -> dict[str, int]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("fp8", [False, True], ids=["as-is", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("limit", [None, 24], ids=["all-programs", "few-programs"])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_row_kernels(name, dtype, fp8, capability):
+def test_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
-        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True)
-        wire = "*fp8e4nv" if fp8 else element
-        rows = {"x_ptr": wire, "x_scales_ptr": "*fp32" if fp8 else element, "row_slot_ptr": "*i32"}
+        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True, limit=limit)
+        rows = {"x_ptr": element, "row_slot_ptr": "*i32"}
     else:
-        config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
+        config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
         rows = {"y_ptr": element}
     integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "checked_ptr"]
     types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
@@ -84,8 +84,10 @@ def test_row_kernels(name, dtype, fp8, capability):
     assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
     assert "st.release.sys" in built["ptx"] or "release.sys" in built["ptx"] or "fence.acq_rel.sys" in built["ptx"]
     (spilled,) = re.findall(r"(\d+) bytes spill stores", built["report"])
-    # For Blackwell, ptxas keeps to 80 of 255 registers at FP8, and so moves a few words out.
-    assert int(spilled) <= (32 if fp8 and capability == 100 else 0), built["report"]
+    # ptxas keeps to 80 or 128 of 255 registers and so moves a few words out: for Blackwell at FP8, and for the large
+    # tiles of few programs.
+    allowed = 64 if limit is not None else 32 if fp8 and capability == 100 else 0
+    assert int(spilled) <= allowed, built["report"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

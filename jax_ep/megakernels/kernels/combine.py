@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .protocol import (
     announce,
-    await_block,
-    await_ready,
+    await_block_of_all,
+    await_peers,
     end_launch,
     heap_rows,
     next_task,
@@ -32,6 +32,8 @@ def send_sums(
     slots,
     values_ptr,
     scales_ptr,
+    first_column,
+    end_column,
     H: tl.constexpr,
     K: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -39,10 +41,10 @@ def send_sums(
     FP8: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Sums the rows of each token, in order of k, and stores the sums in the slots."""
-    for h in range(0, H, BLOCK_H):
+    """Sums the rows of each token, in order of k, within some columns, and stores the sums in the slots."""
+    for h in range(first_column, end_column, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
-        inside = columns < H
+        inside = columns < end_column
         total = tl.zeros((TILE_T, BLOCK_H), SUM)
         for k in tl.static_range(K):
             row = tl.load(slot_row_ptr + tokens * K + k, mask=wanted, other=-1)
@@ -66,6 +68,8 @@ def add_received(
     out_ptr,
     tokens,
     rank,
+    first_column,
+    end_column,
     T: tl.constexpr,
     W: tl.constexpr,
     H: tl.constexpr,
@@ -76,11 +80,11 @@ def add_received(
     FP8: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Adds what the ranks have sent for these tokens, in rank order."""
+    """Adds what the ranks have sent for these tokens, within some columns, in rank order."""
     ranks = wanting_ranks(ids_ptr, (rank * T + tokens) * K, tokens < T, W, L, K)
-    for h in range(0, H, BLOCK_H):
+    for h in range(first_column, end_column, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
-        inside = columns < H
+        inside = columns < end_column
         total = tl.zeros((TILE_T, BLOCK_H), SUM)
         for source_rank in tl.static_range(W):
             wanted = ((ranks >> source_rank) & 1 > 0)[:, None]
@@ -128,6 +132,7 @@ def combine(
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
+    begun = 0
     task = next_task(control)
     while task < 1 + (num_blocks + LAG) * (W + 1):
         step = (task - 1) // (W + 1)
@@ -138,8 +143,9 @@ def combine(
             block = step
             peer_rank = (rank + 1 + index) % W
             peer = tl.load(group_ptr + peer_rank)
-            if peer_rank != rank:
-                alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
+            if begun == 0:
+                alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, OPERATION, W, D)
+                begun = 1
             if alive != 0:
                 values_ptr = heap_rows(table_ptr, peer, wire, DATA)
                 scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
@@ -156,6 +162,8 @@ def combine(
                         slots,
                         values_ptr,
                         scales_ptr,
+                        0,
+                        H,
                         H,
                         K,
                         TILE_T,
@@ -166,11 +174,9 @@ def combine(
                 publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
         elif index == W and step >= LAG:
             block = step - LAG
-            for source_rank in range(W):
-                source = tl.load(group_ptr + source_rank)
-                alive = await_block(
-                    table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
-                )
+            alive = await_block_of_all(
+                table_ptr, group_ptr, control, rank, block, alive, task, OPERATION, FLAGS, W, D, MAX_BLOCKS
+            )
             values_ptr = heap_rows(table_ptr, me, wire, DATA)
             scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
             for t in range(0, BLOCK_T, TILE_T):
@@ -182,6 +188,8 @@ def combine(
                     out_ptr,
                     tokens,
                     rank,
+                    0,
+                    H,
                     T,
                     W,
                     H,

@@ -1,8 +1,9 @@
 """Dispatch: tokens to fixed slots at their expert ranks, and from there to expert-major rows, in one launch.
 
-Tasks: first announce; then, for each block of tokens, push it to every peer, copy what has arrived of the block LAG
-steps earlier to its rows, and copy this rank's own tokens; last, zero the padding rows. A token travels once per rank,
-to slot `[source rank, token]`; a received token is read once and written to each of its rows.
+Tasks: first announce; then, for each block of tokens, send it, and copy what has arrived of the block LAG steps earlier
+to its rows; last, zero the padding rows. A token is read once, quantised where it travels in FP8, and stored to slot
+`[source rank, token]` of every rank that has one of its experts, and to its rows here; a received token is read once
+and written to each of its rows. Without rows, the last tasks only wait for what arrives.
 """
 
 import triton
@@ -11,15 +12,17 @@ import triton.language as tl
 from .protocol import (
     announce,
     await_block,
-    await_ready,
+    await_blocks,
+    await_peers,
     end_launch,
     heap_rows,
     next_task,
     open_launch,
-    publish,
+    publish_to_all,
     wanted_by,
+    wanting_ranks,
 )
-from .quantization import GROUP, dequantize, scale_offsets
+from .quantization import dequantize, quantize, scale_offsets
 
 
 @triton.jit
@@ -34,22 +37,71 @@ def push(x_ptr, tokens, slots, wanted, values_ptr, H: tl.constexpr, BLOCK_H: tl.
 
 
 @triton.jit
-def push_scales(x_scales_ptr, tokens, slots, wanted, scales_ptr, H: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Copies the scales of quantised tokens to their slots in a peer's heap."""
-    groups = tl.arange(0, BLOCK_G)[None, :]
-    mask = wanted[:, None] & (groups < H // GROUP)
-    scales = tl.load(x_scales_ptr + tokens.to(tl.int64)[:, None] * (H // GROUP) + groups, mask=mask)
-    tl.store(scales_ptr + slots.to(tl.int64)[:, None] * (H // GROUP) + groups, scales, mask=mask)
+def send_block(
+    x_ptr,
+    ids_ptr,
+    slot_row_ptr,
+    group_ptr,
+    table_ptr,
+    out_ptr,
+    rank,
+    block,
+    W: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+):
+    """Stores a block of this rank's tokens in the heap of every peer that wants them, and in their rows of `out`."""
+    wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
+    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = rank * T + tokens
+    ranks = wanting_ranks(ids_ptr, slots * K, tokens < T, W, L, K)
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)[None, :]
+        inside = columns < H
+        source = tl.multiple_of(x_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
+        values = tl.load(source, mask=(ranks != 0)[:, None] & inside, other=0.0)
+        if FP8:
+            values, scales = quantize(values, BLOCK_T, BLOCK_H)
+            offsets, exists = scale_offsets(slots, h, H, BLOCK_H)
+        for step in tl.static_range(1, W):
+            peer_rank = (rank + step) % W
+            peer = tl.load(group_ptr + peer_rank)
+            wanted = ((ranks >> peer_rank.to(tl.int64)) & 1 > 0)[:, None]
+            row_ptr = heap_rows(table_ptr, peer, wire, DATA) + slots.to(tl.int64)[:, None] * H
+            tl.store(tl.multiple_of(row_ptr + columns, (16, 16)), values, mask=wanted & inside)
+            if FP8:
+                tl.store(heap_rows(table_ptr, peer, tl.float32, SCALES) + offsets, scales, mask=wanted & exists)
+        if TO_ROWS:
+            if FP8:
+                values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(x_ptr.dtype.element_ty)
+            own = (ranks >> rank.to(tl.int64)) & 1 > 0
+            store_rows(values, slot_row_ptr + slots * K, own, out_ptr, columns, inside, H, K)
+
+
+@triton.jit
+def store_rows(values, slot_row_ptr, wanted, out_ptr, columns, inside, H: tl.constexpr, K: tl.constexpr):
+    """Stores columns of tokens in each of their rows of `out`."""
+    for k in tl.static_range(K):
+        row = tl.load(slot_row_ptr + k, mask=wanted, other=-1)
+        target = tl.multiple_of(out_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
+        tl.store(target, values, mask=(row >= 0)[:, None] & inside)
 
 
 @triton.jit
 def copy_to_rows(
     values_ptr,
     scales_ptr,
-    sources,
+    slots,
     wanted,
     slot_row_ptr,
-    slots,
     out_ptr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -57,20 +109,17 @@ def copy_to_rows(
     BLOCK_H: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Copies tokens, this rank's own or received ones, to each of their rows of `out`."""
+    """Copies received tokens to each of their rows of `out`."""
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         inside = columns < H
-        source = tl.multiple_of(values_ptr + sources.to(tl.int64)[:, None] * H + columns, (16, 16))
+        source = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
         values = tl.load(source, mask=wanted[:, None] & inside, other=0.0)
         if FP8:
-            offsets, exists = scale_offsets(sources, h, H, BLOCK_H)
+            offsets, exists = scale_offsets(slots, h, H, BLOCK_H)
             scales = tl.load(scales_ptr + offsets, mask=wanted[:, None] & exists, other=0.0)
             values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(out_ptr.dtype.element_ty)
-        for k in tl.static_range(K):
-            row = tl.load(slot_row_ptr + slots + k, mask=wanted, other=-1)
-            target = tl.multiple_of(out_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
-            tl.store(target, values, mask=(row >= 0)[:, None] & inside)
+        store_rows(values, slot_row_ptr + slots * K, wanted, out_ptr, columns, inside, H, K)
 
 
 @triton.jit
@@ -90,7 +139,6 @@ def clear_padding(
 @triton.jit
 def dispatch(
     x_ptr,
-    x_scales_ptr,
     ids_ptr,
     slot_row_ptr,
     row_slot_ptr,
@@ -111,8 +159,6 @@ def dispatch(
     MAX_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    PUSH_H: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_R: tl.constexpr,
     LAG: tl.constexpr,
     FP8: tl.constexpr,
@@ -121,68 +167,83 @@ def dispatch(
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
-    With `FP8`, x is quantised already, `x_scales [T, H // 128]` are its scales, and `out` gets what they stand for.
-    Without `TO_ROWS` the launch ends when all tokens have arrived in the heap, and `out` is not written.
+    Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written.
     """
     rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
-    wire: tl.constexpr = x_ptr.dtype.element_ty
+    wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
-    step_tasks: tl.constexpr = 2 * (W - 1) + (1 if TO_ROWS else 0)
-    steps_end: tl.constexpr = 1 + (num_blocks + LAG) * step_tasks
+    # A step sends a block, and copies one of each peer where there are rows.
+    step_tasks: tl.constexpr = W if TO_ROWS else 1
+    num_steps: tl.constexpr = num_blocks + (LAG if TO_ROWS else 0)
+    steps_end: tl.constexpr = 1 + num_steps * step_tasks
+    num_tasks: tl.constexpr = steps_end + ((R + BLOCK_R - 1) // BLOCK_R if TO_ROWS else W - 1)
+    begun = 0
     task = next_task(control)
-    while task < steps_end + ((R + BLOCK_R - 1) // BLOCK_R if TO_ROWS else 0):
-        step = (task - 1) // (step_tasks if step_tasks > 0 else 1)
-        index = (task - 1) % (step_tasks if step_tasks > 0 else 1)
+    while task < num_tasks:
+        step = (task - 1) // step_tasks
+        index = (task - 1) % step_tasks
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, W, D)
         elif task >= steps_end:
-            clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
-        elif index < W - 1:
-            if step < num_blocks:
-                peer_rank = (rank + 1 + index) % W
-                peer = tl.load(group_ptr + peer_rank)
-                alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
-                if alive != 0:
-                    tokens = step * BLOCK_T + tl.arange(0, BLOCK_T)
-                    wanted = wanted_by(ids_ptr, (rank * T + tokens) * K, tokens < T, peer_rank * L, L, K)
-                    slots = rank * T + tokens
-                    push(x_ptr, tokens, slots, wanted, heap_rows(table_ptr, peer, wire, DATA), H, PUSH_H)
-                    if FP8:
-                        scales_ptr = heap_rows(table_ptr, peer, tl.float32, SCALES)
-                        push_scales(x_scales_ptr, tokens, slots, wanted, scales_ptr, H, BLOCK_G)
-                    publish(table_ptr, control, me, peer, step, FLAGS, D, MAX_BLOCKS)
-        elif index < 2 * (W - 1):
-            # In the order in which peers push: this rank is the last of the peer after it, and so on.
-            block = step - LAG
-            if block >= 0:
-                source_rank = (rank + W - 1 - (index - (W - 1))) % W
+            if TO_ROWS:
+                clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
+            else:
+                source_rank = (rank + 1 + task - steps_end) % W
                 source = tl.load(group_ptr + source_rank)
-                alive = await_block(
-                    table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+                alive = await_blocks(
+                    table_ptr,
+                    control,
+                    rank,
+                    source_rank,
+                    source,
+                    0,
+                    num_blocks,
+                    alive,
+                    task,
+                    OPERATION,
+                    FLAGS,
+                    D,
+                    MAX_BLOCKS,
                 )
-                if TO_ROWS:
-                    tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
-                    wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
-                    values_ptr = heap_rows(table_ptr, me, wire, DATA)
-                    scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
-                    copy_to_rows(
-                        values_ptr,
-                        scales_ptr,
-                        tokens,
-                        wanted,
+        elif index == 0:
+            if step < num_blocks:
+                if begun == 0:
+                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, OPERATION, W, D)
+                    begun = 1
+                if alive != 0:
+                    send_block(
+                        x_ptr,
+                        ids_ptr,
                         slot_row_ptr,
-                        tokens * K,
+                        group_ptr,
+                        table_ptr,
                         out_ptr,
-                        H,
+                        rank,
+                        step,
+                        W,
+                        T,
                         K,
+                        H,
+                        L,
+                        DATA,
+                        SCALES,
                         BLOCK_T,
                         BLOCK_H,
                         FP8,
+                        TO_ROWS,
                     )
-        elif step < num_blocks:
-            tokens = step * BLOCK_T + tl.arange(0, BLOCK_T)
-            slots = (rank * T + tokens) * K
-            wanted = wanted_by(ids_ptr, slots, tokens < T, rank * L, L, K)
-            copy_to_rows(x_ptr, x_scales_ptr, tokens, wanted, slot_row_ptr, slots, out_ptr, H, K, BLOCK_T, BLOCK_H, FP8)
+                    publish_to_all(table_ptr, group_ptr, control, me, rank, step, FLAGS, W, D, MAX_BLOCKS)
+        elif step >= LAG:
+            block = step - LAG
+            source_rank = (rank + W - index) % W
+            source = tl.load(group_ptr + source_rank)
+            alive = await_block(
+                table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+            )
+            tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
+            wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
+            values_ptr = heap_rows(table_ptr, me, wire, DATA)
+            scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
+            copy_to_rows(values_ptr, scales_ptr, tokens, wanted, slot_row_ptr, out_ptr, H, K, BLOCK_T, BLOCK_H, FP8)
         task = next_task(control)
     end_launch(control, group_ptr, W)

@@ -20,17 +20,14 @@ ends with any number of resident programs, even one per device.
 import triton
 import triton.language as tl
 
+from .failures import FAILED, STATE_WRONG_MESH, give_up, report
+
 TICKET = tl.constexpr(0)
 EXITED = tl.constexpr(1)
-FAILED = tl.constexpr(2)
 QUEUE = tl.constexpr(8)
 STARTED = tl.constexpr(9)
 DONE = tl.constexpr(16)
 EPOCHS = tl.constexpr(64)
-
-STATE_TIMEOUT = tl.constexpr(1)
-STATE_WRITING = tl.constexpr(3)
-STATE_WRONG_MESH = tl.constexpr(4)
 
 
 @triton.jit
@@ -94,9 +91,31 @@ def await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPER
 
 
 @triton.jit
+def await_peers(
+    table_ptr, group_ptr, control, rank, alive, task, OPERATION: tl.constexpr, W: tl.constexpr, D: tl.constexpr
+):
+    """Waits, for all peers at once, until each has begun this launch; returns whether the launch is still alive."""
+    if W > 1:
+        lanes = tl.arange(0, triton.next_power_of_2(W))
+        # Lanes of no peer stand for the next rank.
+        ranks = tl.where((lanes < W) & (lanes != rank), lanes, (rank + 1) % W)
+        peers = tl.load(group_ptr + ranks)
+        epochs = tl.load(control + EPOCHS + peers) + 1
+        words = EPOCHS + D + (epochs % 2) * D + peers
+        alive = await_words(table_ptr, words, epochs, ranks, control, rank, alive, task, OPERATION, W, D)
+    return alive
+
+
+@triton.jit
+def block_word(device, epoch, block, FLAGS: tl.constexpr, D: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Which of the heap's control words is the flag of `block` of `device`."""
+    return FLAGS // 4 + ((epoch % 2) * D + device) * MAX_BLOCKS + block
+
+
+@triton.jit
 def block_flag(control, device, epoch, block, FLAGS: tl.constexpr, D: tl.constexpr, MAX_BLOCKS: tl.constexpr):
     """Flag of `block` of `device` in the heap that `control` belongs to."""
-    return control + FLAGS // 4 + ((epoch % 2) * D + device) * MAX_BLOCKS + block
+    return control + block_word(device, epoch, block, FLAGS, D, MAX_BLOCKS)
 
 
 @triton.jit
@@ -107,6 +126,29 @@ def publish(table_ptr, control, me, peer, block, FLAGS: tl.constexpr, D: tl.cons
     # A release by one thread covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     tl.atomic_store(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def publish_to_all(
+    table_ptr,
+    group_ptr,
+    control,
+    me,
+    rank,
+    block,
+    FLAGS: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Tells every peer that this device's `block` is complete in its heap."""
+    # A release by one thread covers the others' stores only after a barrier of the program.
+    tl.debug_barrier()
+    for step in range(1, W):
+        peer = tl.load(group_ptr + (rank + step) % W)
+        epoch = tl.load(control + EPOCHS + peer) + 1
+        flag = block_flag(control_words(table_ptr, peer), me, epoch, block, FLAGS, D, MAX_BLOCKS)
+        tl.atomic_store(flag, epoch, sem="release", scope="sys")
 
 
 @triton.jit
@@ -128,6 +170,30 @@ def await_block(
     epoch = tl.load(control + EPOCHS + peer) + 1
     flag = block_flag(control, peer, epoch, block, FLAGS, D, MAX_BLOCKS)
     return await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OPERATION, D)
+
+
+@triton.jit
+def await_block_of_all(
+    table_ptr,
+    group_ptr,
+    control,
+    rank,
+    block,
+    alive,
+    task,
+    OPERATION: tl.constexpr,
+    FLAGS: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Waits, for all ranks at once, until `block` of each is complete in this heap; returns whether it is alive."""
+    lanes = tl.arange(0, triton.next_power_of_2(W))
+    ranks = tl.where(lanes < W, lanes, rank)
+    devices = tl.load(group_ptr + ranks)
+    epochs = tl.load(control + EPOCHS + devices) + 1
+    words = block_word(devices, epochs, block, FLAGS, D, MAX_BLOCKS)
+    return await_words(table_ptr, words, epochs, ranks, control, rank, alive, task, OPERATION, W, D)
 
 
 @triton.jit
@@ -179,35 +245,38 @@ def await_flag(table_ptr, flag, epoch, control, rank, peer_rank, alive, task, OP
 
 
 @triton.jit
-def give_up(
-    table_ptr, flag, epoch, control, rank, peer_rank, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr
+def await_words(
+    table_ptr,
+    words,
+    epochs,
+    ranks,
+    control,
+    rank,
+    alive,
+    task,
+    OPERATION: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """Ends all waiting on this device after that for `flag` has expired."""
-    tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
-    seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
-    report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
+    """Waits for one control word each of `ranks`, all at once.
 
-
-@triton.jit
-def report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr):
-    """Tells the host of a wait that has expired."""
-    detail = (timeout_ns // 1000000).to(tl.int32)
-    report(table_ptr, STATE_TIMEOUT, rank, peer_rank, epoch, seen, task, detail, OPERATION, D)
-
-
-@triton.jit
-def report(table_ptr, state, rank, peer_rank, expected, seen, task, detail, OPERATION: tl.constexpr, D: tl.constexpr):
-    """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
-    status = tl.load(table_ptr + D).to(tl.pointer_type(tl.int32))
-    if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
-        tl.store(status + 1, OPERATION)
-        tl.store(status + 2, rank)
-        tl.store(status + 3, peer_rank)
-        tl.store(status + 4, expected)
-        tl.store(status + 5, seen)
-        tl.store(status + 6, task)
-        tl.store(status + 7, detail)
-        tl.atomic_store(status, state, sem="release", scope="sys")
+    Of those that stay away, the first is reported.
+    """
+    if alive != 0:
+        timeout_ns = tl.load(table_ptr + D + 1)
+        arrived = tl.atomic_poll(control + words, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns).to(
+            tl.int32
+        )
+        if tl.min(arrived, axis=0) == 0:
+            alive = 0
+            late = tl.min(tl.where(arrived == 0, ranks, W), axis=0)
+            chosen = ranks == late
+            epoch = tl.max(tl.where(chosen, epochs, -1), axis=0)
+            word = tl.max(tl.where(chosen, words, -1), axis=0)
+            give_up(table_ptr, control + word, epoch, control, rank, late, task, timeout_ns, OPERATION, D)
+    # What the flags guard is read by all threads, after this barrier.
+    tl.debug_barrier()
+    return alive
 
 
 @triton.jit

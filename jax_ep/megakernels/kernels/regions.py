@@ -20,7 +20,8 @@ count, and need not wait for anybody.
 import triton
 import triton.language as tl
 
-from .protocol import DONE, EXITED, FAILED, TICKET, report_timeout
+from .failures import FAILED, report_timeout
+from .protocol import DONE, EXITED, STARTED, TICKET
 
 REGION_EPOCHS = tl.constexpr(64)  # behind 3 * D other words
 
@@ -107,6 +108,7 @@ def end_region_launch(control, group_ptr, W: tl.constexpr, D: tl.constexpr, LANE
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
+        tl.store(control + STARTED, 0)
         lanes = tl.arange(0, LANES)
         peers = tl.load(group_ptr + lanes, mask=lanes < W, other=0)
         epochs = control + REGION_EPOCHS + 3 * D + peers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -66,14 +67,8 @@ def low_latency_dispatch(
     function = "low_latency_dispatch"
     x = check.tokens(function, x)
     num_ranks = check.ranks(function, num_experts, axis_name)
-    max_tokens = check.positive(function, "max_tokens_per_rank", max_tokens_per_rank)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
-    if actual > max_tokens:
-        raise ValueError(
-            f"{function}: x has {actual} tokens but max_tokens_per_rank={max_tokens}; raise max_tokens_per_rank"
-            " or split"
-            " the batch."
-        )
+    max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
     topk_idx = check.expert_ids(function, topk_idx, actual, num_experts)
     if isinstance(x, tuple):
         remedy = "pass the group_size that x was quantised with"
@@ -81,7 +76,7 @@ def low_latency_dispatch(
         dtype = x[0].dtype
     else:
         dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
-    num_tokens = _checked_count(function, num_tokens)
+    num_tokens = checked_count(function, num_tokens)
     capacity = num_experts // num_ranks * num_ranks * max_tokens
     layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity)
     name = backends.choose(implementation, backends.Request(function, dtype, hidden, "low_latency", layout))
@@ -91,7 +86,18 @@ def low_latency_dispatch(
     return LowLatencyDispatched(*vjp.low_latency_dispatch(route, x, topk_idx, num_tokens))
 
 
-def _checked_count(function: str, num_tokens: Array | int | None) -> Array | None:
+def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int) -> int:
+    """A maximum that the tokens at hand do not exceed."""
+    max_tokens = check.positive(function, "max_tokens_per_rank", max_tokens_per_rank)
+    if num_tokens > max_tokens:
+        raise ValueError(
+            f"{function}: x has {num_tokens} tokens but max_tokens_per_rank={max_tokens}; raise max_tokens_per_rank"
+            " or split the batch."
+        )
+    return max_tokens
+
+
+def checked_count(function: str, num_tokens: Array | int | None) -> Array | None:
     """`num_tokens` as an integer scalar."""
     if num_tokens is None:
         return None
@@ -142,22 +148,7 @@ def low_latency_combine(
     function = "low_latency_combine"
     y = check.floating(function, "y", check.array(function, "y", y, 3, "[L, W * M, H]"))
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
-    block = layout.num_ranks * layout.num_tokens
-    if y.shape[:2] != (layout.num_local_experts, block):
-        raise ValueError(
-            f"{function}: y has shape {y.shape}, expected [{layout.num_local_experts}, {block}, H]; pass the"
-            " outputs in the"
-            " layout of the dispatch."
-        )
-    topk_idx = check.expert_ids(function, topk_idx, None, layout.num_experts)
-    check.size(function, "top_k of the handle", layout.top_k, topk_idx.shape[1], "pass the topk_idx of the dispatch")
-    if topk_idx.shape[0] > layout.num_tokens:
-        raise ValueError(
-            f"{function}: topk_idx has {topk_idx.shape[0]} tokens, expected at most the {layout.num_tokens} of"
-            " the handle;"
-            " pass the topk_idx of the dispatch."
-        )
-    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, y)
+    topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     wire_dtype = check.wire(function, wire_dtype, y)
     request = backends.Request(
         function,
@@ -171,3 +162,23 @@ def low_latency_combine(
     axis = axis_tuple(axis_name)
     route = vjp.LowLatencyRoute(backends.choose(implementation, request), axis, layout, wire_dtype=wire_dtype)
     return vjp.low_latency_combine(route, *vary_alike((y, topk_weights, handle), over=axis))
+
+
+def check_combine(
+    function: str, name: str, y: Array | jax.ShapeDtypeStruct, topk_idx: Array, topk_weights: Array, layout: Layout
+) -> tuple[Array, Array]:
+    """Checked ids and weights for a combine of rows `[L, W * M, ...]`, of which the caller knows `y` as `name`."""
+    block = layout.num_ranks * layout.num_tokens
+    if y.shape[:2] != (layout.num_local_experts, block):
+        raise ValueError(
+            f"{function}: {name} has shape {y.shape}, expected [{layout.num_local_experts}, {block}, H]; pass rows in"
+            " the layout of the dispatch."
+        )
+    topk_idx = check.expert_ids(function, topk_idx, None, layout.num_experts)
+    check.size(function, "top_k of the handle", layout.top_k, topk_idx.shape[1], "pass the topk_idx of the dispatch")
+    if topk_idx.shape[0] > layout.num_tokens:
+        raise ValueError(
+            f"{function}: topk_idx has {topk_idx.shape[0]} tokens, expected at most the {layout.num_tokens} of"
+            " the handle; pass the topk_idx of the dispatch."
+        )
+    return topk_idx, check.router_weights(function, topk_weights, topk_idx.shape, y)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from oracle import round_up
+from oracle import activate, round_up
 
 # ---- single-device sorting ----------------------------------------------------------------------------------------
 
@@ -122,3 +122,26 @@ def low_latency_combine_gradients(
             dy[row] += float(topk_weights[source, token, k]) * d_out[source, token]
             d_weights[source, token, k] = y[row].astype(np.float64) @ d_out[source, token]
     return dy, d_weights
+
+
+# ---- the experts between dispatch and combine ---------------------------------------------------------------------
+
+
+def dequantize_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """[..., N, K] FP8 with one scale per block of 128 by 128, the last rows' block cut, to float64."""
+    out = values.astype(np.float64)
+    for i, j in np.ndindex(scales.shape[-2:]):
+        block = (..., slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+        out[block] *= scales[..., i, j].astype(np.float64)[..., None, None]
+    return out
+
+
+def masked_grouped_gemm(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """[L, M, K] times the transposed [L, N, K], float64 [L, M, N]; all rows."""
+    return np.einsum("lmk,lnk->lmn", lhs.astype(np.float64), rhs.astype(np.float64))
+
+
+def gated_activation(hidden: np.ndarray, activation: str) -> np.ndarray:
+    """[..., 2I] to [..., I] in float64."""
+    gate, up = np.split(hidden.astype(np.float64), 2, axis=-1)
+    return activate(activation, gate)[0] * up

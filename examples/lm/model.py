@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ep.flax import MoE, MoEMetrics
+from jax_ep.serving import ServingWeights
 from lm.data import NUM_BYTES
 
 Array = jax.Array
@@ -134,12 +135,17 @@ class Block(nnx.Module):
         )
 
     def __call__(
-        self, x: Array, positions: Array, cache: Cache | None, key: Array | None
+        self,
+        x: Array,
+        positions: Array,
+        cache: Cache | None,
+        key: Array | None,
+        serving: ServingWeights | None = None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
         keys = (None, None) if key is None else jax.random.split(key)
         mixed, cache = self.attention(self.attention_norm(x), positions, cache)
         x = x + self._drop(mixed, keys[0])
-        y, metrics = self.moe(self.moe_norm(x))
+        y, metrics = self.moe(self.moe_norm(x), serving)
         return x + self._drop(y, keys[1]), cache, metrics
 
     def _drop(self, x: Array, key: Array | None) -> Array:
@@ -169,7 +175,13 @@ class LanguageModel(nnx.Module):
         self.head = _linear(config.hidden, NUM_BYTES, config, rngs, kernel_init=nnx.initializers.normal(0.02))
 
     def __call__(
-        self, tokens: Array, *, positions: Array | None = None, cache: Cache | None = None, key: Array | None = None
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        cache: Cache | None = None,
+        key: Array | None = None,
+        serving: ServingWeights | None = None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
         """Logits `[B, S, 256]` float32, the filled cache, and the metrics with one row per layer.
 
@@ -178,22 +190,25 @@ class LanguageModel(nnx.Module):
           positions: `[B, S]` of the tokens in their texts; None counts from 0.
           cache: keys and values of earlier positions, or None to attend to `tokens` alone.
           key: random key for dropout; None drops nothing.
+          serving: matrices of all layers' experts for the low-latency path; see `jax_ep.flax.MoE`.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         keys = None if key is None else jax.random.split(key, self.config.layers)
 
-        def layer(x: Array, block: Block, cache: Cache | None, key: Array | None) -> tuple[Array, Any]:
-            x, cache, metrics = block(x, positions, cache, key)
+        def layer(
+            x: Array, block: Block, cache: Cache | None, key: Array | None, serving: ServingWeights | None
+        ) -> tuple[Array, Any]:
+            x, cache, metrics = block(x, positions, cache, key, serving)
             return x, (cache, metrics)
 
         layers = nnx.scan(
             _remat(layer, self.config.remat),
-            in_axes=(nnx.Carry, 0, 0, 0),
+            in_axes=(nnx.Carry, 0, 0, 0, 0),
             out_axes=(nnx.Carry, 0),
             transform_metadata={nnx.PARTITION_NAME: None},
         )
-        x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys)
+        x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys, serving)
         return self.head(self.norm(x)).astype(jnp.float32), cache, metrics
 
 

@@ -64,7 +64,7 @@ def low_latency_dispatch(
     wire_dtype = jnp.dtype(FP8 if made else values.dtype)
     config, blocks = tuning.dispatch(layout, actual, hidden, values.dtype, wire_dtype, num_scales)
     blocks["SEND_H"] = max(blocks["SEND_H"], made)
-    places, region_bytes = _places(
+    places, region_bytes = low_latency_places(
         IDS_AT=actual * layout.top_k * 4,
         VALUES_AT=actual * hidden * wire_dtype.itemsize,
         SCALES_AT=actual * num_scales * 4,
@@ -106,7 +106,7 @@ def low_latency_combine(
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     config, blocks = tuning.combine(layout, actual, hidden, y.dtype)
     num_rows = actual * (1 if blocks["SUMS"] else layout.top_k)
-    places, region_bytes = _places(
+    places, region_bytes = low_latency_places(
         WEIGHTS_AT=topk_weights.nbytes,
         VALUES_AT=num_rows * hidden * jnp.dtype(wire_dtype or y.dtype).itemsize,
         SCALES_AT=num_rows * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0,
@@ -137,7 +137,7 @@ def _sizes(layout: Layout, actual: int, hidden: int) -> dict[str, int]:
     return {**sizes, "H": hidden, "L": layout.num_local_experts}
 
 
-def _places(**num_bytes: int) -> tuple[dict[str, int], int]:
+def low_latency_places(**num_bytes: int) -> tuple[dict[str, int], int]:
     """Offsets of the parts of a region, which follow its flags in this order, and the size of the region."""
     places, end = {}, _FLAG_BYTES
     for name, size in num_bytes.items():

@@ -1,0 +1,285 @@
+"""The experts of decode-sized batches on one GPU: masked grouped GEMMs in FP8 and bfloat16, and the activation.
+
+    python benchmarks/decode_experts.py [--tokens 1 8 32 128] [--sweep] [--only fp8]
+
+Rows are those that one of `--ranks` ranks gets with uniform routing. Writes results/decode_experts.json. Times are
+differences of two chains of calls in one program; the sizes of a call depend on the result of the one before, by one
+small launch each, which is part of the times and takes a microsecond or two.
+
+What bounds the products is reading the matrices of the experts that have rows. So beside the time there is the rate at
+which these bytes were read, and the rate at which XLA reads the same matrices to add them up. `--sweep` tries tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import Report
+from jax import Array, lax
+
+import jax_ep
+from jax_ep.megakernels import masked
+from jax_ep.megakernels.masked_tuning import MaskedTiles, masked_tiles
+from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+
+LENGTHS, QUICK_LENGTHS = (4, 24), (1, 2)
+TOKENS = [1, 8, 32, 128, 256]
+
+
+class Model(NamedTuple):
+    """Sizes of an expert layer."""
+
+    experts: int = 256
+    top_k: int = 8
+    hidden: int = 7168
+    inner: int = 2048
+
+
+class Matrices(NamedTuple):
+    """Both matrices of the local experts, `[L, N, K]`, with scales in FP8."""
+
+    gate_up: tuple[Array, Array | None]
+    down: tuple[Array, Array | None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of the local experts, with scales in FP8: what the products and the activation take.
+
+    Attributes:
+      values, scales: `[L, M, H]`.
+      hidden: `[L, M, 2I]`, stands for the result of the first product.
+      inner, inner_scales: `[L, M, I]`, what the activation makes of it.
+      sizes: `[L]`, how many count.
+      expected: how many an expert has on average.
+    """
+
+    values: Array
+    scales: Array | None
+    hidden: Array
+    inner: Array
+    inner_scales: Array | None
+    sizes: Array
+    expected: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def fp8(self) -> bool:
+        return self.scales is not None
+
+
+def make_matrices(model: Model, num_local: int, fp8: bool) -> Matrices:
+    """Random matrices, made on the device."""
+
+    @jax.jit
+    def make(key: Array) -> Matrices:
+        shapes = (num_local, model.hidden, 2 * model.inner), (num_local, model.inner, model.hidden)
+        made = []
+        for part, shape in zip(jax.random.split(key), shapes, strict=True):
+            w = jax.random.normal(part, shape, jnp.bfloat16) * shape[1] ** -0.5
+            made.append(quantize_fp8_weights(w) if fp8 else (jnp.swapaxes(w, 1, 2), None))
+        return Matrices(*made)
+
+    return make(jax.random.key(0))
+
+
+def make_rows(model: Model, num_ranks: int, tokens: int, fp8: bool) -> Rows:
+    """Rows of one rank after a dispatch of uniformly routed tokens."""
+    rng = np.random.default_rng(tokens)
+    num_tokens, num_local = num_ranks * tokens, model.experts // num_ranks
+    chosen = np.argsort(rng.random((num_tokens, model.experts)), axis=1)[:, : model.top_k]
+    sizes = np.bincount(chosen.ravel(), minlength=model.experts)[:num_local]
+    arrays = []
+    for i, columns in enumerate((model.hidden, model.inner)):
+        x = jax.random.normal(jax.random.key(i), (num_local, num_tokens, columns), jnp.bfloat16)
+        arrays += [*(jax.jit(quantize_fp8)(x) if fp8 else (x, None))]
+    hidden = jax.random.normal(jax.random.key(2), (num_local, num_tokens, 2 * model.inner), jnp.bfloat16)
+    expected = max(1, round(num_tokens * model.top_k / model.experts))
+    return Rows(*arrays[:2], hidden, *arrays[2:], jnp.asarray(sizes, jnp.int32), expected)
+
+
+Step = Callable[[Rows, Matrices], Array]  # anything that depends on all of the work
+
+
+def product(values: Array, scales: Array | None, matrix: Any, rows: Rows, name: str | None) -> Array:
+    """One masked product."""
+    options = {"lhs_scales": scales, "rhs_scales": matrix[1], "expected_rows": rows.expected, "implementation": name}
+    return jax_ep.masked_grouped_gemm(values, matrix[0], rows.sizes, **options)
+
+
+def activation(hidden: Array, rows: Rows, name: str | None) -> tuple[Array, Array | None]:
+    """The step between the products."""
+    return jax_ep.masked_gated_activation(hidden, rows.sizes, quantize=rows.fp8, implementation=name)
+
+
+def experts(name: str | None, rows: Rows, matrices: Matrices) -> Array:
+    """Both products with the activation between them."""
+    hidden = product(rows.values, rows.scales, matrices.gate_up, rows, name)
+    return product(*activation(hidden, rows, name), matrices.down, rows, name)
+
+
+def steps(name: str | None) -> dict[str, Step]:
+    """The parts and the whole."""
+    return {
+        "gate_up": lambda rows, w: product(rows.values, rows.scales, w.gate_up, rows, name),
+        "activation": lambda rows, w: activation(rows.hidden, rows, name)[0],
+        "down": lambda rows, w: product(rows.inner, rows.inner_scales, w.down, rows, name),
+        "experts": partial(experts, name),
+    }
+
+
+def read(rows: Rows, matrices: Matrices) -> Array:
+    """What XLA needs to read the first matrices."""
+    values = matrices.gate_up[0]
+    words = lax.bitcast_convert_type(values.reshape(-1, 4 // values.dtype.itemsize), jnp.int32)
+    return jnp.sum(words ^ rows.sizes[0])
+
+
+def chain(step: Step, rows: Rows, matrices: Matrices, n: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of n steps, and its arguments."""
+
+    def body(rows: Rows, matrices: Matrices) -> Array:
+        for _ in range(n):
+            rows = dataclasses.replace(rows, sizes=after(rows.sizes, step(rows, matrices)))
+        return rows.sizes
+
+    return body, (rows, matrices)
+
+
+def after(sizes: Array, out: Array) -> Array:
+    """The same sizes, but known only once `out` is."""
+    first = lax.optimization_barrier(out).reshape(-1)[0].astype(jnp.float32)
+    return lax.optimization_barrier(sizes + (first == 12345.678).astype(jnp.int32))  # never true
+
+
+def check(rows: Rows, matrices: Matrices, name: str | None) -> float:
+    """Largest error of the first rows of every expert, relative to their root mean square, against float32."""
+    count = min(4, rows.values.shape[1])
+    got = jax.jit(partial(experts, name))(rows, matrices)[:, :count].astype(jnp.float32)
+    few = jax.tree.map(lambda x: x[:, :count] if x.ndim == 3 else jnp.minimum(x, count), rows)
+    want = jax.jit(partial(experts, "xla"))(few, matrices).astype(jnp.float32)
+    real = (jnp.arange(count)[None, :] < rows.sizes[:, None])[:, :, None]
+    error = float(jnp.max(jnp.where(real, jnp.abs(got - want), 0)))
+    error /= float(jnp.sqrt(jnp.sum(jnp.where(real, want**2, 0)) / jnp.maximum(1, jnp.sum(real) * want.shape[2])))
+    if not error < 0.3:
+        raise RuntimeError(f"the experts are wrong by {error} of the root mean square")
+    return error
+
+
+def sweep(rows: Rows) -> dict[str, MaskedTiles]:
+    """Tiles to compare, by name."""
+    itemsize = rows.values.dtype.itemsize
+    chosen = masked_tiles(rows.values.shape[1], rows.expected, itemsize, 2)
+    found = {"as chosen": chosen}
+    for block_m, block_n, programs in itertools.product((16, 32, 64, 128), (64, 128), (1, 2, 3)):
+        for stages in (3, 4, 6, 8, 10):
+            num_bytes = programs * ((block_m + block_n) * 128 * stages + 2 * block_m * block_n)
+            warps = 8 if block_m == 128 else 4
+            registers = programs * warps * 32 * (2 * block_m * block_n // (32 * warps) + 60)
+            if 100 << 10 <= num_bytes <= 226 << 10 and registers <= 65536:
+                tiles = MaskedTiles(block_m, block_n, 128 // itemsize, warps, stages, programs)
+                found[f"{block_m}x{block_n}, {stages} stages, {programs} per SM"] = tiles
+    return {name: tiles for name, tiles in found.items() if tiles.block_m <= 2 * chosen.block_m}
+
+
+def tiled(tiles: MaskedTiles) -> Step:
+    """The first product with these tiles."""
+    call = partial(masked.masked_grouped_gemm, out_dtype=jnp.bfloat16, expected_rows=None, tiles=tiles)
+    return lambda rows, w: call(rows.values, w.gate_up[0], rows.sizes, rows.scales, w.gate_up[1])
+
+
+def variants(args: argparse.Namespace, rows: Rows, name: str | None) -> dict[str, Step]:
+    """What is timed of one dtype."""
+    if args.sweep:
+        found = {f"gate_up, {label}": tiled(tiles) for label, tiles in sweep(rows).items()}
+    else:
+        found = steps(name)
+        found["read all of gate_up"] = read
+    return {label: step for label, step in found.items() if not args.only or any(part in label for part in args.only)}
+
+
+def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
+    """Bytes of the matrices that a variant must read."""
+    used, num_local = int(jnp.sum(rows.sizes > 0)), rows.sizes.shape[0]
+    both = {"gate_up": matrices.gate_up[0].nbytes, "down": matrices.down[0].nbytes}
+    parts = {"experts": sum(both.values()), "activation": 0, **both}
+    if "all" in variant:
+        return both["gate_up"]
+    return parts[variant.split(",")[0]] * used // num_local
+
+
+def measure(report: Report, args: argparse.Namespace, model: Model, fp8: bool, tokens: list[int]) -> None:
+    """Times of one dtype for all numbers of tokens."""
+    name = None if jax.default_backend() == "gpu" else "xla"
+    matrices = make_matrices(model, model.experts // args.ranks, fp8)
+    for count in tokens:
+        rows = make_rows(model, args.ranks, count, fp8)
+        error = check(rows, matrices, name)
+        todo = variants(args, rows, name)
+        factories = {label: partial(chain, step, rows, matrices) for label, step in todo.items()}
+        failures: dict[str, str] = {}
+        times = harness.measure_chained(
+            factories,
+            args.rounds,
+            lengths=QUICK_LENGTHS if args.quick else LENGTHS,
+            title=f"{count} tokens",
+            workers=8,
+            failures=failures,
+        )
+        shape = {"tokens_per_rank": count, "ranks": args.ranks, **model._asdict(), "dtype": "fp8" if fp8 else "bf16"}
+        shape |= {"rows": int(jnp.sum(rows.sizes)), "experts_used": int(jnp.sum(rows.sizes > 0))}
+        tiles = dataclasses.asdict(masked_tiles(rows.values.shape[1], rows.expected, rows.values.dtype.itemsize, 2))
+        table = []
+        for label in [label for label, timing in times.items() if timing.median <= 0 and not args.quick]:
+            failures[label] = "takes less than what these chains resolve"
+            del times[label]
+        for label, timing in sorted(times.items(), key=lambda item: item[1].median):
+            num_bytes = read_bytes(label, rows, matrices)
+            rate = num_bytes / timing.median
+            report.add(label, shape, timing, matrix_bytes=num_bytes, bytes_per_s=rate, error=error, tiles=tiles)
+            s = timing.summary()
+            cells = [label, f"{1e6 * s['median']:.1f}", f"{1e6 * s['q1']:.1f} to {1e6 * s['q3']:.1f}"]
+            table.append([*cells, f"{rate / 1e12:.2f}" if num_bytes else ""])
+        for label, reason in failures.items():
+            report.failed(label, shape, reason.splitlines()[0][:200])
+        title = f"{shape['dtype']}, {count} tokens/rank of {args.ranks}: {shape['rows']} rows, error {error:.2g}"
+        harness.show_table(title, ["variant", "us", "quartiles", "TB/s of matrices"], table)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=8)
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {TOKENS})")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks over which the experts are spread")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"])
+    parser.add_argument("--sweep", action="store_true", help="the first product with many tiles")
+    parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
+    return parser
+
+
+def main() -> None:
+    """Measures all cases and writes the report."""
+    args = harness.parse(options())
+    if not (args.quick or jax.default_backend() == "gpu"):
+        print("decode_experts: needs a GPU; nothing measured")
+        return
+    model = Model(8, 2, 256, 128) if args.quick else Model()
+    tokens = args.tokens or ([2] if args.quick else TOKENS)
+    settings = {"rounds": args.rounds, "quick": args.quick, "tokens": tokens, "lengths": LENGTHS, **model._asdict()}
+    report = Report("decode_experts_sweep" if args.sweep else "decode_experts", args.out, settings)
+    for dtype in args.dtypes:
+        measure(report, args, model, dtype == "fp8", tokens)
+    print(report.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Masked grouped GEMM and low-latency combine in one launch: rows go to the ranks of their tokens as they are computed.
+
+A tile's epilogue stores each row in the region of its source (regions.py), at the slot of the (token, k) that asked for
+it; of a token that names an expert twice, at the first. When all programs have stored their tiles, the last one tells
+all ranks with one flag, which is also how they hear from each other. Then each rank adds the rows of its tokens, times
+their weights, in float32 and in order of k.
+
+Shares of tiles are fixed, so that the loads of a tile begin before the one before it is stored. Sums wait for other
+ranks, so only programs that see all programs of this launch begun take any; the last to begin always does. Thus no
+program that has yet to begin can be what another rank waits for, and one resident program suffices.
+"""
+
+import triton
+import triton.language as tl
+
+from .masked_gemm import multiply_masked
+from .masked_tiles import find_masked_tile, number_masked_tasks
+from .protocol import DONE, STARTED, next_task, open_launch
+from .regions import await_flags, end_region_launch, open_regions, part_of, pick, pick_each, publish_to
+from .tiles import num_turns, task_of_turn
+
+
+@triton.jit
+def slot_addresses(
+    expert,
+    row,
+    size,
+    outgoing,
+    token_ptr,
+    start_ptr,
+    slot_row_ptr,
+    dtype: tl.constexpr,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    BM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Addresses `[BM]` of rows of an expert in the regions of their sources, 0 from row `size` on."""
+    rows = row + tl.arange(0, BM)
+    index = expert.to(tl.int64) * (W * M) + rows
+    token = tl.load(token_ptr + index, mask=rows < size, other=-1)
+    # Starts never decrease: the source is the last rank that starts at or before the row.
+    source = tl.zeros((BM,), tl.int32)
+    for rank in tl.static_range(1, W):
+        source += (tl.load(start_ptr + expert * W + rank) <= rows).to(tl.int32)
+    choices = tl.arange(0, BLOCK_K)[None, :]
+    slots = ((source * M + tl.maximum(token, 0)) * K)[:, None] + choices
+    named = tl.load(slot_row_ptr + slots, mask=(token >= 0)[:, None] & (choices < K), other=-1)
+    k = tl.min(tl.where(named == index[:, None], choices, K), axis=1)
+    offset = (token * K + k).to(tl.int64) * (H * dtype.primitive_bitwidth // 8)
+    return tl.where((token >= 0) & (k < K), pick_each(outgoing, source) + VALUES_AT + offset, 0)
+
+
+@triton.jit
+def add_received(
+    out_ptr,
+    own_ids_ptr,
+    weights_ptr,
+    token,
+    h,
+    incoming,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Adds columns `[h, h + BLOCK_H)` of the rows of a token, each times its weight, in order of k."""
+    columns, choices = h + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_K)
+    ids = tl.load(own_ids_ptr + token * K + choices, mask=choices < K, other=-1)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for k in tl.static_range(K):
+        expert = tl.load(own_ids_ptr + token * K + k)
+        wanted = (expert >= 0) & (expert < W * L)
+        first = tl.min(tl.where(ids == expert, choices, k), axis=0)
+        region = pick(incoming, tl.where(wanted, expert // L, 0))
+        source = part_of(region, VALUES_AT, out_ptr.dtype.element_ty) + (token * K + first).to(tl.int64) * H + columns
+        row = tl.load(tl.multiple_of(source, 16), mask=wanted & (columns < H), other=0.0)
+        # The weight of a slot without an expert may be anything.
+        total += row.to(tl.float32) * tl.where(wanted, tl.load(weights_ptr + token * K + k).to(tl.float32), 0.0)
+    target = tl.multiple_of(out_ptr + token.to(tl.int64) * H + columns, 16)
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def low_latency_gemm_combine(
+    lhs,
+    rhs,
+    lhs_scales_ptr,
+    rhs_scales_ptr,
+    sizes_ptr,
+    token_ptr,
+    start_ptr,
+    slot_row_ptr,
+    own_ids_ptr,
+    weights_ptr,
+    group_ptr,
+    table_ptr,
+    checked_ptr,
+    out_ptr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VALUES_AT: tl.constexpr,
+    LANES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    FP8: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """`lhs [L, W * M, DEPTH]` and matrices `[L, H, DEPTH]` to `out [T, H]`; scales as those of `masked_grouped_gemm`.
+
+    Of the handle: `token [L, W * M]`, `start [L, W]`, `slot_row [W, M, K]`, `own_ids [M, K]`.
+    """
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu")
+    epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    rows: tl.constexpr = W * M
+    group_ends = number_masked_tasks(sizes_ptr, rows, L, GROUPS, BM, (H + BN - 1) // BN)
+    # After a failure nobody may be there to receive: no more stores, whatever the sums then are.
+    for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)) * alive, flatten=True):
+        expert, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, rows, BM)
+        column = column_tile * BN
+        total = multiply_masked(
+            lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, rows, H, DEPTH, BM, BN, BK, SWAP, FP8
+        )
+        if SWAP:
+            total = tl.trans(total)
+        addresses = slot_addresses(
+            expert, row, size, outgoing, token_ptr, start_ptr, slot_row_ptr, dtype, W, M, K, H, VALUES_AT, BM, BLOCK_K
+        )
+        columns = (column + tl.arange(0, BN))[None, :]
+        target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
+        tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
+    # Stores of all threads come before the count, and those of all programs before the last one's word.
+    tl.debug_barrier()
+    if tl.atomic_add(control + DONE, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
+        if alive != 0:
+            publish_to(outgoing, epochs, (tl.full((), 1, tl.int64) << W) - 1, 0, W)
+    if tl.atomic_add(control + STARTED, 0, sem="relaxed", scope="gpu") == tl.num_programs(0):
+        blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+        lanes = tl.arange(0, LANES)
+        begun = tl.zeros((LANES,), tl.int32)
+        task = next_task(control)
+        if task < T * blocks:
+            ranks = tl.where(lanes < W, lanes, 0)
+            alive = await_flags(table_ptr, control, incoming, begun, epochs, ranks, rank, alive, task, OPERATION, D)
+        while task < T * blocks:
+            token, h = task // blocks, task % blocks * BLOCK_H
+            add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, W, K, H, L, VALUES_AT, BLOCK_H, BLOCK_K)
+            task = next_task(control)
+    end_region_launch(control, group_ptr, W, D, LANES)

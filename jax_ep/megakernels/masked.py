@@ -1,0 +1,172 @@
+"""Launches of the serving path between dispatch and combine: masked grouped GEMM, and gated activation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
+
+from jax_ep.dtypes import FP8
+from jax_ep.kernel import Config, Descriptor, Kernel
+from jax_ep.layout import power_of_two
+from jax_ep.megakernels import masked_tuning
+from jax_ep.megakernels.gemm_tuning import has_tma
+from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.megakernels.masked_tuning import MaskedTiles
+from jax_ep.mesh_axes import vary_alike
+from jax_ep.quantization import GROUP_SIZE
+from jax_ep.types import Array
+
+_GEMM = Kernel("masked_gemm", "masked_grouped_gemm")
+_ACTIVATION = Kernel("masked_activation", "masked_gated_activation")
+
+
+def refusal(request: Any) -> str | None:
+    """Why these kernels cannot serve a request, whose `hidden` is the length of a row, or None."""
+    capability = 9.0 if request.platform == "cpu" else float(jax.local_devices()[0].compute_capability)
+    if request.operation == "masked_activation":
+        if request.dtype == jnp.float64:
+            return "it has no kernel of the activation for float64"
+        if request.wire_dtype == FP8 and capability < 8.9:
+            return f"FP8 needs a GPU of compute capability 8.9, this one has {capability}"
+        return None
+    if request.dtype not in (FP8, jnp.bfloat16, jnp.float16):
+        return f"it has no masked grouped GEMM for {request.dtype}"
+    if request.hidden * request.dtype.itemsize % 16:
+        return f"rows of {request.hidden} {request.dtype} are no whole 16-byte words"
+    if not has_tma():
+        return f"its masked grouped GEMM needs compute capability 9.0 or 10.x, this one has {capability}"
+    return None
+
+
+def masked_grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    *,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+    tiles: MaskedTiles | None = None,
+) -> Array:
+    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes; see masked_reference.py.
+
+    Args:
+      lhs: `[G, M, K]`.
+      rhs: `[G, N, K]`.
+      group_sizes: `[G]` int32.
+      lhs_scales: `[G, M, K / 128]` of FP8 operands, else None.
+      rhs_scales: `[G, ceil(N / 128), K / 128]` of FP8 operands, else None.
+      out_dtype: dtype of the result.
+      expected_rows: rows that a group is expected to have.
+      tiles: of the kernel; None: those for the shape.
+
+    Returns:
+      `[G, M, N]`; rows past the sizes hold anything.
+    """
+    if 0 in (*lhs.shape, *rhs.shape):
+        return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[1]))
+    tiles = tiles or masked_tuning.masked_tiles(
+        lhs.shape[1], expected_rows, lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize
+    )
+    make_ready("masked_grouped_gemm")
+    return _gemm(lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.dtype(out_dtype), tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))  # one compilation for eager callers
+def _gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    out_dtype: jnp.dtype,
+    tiles: MaskedTiles,
+) -> Array:
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    run = functools.partial(_launch_gemm, out_dtype=out_dtype, tiles=tiles)
+    return sequential_vmap(run)(*operands)
+
+
+def _launch_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    *,
+    out_dtype: jnp.dtype,
+    tiles: MaskedTiles,
+) -> Array:
+    (groups, rows, depth), columns = lhs.shape, rhs.shape[1]
+    constants = {
+        **_sizes(groups, rows),
+        "N": columns,
+        "K": depth,
+        "BM": tiles.block_m,
+        "BN": tiles.block_n,
+        "BK": tiles.block_k,
+        "SWAP": tiles.swap,
+        "FP8": lhs_scales is not None,
+    }
+    operands = (
+        Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
+        Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
+        group_sizes if lhs_scales is None else lhs_scales,
+        group_sizes if rhs_scales is None else rhs_scales,
+        group_sizes,
+    )
+    most_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
+    config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+    result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    return launch(_GEMM, operands, (result,), config, constants)[0]
+
+
+def masked_gated_activation(
+    hidden: Array, group_sizes: Array, *, activation: str, quantize: bool
+) -> tuple[Array, Array | None]:
+    """`[G, M, 2I]` to `[G, M, I]` rows and, with `quantize`, their scales `[G, M, I / 128]`."""
+    if 0 in hidden.shape:
+        shape = (*hidden.shape[:2], hidden.shape[2] // 2)
+        scales = jnp.zeros_like(hidden, dtype=jnp.float32, shape=(*shape[:2], shape[2] // GROUP_SIZE))
+        return jnp.zeros_like(hidden, dtype=FP8 if quantize else None, shape=shape), scales if quantize else None
+    make_ready("masked_gated_activation")
+    rows, scales = _activate(hidden, group_sizes, activation, quantize)
+    return rows, scales if quantize else None
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _activate(hidden: Array, group_sizes: Array, activation: str, quantize: bool) -> tuple[Array, Array]:
+    run = functools.partial(_launch_activation, activation=activation, quantize=quantize)
+    return sequential_vmap(run)(*vary_alike((hidden, group_sizes)))
+
+
+def _launch_activation(hidden: Array, group_sizes: Array, *, activation: str, quantize: bool) -> tuple[Array, Array]:
+    groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // 2
+    block_m, block_c = masked_tuning.activation_tile(inner, quantize)
+    constants = {
+        **_sizes(groups, rows),
+        "INNER": inner,
+        "BM": block_m,
+        "BC": block_c,
+        "ACTIVATION": activation,
+        "QUANTIZE": quantize,
+    }
+    num_tasks = groups * -(-rows // block_m) * -(-inner // block_c)
+    config = Config(num_programs(num_tasks, masked_tuning.ACTIVATION_PROGRAMS), num_warps=4)
+    results = (
+        jax.ShapeDtypeStruct((groups, rows, inner), FP8 if quantize else hidden.dtype),
+        jax.ShapeDtypeStruct((groups, rows, inner // GROUP_SIZE) if quantize else (1,), jnp.float32),
+    )
+    values, scales = launch(_ACTIVATION, (hidden, group_sizes), results, config, constants)
+    return values, scales
+
+
+def _sizes(groups: int, rows: int) -> dict[str, int]:
+    return {"M": rows, "G": groups, "GROUPS": max(16, power_of_two(groups))}

@@ -1,0 +1,160 @@
+"""low_latency_gemm_combine: the product and the combine after it, as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_serving
+import pytest
+from cases import BF16, F32, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, integers, probabilities, reals
+from harness import compiled, run
+from jax.sharding import Mesh
+
+import jax_ep
+
+SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
+MAX_TOKENS = 7
+
+
+def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: Any):
+    """Rows are given; the dispatch only makes the handle."""
+
+    def fn(x, ids, weights, lhs, rhs, num_tokens=None, **scales):
+        d = jax_ep.low_latency_dispatch(
+            x,
+            ids,
+            num_experts=shape.num_experts,
+            max_tokens_per_rank=MAX_TOKENS,
+            quantize=False,
+            num_tokens=num_tokens,
+            implementation=implementation,
+        )
+        arguments = (lhs, rhs, d.group_sizes, ids, weights, d.handle)
+        return jax_ep.low_latency_gemm_combine(*arguments, implementation=implementation, **options, **scales)
+
+    return fn
+
+
+class Problem:
+    """Exact products in any order; rows past the counts are poisoned."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        routing: str,
+        num_ranks: int,
+        shape: Shape = SHAPE,
+        num_tokens: np.ndarray | None = None,
+    ) -> None:
+        self.ids = ROUTINGS[routing](rng, num_ranks, shape)
+        self.weights = integers(rng, *self.ids.shape)
+        self.x = reals(rng, num_ranks, shape.num_tokens, 8, dtype=BF16)
+        self.lay = oracle_serving.low_latency_layout(self.ids, shape.num_experts, MAX_TOKENS, num_tokens)
+        self.real = (self.lay.token >= 0)[..., None]
+        self.lhs = integers(rng, *self.lay.token.shape, shape.intermediate, dtype=BF16)
+        local = shape.num_experts // num_ranks
+        self.rhs = integers(rng, num_ranks, local, shape.hidden, shape.intermediate, dtype=BF16)
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        lhs = np.where(self.real, self.lhs, np.array(np.nan, BF16))
+        return self.x, self.ids, self.weights, lhs, self.rhs
+
+    def want(self) -> np.ndarray:
+        y = np.stack([oracle_serving.masked_grouped_gemm(*rank) for rank in zip(self.lhs, self.rhs, strict=True)])
+        return oracle_serving.low_latency_combine(y, self.ids, self.weights, self.lay)
+
+
+def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    call = compiled(product_and_combine(implementation, preferred_element_type=jnp.float32), every_mesh)
+    few = every_mesh.size > 2 and implementation == "triton" and jax.default_backend() == "cpu"
+    for routing in FEW_ROUTINGS if few else ROUTINGS:
+        with subtests.test(routing):
+            problem = Problem(rng, routing, every_mesh.size)
+            got = call(*problem.args)
+            assert got.dtype == F32
+            np.testing.assert_array_equal(got, problem.want())
+
+
+@pytest.mark.parametrize("expected_rows", [1, 12, 20, 100])
+def test_tiles_of_all_sizes(implementation: str, expected_rows: int, expert_mesh: Any, rng: Any) -> None:
+    shape = Shape(num_tokens=7, top_k=2, num_experts=2, hidden=264, intermediate=136)
+    problem = Problem(rng, "uniform", 2, shape)
+    options = {"preferred_element_type": jnp.float32, "expected_rows": expected_rows}
+    got = run(product_and_combine(implementation, shape, **options), expert_mesh(2), *problem.args)
+    np.testing.assert_array_equal(got, problem.want())
+
+
+def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    counts = np.array([2, 0], np.int32)
+    problem = Problem(rng, "uniform", 2, num_tokens=counts)
+    call = product_and_combine(implementation, preferred_element_type=jnp.float32)
+    got = run(call, expert_mesh(2), *problem.args, counts)
+    np.testing.assert_array_equal(got, problem.want())
+    assert not got[1].any()
+
+
+def test_rows_are_rounded_once_to_travel(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    problem = Problem(rng, "duplicates", 2)
+    problem.lhs, problem.rhs = (reals(rng, *x.shape, dtype=BF16) for x in (problem.lhs, problem.rhs))
+    problem.weights = probabilities(rng, *problem.ids.shape)
+    got = run(product_and_combine(implementation), expert_mesh(2), *problem.args)
+    assert got.dtype == BF16
+    assert_close(got, problem.want())
+
+
+def test_fp8(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    shape = Shape(num_tokens=5, top_k=3, num_experts=4, hidden=200, intermediate=256)
+    problem = Problem(rng, "uniform", 2, shape)
+    lhs, rhs = (100 * reals(rng, *x.shape) for x in (problem.lhs, problem.rhs))
+    lhs, rhs = (x.clip(-448, 448).astype(oracle.FP8) for x in (lhs, rhs))
+    lhs_scales = (2.0 ** rng.uniform(-9, 2, (*lhs.shape[:-1], 2))).astype(F32)
+    rhs_scales = (2.0 ** rng.uniform(-9, 2, (*rhs.shape[:2], 2, 2))).astype(F32)
+    problem.lhs, problem.rhs = oracle.dequantize(lhs, lhs_scales), oracle_serving.dequantize_blocks(rhs, rhs_scales)
+    want = problem.want()
+    lhs = np.where(problem.real, lhs, np.array(np.nan, lhs.dtype))
+    lhs_scales = np.where(problem.real, lhs_scales, F32.type(np.nan))
+    call = product_and_combine(implementation, shape)
+
+    def fn(x, ids, weights, lhs, rhs, lhs_scales, rhs_scales):
+        return call(x, ids, weights, lhs, rhs, lhs_scales=lhs_scales, rhs_scales=rhs_scales)
+
+    got = run(fn, expert_mesh(2), *problem.args[:3], lhs, rhs, lhs_scales, rhs_scales)
+    assert got.dtype == BF16
+    assert_close(got, want)
+
+
+def test_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Steps that follow each other get their own rows, through both halves of what they travel in."""
+    problems = [Problem(rng, "zipf", 2) for _ in range(5)]
+    call = product_and_combine(implementation, preferred_element_type=jnp.float32)
+
+    def fn(*steps):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
+
+        def step(carry, at):
+            x, ids, weights, lhs, rhs = at
+            lhs = lhs + (carry[0, 0] == 12345.678).astype(lhs.dtype)  # never: a step follows the one before
+            out = call(x, ids, weights, lhs, rhs)
+            return out, out
+
+        return jax.lax.scan(step, jnp.zeros_like(call(*steps[0])), stacked)[1]
+
+    got = run(fn, expert_mesh(2), *(problem.args for problem in problems))
+    for i, problem in enumerate(problems):
+        np.testing.assert_array_equal(got[:, i], problem.want())
+
+
+def test_no_gradient(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    problem = Problem(rng, "uniform", 2)
+    call = product_and_combine(implementation)
+
+    def fn(x, ids, weights, lhs, rhs):
+        return jax.grad(lambda lhs: call(x, ids, weights, lhs, rhs).astype(jnp.float32).sum())(lhs)
+
+    with pytest.raises(TypeError, match="no gradient"):
+        run(fn, expert_mesh(2), *problem.args)

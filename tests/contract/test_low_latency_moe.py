@@ -1,0 +1,131 @@
+"""low_latency_moe: the layer that moe computes, for few tokens, in FP8 and in the dtype of the tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_serving
+import pytest
+from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
+from harness import compiled
+
+import jax_ep
+from jax_ep.quantization import quantize_fp8_weights
+
+SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
+# Four roundings to 3 mantissa bits, each of 0.026 in the root mean square.
+FP8_ERROR = 0.07
+
+
+def layer(implementation: str, fp8: bool, **options: Any):
+    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, num_tokens=None):
+        prepare = quantize_fp8_weights if fp8 else partial(jnp.swapaxes, axis1=1, axis2=2)
+        return jax_ep.low_latency_moe(
+            x,
+            topk_idx,
+            topk_weights,
+            prepare(w_gate_up),
+            prepare(w_down),
+            num_experts=SHAPE.num_experts,
+            num_tokens=num_tokens,
+            implementation=implementation,
+            **options,
+        )
+
+    return fn
+
+
+class Problem:
+    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, dtype: np.dtype) -> None:
+        experts, hidden, inner = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
+        self.x = reals(rng, num_ranks, SHAPE.num_tokens, hidden, dtype=dtype)
+        self.topk_idx = ROUTINGS[routing](rng, num_ranks, SHAPE)
+        self.weights = probabilities(rng, *self.topk_idx.shape)
+        self.w_gate_up = (reals(rng, experts, hidden, 2 * inner) / 16).astype(dtype)
+        self.w_down = (reals(rng, experts, inner, hidden) / 12).astype(dtype)
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        matrices = (w.reshape(len(self.x), -1, *w.shape[1:]) for w in (self.w_gate_up, self.w_down))
+        return self.x, self.topk_idx, self.weights, *matrices
+
+    def want(self, activation: str = "silu") -> np.ndarray:
+        out = np.zeros(self.x.shape)
+        for at in np.ndindex(*self.topk_idx.shape):
+            expert = self.topk_idx[at]
+            if 0 <= expert < SHAPE.num_experts:
+                h = self.x[at[:2]].astype(np.float64) @ self.w_gate_up[expert].astype(np.float64)
+                row = oracle_serving.gated_activation(h, activation) @ self.w_down[expert].astype(np.float64)
+                out[at[:2]] += float(self.weights[at]) * row
+        return out
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+def test_routings(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+    call = compiled(layer(implementation, fp8=False), expert_mesh(2))
+    fp8_call = compiled(layer(implementation, fp8=True), expert_mesh(2))
+    for routing in ("uniform", "duplicates", "some_without_expert", "one_hot_every_slot", "out_of_range"):
+        with subtests.test(routing):
+            problem = Problem(rng, routing, 2, BF16)
+            got = call(*problem.args)
+            assert got.dtype == BF16
+            assert_close(got, problem.want(), tolerance=2e-2)  # three roundings to bfloat16, one after another
+            error = relative_error(fp8_call(*problem.args), problem.want())
+            assert 0.02 < error < FP8_ERROR
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_activations(implementation: str, activation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    problem = Problem(rng, "uniform", 2, BF16)
+    call = compiled(layer(implementation, fp8=True, activation=activation), expert_mesh(2))
+    assert relative_error(call(*problem.args), problem.want(activation)) < FP8_ERROR
+
+
+def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Tokens past the count, which differs by rank, get zeros and change nothing."""
+    problem, counts = Problem(rng, "uniform", 2, BF16), np.array([2, 5], np.int32)
+    ignored = np.arange(SHAPE.num_tokens) >= counts[:, None]
+    call = compiled(layer(implementation, fp8=False, max_tokens_per_rank=9), expert_mesh(2))
+    got = call(*problem.args, counts)
+    problem.topk_idx[ignored] = -1
+    assert_close(got, problem.want(), tolerance=2e-2)
+    assert not got[ignored].any()
+
+
+def test_it_is_moe_up_to_rounding(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """In float32 both agree to float32's precision, so that a program may change between them."""
+    problem = Problem(rng, "uniform", 2, F32)
+
+    def moe(x, topk_idx, topk_weights, w_gate_up, w_down):
+        return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, num_experts=8, implementation="xla")
+
+    mesh = expert_mesh(2)
+    got = compiled(layer(("xla",), fp8=False), mesh)(*problem.args)
+    np.testing.assert_allclose(got, compiled(moe, mesh)(*problem.args), rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens(implementation: str) -> None:
+    w = jnp.ones((2, 256, 128), oracle.FP8), jnp.ones((2, 2, 1), jnp.float32)
+    down = jnp.ones((2, 128, 128), oracle.FP8), jnp.ones((2, 1, 1), jnp.float32)
+    call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
+    out = call(jnp.ones((0, 128)), jnp.ones((0, 2), jnp.int32), jnp.ones((0, 2)), w, down)
+    assert out.shape == (0, 128)
+
+
+def test_no_gradient() -> None:
+    w, down = jnp.ones((2, 256, 128)), jnp.ones((2, 128, 128))
+
+    def loss(x):
+        call = partial(jax_ep.low_latency_moe, num_experts=2, axis_name=(), implementation="xla")
+        return call(x, jnp.array([[0]]), jnp.ones((1, 1)), w, down).sum()
+
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(loss)(jnp.ones((1, 128)))

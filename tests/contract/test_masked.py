@@ -1,0 +1,186 @@
+"""masked_grouped_gemm and masked_gated_activation: the rows that count, in FP8 and in the dtypes of tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_serving
+import pytest
+from cases import BF16, F16, F32, assert_close, integers, reals
+from harness import to_numpy
+
+import jax_ep
+
+# name: (rows M of a group, sizes)
+GROUPS = {
+    "few": (8, [3, 0, 8, 1]),
+    "none": (8, [0, 0, 0, 0]),
+    "several tiles": (150, [0, 150, 17, 64, 65, 0]),
+    "one": (1, [1]),
+    "sizes that no caller should pass": (20, [-3, 21, 2**31 - 1, -(2**31), 5]),
+}
+
+
+def counted(rows: int, sizes: Any) -> np.ndarray:
+    """[L, M] which rows count."""
+    return np.arange(rows) < np.asarray(sizes, np.int64)[:, None]
+
+
+def poison(array: np.ndarray, real: np.ndarray, value: Any = np.nan) -> np.ndarray:
+    """`value` in the rows that do not count."""
+    return np.where(real.reshape(*real.shape, *[1] * (array.ndim - real.ndim)), array, np.array(value, array.dtype))
+
+
+def gemm(implementation: str, **options: Any):
+    call = jax.jit(partial(jax_ep.masked_grouped_gemm, implementation=implementation, **options))
+    return lambda *args, **scales: to_numpy(call(*args, **scales))
+
+
+def fp8_tolerance(implementation: str) -> float | None:
+    """Tensor cores of Hopper add the products of a block with about 14 bits."""
+    return None if implementation == "xla" else 2e-3
+
+
+class Quantised:
+    """FP8 operands with scales of very different sizes, and the float64 values for which they stand."""
+
+    def __init__(self, rng: np.random.Generator, sizes: list[int], rows: int, depth: int, columns: int) -> None:
+        groups, blocks = len(sizes), depth // 128
+        self.real, self.sizes = counted(rows, sizes), np.array(sizes, np.int32)
+        self.lhs = (100 * reals(rng, groups, rows, depth)).clip(-448, 448).astype(oracle.FP8)
+        self.rhs = (100 * reals(rng, groups, columns, depth)).clip(-448, 448).astype(oracle.FP8)
+        self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, rows, blocks))).astype(F32)
+        self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
+
+    def call(self, fn: Any) -> np.ndarray:
+        lhs, scales = poison(self.lhs, self.real), poison(self.lhs_scales, self.real)
+        return fn(lhs, self.rhs, self.sizes, lhs_scales=scales, rhs_scales=self.rhs_scales)
+
+    def want(self) -> np.ndarray:
+        lhs = oracle.dequantize(self.lhs, self.lhs_scales)
+        return oracle_serving.masked_grouped_gemm(lhs, oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("expected_rows", [None, 4, 16, 100])
+def test_fp8(implementation: str, groups: str, expected_rows: int | None, rng: np.random.Generator) -> None:
+    rows, sizes = GROUPS[groups]
+    problem = Quantised(rng, sizes, rows, 384, 200)
+    got = problem.call(gemm(implementation, preferred_element_type=jnp.float32, expected_rows=expected_rows))
+    assert got.dtype == F32
+    assert_close(got[problem.real], problem.want()[problem.real], tolerance=fp8_tolerance(implementation))
+
+
+def test_fp8_is_bfloat16_by_default(implementation: str, rng: np.random.Generator) -> None:
+    problem = Quantised(rng, [5, 0, 2], 7, 256, 136)
+    got = problem.call(gemm(implementation))
+    assert got.dtype == BF16
+    assert_close(got[problem.real], problem.want()[problem.real])
+
+
+def test_fp8_sums_are_float32(implementation: str, rng: np.random.Generator) -> None:
+    """A small term that comes after a large one is not lost, as it is in sums of fewer bits."""
+    depth = 16 * 128
+    ones, sizes = np.ones((1, 4, depth), oracle.FP8), np.array([4], np.int32)
+    lhs_scales = np.full((1, 4, 16), 2.0**-6, F32)
+    lhs_scales[..., 0] = 2.0**9
+    rhs_scales = np.ones((1, 1, 16), F32)
+    call = gemm(implementation, preferred_element_type=jnp.float32)
+    got = call(ones, np.ones((1, 8, depth), oracle.FP8), sizes, lhs_scales=lhs_scales, rhs_scales=rhs_scales)
+    np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_other_dtypes(implementation: str, groups: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+    rows, sizes = GROUPS[groups]
+    real, depth = counted(rows, sizes), 72
+    lhs, rhs = reals(rng, len(sizes), rows, depth, dtype=dtype), reals(rng, len(sizes), 40, depth, dtype=dtype)
+    got = gemm(implementation)(poison(lhs, real), rhs, np.array(sizes, np.int32))
+    assert got.dtype == dtype
+    assert_close(got[real], oracle_serving.masked_grouped_gemm(lhs, rhs)[real])
+
+
+@pytest.mark.parametrize(("groups", "rows", "depth", "columns"), [(3, 0, 8, 4), (2, 3, 8, 0), (0, 3, 8, 4)])
+def test_empty_arrays(implementation: str, groups: int, rows: int, depth: int, columns: int) -> None:
+    lhs, rhs = np.ones((groups, rows, depth), BF16), np.ones((groups, columns, depth), BF16)
+    got = gemm(implementation)(lhs, rhs, np.full(groups, rows, np.int32))
+    assert got.shape == (groups, rows, columns)
+
+
+def test_no_row_or_column_is_lost(implementation: str, rng: np.random.Generator) -> None:
+    """Small integers are exact, so that any lost or doubled product shows."""
+    sizes = rng.integers(0, 40, 9).astype(np.int32)
+    lhs, rhs = integers(rng, 9, 39, 264, dtype=BF16), integers(rng, 9, 301, 264, dtype=BF16)
+    got = gemm(implementation, preferred_element_type=jnp.float32)(lhs, rhs, sizes)
+    real = counted(39, sizes)
+    np.testing.assert_array_equal(got[real], oracle_serving.masked_grouped_gemm(lhs, rhs)[real])
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_activation(implementation: str, activation: str, quantize: bool, rng: Any, subtests: Any) -> None:
+    call = jax.jit(
+        partial(jax_ep.masked_gated_activation, activation=activation, quantize=quantize, implementation=implementation)
+    )
+    for dtype in (BF16, F32):
+        for name, (rows, sizes) in GROUPS.items():
+            with subtests.test(f"{name}, {dtype}"):
+                real = counted(rows, sizes)
+                hidden = 3 * reals(rng, len(sizes), rows, 2 * 384, dtype=F32)
+                hidden = hidden.astype(dtype)
+                values, scales = to_numpy(call(poison(hidden, real), np.array(sizes, np.int32)))
+                whole = oracle_serving.gated_activation(hidden, activation)
+                want = whole[real]
+                if not quantize:
+                    assert scales is None and values.dtype == dtype
+                    assert_close(values[real], want)
+                    continue
+                assert values.dtype == oracle.FP8 and scales.dtype == F32
+                want_scales = oracle.quantize(whole.astype(F32), 128)[1][real]
+                np.testing.assert_allclose(scales[real], want_scales, rtol=1e-4)
+                error = np.abs(oracle.dequantize(values, scales)[real] - want)
+                bound = np.maximum(np.abs(want) * 2.0**-4, want_scales.repeat(128, -1) * 2.0**-10)
+                # In float32, the gelu of a negative number has few digits.
+                assert (error <= bound * 1.001 + 2.0**-18).all()
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_nan_spoils_its_group_of_columns(implementation: str, activation: str) -> None:
+    hidden = np.ones((1, 2, 512), F32)
+    hidden[0, 1, 3] = np.nan
+    call = partial(jax_ep.masked_gated_activation, activation=activation, implementation=implementation)
+    values, scales = to_numpy(call(jnp.asarray(hidden), jnp.array([2], jnp.int32)))
+    spoilt = np.isnan(oracle.dequantize(values, scales))
+    assert spoilt[0, 1, :128].all() and not spoilt[0, 1, 128:].any() and not spoilt[0, 0].any()
+
+
+def test_vmap(implementation: str, rng: np.random.Generator) -> None:
+    sizes = np.array([[3, 0], [1, 8]], np.int32)
+    lhs, rhs = integers(rng, 2, 2, 8, 64, dtype=BF16), integers(rng, 2, 24, 64, dtype=BF16)
+    call = partial(jax_ep.masked_grouped_gemm, implementation=implementation)
+    got = to_numpy(jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes))
+    for i in range(2):
+        real = counted(8, sizes[i])
+        assert_close(got[i][real], oracle_serving.masked_grouped_gemm(lhs[i], rhs)[real])
+
+
+def test_no_gradient(implementation: str) -> None:
+    def through_product(lhs):
+        rhs, sizes = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.array([2])
+        return jnp.sum(jax_ep.masked_grouped_gemm(lhs, rhs, sizes, implementation=implementation))
+
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(through_product)(jnp.ones((1, 2, 16), jnp.bfloat16))
+
+    def through_activation(hidden):
+        call = partial(jax_ep.masked_gated_activation, quantize=False, implementation=implementation)
+        return jnp.sum(call(hidden, jnp.array([2]))[0])
+
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(through_activation)(jnp.ones((1, 2, 16)))

@@ -1,0 +1,122 @@
+"""The kernel that multiplies and combines: one launch, any number of programs, other launches around it, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_serving
+import pytest
+from cases import BF16, ROUTINGS, Shape, integers
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import context
+from jax_ep.megakernels import low_latency_gemm, masked
+
+SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
+OPTIONS = {"implementation": "triton"}
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """Two ranks with a context of the test's own."""
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory")
+    yield mesh
+    jax_ep.finalize()
+
+
+class Problem:
+    def __init__(self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> None:
+        self.ids = ROUTINGS[routing](rng, num_ranks, shape)
+        self.valid = (self.ids >= 0) & (self.ids < shape.num_experts)
+        self.weights = integers(rng, *self.ids.shape)
+        self.lay = oracle_serving.low_latency_layout(self.ids, shape.num_experts, shape.num_tokens)
+        self.lhs = integers(rng, *self.lay.token.shape, shape.intermediate, dtype=BF16)
+        local = shape.num_experts // num_ranks
+        self.rhs = integers(rng, num_ranks, local, shape.hidden, shape.intermediate, dtype=BF16)
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        return self.ids, np.where(self.valid, self.weights, np.float32(np.nan)), self.lhs, self.rhs
+
+    def check(self, got: np.ndarray) -> None:
+        y = np.stack([oracle_serving.masked_grouped_gemm(*rank) for rank in zip(self.lhs, self.rhs, strict=True)])
+        want = oracle_serving.low_latency_combine(y, self.ids, np.where(self.valid, self.weights, 0), self.lay)
+        np.testing.assert_array_equal(got, want)
+
+
+def fused(shape: Shape = SHAPE) -> Any:
+    def fn(ids, weights, lhs, rhs):
+        x = jnp.zeros((shape.num_tokens, 8), jnp.bfloat16)
+        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "quantize": False}
+        d = jax_ep.low_latency_dispatch(x, ids, **sizes, **OPTIONS)
+        arguments = (lhs, rhs, d.group_sizes, ids, weights, d.handle)
+        return jax_ep.low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **OPTIONS)
+
+    return fn
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_it_is_one_launch_of_any_number_of_programs(monkeypatch, mesh, rng, programs):
+    def no_product(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a product of its own")
+
+    monkeypatch.setattr(masked, "launch", no_product)
+    monkeypatch.setattr(low_latency_gemm, "num_programs", lambda tasks, each: programs)
+    problem = Problem(rng, "duplicates", 2)
+    call = harness.compiled(fused(), mesh)
+    for _ in range(3):
+        problem.check(call(*problem.args))
+
+
+def test_other_groups_and_launches_in_between(mesh, rng):
+    """Every kernel finds the control words as it needs them, and pairs of devices have their own halves."""
+    jax_ep.finalize()
+    jax_ep.init(transport="shared_memory")
+    others = Mesh(np.array(jax.devices())[[1, 2]], (harness.EXPERT,))
+    four = harness.make_mesh((4,), (harness.EXPERT,))
+    large = Shape(num_tokens=9, top_k=2, num_experts=8, hidden=40, intermediate=136)
+    runs = [(m, s, harness.compiled(fused(s), m)) for m in (mesh, others, four) for s in (SHAPE, large)]
+
+    def exchange(x, ids):
+        d = jax_ep.dispatch(x, ids, num_experts=8, **OPTIONS)
+        return jax_ep.combine(d.tokens, d.handle, **OPTIONS)
+
+    throughput = harness.compiled(exchange, four)
+    for index in rng.permutation(3 * len(runs)):
+        where, shape, call = runs[index % len(runs)]
+        problem = Problem(rng, "uniform", where.size, shape)
+        problem.check(call(*problem.args))
+        if index % 3 == 0:
+            x, ids = integers(rng, 4, 3, 8), rng.integers(0, 8, (4, 3, 2), np.int32)
+            np.testing.assert_array_equal(throughput(x, ids), 2 * x)
+
+
+def test_an_expired_wait_names_both_ranks(rng):
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory", timeout_s=0.2)
+    problem = Problem(rng, "uniform", 2)
+    call = harness.compiled(fused(), mesh)
+    problem.check(call(*problem.args))
+    heap = context.heap("test")
+    words = heap._memory.pool.heap(1)[: heap.layout.flags].view(np.int32)  # control words of rank 1
+    words[64 + 3 * heap.layout.num_devices] += 2  # it believes in two launches more with rank 0
+    with pytest.raises(Exception, match="timed out"):
+        [call(*problem.args) for _ in range(2)]
+    story = heap.failure()
+    assert story is not None and "rank 0" in story and "rank 1" in story
+    jax_ep.finalize()
+
+
+def test_what_it_does_not_fuse_runs_as_two_operations(monkeypatch, mesh, rng):
+    monkeypatch.setattr(low_latency_gemm, "MOST_ROWS", 17)
+    problem = Problem(rng, "uniform", 2)
+    problem.check(harness.run(fused(), mesh, problem.ids, problem.weights, problem.lhs, problem.rhs))

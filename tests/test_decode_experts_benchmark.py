@@ -1,0 +1,63 @@
+"""benchmarks/decode_experts.py times what it says it times."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from test_benchmarks import check_report, load, run_quickly
+
+PARTS = {"gate_up", "activation", "down", "experts", "read all of gate_up"}
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        yield SimpleNamespace(**{name: load(name, patch) for name in ("harness", "decode_experts")})
+
+
+def test_quick_run(tmp_path):
+    output = run_quickly("decode_experts.py", tmp_path)
+    content = json.loads((tmp_path / "decode_experts.json").read_text())
+    check_report(content)
+    for dtype in ("fp8", "bf16"):
+        rows = [row for row in content["rows"] if row["shape"]["dtype"] == dtype]
+        assert {row["variant"] for row in rows} == PARTS
+        assert not [row for row in rows if "failed" in row]
+        assert all(row["error"] < 0.3 for row in rows)
+    assert "2 tokens/rank of 4" in output and "TB/s of matrices" in output
+
+
+def test_bytes_are_those_of_experts_with_rows(modules):
+    model = modules.decode_experts.Model(8, 1, 256, 128)
+    rows = modules.decode_experts.make_rows(model, 2, 1, True)
+    matrices = modules.decode_experts.make_matrices(model, 4, True)
+    used = int((np.asarray(rows.sizes) > 0).sum())
+    assert 0 < used + 1 <= 4  # two tokens over eight experts, of which four are here
+    count = modules.decode_experts.read_bytes
+    assert count("gate_up, 16x128", rows, matrices) == used * 256 * 256
+    assert count("experts", rows, matrices) == used * (256 * 256 + 128 * 256)
+    assert count("read all of gate_up", rows, matrices) == 4 * 256 * 256
+
+
+def test_every_call_of_a_chain_is_made(modules):
+    bench = modules.decode_experts
+    model = bench.Model(8, 2, 256, 128)
+    rows, matrices = bench.make_rows(model, 2, 3, False), bench.make_matrices(model, 4, False)
+    step, counts = bench.steps("xla")["gate_up"], {}
+    for n in (1, 3):
+        fn, args = bench.chain(step, rows, matrices, n)
+        counts[n] = jax.jit(fn).lower(*args).compile().as_text().count(" dot(")
+    assert counts[3] == 3 * counts[1] > 0
+
+
+def test_tiles_of_the_sweep_fit(modules):
+    bench = modules.decode_experts
+    tried = bench.sweep(bench.make_rows(bench.Model(256, 8, 256, 128), 4, 32, True))
+    assert len(tried) > 10 and "as chosen" in tried
+    for tiles in tried.values():
+        shared = (tiles.block_m + tiles.block_n) * 128 * tiles.num_stages + 2 * tiles.block_m * tiles.block_n
+        assert tiles.programs * shared <= 227 << 10

@@ -1,0 +1,96 @@
+"""FP8 matrices in blocks of 128 by 128, within the error that their docstring states; NaN is never lost."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_serving
+import pytest
+from cases import BF16, F32, reals
+
+from jax_ep.quantization import dequantize_fp8, dequantize_fp8_weights, quantize_fp8, quantize_fp8_weights
+from jax_ep.serving import serving_weights
+
+
+def largest_of_blocks(w: np.ndarray) -> np.ndarray:
+    """[..., N, K] to the largest magnitude of each block, [..., ceil(N / 128), K / 128]."""
+    rows = range(0, w.shape[-2], 128)
+    columns = range(0, w.shape[-1], 128)
+    blocks = [[np.abs(w[..., i : i + 128, j : j + 128]).max(axis=(-2, -1)) for j in columns] for i in rows]
+    return np.moveaxis(np.array(blocks), (0, 1), (-2, -1))
+
+
+@pytest.mark.parametrize(("leading", "depth", "columns"), [((3,), 256, 200), ((), 128, 1), ((2, 2), 128, 256)])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_error(leading: tuple[int, ...], depth: int, columns: int, dtype: np.dtype, rng: np.random.Generator) -> None:
+    w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-6, 0, (*leading, depth, columns))).astype(dtype)
+    values, scales = (np.asarray(x) for x in jax.jit(quantize_fp8_weights)(w))
+    assert values.dtype == oracle.FP8 and scales.dtype == F32
+    want = np.swapaxes(w, -1, -2).astype(np.float64)
+    assert values.shape == want.shape
+    np.testing.assert_allclose(scales, largest_of_blocks(want) / 448, rtol=1e-6)
+    error = np.abs(oracle_serving.dequantize_blocks(values, scales) - want)
+    each = scales.repeat(128, -2)[..., :columns, :].repeat(128, -1)
+    bound = np.maximum(np.abs(want) * 2.0**-4, each * 2.0**-10) * (1 + 1e-6)
+    assert (error <= bound).all() and (error / bound).max() > 0.5
+
+
+def test_the_way_back(rng: np.random.Generator) -> None:
+    values, scales = quantize_fp8_weights(reals(rng, 2, 256, 300))
+    for dtype in (F32, BF16):
+        got = np.asarray(dequantize_fp8_weights(values, scales, dtype))
+        want = oracle_serving.dequantize_blocks(np.asarray(values), np.asarray(scales)).astype(F32).astype(dtype)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_zeros_and_nan() -> None:
+    w = np.zeros((256, 256), F32)
+    w[3, 200] = np.nan
+    back = np.asarray(dequantize_fp8_weights(*quantize_fp8_weights(jnp.asarray(w)), jnp.float32))
+    spoilt = np.isnan(back)
+    assert spoilt[128:, :128].all() and spoilt.sum() == 128 * 128
+    assert not back[~spoilt].any()
+
+
+def test_nan_spoils_its_group_in_arrays_of_any_size() -> None:
+    x = np.zeros((256, 256), F32)
+    x[3, 200] = np.nan
+    spoilt = np.isnan(np.asarray(dequantize_fp8(*quantize_fp8(jnp.asarray(x)), jnp.float32)))
+    assert spoilt[3, 128:].all() and spoilt.sum() == 128
+
+
+def test_no_gradient() -> None:
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(lambda w: quantize_fp8_weights(w)[1].sum())(jnp.ones((128, 4)))
+
+
+def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.Generator) -> None:
+    w_gate_up, w_down = reals(rng, 2, 3, 128, 2 * 72), reals(rng, 2, 3, 72, 128)
+    same = serving_weights(w_gate_up, w_down, fp8=False)
+    np.testing.assert_array_equal(same.w_gate_up, np.swapaxes(w_gate_up, -1, -2))
+    np.testing.assert_array_equal(same.w_down, np.swapaxes(w_down, -1, -2))
+    fp8 = serving_weights(w_gate_up, w_down)
+    up, down = (oracle_serving.dequantize_blocks(*map(np.asarray, pair)) for pair in (fp8.w_gate_up, fp8.w_down))
+    assert up.shape == (2, 3, 256, 128) and down.shape == (2, 3, 128, 128)
+    for half, start in ((0, 0), (1, 128)):
+        want = np.swapaxes(w_gate_up[..., half * 72 : (half + 1) * 72], -1, -2)
+        np.testing.assert_allclose(up[..., start : start + 72, :], want, atol=0.2)
+        assert not up[..., start + 72 : start + 128, :].any()
+    np.testing.assert_allclose(down[..., :72], np.swapaxes(w_down, -1, -2), atol=0.2)
+    assert not down[..., 72:].any()
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "fp8", "message"),
+    [
+        ((2, 128, 64), (2, 64, 128), True, r"axis -1 of w_gate_up is 64, expected 128; pass gate and up"),
+        ((2, 64, 128), (2, 64, 128), True, r"axis -2 of w_gate_up is 64, expected 128"),
+        ((2, 96, 256), (2, 128, 96), True, r"K, is 96, expected a multiple of 128"),
+        ((256,), (2, 128, 96), False, r"w_gate_up has shape \(256,\), expected \[..., K, N\]"),
+    ],
+)
+def test_serving_weights_of_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        serving_weights(jnp.ones(up), jnp.ones(down), fp8=fp8)

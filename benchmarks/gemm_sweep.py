@@ -48,20 +48,35 @@ FORWARD_SWEEP = (
     dataclasses.replace(_LOW, block_n=512, block_k=32, num_stages=5),
     dataclasses.replace(_LOW, block_n=128, num_warps=4, programs=2),
 )
+_BY_TMA = dataclasses.replace(_WEIGHTS, num_stages=3, tma_store=True)
+_PAIRS = dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=3, programs=2)
 WEIGHT_SWEEP = (
     _WEIGHTS,
     dataclasses.replace(_WEIGHTS, num_stages=3),
-    dataclasses.replace(_WEIGHTS, num_stages=3, tma_store=True),
+    dataclasses.replace(_WEIGHTS, store_parts=2),
+    dataclasses.replace(_WEIGHTS, store_parts=4),
+    _BY_TMA,
+    dataclasses.replace(_BY_TMA, store_parts=2),
+    dataclasses.replace(_BY_TMA, num_stages=4, store_parts=2),
+    dataclasses.replace(_BY_TMA, num_stages=4, store_parts=4),
+    dataclasses.replace(_BY_TMA, group_m=1),
+    dataclasses.replace(_BY_TMA, group_m=4),
+    dataclasses.replace(_BY_TMA, group_m=16),
+    dataclasses.replace(_BY_TMA, group_m=64),
+    dataclasses.replace(_BY_TMA, block_r=32, num_stages=6),
+    dataclasses.replace(_BY_TMA, block_r=128, num_stages=2, store_parts=2),
+    dataclasses.replace(_BY_TMA, block_m=256, block_n=128),
+    dataclasses.replace(_BY_TMA, block_m=256, block_n=128, num_stages=4, store_parts=2),
+    dataclasses.replace(_BY_TMA, flatten=False),
+    dataclasses.replace(_BY_TMA, flatten=False, num_stages=4, store_parts=2),
     dataclasses.replace(_WEIGHTS, flatten=False),
-    dataclasses.replace(_WEIGHTS, flatten=False, num_stages=3, tma_store=True),
-    dataclasses.replace(_WEIGHTS, block_r=32, num_stages=6),
-    dataclasses.replace(_WEIGHTS, block_r=32, num_stages=6, tma_store=True),
-    dataclasses.replace(_WEIGHTS, group_m=16),
-    dataclasses.replace(_WEIGHTS, block_m=256, block_n=128),
-    dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=3, programs=2),
-    dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=3, programs=2, flatten=False),
-    dataclasses.replace(_WEIGHTS, block_n=128, num_warps=4, num_stages=2, programs=2, tma_store=True),
-    dataclasses.replace(_WEIGHTS, block_n=128, num_stages=3, programs=1),
+    _PAIRS,
+    dataclasses.replace(_PAIRS, flatten=False),
+    dataclasses.replace(_PAIRS, tma_store=True, store_parts=2),
+    dataclasses.replace(_PAIRS, tma_store=True, store_parts=4),
+    dataclasses.replace(_PAIRS, tma_store=True, store_parts=2, flatten=False),
+    dataclasses.replace(_PAIRS, tma_store=True, store_parts=2, group_m=16),
+    dataclasses.replace(_PAIRS, num_stages=2, tma_store=True),
     dataclasses.replace(_WEIGHTS, descriptors=False, num_stages=3),
 )
 
@@ -86,11 +101,11 @@ def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
 
 
 def compile_all(
-    problem: Problem, tiles: dict[str, Any], deadline: float
+    problem: Problem, tiles: dict[str, Tiles | WeightTiles], deadline: float
 ) -> dict[str, tuple[Product, None] | tuple[None, str]]:
     """Programs by name, or the reasons why there is none; compilers run in several threads."""
 
-    def compile_one(item: tuple[str, Any]) -> tuple[Product, None] | tuple[None, str]:
+    def compile_one(item: tuple[str, Tiles | WeightTiles]) -> tuple[Product, None] | tuple[None, str]:
         if time.perf_counter() > deadline:
             return None, "left out, the time is over"
         try:
@@ -115,7 +130,7 @@ def show_best(problem: Problem, rows: list[dict[str, Any]]) -> None:
 
 
 def sweep(direction: str, quick: bool) -> dict[str, Tiles | WeightTiles]:
-    """Tiles to try, by name; with `quick` small ones, of the kind that the interpreter runs fast."""
+    """What to try, by name; with `quick` small tiles, of the kind that the interpreter runs fast."""
     base, tried = (_WEIGHTS, WEIGHT_SWEEP) if direction == "weight gradient" else (_BASE, FORWARD_SWEEP)
     if quick:
         small = {"block_r": 16, "block_n": 32} if direction == "weight gradient" else {"block_k": 16, "block_n": 32}
@@ -136,4 +151,6 @@ def label(tiles: Tiles | WeightTiles) -> str:
         words.append("flat" if t.get("flatten", True) else "nested")
     words += [f"{t['programs']} per SM"] if t["programs"] > 1 else []
     words += [flag.replace("_", " ") for flag in ("gather", "tma_store") if t.get(flag)]
-    return ", ".join(words + ([] if t["descriptors"] else ["pointers"]))
+    words += [f"in {t['store_parts']}"] if t.get("store_parts", 1) > 1 else []
+    words += [] if t["descriptors"] else ["pointers"]
+    return ", ".join(words)

@@ -57,7 +57,7 @@ _FAR = 0x7FFF0000
 
 
 class Blocks(NamedTuple):
-    """What a tensor descriptor says of an array, in elements: shape, strides, and what one load brings."""
+    """What a tensor descriptor says of an array, in elements: shape, strides, and what one load or store moves."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -66,11 +66,13 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """An operand that a kernel reads in blocks through a tensor descriptor (TMA); what lies outside reads as zero.
+    """An operand that a kernel reads in blocks through a tensor descriptor (TMA), or a result that it writes so.
+
+    What lies outside of the array reads as zero and is not written.
 
     Attributes:
-      array: the array; the stride of every axis but the last is a multiple of 16 bytes.
-      block_shape: what one load brings, with as many axes.
+      array: the array, or shape and dtype of a result; the strides of all axes but the last are whole 16-byte words.
+      block_shape: what one load or store moves, with as many axes.
       bounded: an array `[M, N]` whose rows end where the kernel says (megakernels/kernels/bounded.py).
     """
 
@@ -88,3 +90,13 @@ class Descriptor:
             return Blocks((_FAR, _FAR, BOUND, width), strides, (1, 1, *self.block_shape))
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return Blocks(shape, strides, tuple(self.block_shape))
+
+
+def blocks_of(argument: Any) -> Blocks | None:
+    """What the descriptor of an operand or result says; None: the kernel takes a pointer."""
+    return argument.blocks if isinstance(argument, Descriptor) else None
+
+
+def array_of(argument: Any) -> Any:
+    """An operand, or shape and dtype of a result, without its descriptor."""
+    return argument.array if isinstance(argument, Descriptor) else argument

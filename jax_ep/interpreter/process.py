@@ -29,7 +29,8 @@ class Launch:
     results: tuple[tuple[str, int], ...]  # element type, bytes
     num_programs: int
     constants: dict[str, Any]
-    # Per operand, shape, strides and block shape, in elements, where the kernel takes a tensor descriptor; else None.
+    # Of each operand, then of each result: shape, strides and block shape, in elements, where the kernel takes a tensor
+    # descriptor; else None.
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
 
 

@@ -9,7 +9,6 @@ copies; the widths of models are multiples of 8.
 
 from __future__ import annotations
 
-import enum
 import functools
 
 import jax
@@ -17,27 +16,20 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from jax_ep import tiled_gemm
+from jax_ep import layout, tiled_gemm
 from jax_ep.kernel import BOUND, Config, Descriptor, Kernel
-from jax_ep.layout import gather_rows, power_of_two, round_up
+from jax_ep.layout import power_of_two, round_up
 from jax_ep.megakernels import gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.megakernels.rows import gather_rows
 from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
 
 _FORWARD = Kernel("gemm", "grouped_gemm")
 _WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
 _WORD = 8  # elements of a 16-byte word
-
-
-class Gather(enum.IntEnum):
-    """Which operand of a weight gradient is read through a list of its rows, as kernels/gemm_weights.py numbers them."""
-
-    NOTHING = 0
-    LEFT = 1
-    RIGHT = 2
 
 
 def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
@@ -145,7 +137,7 @@ def grouped_gemm_weights(
         return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or gemm_tuning.weight_tiles(lhs.shape[1], rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     make_ready("grouped_gemm")
-    return _weights(lhs, rhs, None, group_sizes, Gather.NOTHING, jnp.dtype(out_dtype), tiles)
+    return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)
 
 
 def gathered_gemm_weights(
@@ -158,7 +150,10 @@ def gathered_gemm_weights(
     out_dtype: DTypeLike,
     tiles: WeightTiles | None = None,
 ) -> Array:
-    """`out[g] = tokens[index of g's rows].T @ rows[rows of g]`, or its transpose, without a copy of the tokens.
+    """`out[g] = tokens[index of g's rows].T @ rows[rows of g]`, or its transpose.
+
+    The tokens of the rows in use are copied into expert order first, in one pass: products that read them where they
+    lie were slower by more than that (docs/performance.md).
 
     Args:
       tokens: `[S, H]`, in any order; what no row names may hold anything.
@@ -172,64 +167,45 @@ def gathered_gemm_weights(
     Returns:
       `[G, H, N]`, or `[G, N, H]` with `transpose`; zero for empty groups.
     """
-    if not _has_kernel(rows, tokens, group_sizes, out_dtype):
-        tokens = gather_rows(tokens, index)
-        lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
-        return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    lhs, rhs = (rows, tokens) if transpose else (tokens, rows)
-    tiles = tiles or gemm_tuning.weight_tiles(lhs.shape[1], rhs.shape[1], jnp.dtype(out_dtype).itemsize)
-    make_ready("grouped_gemm")
-    gather = Gather.RIGHT if transpose else Gather.LEFT
-    return _weights(lhs, rhs, index, group_sizes, gather, jnp.dtype(out_dtype), tiles)
+    if _has_kernel(rows, tokens, group_sizes, out_dtype):
+        gathered = gather_rows(_pad(tokens, 1), index, group_sizes)[:, : tokens.shape[1]]
+    else:
+        gathered = layout.gather_rows(tokens, index)
+    lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
+    return grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype, tiles=tiles)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _weights(
-    lhs: Array,
-    rhs: Array,
-    index: Array | None,
-    group_sizes: Array,
-    gather: Gather,
-    out_dtype: jnp.dtype,
-    tiles: WeightTiles,
-) -> Array:
-    # What is not read must still be an array.
-    operands = vary_alike((_pad(lhs, 1), _pad(rhs, 1), group_sizes if index is None else index, group_sizes))
-    run = functools.partial(_launch_weights, gather=gather, out_dtype=out_dtype, tiles=tiles)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _weights(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles) -> Array:
+    operands = vary_alike((_pad(lhs, 1), _pad(rhs, 1), group_sizes))
+    run = functools.partial(_launch_weights, out_dtype=out_dtype, tiles=tiles)
     return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
-def _launch_weights(
-    lhs: Array,
-    rhs: Array,
-    index: Array,
-    group_sizes: Array,
-    *,
-    gather: Gather,
-    out_dtype: DTypeLike,
-    tiles: WeightTiles,
-) -> Array:
-    num_rows = (rhs if gather == Gather.LEFT else lhs).shape[0]
-    rows, columns, groups = lhs.shape[1], rhs.shape[1], group_sizes.shape[0]
-    operands: list[Array | Descriptor] = [lhs, rhs]
-    if tiles.descriptors and gather != Gather.LEFT:
-        operands[0] = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
-    if tiles.descriptors and gather != Gather.RIGHT:
-        operands[1] = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
+def _launch_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles) -> Array:
+    num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    operands: tuple[Array | Descriptor, ...] = (lhs, rhs)
+    if tiles.descriptors:
+        widths = (tiles.block_m, tiles.block_n)
+        operands = tuple(
+            Descriptor(x, (tiles.block_r, width), bounded=True) for x, width in zip((lhs, rhs), widths, strict=True)
+        )
     constants = {
         **_sizes(num_rows, columns, rows, groups),
         "BM": tiles.block_m,
         "BN": tiles.block_n,
         "BR": tiles.block_r,
         "GROUP_M": tiles.group_m,
-        "GATHER": int(gather),
         "FLATTEN": tiles.flatten,
         "DESCRIPTORS": tiles.descriptors,
+        "PARTS": tiles.store_parts,
         "TMA_STORE": tiles.tma_store,
     }
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
-    result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    return launch(_WEIGHTS, (*operands, index, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
+    result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    if tiles.tma_store:
+        result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
+    return launch(_WEIGHTS, (*operands, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
 
 
 def _sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:

@@ -59,7 +59,8 @@ class WeightTiles:
       programs: per multiprocessor.
       flatten: one loop over tiles and rows.
       descriptors: read by TMA.
-      tma_store: store by TMA.
+      tma_store: store by TMA, through a descriptor made on the host, while the next tile is computed.
+      store_parts: 1, 2 or 4 parts of a tile's columns that are stored one after another: each takes less shared memory.
     """
 
     block_m: int = 128
@@ -72,6 +73,31 @@ class WeightTiles:
     flatten: bool = True
     descriptors: bool = True
     tma_store: bool = False
+    store_parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tiles:
+    """How a grouped GEMM in FP8 covers its result, in steps of the 128 elements that share a scale.
+
+    More than 128 by 128 elements take registers that a program of 8 warps has not: each has a sum, and the product of
+    one step.
+
+    Attributes:
+      block_m: see `Tiles`, as all that follow.
+      block_n: at most 128, the columns that share a scale.
+      group_m: as in `Tiles`.
+      num_warps: as in `Tiles`.
+      num_stages: as in `Tiles`.
+      programs: as in `Tiles`.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 5
+    programs: int = 1
 
 
 def has_tma() -> bool:
@@ -98,10 +124,22 @@ def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -
     return Tiles(small_m=0) if out_itemsize <= 2 else Tiles(block_n=128, small_m=0)
 
 
+def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
+    """Tiles for FP8 rows `[num_rows, .]` times `groups` matrices."""
+    if jax.default_backend() == "cpu":
+        return Fp8Tiles(block_m=32, block_n=64, group_m=2, num_stages=2)
+    if num_rows <= 64 * groups:
+        return Fp8Tiles(block_m=64, num_warps=4, num_stages=3 if out_itemsize > 2 else 4, programs=2)
+    return Fp8Tiles()
+
+
 def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
     """Tiles for matrices of `[rows, columns]`."""
     if jax.default_backend() == "cpu":
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
     if not has_tma():
         return WeightTiles(block_n=128, num_stages=3, descriptors=False)
-    return WeightTiles(num_stages=3) if out_itemsize <= 2 and columns > 128 else WeightTiles(block_n=128)
+    if out_itemsize <= 2:
+        # Two programs of narrow tiles: while one stores its tile, by TMA, the other multiplies.
+        return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2)
+    return WeightTiles(block_n=128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 from jax import lax
 
 from jax_ep import context
-from jax_ep.kernel import Config, Descriptor, Kernel
+from jax_ep.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array
 
@@ -17,7 +18,7 @@ from jax_ep.types import Array
 def launch(
     kernel: Kernel,
     operands: Sequence[Array | Descriptor],
-    results: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[jax.ShapeDtypeStruct | Descriptor],
     config: Config,
     constants: Mapping[str, Any],
 ) -> tuple[Array, ...]:
@@ -29,7 +30,7 @@ def launch(
     Args:
       kernel: what to run.
       operands: arrays of this shard, or descriptors of them.
-      results: shapes and dtypes of the results.
+      results: shapes and dtypes of the results, or descriptors of them.
       config: grid and compilation options.
       constants: `tl.constexpr` parameters.
 
@@ -38,8 +39,7 @@ def launch(
     """
     run = _interpret if jax.default_backend() == "cpu" else _run_on_gpu
     outputs = run(kernel, tuple(operands), tuple(results), config, dict(constants))
-    arrays = (x.array if isinstance(x, Descriptor) else x for x in operands)
-    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in arrays))))
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(array_of(x)) for x in operands))))
     return tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
 
 
@@ -55,29 +55,48 @@ def make_ready(function: str) -> None:
 def _run_on_gpu(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
+    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:
     import jax_triton
 
-    described = jax_triton.TensorDescriptor
-    return jax_triton.triton_call(
-        *(described(x.array, *x.blocks) if isinstance(x, Descriptor) else x for x in operands),
-        kernel=kernel.load(),
-        out_type=results,
-        grid=(config.num_programs,),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
-        **constants,
-    )
+    function = kernel.load()
+    # jax-triton describes operands only: a described result takes the memory of an operand that has no contents yet.
+    names = function.arg_names[len(operands) :]
+    described = [i for i, result in enumerate(results) if isinstance(result, Descriptor)]
+    empty = {names[i]: _described(_empty(results[i]), blocks_of(results[i])) for i in described}
+    with warnings.catch_warnings():
+        # It would rather have references, which are effects.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(
+            *(_described(array_of(x), blocks_of(x)) for x in operands),
+            kernel=function,
+            out_type=tuple(array_of(x) for x in results),
+            grid=(config.num_programs,),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            input_output_aliases={len(operands) + place: i for place, i in enumerate(described)},
+            backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
+            **empty,
+            **constants,
+        )
+
+
+def _described(array: Array, blocks: Blocks | None) -> Any:
+    import jax_triton
+
+    return array if blocks is None else jax_triton.TensorDescriptor(array, *blocks)
+
+
+def _empty(result: jax.ShapeDtypeStruct | Descriptor) -> Array:
+    return lax.empty(array_of(result).shape, array_of(result).dtype)
 
 
 def _interpret(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
+    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:

@@ -17,14 +17,14 @@ from jax_ep.types import Array, Handle, Layout
 
 _PLAN = Kernel("plan", "plan")
 # The kernel keeps a slot's local expert and its place in its block in one word (kernels/plan.py).
-_MOST_EXPERTS, _MOST_PLACES = 1 << 10, 1 << 20
+MOST_EXPERTS, MOST_PLACES = 1 << 10, 1 << 20
 
 
 def plan(topk_idx: Array, layout: Layout, axis: Axis) -> Handle:
     """`[T, K]` ids of this rank to the handle, whose `group` tells kernels the devices of the ranks."""
     group = group_on(axis, varying_axes(topk_idx))
     config, blocks = tuning.plan(layout)
-    if layout.num_local_experts <= _MOST_EXPERTS and blocks["BLOCK"] <= _MOST_PLACES:
+    if layout.num_local_experts <= MOST_EXPERTS and blocks["BLOCK"] <= MOST_PLACES:
         return _plan_in_one_launch(topk_idx, layout, group, config, blocks)
     # Beyond that each block would count thousands of experts: sorting, which knows no experts, is better.
     ids = exchange_words(topk_idx.reshape(-1), group, layout.num_ranks, different=False, after=None)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.kernel import Config, Kernel
+from jax_ep.megakernels import tuning
+from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.heap_launch import group_of
+from jax_ep.megakernels.launch import launch
+from jax_ep.megakernels.plan import MOST_EXPERTS, MOST_PLACES
 from jax_ep.types import Array, Handle
+
+_COUNT = Kernel("schedule", "count_firsts")
+_PLACE = Kernel("schedule", "place_firsts")
 
 
 class SendSchedule(NamedTuple):
@@ -29,7 +38,30 @@ class SendSchedule(NamedTuple):
 
 
 def send_schedule(handle: Handle) -> SendSchedule:
-    """The schedule of a handle; computed by XLA, which merges equal calls of one program."""
+    """The schedule of a handle by two small launches, or by XLA where there are too many experts."""
+    layout = handle.layout
+    blocks = tuning.schedule(layout)
+    if layout.num_local_experts >= MOST_EXPERTS or blocks["BLOCK"] > MOST_PLACES:
+        return sorted_schedule(handle)
+    shapes = {"W": layout.num_ranks, "T": layout.num_tokens, "L": layout.num_local_experts}
+    num_ranks, num_tokens, num_local = shapes.values()
+    num_blocks = -(-num_tokens // blocks["BLOCK"])
+    rows = blocks.pop("ROWS")
+    group = group_of(handle)
+    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, blocks["BINS"]))
+    config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
+    constants = {**shapes, **blocks}
+    found = launch(_COUNT, (handle.ids, group), _int32(*counted), config, {**constants, "K": layout.top_k})
+    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, num_local))
+    return SendSchedule(*launch(_PLACE, found, _int32(*results), config, {**constants, "ROWS": rows}))
+
+
+def _int32(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+
+
+def sorted_schedule(handle: Handle) -> SendSchedule:
+    """The same by XLA."""
     layout = handle.layout
     num_ranks, num_local = layout.num_ranks, layout.num_local_experts
     rank = group_of(handle)[-1]

@@ -33,6 +33,8 @@ WEIGHTS = {
     "pointers": WeightTiles(block_m=64, block_n=32, block_r=32, descriptors=False),
     "two loops over pointers": WeightTiles(block_m=32, block_n=32, flatten=False, descriptors=False),
     "stored by TMA": WeightTiles(block_m=32, block_n=32, block_r=64, group_m=1, tma_store=True),
+    "stored by TMA in halves": WeightTiles(block_m=32, block_n=64, block_r=32, tma_store=True, store_parts=2),
+    "stored in quarters": WeightTiles(block_m=32, block_n=64, block_r=32, flatten=False, store_parts=4),
 }
 # Rows past the groups are 13 more.
 GROUPS = {
@@ -87,6 +89,11 @@ def run_weights(lhs, rhs, sizes, *, out_dtype=jnp.float32, tiles=None):
     return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
 
 
+def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32, tiles=None):
+    call = partial(gemm.gathered_gemm_weights, transpose=transpose, out_dtype=out_dtype, tiles=tiles)
+    return np.asarray(call(*map(jnp.asarray, (tokens, index, rows)), jnp.asarray(sizes, jnp.int32)))
+
+
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(pool, rng, subtests, name, transpose_rhs):
@@ -104,6 +111,31 @@ def test_weights(pool, rng, subtests, name):
             lhs, rhs = integers(rng, sum(sizes) + SPARE, K), integers(rng, sum(sizes) + SPARE, N)
             got = run_weights(poisoned(lhs, sizes), poisoned(rhs, sizes), sizes, tiles=WEIGHTS[name])
             np.testing.assert_array_equal(got, weights(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_gathered_tokens(pool, rng, subtests, name, transpose):
+    """Some rows have no token, which counts as zero; tokens that no row names, and rows past the groups, hold NaN."""
+    for groups, sizes in GROUPS.items():
+        with subtests.test(groups):
+            num_rows, num_tokens = sum(sizes) + SPARE, 70
+            index = rng.integers(-1, num_tokens, num_rows).astype(np.int32)
+            tokens, rows = integers(rng, num_tokens, N), integers(rng, num_rows, K)
+            gathered = np.where((index < 0)[:, None], 0, tokens[index]).astype(tokens.dtype)
+            tokens[np.setdiff1d(np.arange(num_tokens), index[: sum(sizes)])] = np.nan
+            got = run_gathered(tokens, index, poisoned(rows, sizes), sizes, transpose=transpose, tiles=WEIGHTS[name])
+            lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
+            np.testing.assert_array_equal(got, weights(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
+def test_tokens_are_not_copied_into_rows(pool, transpose):
+    """Nothing in the program has a token for every row."""
+    shapes = ((70, 24), jnp.bfloat16), ((300,), jnp.int32), ((300, 40), jnp.bfloat16), ((4,), jnp.int32)
+    call = partial(gemm.gathered_gemm_weights, transpose=transpose, out_dtype=jnp.bfloat16)
+    program = str(jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
+    assert "bf16[70,24]" in program and "300,24" not in program
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
@@ -137,6 +169,9 @@ def test_nan_stays_in_its_group(pool, rng, descriptors):
     weight_tiles = WeightTiles(block_m=32, block_n=32, descriptors=descriptors)
     got = run_weights(lhs, rhs, sizes, tiles=weight_tiles)
     np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
+    backwards = np.arange(len(lhs))[::-1].astype(np.int32)
+    got = run_gathered(lhs[::-1], backwards, rhs, sizes, transpose=False, tiles=weight_tiles)
+    np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
 
 
 @pytest.mark.parametrize("sizes", [[-5, 40, -1, 20], [90, 90, 90], [2**31 - 1, 2**31 - 1, 7], [-(2**31), 2**31 - 1]])
@@ -145,6 +180,9 @@ def test_sizes_that_no_caller_should_pass(pool, rng, sizes):
     lhs, rhs, other = integers(rng, 100, K), integers(rng, len(sizes), K, N), integers(rng, 100, N)
     np.testing.assert_array_equal(run_forward(lhs, rhs, sizes), forward(lhs, rhs, sizes))
     np.testing.assert_array_equal(run_weights(lhs, other, sizes), weights(lhs, other, sizes))
+    index = rng.integers(0, 100, 100).astype(np.int32)
+    got = run_gathered(lhs, index, other, sizes, transpose=True)
+    np.testing.assert_array_equal(got, weights(other, lhs[index], sizes))
 
 
 def test_many_groups(pool, rng):
@@ -163,6 +201,12 @@ def test_what_has_no_kernel_takes_the_portable_loop(rng):
     many = integers(rng, 1025, 8, 8)
     got = run_forward(lhs.astype(low[0]), many, [1] * 6 + [0] * 1019)
     np.testing.assert_array_equal(got, forward(lhs, many, [1] * 6 + [0] * 1019))
+    index = np.array([3, -1, 0, 3, 5], np.int32)
+    gathered = np.where((index < 0)[:, None], 0, lhs[index])
+    for transpose in (False, True):
+        got = run_gathered(lhs, index, rhs[0, :5], [2, 3], transpose=transpose)
+        wanted = weights(gathered, rhs[0, :5], [2, 3])
+        np.testing.assert_array_equal(got, wanted.swapaxes(1, 2) if transpose else wanted)
 
 
 def test_vmap(pool, rng):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
-from jax_ep.kernel import Descriptor
+from jax_ep.kernel import Descriptor, array_of
 from jax_ep.megakernels import gemm, gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 
@@ -36,19 +36,21 @@ def compile_launch(monkeypatch):
 
     def run(function, capability, shapes, dtype, **options):
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:2]]
+        arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes[2:]]
         launches = []
 
         def record(kernel, operands, results, config, constants):
             launches.append((kernel, operands, results, config, constants))
-            return [jnp.zeros(result.shape, result.dtype) for result in results]
+            return [jnp.zeros(array_of(result).shape, array_of(result).dtype) for result in results]
 
         monkeypatch.setattr(gemm, "launch", record)
         monkeypatch.setattr(gemm, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
-        jax.eval_shape(functools.partial(function, **options), *arrays, jax.ShapeDtypeStruct(shapes[2], jnp.int32))
+        jax.eval_shape(functools.partial(function, **options), *arrays)
         ((kernel, operands, results, config, constants),) = launches
-        names = ("lhs", "small_lhs", "rhs", "small_rhs") if function is gemm._launch_forward else ("lhs", "rhs")
+        forward = function is gemm._launch_forward
+        names = ("lhs", "small_lhs", "rhs", "small_rhs") if forward else ("lhs", "rhs")
         types = {name: type_name(x) for name, x in zip((*names, "sizes_ptr"), operands, strict=True)}
-        types["out_ptr"] = type_name(results[0])
+        types["out_ptr" if forward else "out"] = type_name(results[0])
         built = build(kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, capability)
         check(built, capability, constants["DESCRIPTORS"])
         return built
@@ -91,13 +93,18 @@ def test_forward(on_architecture, compile_launch, capability, size, transpose, o
     assert "st.global.v4.b32" in built["ptx"] or capability < 90
 
 
-@pytest.mark.parametrize(("capability", "out"), [(80, "float16"), (90, "float16"), (90, "float32"), (100, "float16")])
+WEIGHT_CASES = [(80, "float16"), (90, "float16"), (90, "float32"), (100, "float16")]
+
+
+@pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
 def test_weights(on_architecture, compile_launch, capability, out):
     rows, k, n, groups = DEEPSEEK
     tiles = gemm_tuning.weight_tiles(k, n, jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
     shapes = ((rows, k), (rows, n), (groups,))
-    assert compile_launch(gemm._launch_weights, capability, shapes, jnp.float16, **options)["scratch"] == 0
+    built = compile_launch(gemm._launch_weights, capability, shapes, jnp.float16, **options)
+    assert built["scratch"] == 0
+    assert ("cp.async.cg.shared.global" in built["ptx"]) == (capability < 90)
 
 
 VARIANTS = {
@@ -118,10 +125,24 @@ def test_variants(on_architecture, compile_launch, capability, name):
     assert ("cp.async.cg.shared.global" in built["ptx"]) == VARIANTS[name].gather
 
 
+WEIGHT_VARIANTS = {
+    "stored by TMA": WeightTiles(num_stages=3, tma_store=True),
+    "stored by TMA in halves": WeightTiles(tma_store=True, store_parts=2),
+    "stored by TMA in quarters": WeightTiles(tma_store=True, store_parts=4),
+    "two programs": WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2),
+    "stored in halves": WeightTiles(store_parts=2),
+}
+
+
 @pytest.mark.parametrize("capability", [90])
-def test_weights_stored_by_tma(on_architecture, compile_launch, capability):
-    options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": WeightTiles(num_stages=3, tma_store=True)}
+@pytest.mark.parametrize("name", WEIGHT_VARIANTS)
+def test_weight_variants(on_architecture, compile_launch, capability, name):
+    """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
+    tiles = WEIGHT_VARIANTS[name]
+    options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}
     rows, k, n, groups = DEEPSEEK
     shapes = ((rows, k), (rows, n), (groups,))
     built = compile_launch(gemm._launch_weights, capability, shapes, jnp.bfloat16, **options)
-    assert "cp.async.bulk.tensor.3d.global" in built["ptx"]
+    assert built["scratch"] == 0
+    assert ("cp.async.bulk.tensor.3d.global" in built["ptx"]) == tiles.tma_store
+    assert tiles.programs * (built["shared"] + (1 << 10)) <= 228 << 10, "they do not fit on one multiprocessor"

@@ -12,7 +12,16 @@ from .tiles import locate_groups, tile_in_grid
 
 
 @triton.jit
-def load_rows(x, row, end, column, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESCRIPTORS: tl.constexpr):
+def load_rows(
+    x,
+    row,
+    end,
+    column,
+    WIDTH: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
     """`[BR, BC]` of `[M, WIDTH]`, zero from row `end` on; `x` is a bounded descriptor, or a pointer."""
     if DESCRIPTORS:
         block = load_bounded(x, row, end, column, BR, BC)
@@ -22,6 +31,35 @@ def load_rows(x, row, end, column, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl
         inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
         block = tl.load(x + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
     return block
+
+
+@triton.jit
+def store_block(
+    out,
+    values,
+    group,
+    row,
+    column,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA_STORE: tl.constexpr,
+):
+    """Stores a block of one group's matrix in `[G, K, N]`, through a descriptor of such blocks or a pointer."""
+    if TMA_STORE:
+        out.store([group, row, column], tl.reshape(values, (1, ROWS, COLUMNS)))
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        target = out + (group.to(tl.int64) * K + rows)[:, None] * N + columns[None, :]
+        tl.store(target, values, mask=(rows < K)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right columns of `x [ROWS, COLUMNS]`."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -35,16 +73,24 @@ def store_matrix_tile(
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    PARTS: tl.constexpr,
     TMA_STORE: tl.constexpr,
 ):
-    """Stores a tile of one group's matrix in `[G, K, N]`, through a descriptor or a pointer."""
-    if TMA_STORE:
-        out.store([group, row, column], tl.reshape(total.to(out.dtype), (1, BM, BN)))
+    """Stores a tile of one group's matrix in 1, 2 or 4 parts: shared memory then holds a part at a time."""
+    values = total.to(out.dtype if TMA_STORE else out.dtype.element_ty)
+    if PARTS == 1:
+        store_block(out, values, group, row, column, N, K, BM, BN, TMA_STORE)
     else:
-        rows = row + tl.arange(0, BM)
-        columns = column + tl.arange(0, BN)
-        target = out + (group.to(tl.int64) * K + rows)[:, None] * N + columns[None, :]
-        tl.store(target, total.to(out.dtype.element_ty), mask=(rows < K)[:, None] & (columns < N)[None, :])
+        left, right = halves(values, BM, BN)
+        for side in tl.static_range(2):
+            half = right if side else left
+            first = column + side * (BN // 2)
+            if PARTS == 2:
+                store_block(out, half, group, row, first, N, K, BM, BN // 2, TMA_STORE)
+            else:
+                outer, inner = halves(half, BM, BN // 2)
+                store_block(out, outer, group, row, first, N, K, BM, BN // 4, TMA_STORE)
+                store_block(out, inner, group, row, first + BN // 4, N, K, BM, BN // 4, TMA_STORE)
 
 
 @triton.jit
@@ -75,7 +121,7 @@ def grouped_gemm_weights(
     lhs,
     rhs,
     sizes_ptr,
-    out_ptr,
+    out,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -87,20 +133,18 @@ def grouped_gemm_weights(
     GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,
     TMA_STORE: tl.constexpr,
 ):
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[G, K, N]`, zero for empty groups.
 
     With FLATTEN the loops over tiles and rows are one, written by hand since the number of blocks differs from tile to
-    tile: the loads of a tile begin before the one before it is stored. With TMA_STORE stores end while the next tile is
-    computed.
+    tile: the loads of a tile begin before the one before it is stored. `out` is a pointer, or with TMA_STORE a
+    descriptor of what is stored at a time, and stores end while the next tile is computed.
     """
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    out = out_ptr
-    if TMA_STORE:
-        out = tl.make_tensor_descriptor(out_ptr, [G, K, N], [K * N, N, 1], [1, BM, BN])
     tiles: tl.constexpr = ((K + BM - 1) // BM) * ((N + BN - 1) // BN)
     if FLATTEN:
         # Tasks of this program before the first one of each group, and before that of the next group.
@@ -109,28 +153,27 @@ def grouped_gemm_weights(
         until = tl.cdiv(tl.maximum((index + 1) * tiles - program, 0), programs)
         blocks_of_group = tl.maximum(tl.cdiv(rows, BR), 1)
         num_steps = tl.sum(tl.where(index < G, (until - before) * blocks_of_group, 0), axis=0)
-        task = program - programs
+        task = program
         block = 0
-        num_blocks = 1
-        group = 0
-        start = 0
-        end = 0
-        row = 0
-        column = 0
+        group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
+        num_blocks = tl.maximum(tl.cdiv(end - start, BR), 1)
         total = tl.zeros((BM, BN), tl.float32)
         for _ in range(num_steps):
+            first = start + block * BR
+            a = load_rows(lhs, first, end, row, K, BR, BM, DESCRIPTORS)
+            b = load_rows(rhs, first, end, column, N, BR, BN, DESCRIPTORS)
+            total = tl.dot(tl.trans(a), b, total)
+            is_last = block == num_blocks - 1
+            if is_last:
+                store_matrix_tile(out, total, group, row, column, N, K, BM, BN, PARTS, TMA_STORE)
+                total = tl.zeros((BM, BN), tl.float32)
+            # Apart from the store: the compiler runs this ahead, with the loads of later steps.
             block += 1
-            if block == num_blocks:
+            if is_last:
                 task += programs
                 group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
                 block = 0
                 num_blocks = tl.maximum(tl.cdiv(end - start, BR), 1)
-            a = load_rows(lhs, start + block * BR, end, row, K, BR, BM, DESCRIPTORS)
-            b = load_rows(rhs, start + block * BR, end, column, N, BR, BN, DESCRIPTORS)
-            total = tl.dot(tl.trans(a), b, total)
-            if block == num_blocks - 1:
-                store_matrix_tile(out, total, group, row, column, N, K, BM, BN, TMA_STORE)
-                total = tl.zeros((BM, BN), tl.float32)
     else:
         for task in range(program, G * tiles, programs):
             group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
@@ -139,4 +182,4 @@ def grouped_gemm_weights(
                 a = load_rows(lhs, first, end, row, K, BR, BM, DESCRIPTORS)
                 b = load_rows(rhs, first, end, column, N, BR, BN, DESCRIPTORS)
                 total = tl.dot(tl.trans(a), b, total)
-            store_matrix_tile(out, total, group, row, column, N, K, BM, BN, TMA_STORE)
+            store_matrix_tile(out, total, group, row, column, N, K, BM, BN, PARTS, TMA_STORE)

@@ -1,0 +1,131 @@
+"""How dispatch and combine scale with the number of ranks: bytes, measured times, and what they predict for more ranks.
+
+    python benchmarks/scaling.py [--ranks 2 4 8] [--results benchmarks/results/dispatch_combine.json]
+
+Needs no GPU: it reads the published results of dispatch_combine.py and says for every number of ranks what a rank
+sends, how long that takes at the copy engine's rate, the measured time where one is published, and the model's.
+
+The model has three figures per variant, all from measured cases with uniform routing: a launch takes
+`start + tokens * max(bytes / rate, local)`. Start and the time per token are a straight line through the measured
+numbers of tokens; rate is what the largest measured number of ranks reaches; local is the time per token with the
+fewest ranks, where the link is used least: a rank has as many rows to read and to write whatever the number of ranks.
+It assumes a switch that serves all pairs at once, as in a node with NVSwitch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import numpy as np
+
+VARIANTS = (
+    "triton dispatch, cached handle",
+    "triton dispatch complete",
+    "triton dispatch to rows",
+    "triton combine",
+    "triton dispatch, cached handle, FP8 wire",
+    "triton combine, FP8 wire",
+)
+GROUP = 128  # columns that share a float32 scale in FP8
+
+
+class Line(NamedTuple):
+    """Time of a launch over tokens per rank: seconds that do not depend on them, and seconds per token."""
+
+    start: float
+    per_token: float
+
+
+def bytes_per_token(num_ranks: int, *, experts: int, top_k: int, hidden: int, fp8: bool) -> float:
+    """What a token costs on the link: once for each other rank that has one of its `top_k` different experts."""
+    elsewhere = experts - experts // num_ranks
+    missed = math.comb(elsewhere, top_k) / math.comb(experts, top_k)
+    return (num_ranks - 1) * (1 - missed) * (hidden + 4 * (hidden // GROUP) if fp8 else 2 * hidden)
+
+
+def fit(times: Mapping[int, float]) -> Line:
+    """The line through `{tokens: seconds}` with the least squares of relative errors, and no negative start."""
+    tokens, seconds = (np.asarray(list(part), float) for part in (times.keys(), times.values()))
+    (start, per_token), *_ = np.linalg.lstsq(np.stack([1 / seconds, tokens / seconds], 1), np.ones_like(tokens))
+    return Line(max(0.0, float(start)), float(per_token))
+
+
+def predict(lines: Mapping[int, Line], link_bytes: Mapping[int, float], num_ranks: int, tokens: int) -> float:
+    """Seconds on `num_ranks`; `lines` and `link_bytes` (per token) are by number of ranks."""
+    fewest, most = min(lines), max(lines)
+    link = link_bytes[num_ranks] * lines[most].per_token / link_bytes[most]
+    return lines[most].start + tokens * max(link, lines[fewest].per_token)
+
+
+def measured_times(content: Mapping[str, Any], variant: str) -> dict[int, dict[int, float]]:
+    """`{ranks: {tokens: seconds}}` of a variant with uniform routing."""
+    found: dict[int, dict[int, float]] = {}
+    for row in content["rows"]:
+        shape = row["shape"]
+        if row["variant"] == variant and shape["routing"] == "uniform" and "seconds" in row:
+            found.setdefault(shape["ranks"], {})[shape["tokens_per_rank"]] = row["seconds"]["median"]
+    return found
+
+
+def table(content: Mapping[str, Any], variant: str, ranks: Iterable[int]) -> list[list[str]]:
+    """A line for each number of ranks and tokens."""
+    settings, hidden = content["settings"], content["rows"][0]["shape"]["hidden"]
+    peak = content["summary"]["copy_engine_bytes_per_s"]
+    times = measured_times(content, variant)
+    lines = {num_ranks: fit(by_tokens) for num_ranks, by_tokens in times.items()}
+    sizes = {"experts": settings["experts"], "top_k": settings["top_k"], "hidden": hidden, "fp8": "FP8" in variant}
+    link_bytes = {n: bytes_per_token(n, **sizes) for n in {*ranks, *times}}
+    cells = []
+    for num_ranks in ranks:
+        for tokens in settings["tokens"]:
+            sent = tokens * link_bytes[num_ranks]
+            measured = times.get(num_ranks, {}).get(tokens)
+            expected = predict(lines, link_bytes, num_ranks, tokens)
+            cells.append(
+                [
+                    str(num_ranks),
+                    str(tokens),
+                    f"{sent / 1e6:.1f}",
+                    f"{1e6 * sent / peak:.0f}",
+                    "" if measured is None else f"{1e6 * measured:.0f}",
+                    f"{1e6 * expected:.0f}",
+                    f"{sent / (expected if measured is None else measured) / 1e9:.0f}",
+                ]
+            )
+    return cells
+
+
+def main() -> None:
+    """Prints a table for each variant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--results", type=Path, default=harness.RESULTS / "dispatch_combine.json")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, metavar="VARIANT")
+    args = parser.parse_args()
+    content = json.loads(args.results.read_text())
+    experts = content["settings"]["experts"]
+    if unfit := [n for n in args.ranks if n < 2 or experts % n]:
+        parser.error(f"--ranks {unfit[0]}: {experts} experts need two or more ranks, a number that divides them")
+    columns = [
+        "ranks",
+        "tokens/rank",
+        "MB sent",
+        "us at the copy engine's rate",
+        "measured us",
+        "model us",
+        "wire GB/s",
+    ]
+    for variant in args.variants:
+        if len(measured_times(content, variant)) < 2:
+            parser.error(f"{args.results} has not two numbers of ranks for {variant!r}: run dispatch_combine.py")
+        harness.show_table(f"{variant} ({content['date'][:10]})", columns, table(content, variant, args.ranks))
+
+
+if __name__ == "__main__":
+    main()

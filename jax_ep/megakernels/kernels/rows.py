@@ -1,0 +1,38 @@
+"""Rows in use: how many there are, and what is gathered into them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_in_use(sizes_ptr, R: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Rows of all groups, R at most."""
+    lanes = tl.arange(0, BLOCK_L)
+    sizes = tl.load(sizes_ptr + lanes, mask=lanes < L, other=0).to(tl.int64)
+    return tl.minimum(tl.sum(sizes, axis=0), R).to(tl.int32)
+
+
+@triton.jit
+def gather_rows(
+    x_ptr,
+    index_ptr,
+    sizes_ptr,
+    out_ptr,
+    R: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """`out[row] = x[index[row]]` in `[R, H]` for rows in use, zeros where the index is negative."""
+    used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
+    column_tiles: tl.constexpr = (H + BC - 1) // BC
+    for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
+        rows = task // column_tiles * BR + tl.arange(0, BR)
+        columns = (task % column_tiles * BC + tl.arange(0, BC))[None, :]
+        places = tl.load(index_ptr + rows, mask=rows < used, other=-1)
+        source = tl.multiple_of(x_ptr + places.to(tl.int64)[:, None] * H + columns, (16, 16))
+        values = tl.load(source, mask=(places >= 0)[:, None] & (columns < H), other=0.0)
+        target = tl.multiple_of(out_ptr + rows.to(tl.int64)[:, None] * H + columns, (16, 16))
+        tl.store(target, values, mask=(rows < used)[:, None] & (columns < H))

@@ -1,0 +1,57 @@
+"""Passes over the rows in use of expert-major arrays: with a dropless capacity most rows are not."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from jax_ep.kernel import Config, Kernel
+from jax_ep.layout import power_of_two
+from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.mesh_axes import vary_alike
+from jax_ep.types import Array
+
+_GATHER = Kernel("rows", "gather_rows")
+_PROGRAMS = 8
+"""Of four warps, on a multiprocessor: it takes many bytes in flight to keep the memory busy."""
+_BLOCK_BYTES = 8192
+"""Of a block: four 16-byte words for a thread."""
+
+
+def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
+    """`x[index]` for the rows of the groups; what lies past them holds anything.
+
+    Args:
+      x: `[S, H]`, rows of whole 16-byte words.
+      index: `[R]` int32; -1: a row of zeros.
+      group_sizes: `[L]` int32; their sum says which rows are in use.
+
+    Returns:
+      `[R, H]`.
+    """
+    make_ready("grouped_gemm")
+    return _gather(x, index, group_sizes)
+
+
+@functools.partial(jax.jit, inline=False)  # one compilation for eager callers
+def _gather(x: Array, index: Array, group_sizes: Array) -> Array:
+    num_rows, columns = index.shape[0], x.shape[1]
+    block = min(1024, power_of_two(columns))
+    blocks = {"BR": max(1, _BLOCK_BYTES // x.dtype.itemsize // block), "BC": block}
+    sizes = row_sizes(num_rows, group_sizes) | {"H": columns}
+    config = pass_config(-(-num_rows // blocks["BR"]) * -(-columns // block))
+    result = jax.ShapeDtypeStruct((num_rows, columns), x.dtype)
+    return launch(_GATHER, vary_alike((x, index, group_sizes)), (result,), config, sizes | blocks)[0]
+
+
+def row_sizes(num_rows: int, group_sizes: Array) -> dict[str, int]:
+    """What a kernel needs to know to tell the rows in use."""
+    groups = group_sizes.shape[0]
+    return {"R": num_rows, "L": groups, "BLOCK_L": max(16, power_of_two(groups))}
+
+
+def pass_config(num_tasks: int) -> Config:
+    """For a kernel that reads and writes each element once."""
+    return Config(num_programs(num_tasks, _PROGRAMS), num_warps=4, max_registers=65536 // (_PROGRAMS * 4 * 32))

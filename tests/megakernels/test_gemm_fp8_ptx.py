@@ -1,0 +1,57 @@
+"""The grouped GEMM in FP8 compiles to PTX without a GPU: tensor cores, TMA, no spilled registers, memory that fits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import pytest
+from compiling import build
+
+from jax_ep.megakernels import gemm_fp8, gemm_tuning
+from jax_ep.megakernels.gemm_tuning import Fp8Tiles
+
+pytest.importorskip("triton")
+
+MULTIPROCESSOR = {"shared": 228 << 10, "registers": 65536}
+# rows, K, N, groups
+DEEPSEEK, FEW_ROWS, ODD = (32768, 7168, 4096, 64), (1024, 4096, 3072, 128), (4096, 1152, 515, 1000)
+
+
+def compile_gemm(tiles: Fp8Tiles, size: tuple[int, int, int, int], out: str, capability: int) -> Any:
+    rows, depth, columns, groups = size
+    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32", "out_ptr": f"*{out}"}
+    types["lhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_m},128]>"
+    types["rhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_n},128]>"
+    constants = gemm_fp8.constants_of(rows, columns, depth, groups, tiles)
+    kernel = gemm_fp8._KERNEL
+    return build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, capability)
+
+
+CASES = [(90, size, out) for size in (DEEPSEEK, FEW_ROWS) for out in ("bf16", "fp32")]
+CASES += [(90, ODD, "bf16"), (100, DEEPSEEK, "bf16"), (100, FEW_ROWS, "bf16")]
+
+
+@pytest.mark.parametrize(("capability", "size", "out"), CASES)
+def test_gemm(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    tiles = gemm_tuning.fp8_tiles(size[0], size[3], 2 if out == "bf16" else 4)
+    built = compile_gemm(tiles, size, out, capability)
+    product = r"wgmma\.mma_async\S*n128k32\.f32\.e4m3\.e4m3" if capability == 90 else r"tcgen05\.mma"
+    assert re.search(product, built["ptx"]), "the tensor cores do not multiply FP8"
+    assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"
+    assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    assert "serialized" not in built["report"], built["report"]
+    assert built["scratch"] == 0
+    assert tiles.programs * (built["shared"] + 1024) <= MULTIPROCESSOR["shared"]  # 1 KB of each is the driver's
+    registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
+    assert tiles.programs * tiles.num_warps * 32 * registers <= MULTIPROCESSOR["registers"]
+
+
+def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
+    """The loops over tiles and over K are one: its loads are behind its products, and no others are."""
+    ptx = compile_gemm(Fp8Tiles(), DEEPSEEK, "bf16", 90)["ptx"]
+    loads, last = list(re.finditer(r"cp\.async\.bulk\.tensor", ptx)), ptx.rindex("wgmma.mma_async")
+    assert len([load for load in loads if load.start() > last]) == 2

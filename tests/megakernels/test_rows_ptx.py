@@ -1,0 +1,44 @@
+"""Passes over the rows in use compile to PTX without a GPU: 16 bytes at a time, no spilled registers."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from compiling import build
+
+from jax_ep.layout import power_of_two
+from jax_ep.megakernels import activation as kernels
+from jax_ep.megakernels import rows
+
+ROWS, INNER, GROUPS = 32768, 2048, 64
+
+
+def compile_pass(monkeypatch, kernel, types, constants):
+    monkeypatch.setattr(rows, "num_programs", lambda *_: 1056)
+    config = rows.pass_config(1056)
+    built = build(
+        kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, 90, config.max_registers
+    )
+    assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v4\.b32", built["ptx"])
+    assert not re.search(r"(ld|st)\.global\.b16", built["ptx"])
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("kernel", [kernels._FORWARD, kernels._GRADIENT], ids=lambda kernel: kernel.function)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+def test_activation(monkeypatch, kernel, name, gated):
+    types = dict.fromkeys(["hidden_ptr", "out_ptr", "d_rows_ptr", "d_hidden_ptr"], "*bf16")
+    types |= {"sizes_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32"}
+    constants = kernels._sizes(ROWS, INNER, np.zeros(GROUPS, np.int32), kernel) | {"GATED": gated, "ACTIVATION": name}
+    compile_pass(monkeypatch, kernel, types, constants)
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("bf16", 7168), ("bf16", 2048), ("fp16", 72)])
+def test_gather(monkeypatch, dtype, hidden):
+    types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "index_ptr": "*i32", "sizes_ptr": "*i32"}
+    block = min(1024, power_of_two(hidden))
+    blocks = {"H": hidden, "BR": 4096 // block, "BC": block}
+    compile_pass(monkeypatch, rows._GATHER, types, rows.row_sizes(ROWS, np.zeros(GROUPS, np.int32)) | blocks)

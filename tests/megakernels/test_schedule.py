@@ -1,0 +1,94 @@
+"""The order of sends: what a stable sort gives, for every rank, on hostile ids too."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+import harness
+import jax
+import numpy as np
+import pytest
+from compiling import build
+
+import jax_ep
+from jax_ep import backends
+from jax_ep.megakernels import tuning
+from jax_ep.megakernels.schedule import send_schedule, sorted_schedule
+from jax_ep.types import Layout
+
+EXPERT = harness.EXPERT
+HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
+ON_CPU = jax.default_backend() == "cpu"
+
+
+@pytest.fixture(autouse=True)
+def needs_triton() -> None:
+    """In place of the one that keeps tests of the interpreter from GPUs."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
+    if jax.process_count() > 1:
+        pytest.skip("a context of several processes is not made anew")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    jax_ep.finalize()
+    yield
+    jax_ep.finalize()
+
+
+def wanted(layout: Layout, ids: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By NumPy: order, number of sends, and what local experts need."""
+    num_local = layout.num_local_experts
+
+    def firsts(source: int, target: int) -> np.ndarray:
+        local = ids[source].astype(np.int64) - target * num_local
+        return np.where((local >= 0) & (local < num_local), local, num_local).min(axis=1)
+
+    order = np.stack([np.argsort(firsts(rank, r), kind="stable") for r in range(layout.num_ranks)])
+    sends = np.array([(firsts(rank, r) < num_local).sum() for r in range(layout.num_ranks)])
+    needed = [[(firsts(s, rank) <= e).sum() for e in range(num_local)] for s in range(layout.num_ranks)]
+    return order, sends, np.array(needed)
+
+
+# (ranks, experts, tokens, top-k): with more tokens than a block, and with one bin more than a power of two.
+@pytest.mark.parametrize("sizes", [(1, 4, 5, 2), (2, 8, 131, 3), (4, 128, 40, 8), (2, 128, 300, 1)])
+@pytest.mark.parametrize("hostile", [False, True], ids=["valid ids", "hostile ids"])
+def test_order(sizes, hostile, rng):
+    num_ranks, num_experts, num_tokens, top_k = sizes
+    if jax.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} devices, {jax.device_count()} present")
+    layout = Layout(num_ranks, num_experts, num_tokens, top_k, num_ranks * num_tokens * top_k)
+    mesh = harness.make_mesh((num_ranks,), (EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory" if ON_CPU else None)
+    ids = rng.integers(0, num_experts, (num_ranks, num_tokens, top_k), np.int32)
+    if hostile:
+        ids = np.where(rng.random(ids.shape) < 0.5, rng.choice(HOSTILE, ids.shape), ids)
+
+    def fn(ids):
+        handle = backends.get("triton").plan(ids, layout, (EXPERT,))
+        return (*send_schedule(handle), *sorted_schedule(handle))
+
+    got = harness.run(fn, mesh, ids)
+    for rank in range(num_ranks):
+        want = wanted(layout, ids, rank)
+        for name, of_kernel, by_xla, value in zip(("order", "sends", "needed"), got[:3], got[3:], want, strict=True):
+            np.testing.assert_array_equal(of_kernel[rank], value, err_msg=f"{name} of rank {rank}")
+            np.testing.assert_array_equal(by_xla[rank], value, err_msg=f"{name} of rank {rank}, by XLA")
+
+
+@pytest.mark.skipif(not ON_CPU, reason="compiled on the CPU")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (2048, 4096)])
+def test_compiles_without_spills(experts, tokens, capability):
+    layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
+    blocks = tuning.schedule(layout)
+    rows = blocks.pop("ROWS")
+    sizes = {"W": 4, "T": tokens, "L": experts // 4, **blocks}
+    names = ("ids", "group", "places", "counts", "order", "num_sends", "num_needed")
+    pointers = dict.fromkeys([f"{name}_ptr" for name in names], "*i32")
+    for function, more in (("count_firsts", {"K": 8}), ("place_firsts", {"ROWS": rows})):
+        built = build("schedule", function, pointers, sizes | more, 4, 3, capability)
+        assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

@@ -49,9 +49,9 @@ demo: $(INSTALLED) ## train a small MoE language model, then generate from its c
 	"$(BIN)/python" examples/serve_moe.py
 
 # These run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies.
-ON_KERNELS := $(addprefix tests/contract/test_,dispatch_combine.py fused.py low_latency.py)
+ON_KERNELS := dispatch_combine grouped_gemm_fp8 low_latency low_latency_gemm_combine low_latency_moe masked moe_fp8
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
-	"$(BIN)/python" -m pytest -n auto -q tests/contract/test_{dispatch_combine,low_latency}.py --implementation triton
+	"$(BIN)/python" -m pytest -n auto -q $(ON_KERNELS:%=tests/contract/test_%.py) --implementation triton
 	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS

@@ -7,11 +7,16 @@ Writes results/moe_layer.json and a plot. `--quick` without GPUs runs the layers
 in Triton's interpreter.
 
 Parts: `deliver` is dispatch without rows of its own, which is what fusing hides; fused kernels are compared with the
-longer of exchange and product, and with both in sequence. The batched einsum has as many rows in equal groups.
+longer of exchange and product, and with both in sequence. GEMM 2 + combine runs as the package chooses, and in each
+mode by name; the sequence is its mode "serial". The batched einsum has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
-128, which the host knows from the routing, so that nothing is dropped. The other baseline drops, and the report says
-how much. TFLOP/s are those of a GPU on average and count real rows only, with three times the forward's for both ways.
+128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
+any routing, and does the same work with W times the rows. `--layers scatter reduce serial` is the layer in each mode of
+GEMM + combine. `--layers moe wire fp8 "fp8 and wire" xla` compares the layer in bfloat16 with those that send, or
+multiply forward, in FP8; the quantisation of the matrices is in their time. The other baseline drops, and the report
+says how much. TFLOP/s are those of a GPU on average and count real rows only, with three times the forward's for both
+ways.
 
 The parts of a case take turns with each other, and so do its layers. The ragged baseline comes last, by itself: it is
 slow, and a run in which it hangs ends there.
@@ -35,7 +40,7 @@ from exchange_chains import AXIS
 from harness import Panel, Report
 from moe_chains import MODELS, Case, make_case, make_weights
 from moe_run import Run, label, ratio_to_longer, shape_of
-from moe_variants import LAYERS, PARTS, layers, parts
+from moe_variants import LAYERS, MODES, PARTS, layers, parts
 
 import jax_ep
 from jax_ep import backends
@@ -43,6 +48,7 @@ from jax_ep import backends
 QUICK_DEVICES = 4
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
+DEFAULT_LAYERS = ["moe", "xla", "capacity", "ragged"]
 DIRECTIONS = {"forward": False, "forward + backward": True}
 
 
@@ -61,11 +67,13 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
     times = run.measure(case, "forward", parts(case, args.parts), lengths)
     for part in (PARTS[name] for name in args.parts):
         ratios = {}
-        if {part.fused, part.exchange, part.product} <= set(times):
-            both = times[part.exchange], times[part.product]
-            ratios[f"{part.fused} / longer of both"] = ratio_to_longer(times[part.fused], *both)
-        if {part.fused, part.sequence} <= set(times):
-            ratios[f"{part.fused} / sequence"] = times[part.fused].ratio_to(times[part.sequence])
+        fused = [part.fused, *MODES.values()] if part is PARTS["combine"] else [part.fused]
+        for name in fused:
+            if {name, part.exchange, part.product} <= set(times):
+                both = times[part.exchange], times[part.product]
+                ratios[f"{name} / longer of both"] = ratio_to_longer(times[name], *both)
+            if {name, part.sequence} <= set(times):
+                ratios[f"{name} / sequence"] = times[name].ratio_to(times[part.sequence])
         if {part.product, part.einsum} <= set(times):
             ratios[f"{part.product} / einsum"] = times[part.product].ratio_to(times[part.einsum])
         run.summarise(case, **ratios)
@@ -178,7 +186,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 4096 1024 16384)")
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
-    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS), help="none: parts only")
+    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
     parser.add_argument(
         "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"
     )

@@ -16,7 +16,9 @@ from moe_chains import BF16, CAPACITY_FACTOR, Case, Variant, on_ranks
 
 import jax_ep
 from jax_ep import backends
-from jax_ep.types import Handle
+from jax_ep.types import COMBINE_MODES, Handle
+
+FP8 = jnp.float8_e4m3fn
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
@@ -37,6 +39,10 @@ PARTS = {
     ),
     "combine": Part("combine", "GEMM 2", "GEMM 2 + combine, fused", "GEMM 2, then combine", "einsum 2, equal groups"),
 }
+
+
+# GEMM 2 + combine in one launch, by mode; `Part.fused` is what the package chooses, `Part.sequence` the third mode.
+MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES if mode != "serial"}
 
 
 def parts(case: Case, chosen: list[str], name: str = "triton") -> dict[str, Variant]:
@@ -94,8 +100,8 @@ def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
     def product(_: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
 
-    def fused(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.gemm_combine(fixed[1], fixed[2], _fresh(fixed[0], zero), transpose_rhs=False)
+    def fused(mode: str | None, _: Any, fixed: Any, zero: Array) -> Array:
+        return run.gemm_combine(fixed[1], fixed[2], _fresh(fixed[0], zero), transpose_rhs=False, mode=mode)
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
         fresh = _fresh(fixed[0], zero)
@@ -107,7 +113,10 @@ def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
     return {
         part.exchange: Variant(combine, (), (handle, rows)),
         part.product: Variant(product, (), (handle, hidden, w), flops),
-        part.fused: Variant(fused, (), (handle, hidden, w), flops, part.sequence),
+        **{
+            name: Variant(partial(fused, mode), (), (handle, hidden, w), flops, part.sequence)
+            for mode, name in {None: part.fused, **MODES}.items()
+        },
         part.sequence: Variant(sequence, (), (handle, hidden, w), flops),
         part.einsum: _einsum(case, w, flops),
     }
@@ -125,16 +134,30 @@ def _einsum(case: Case, w: Array, flops: float) -> Variant:
 
 LAYERS = {
     "moe": "jax_ep.moe",
+    "dropless": "jax_ep.moe, dropless layout",
+    "wire": "jax_ep.moe, FP8 on the wire",
+    "fp8": "jax_ep.moe, FP8 forward",
+    "fp8 and wire": "jax_ep.moe, FP8 forward and on the wire",
+    **{mode: f"jax_ep.moe, combine_mode {mode}" for mode in COMBINE_MODES},
     "xla": "jax_ep.moe, implementation xla",
     "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
     "ragged": "ragged_all_to_all + ragged_dot",
 }
 
 
+OURS = ("moe", "dropless", "wire", "fp8", "fp8 and wire", *COMBINE_MODES)
+FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm, several times that of single elements
+
+
 def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Variant]:
     """The layer, forward or with the gradients of tokens, router weights and both matrices."""
     functions: dict[str, Callable[..., Array]] = {
         "moe": partial(jax_ep.moe, capacity=case.layout.capacity),
+        "dropless": jax_ep.moe,
+        "wire": partial(jax_ep.moe, capacity=case.layout.capacity, wire_dtype=FP8),
+        "fp8": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8),
+        "fp8 and wire": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8, wire_dtype=FP8),
+        **{mode: partial(jax_ep.moe, capacity=case.layout.capacity, combine_mode=mode) for mode in COMBINE_MODES},
         "xla": partial(jax_ep.moe, capacity=case.layout.capacity, implementation="xla"),
         "capacity": partial(moe_baselines.capacity_layer, capacity=case.slot_capacity),
         "ragged": partial(moe_baselines.ragged_layer, capacity=case.layout.capacity),
@@ -148,21 +171,27 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
             (x, d_y) if backward else (x,),
             (ids, router_weights, *case.weights),
             flops,
-            LAYERS["xla"] if key in ("moe", "ragged") else None,
-            key != "moe",
+            LAYERS["xla"] if key in (*OURS, "ragged") else None,
+            key not in OURS,
             moe_baselines.RAGGED_OPTIONS if key == "ragged" else None,
+            FP8_DIFFERENCE if key in ("wire", "fp8", "fp8 and wire") else 0.25,
         )
         for key in chosen
     }
 
 
+def _anew(fixed: Any, zero: Array) -> Any:
+    """`fixed`, but known only once the zero is: what is made of weights alone is part of each call."""
+    return jax.lax.optimization_barrier((fixed, zero))[0]
+
+
 def _layer_step(layer: Callable[..., Array], *, backward: bool) -> Callable[[Any, Any, Array], Any]:
     def forward(touched: Any, fixed: Any, zero: Array) -> Array:
-        ids, router_weights, *weights = fixed
+        ids, router_weights, *weights = _anew(fixed, zero)
         return layer(touched[0], ids + zero, router_weights + zero.astype(jnp.float32), *weights)
 
     def forward_and_backward(touched: Any, fixed: Any, zero: Array) -> Any:
-        (x, d_y), (ids, router_weights, *weights) = touched, fixed
+        (x, d_y), (ids, router_weights, *weights) = touched, _anew(fixed, zero)
         scaled = router_weights + zero.astype(jnp.float32)
         y, pull = jax.vjp(lambda x, s, w, v: layer(x, ids + zero, s, w, v), x, scaled, *weights)
         return y, *pull(d_y)

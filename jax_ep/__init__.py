@@ -5,12 +5,15 @@ globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.
 """
 
 from jax_ep import quantization as quantization
+from jax_ep import serving as serving
 from jax_ep import sharding as sharding
 from jax_ep.api import combine, dispatch, dispatch_grouped_gemm, grouped_gemm, grouped_gemm_combine
 from jax_ep.context import Context, finalize, init
 from jax_ep.low_latency import low_latency_combine, low_latency_dispatch
+from jax_ep.masked import masked_gated_activation, masked_grouped_gemm
 from jax_ep.moe import fused_moe, moe, moe_sort
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
+from jax_ep.serving import low_latency_gemm_combine, low_latency_moe
 from jax_ep.types import (
     Dispatched,
     DispatchedGemm,
@@ -43,6 +46,10 @@ __all__ = [
     "load_balancing_loss",
     "low_latency_combine",
     "low_latency_dispatch",
+    "low_latency_gemm_combine",
+    "low_latency_moe",
+    "masked_gated_activation",
+    "masked_grouped_gemm",
     "moe",
     "moe_sort",
     "router_z_loss",

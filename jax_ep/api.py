@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import operations
 from jax_ep import validation as check
+from jax_ep.dtypes import FP8
 from jax_ep.operations import Call
 from jax_ep.types import Array, AxisName, Dispatched, DispatchedGemm, Handle, Quantized
 
@@ -123,6 +124,8 @@ def grouped_gemm(
     rhs: Array,
     group_sizes: Array,
     *,
+    lhs_scales: Array | None = None,
+    rhs_scales: Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -130,28 +133,45 @@ def grouped_gemm(
 
     Differentiable in `lhs` and `rhs`, to any order. Needs no mesh axis. Sums run in float32 (float64 for float64).
 
+    FP8 operands come with scales, and have no gradient (`moe(forward_dtype=...)` has one). The products of 128 elements
+    of a row are scaled by both scales and added in float32.
+
     Args:
-      lhs: `[M, K]` bfloat16, float16, float32 or float64.
-      rhs: `[G, K, N]` of the same dtype.
+      lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
+      rhs: `[G, K, N]` of the same dtype. In FP8 `[G, N, K]`, the matrices transposed, so that both operands have K
+        last, as FP8 tensor cores need it; `quantize_fp8_weights` makes it of `[G, K, N]`.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
-      preferred_element_type: dtype of the result; None: that of lhs.
+      lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, as `quantize_fp8` makes it; else None.
+      rhs_scales: `[G, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
+      preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
       implementation: see `dispatch`.
 
     Returns:
       `[M, N]`; rows past the groups are zero, whatever lhs holds there.
 
     Raises:
-      ValueError: shapes that do not fit.
-      TypeError: unsupported or different dtypes.
+      ValueError: shapes that do not fit; in FP8, K is not a multiple of 128.
+      TypeError: unsupported or different dtypes, scales missing or too many; by the gradient of FP8 operands.
       NotImplementedError: none of the implementations asked for can serve the call.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
+      >>> from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
       >>> rhs = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])
       >>> jax_ep.grouped_gemm(jnp.ones((3, 2)), rhs, jnp.array([1, 1]))[:, 0].tolist()
       [1.0, 3.0, 0.0]
+      >>> rows, scales = quantize_fp8(jnp.ones((3, 128)))
+      >>> w, w_scales = quantize_fp8_weights(jnp.ones((2, 128, 4)))
+      >>> y = jax_ep.grouped_gemm(rows, w, jnp.array([1, 1]), lhs_scales=scales, rhs_scales=w_scales)
+      >>> y.shape, y.dtype.name, y[:, 0].tolist()
+      ((3, 4), 'bfloat16', [128.0, 128.0, 0.0])
+
+    Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     call = Call("grouped_gemm", implementation=implementation)
+    if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
+        scales = (lhs_scales, rhs_scales)
+        return operations.grouped_gemm_fp8(call, lhs, rhs, group_sizes, *scales, preferred_element_type)
     return operations.grouped_gemm(call, lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
 
 
@@ -220,9 +240,14 @@ def grouped_gemm_combine(
     *,
     axis_name: AxisName = "expert",
     wire_dtype: DTypeLike | None = None,
+    mode: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
     """The rows of each expert times its matrix, then `combine`.
+
+    Where the sums are made is a matter of speed. "reduce" and "serial" round like `combine` after `grouped_gemm`: the
+    products to the dtype of h, then the sum of each expert rank, then that of the ranks. "scatter" rounds the products
+    and the sum of all K of them. Each of them gives the same bits on every run.
 
     Args:
       h: `[R, I]` rows in the order of the dispatch.
@@ -230,13 +255,19 @@ def grouped_gemm_combine(
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
       wire_dtype: see `combine`.
+      mode: "scatter": one kernel, which stores every row at the rank of its token, where the K rows of a token are
+        added; "reduce": one kernel, in which each expert rank adds the rows of a token and sends one; "serial": a
+        kernel for the product and one for the combine; None: the one that should be fastest for these sizes. "scatter"
+        and "reduce" exist in `triton`, for tokens of 16 bits without `wire_dtype`. The gradients are the same in all.
       implementation: see `dispatch`.
 
     Returns:
       `[T, H]` unweighted sums in the dtype of h.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as `combine` and `grouped_gemm` do.
+      ValueError: an unknown mode; and as `combine` and `grouped_gemm` do.
+      TypeError: as `combine` and `grouped_gemm` do.
+      NotImplementedError: none of the implementations asked for can serve the call, in this mode.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -245,7 +276,8 @@ def grouped_gemm_combine(
       >>> jax_ep.grouped_gemm_combine(out.hidden, jnp.ones((2, 3, 4)), out.handle, axis_name=()).tolist()[0]
       [12.0, 12.0, 12.0, 12.0]
     """
-    call = Call("grouped_gemm_combine", axis_name, wire_dtype, implementation)
+    mode = operations.combine_mode("grouped_gemm_combine", "mode", mode)
+    call = Call("grouped_gemm_combine", axis_name, wire_dtype, implementation, mode)
     h = check.matrix(call.function, "h", h, "[R, I]")
     layout = check.handle(call.function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"

@@ -34,18 +34,39 @@ class Implementation(Protocol):
     def plan(self, topk_idx: Array, layout: Layout, axis: Axis) -> Handle: ...
     def send_rows(self, x: Array, handle: Handle, axis: Axis) -> Array: ...
     def send_tokens(self, x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array: ...
+    def send_quantized(self, x: Array, handle: Handle, axis: Axis) -> Quantized: ...
     def return_tokens(self, y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array: ...
     def send_weights(self, weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array: ...
     def return_weights(self, row_weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array: ...
     def grouped_gemm(
         self, lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike
     ) -> Array: ...
+    def grouped_gemm_fp8(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        lhs_scales: Array,
+        rhs_scales: Array,
+        *,
+        out_dtype: DTypeLike,
+    ) -> Array: ...
     def grouped_gemm_weights(self, lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array: ...
+    def activate(self, hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool) -> Array: ...
+    def activate_gradient(
+        self, hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, *, activation: str, gated: bool
+    ) -> tuple[Array, Array]: ...
+    def quantize_rows(self, x: Array, group_sizes: Array) -> Quantized: ...
+    def dequantize_rows(self, values: Array, scales: Array, group_sizes: Array, *, dtype: DTypeLike) -> Array: ...
+    def quantize_matrices(self, w: Array) -> Quantized: ...
+    def activate_quantized(
+        self, hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool, keep: bool
+    ) -> tuple[Array, Array, Array | None]: ...
     def fuses(self, layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool: ...
     def dispatch_gemm(
         self, x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool
     ) -> tuple[Array, Array | None]: ...
-    def gemm_combine(self, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array: ...
+    def gemm_combine(self, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mode: str | None) -> Array: ...
     def token_products(self, kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array: ...
     def low_latency_dispatch(
         self,
@@ -59,6 +80,37 @@ class Implementation(Protocol):
     def low_latency_combine(
         self, y: Array, topk_weights: Array, handle: LowLatencyHandle, axis: Axis, wire_dtype: DTypeLike | None
     ) -> Array: ...
+    def fuses_low_latency(
+        self, layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int
+    ) -> bool: ...
+    def low_latency_gemm_combine(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        topk_weights: Array,
+        handle: LowLatencyHandle,
+        lhs_scales: Array | None,
+        rhs_scales: Array | None,
+        axis: Axis,
+        *,
+        out_dtype: DTypeLike,
+        expected_rows: int | None,
+    ) -> Array: ...
+    def masked_grouped_gemm(
+        self,
+        lhs: Array,
+        rhs: Array,
+        group_sizes: Array,
+        lhs_scales: Array | None,
+        rhs_scales: Array | None,
+        *,
+        out_dtype: DTypeLike,
+        expected_rows: int | None,
+    ) -> Array: ...
+    def masked_gated_activation(
+        self, hidden: Array, group_sizes: Array, *, activation: str, quantize: bool
+    ) -> tuple[Array, Array | None]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +120,12 @@ class Request:
     Attributes:
       function: public function, for messages.
       dtype: dtype of the tokens.
-      hidden: H.
-      operation: "exchange", "gemm" or "low_latency".
+      hidden: H, or the length of the rows that a product contracts.
+      operation: "exchange", "gemm", "low_latency", "masked_gemm" or "masked_activation".
       layout: sizes of the exchange, or None for operations without one.
-      wire_dtype: FP8 on the wire, or None.
+      wire_dtype: FP8 on the wire, or of the activation's result, or None.
+      mode: how a product and its combine must run, of `types.COMBINE_MODES`, or None.
+      columns: of the matrices, where a product is part of the exchange.
       foreign_handle: the layout comes from a handle that has no device group, so from another implementation.
       platform: where it will run ("cpu", "gpu", ...).
     """
@@ -82,6 +136,8 @@ class Request:
     operation: str
     layout: Layout | None = None
     wire_dtype: DTypeLike | None = None
+    mode: str | None = None
+    columns: int | None = None
     foreign_handle: bool = False
     platform: str = dataclasses.field(default_factory=jax.default_backend)
 
@@ -120,7 +176,7 @@ def _refusal_of_triton(request: Request) -> str | None:
 # In order of preference: the first one that accepts a request is the default.
 _REGISTRY: dict[str, Entry] = {
     "triton": Entry("triton", load=_load_triton, refusal=_refusal_of_triton),
-    "xla": Entry("xla", load=_load_reference, refusal=lambda request: None),
+    "xla": Entry("xla", load=_load_reference, refusal=reference.refusal),
 }
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jax_ep
-from jax_ep.moe_metrics import MoEMetrics, update_router_bias
+from jax_ep.activations import ACTIVATIONS
+from jax_ep.mesh_axes import rearrange
+from jax_ep.moe_metrics import MoEMetrics, count_assignments, update_router_bias
+from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import moe_specs, sharded_moe
 
 try:
@@ -29,7 +33,6 @@ Array = jax.Array
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # topk_idx, topk_weights, (load, load_balancing_loss, router_z_loss)
 _Routed = tuple[Array, Array, tuple[Array, Array, Array]]
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 # One fan per expert: the leading axis of [E, in, out] enumerates independent matrices.
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
@@ -71,6 +74,7 @@ class MoE(nnx.Module):
       gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`.
       capacity: rows each rank can take over all its experts; None never drops.
       wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
+      forward_dtype: `jnp.float8_e4m3fn` for the experts' forward products in FP8, see `jax_ep.moe`; None: `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
       param_dtype: dtype of the parameters, cast to `dtype` in the forward pass.
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
@@ -100,6 +104,7 @@ class MoE(nnx.Module):
         gated: bool = True,
         capacity: int | None = None,
         wire_dtype: Any = None,
+        forward_dtype: Any = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         mesh: jax.sharding.Mesh | None = None,
@@ -122,6 +127,7 @@ class MoE(nnx.Module):
         self.gated = gated
         self.capacity = capacity
         self.wire_dtype = wire_dtype
+        self.forward_dtype = forward_dtype
         self.dtype = dtype
         self.mesh = mesh
         self.axis_name = _axes(axis_name)
@@ -150,15 +156,19 @@ class MoE(nnx.Module):
         self.shared_gate_up = param(DENSE_INIT, (hidden_size, width[0]), everywhere, param_dtype) if shared else None
         self.shared_down = param(DENSE_INIT, (width[1], hidden_size), everywhere, param_dtype) if shared else None
 
-    def __call__(self, x: Array) -> tuple[Array, MoEMetrics]:
-        """Applies the layer to global `x [..., H]`; the output has the shape and dtype of `x`."""
+    def __call__(self, x: Array, serving: ServingWeights | None = None) -> tuple[Array, MoEMetrics]:
+        """Applies the layer to global `x [..., H]`; the output has the shape and dtype of `x`.
+
+        Where a device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `serving` (see `serving_weights`)
+        replaces the experts' matrices, for inference, and the path is `jax_ep.low_latency_moe`.
+        """
         if x.ndim < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         mesh = self._active_mesh()
         if mesh is None:
-            y, metrics = self._on_one_device(x.astype(self.dtype))
+            y, metrics = self._on_one_device(x.astype(self.dtype), serving)
         else:
-            y, metrics = self._on_mesh(x.astype(self.dtype), mesh)
+            y, metrics = self._on_mesh(x.astype(self.dtype), mesh, serving)
         if self.shared_gate_up is not None and self.shared_down is not None:
             hidden = x.astype(self.dtype) @ self.shared_gate_up.astype(self.dtype)
             y = y + self._activate(hidden) @ self.shared_down.astype(self.dtype)
@@ -203,36 +213,60 @@ class MoE(nnx.Module):
         routing = jax_ep.topk_router(
             logits, self.num_experts_per_tok, bias=bias, **dataclasses.asdict(self.router_options)
         )
-        load = _count(routing.topk_idx, self.num_experts)
+        load = count_assignments(routing.topk_idx, self.num_experts)
         z_loss = jax_ep.router_z_loss(logits)
         balance = jax_ep.load_balancing_loss(routing.scores, routing.topk_idx, axis_name=axes or None)
         if axes:
             load, z_loss = lax.psum(load, axes), lax.pmean(z_loss, axes)
         return routing.topk_idx, routing.topk_weights, (load, balance, z_loss)
 
-    def _on_one_device(self, x: Array) -> tuple[Array, MoEMetrics]:
-        tokens = x.reshape(-1, self.hidden_size)
-        bias = None if self.router_bias is None else self.router_bias[...]
-        topk_idx, topk_weights, statistics = self._route(tokens, self.router[...], bias, axes=())
-        y = jax_ep.fused_moe(
-            tokens,
-            topk_idx,
-            topk_weights,
-            self.w_gate_up.astype(self.dtype),
-            self.w_down.astype(self.dtype),
+    def serving_weights(self, *, fp8: bool = True) -> ServingWeights:
+        """The experts' matrices for `serving=`, in FP8 or in `dtype`; also of layers stacked by `nnx.vmap`."""
+        if not self.gated or self.capacity is not None:
+            raise ValueError(f"gated={self.gated}, capacity={self.capacity}: serving needs gated=True, capacity=None")
+        # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
+        w_gate_up, w_down = self.w_gate_up[...], self.w_down[...]
+        if not fp8:
+            w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
+        return serving_weights(w_gate_up, w_down, fp8=fp8)
+
+    def _low_latency(self, axis_name: tuple[str, ...]) -> Callable[..., Array]:
+        """The layer per shard, of tokens, ids, weights, and both matrices."""
+        return partial(
+            jax_ep.low_latency_moe,
+            num_experts=self.num_experts,
+            axis_name=axis_name,
             activation=self.activation,
             implementation=self.implementation,
         )
+
+    def _on_one_device(self, x: Array, serving: ServingWeights | None) -> tuple[Array, MoEMetrics]:
+        tokens = x.reshape(-1, self.hidden_size)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        topk_idx, topk_weights, statistics = self._route(tokens, self.router[...], bias, axes=())
+        if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS:
+            y = self._low_latency(())(tokens, topk_idx, topk_weights, serving.w_gate_up, serving.w_down)
+        else:
+            y = jax_ep.fused_moe(
+                tokens,
+                topk_idx,
+                topk_weights,
+                self.w_gate_up.astype(self.dtype),
+                self.w_down.astype(self.dtype),
+                activation=self.activation,
+                forward_dtype=self.forward_dtype,
+                implementation=self.implementation,
+            )
         return y.reshape(x.shape), MoEMetrics(*statistics, dropped=jnp.zeros((), jnp.int32))
 
-    def _on_mesh(self, x: Array, mesh: Mesh) -> tuple[Array, MoEMetrics]:
+    def _on_mesh(self, x: Array, mesh: Mesh, serving: ServingWeights | None) -> tuple[Array, MoEMetrics]:
         axes = self.batch_axes + self.axis_name
         specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
         num_tokens = math.prod(x.shape[:-1])
         padding = -num_tokens % _size(mesh, axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
         routing_axes, token_spec = ((), PartitionSpec(None, None)) if padding else (axes, specs.tokens)
-        tokens = _rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
+        tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
 
         route = jax.shard_map(
             lambda v, kernel, bias: self._route(v, kernel, bias, axes=routing_axes),
@@ -244,22 +278,32 @@ class MoE(nnx.Module):
         topk_idx, topk_weights, statistics = route(tokens, self.router[...], bias)
         if padding:
             pad = [(0, padding), (0, 0)]
-            tokens = _rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
-            topk_idx = _rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
-            topk_weights = _rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
-        experts = sharded_moe(
-            self.mesh,
-            num_experts=self.num_experts,
-            axis_name=self.axis_name,
-            batch_axes=self.batch_axes,
-            activation=self.activation,
-            capacity=self.capacity,
-            wire_dtype=self.wire_dtype,
-            implementation=self.implementation,
-        )
-        w_gate_up, w_down = self.w_gate_up.astype(self.dtype), self.w_down.astype(self.dtype)
-        y = experts(tokens, topk_idx, topk_weights, w_gate_up, w_down)
-        y = _rearrange(lambda v: v[:num_tokens].reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
+            tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
+            topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
+            topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
+        if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
+            matrices = (serving.w_gate_up, serving.w_down)
+            experts = jax.shard_map(
+                self._low_latency(self.axis_name),
+                mesh=self.mesh,
+                in_specs=(specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down),
+                out_specs=specs.tokens,
+            )
+        else:
+            matrices = self.w_gate_up.astype(self.dtype), self.w_down.astype(self.dtype)
+            experts = sharded_moe(
+                self.mesh,
+                num_experts=self.num_experts,
+                axis_name=self.axis_name,
+                batch_axes=self.batch_axes,
+                activation=self.activation,
+                capacity=self.capacity,
+                wire_dtype=self.wire_dtype,
+                forward_dtype=self.forward_dtype,
+                implementation=self.implementation,
+            )
+        y = experts(tokens, topk_idx, topk_weights, *matrices)
+        y = rearrange(lambda v: v[:num_tokens].reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
         return y, MoEMetrics(*statistics, dropped=self._dropped(topk_idx, mesh, specs.routing))
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
@@ -270,7 +314,7 @@ class MoE(nnx.Module):
 
         def count(idx: Array) -> Array:
             # The expert ranks of one batch shard serve that shard's tokens only: one limit per batch shard.
-            load = lax.psum(_count(idx, self.num_experts), self.axis_name)
+            load = lax.psum(count_assignments(idx, self.num_experts), self.axis_name)
             rows = load.reshape(ranks, -1).sum(axis=1)
             return lax.psum(jnp.maximum(rows - self.capacity, 0).sum(dtype=jnp.int32), self.batch_axes)
 
@@ -283,20 +327,3 @@ def _axes(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _count(topk_idx: Array, num_experts: int) -> Array:
-    """`[E]` int32 assignments per expert; comparisons instead of a scatter, which GPUs serialise."""
-    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
-    return hits.sum(axis=0, dtype=jnp.int32)
-
-
-def _rearrange(function: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec) -> Callable[[Array], Array]:
-    """`function`, a change of shape, for either kind of mesh axes.
-
-    Explicit axes demand that the output's sharding be named, since a merged or padded axis has no obvious one;
-    with automatic axes the compiler places it.
-    """
-    if mesh.are_all_axes_auto:
-        return function
-    return jax.sharding.auto_axes(function, out_sharding=NamedSharding(mesh, spec))

@@ -26,12 +26,14 @@ class FusedConfig(NamedTuple):
       axis: mesh axes of the exchange.
       transpose_rhs: contract with the last axis of the matrices.
       keep: return the dispatched tokens, for `token_products`.
+      mode: how every GEMM + combine runs, those of derivatives included; None: what should be fastest.
     """
 
     implementation: str
     axis: tuple[str, ...]
     transpose_rhs: bool = False
     keep: bool = False
+    mode: str | None = None
 
 
 class Scattered(NamedTuple):
@@ -58,7 +60,7 @@ def gather_gemm(
 ) -> tuple[Array, Array | None]:
     """`[R, F]` rows times `w [L, F, H]` to sums `[T, H]`; and `[R]` to `[T, K]`. Transpose of `scatter_gemm`."""
     run = backends.get(config.implementation)
-    sums = run.gemm_combine(h, w, handle, transpose_rhs=config.transpose_rhs)
+    sums = run.gemm_combine(h, w, handle, transpose_rhs=config.transpose_rhs, mode=config.mode)
     if row_weights is None:
         return sums, None
     return sums, run.return_weights(row_weights, handle, config.axis, after=sums)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import lax
 
@@ -54,3 +56,18 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
     union = frozenset(over).union(*(varying_axes(leaf) for leaf in leaves))
     cast = [lax.pcast(leaf, tuple(sorted(union - varying_axes(leaf))), to="varying") for leaf in leaves]
     return jax.tree.unflatten(treedef, cast)
+
+
+def rearrange(
+    function: Callable[[Array], Array],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    spec: jax.sharding.PartitionSpec,
+) -> Callable[[Array], Array]:
+    """`function`, a change of shape, for either kind of mesh axes.
+
+    Explicit axes demand that the output's sharding be named, since a merged or padded axis has no obvious one;
+    with automatic axes the compiler places it.
+    """
+    if mesh.are_all_axes_auto:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=jax.sharding.NamedSharding(mesh, spec))

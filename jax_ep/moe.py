@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
-import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep import operations
+from jax_ep import fp8_layer, operations
 from jax_ep import validation as check
-from jax_ep.dtypes import accumulation_dtype
 from jax_ep.layout import sort_tokens
-from jax_ep.mesh_axes import vary_alike
 from jax_ep.operations import Call
-from jax_ep.types import Array, AxisName, SortedTokens
+from jax_ep.types import HIDDEN_NAME, Array, AxisName, SortedTokens
 
-HIDDEN_NAME = "jax_ep.hidden"
 OUTPUT_NAME = "jax_ep.output"
-
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 
 def moe(
@@ -36,6 +28,8 @@ def moe(
     axis_name: AxisName = "expert",
     capacity: int | None = None,
     wire_dtype: DTypeLike | None = None,
+    forward_dtype: DTypeLike | None = None,
+    combine_mode: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
     """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
@@ -55,14 +49,21 @@ def moe(
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`.
       wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward.
+      forward_dtype: `jnp.float8_e4m3fn` runs both products of the forward pass in FP8: tokens and activated rows with
+        one scale per 128 columns, matrices, quantised in each call, with one per block of 128 by 128. The backward pass
+        is that of the layer without it, in the dtype of x at the hidden rows of the forward pass; rounding counts as
+        the identity. Tokens that travel in FP8 too (`wire_dtype`) are quantised once. None: the dtype of x.
+      combine_mode: the `mode` of `grouped_gemm_combine` for the second product and the way back, and for the gradient
+        of the tokens; None: what should be fastest.
       implementation: see `dispatch`.
 
     Returns:
       `[T, H]` in the dtype of x.
 
     Raises:
-      ValueError: shapes, sizes, axes or an activation that do not fit.
-      TypeError: unsupported or different dtypes.
+      ValueError: shapes, sizes, axes, an activation or a mode that do not fit; with `forward_dtype`, H or I is not a
+        multiple of 128.
+      TypeError: unsupported or different dtypes; by the second derivative with `forward_dtype`.
       NotImplementedError: none of the implementations asked for can serve the call.
 
     Example:
@@ -74,8 +75,10 @@ def moe(
 
     Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
     """
-    call = Call("moe", axis_name, wire_dtype, implementation)
-    return _expert_layer(call, x, topk_idx, topk_weights, w_gate_up, w_down, num_experts, activation, capacity)
+    mode = operations.combine_mode("moe", "combine_mode", combine_mode)
+    call = Call("moe", axis_name, wire_dtype, implementation, mode)
+    weights = (w_gate_up, w_down)
+    return _expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, activation, capacity, forward_dtype)
 
 
 def _expert_layer(
@@ -88,6 +91,7 @@ def _expert_layer(
     num_experts: int,
     activation: str,
     capacity: int | None,
+    forward_dtype: DTypeLike | None,
 ) -> Array:
     x = check.matrix(call.function, "x", x, "[T, H]")
     gated = _check_experts(call, x, w_gate_up, w_down, num_experts, activation)
@@ -96,10 +100,15 @@ def _expert_layer(
             f"{call.function}: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an"
             " unweighted sum."
         )
+    if fp8_layer.is_wanted(call.function, forward_dtype, x.shape[1], w_down.shape[1]):
+        weights, kind = (w_gate_up, w_down), (activation, gated)
+        y = fp8_layer.expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, *kind, capacity)
+        return checkpoint_name(y, OUTPUT_NAME)
     d = operations.dispatch_gemm(
         call, x, topk_idx, topk_weights, w_gate_up, num_experts=num_experts, capacity=capacity, name="w_gate_up"
     )
-    rows = weighted_activation(checkpoint_name(d.hidden, HIDDEN_NAME), cast(Array, d.weights), activation, gated)
+    d = d._replace(hidden=checkpoint_name(d.hidden, HIDDEN_NAME))
+    rows = operations.activate(call, d, activation, gated)
     y = operations.gemm_combine(call, rows, w_down, d.handle, name="w_down")
     return checkpoint_name(y, OUTPUT_NAME)
 
@@ -122,24 +131,6 @@ def _check_experts(call: Call, x: Array, w_gate_up: Array, w_down: Array, num_ex
     return columns == 2 * intermediate
 
 
-def weighted_activation(hidden: Array, weights: Array, activation: str, gated: bool) -> Array:
-    """`[R, 2I]` (or `[R, I]`) hidden rows to `[R, I]`, scaled by `weights [R]`, in float32 with one final rounding.
-
-    Only `hidden` and `weights` are kept for the backward pass; the float32 intermediates are computed again.
-    """
-
-    @jax.checkpoint
-    def compute(hidden: Array, weights: Array) -> Array:
-        wide = hidden.astype(accumulation_dtype(hidden.dtype))
-        gate, up = jnp.split(wide, 2, axis=-1) if gated else (wide, None)
-        rows = _ACTIVATIONS[activation](gate)
-        if up is not None:
-            rows = rows * up
-        return (rows * weights.astype(rows.dtype)[:, None]).astype(hidden.dtype)
-
-    return compute(*vary_alike((hidden, weights)))
-
-
 def fused_moe(
     x: Array,
     topk_idx: Array,
@@ -148,6 +139,7 @@ def fused_moe(
     w_down: Array,
     *,
     activation: str = "silu",
+    forward_dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
     """The expert layer on one device: `moe` without a mesh axis.
@@ -159,6 +151,7 @@ def fused_moe(
       w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate.
       w_down: `[E, I, H]`.
       activation: "silu", "gelu" (the tanh approximation) or "relu".
+      forward_dtype: see `moe`.
       implementation: see `dispatch`.
 
     Returns:
@@ -175,8 +168,9 @@ def fused_moe(
     """
     call = Call("fused_moe", implementation=implementation)
     w_gate_up = check.array(call.function, "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
+    weights = (w_gate_up, w_down)
     num_experts = w_gate_up.shape[0]
-    return _expert_layer(call, x, topk_idx, topk_weights, w_gate_up, w_down, num_experts, activation, None)
+    return _expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, activation, None, forward_dtype)
 
 
 def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts: int, block_size: int) -> SortedTokens:

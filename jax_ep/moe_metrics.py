@@ -44,3 +44,9 @@ def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array
     """
     load = load.astype(bias.dtype)
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
+def count_assignments(topk_idx: Array, num_experts: int) -> Array:
+    """`[E]` int32 assignments per expert; comparisons instead of a scatter, which GPUs serialise."""
+    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
+    return hits.sum(axis=0, dtype=jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,3 +24,20 @@ def _without_gradient_backward(remedy: str, _: None, cotangent: Any) -> Any:
 
 
 without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def call_without_gradient(remedy: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, whose gradient is a `TypeError` that says `remedy`; the function need not have one."""
+    return function(*arguments)
+
+
+def _call_forward(remedy: str, function: Callable[..., Any], *arguments: Any) -> tuple[Any, None]:
+    return function(*arguments), None
+
+
+def _call_backward(remedy: str, function: Callable[..., Any], _: None, cotangent: Any) -> Any:
+    raise TypeError(remedy)
+
+
+call_without_gradient.defvjp(_call_forward, _call_backward)

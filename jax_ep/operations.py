@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep import backends, fused_vjp, vjp
+from jax_ep import masked_validation as check_fp8
 from jax_ep import validation as check
 from jax_ep.layout import dropless_capacity
 from jax_ep.mesh_axes import axis_tuple, vary_alike
-from jax_ep.types import TOKENS_NAME, Array, AxisName, Dispatched, DispatchedGemm, Handle, Layout, Quantized
+from jax_ep.no_gradient import call_without_gradient
+from jax_ep.types import (
+    COMBINE_MODES,
+    TOKENS_NAME,
+    Array,
+    AxisName,
+    Dispatched,
+    DispatchedGemm,
+    Handle,
+    Layout,
+    Quantized,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +41,26 @@ class Call:
       axis_name: expert axis; `()` for one device.
       wire_dtype: FP8 on the wire, or None.
       implementation: name, names, or None.
+      mode: of `types.COMBINE_MODES` for a product and its combine, or None.
     """
 
     function: str
     axis_name: AxisName = ()
     wire_dtype: DTypeLike | None = None
     implementation: str | Sequence[str] | None = None
+    mode: str | None = None
 
-    def choose(self, operation: str, rows: Array, layout: Layout | None = None, handle: Handle | None = None) -> str:
-        """The implementation of `operation` for `rows [N, H]`, and for the handle that it must work with."""
+    def choose(
+        self,
+        operation: str,
+        rows: Array,
+        layout: Layout | None = None,
+        handle: Handle | None = None,
+        columns: int | None = None,
+    ) -> str:
+        """The implementation of `operation` for `rows [N, H]`, for the handle that it must work with, and for matrices
+        of so many columns.
+        """
         request = backends.Request(
             self.function,
             rows.dtype,
@@ -44,6 +68,8 @@ class Call:
             operation,
             layout,
             self.wire_dtype,
+            self.mode,
+            columns,
             foreign_handle=handle is not None and handle.group is None,
         )
         return backends.choose(self.implementation, request)
@@ -53,7 +79,17 @@ class Call:
         return num_experts // check.ranks(self.function, num_experts, self.axis_name)
 
 
-class _Prepared(NamedTuple):
+def combine_mode(function: str, argument: str, mode: str | None) -> str | None:
+    """A known way to run a product and its combine, or None."""
+    if mode is not None and mode not in COMBINE_MODES:
+        raise ValueError(
+            f"{function}: {argument}={mode!r}, expected one of {COMBINE_MODES}, or None for the one that should be"
+            " fastest."
+        )
+    return mode
+
+
+class Prepared(NamedTuple):
     """Checked arguments of a dispatch, alike in the mesh axes over which they vary, and the implementation for them."""
 
     name: str
@@ -62,7 +98,7 @@ class _Prepared(NamedTuple):
     handle: Handle
 
 
-def _prepare(
+def prepare(
     call: Call,
     x: Array | Quantized,
     topk_idx: Array | None,
@@ -71,7 +107,9 @@ def _prepare(
     capacity: int | None,
     alignment: int,
     handle: Handle | None,
-) -> _Prepared:
+    columns: int | None = None,
+) -> Prepared:
+    """Checks the arguments of a dispatch, chooses an implementation, and makes the handle where there is none."""
     function, axis = call.function, axis_tuple(call.axis_name)
     x = check.tokens(function, x)
     num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
@@ -84,11 +122,11 @@ def _prepare(
         topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
     check.wire(function, call.wire_dtype, x)
     values = x[0] if isinstance(x, tuple) else x
-    name = call.choose("exchange", values, layout, handle)
+    name = call.choose("exchange", values, layout, handle, columns)
     x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=axis)
     if handle is None:
         handle = backends.get(name).plan(cast(Array, topk_idx), layout, axis)
-    return _Prepared(name, x, topk_weights, handle)
+    return Prepared(name, x, topk_weights, handle)
 
 
 def dispatch(
@@ -103,10 +141,10 @@ def dispatch(
     handle: Handle | None = None,
 ) -> Dispatched:
     """See `jax_ep.dispatch`."""
-    return _send(call, _prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle))
+    return _send(call, prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle))
 
 
-def _send(call: Call, prepared: _Prepared) -> Dispatched:
+def _send(call: Call, prepared: Prepared) -> Dispatched:
     name, x, topk_weights, handle = prepared
     route = vjp.Route(name, axis_tuple(call.axis_name), check.wire(call.function, call.wire_dtype, x))
     if isinstance(x, tuple):
@@ -131,10 +169,10 @@ def dispatch_gemm(
     name: str = "w",
 ) -> DispatchedGemm:
     """See `jax_ep.dispatch_grouped_gemm`; `name` is what the caller knows `w` as."""
-    prepared = _prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle)
+    prepared = prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle, w.shape[2])
     handle = prepared.handle
     if call.wire_dtype is None and backends.get(prepared.name).fuses(handle.layout, x.dtype, *w.shape[1:]):
-        config = fused_vjp.FusedConfig(prepared.name, axis_tuple(call.axis_name))
+        config = fused_vjp.FusedConfig(prepared.name, axis_tuple(call.axis_name), mode=call.mode)
         tokens, weights, w, handle = vary_alike((prepared.x, prepared.topk_weights, w, handle))
         hidden, _, row_weights = fused_vjp.scatter_gemm(config, tokens, weights, w, handle)
         return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
@@ -144,11 +182,21 @@ def dispatch_gemm(
     return DispatchedGemm(hidden, d.weights, d.group_sizes, d.handle, d.dropped)
 
 
+def activate(call: Call, d: DispatchedGemm, activation: str, gated: bool) -> Array:
+    """What comes between the two products: activated rows, scaled by their weights.
+
+    `[R, 2 * I]` (or `[R, I]`) hidden rows to `[R, I]`, in float32 with one final rounding. Hidden rows and weights are
+    kept for the backward pass. Rows past the groups may hold anything, as products do not read them.
+    """
+    config = vjp.ActivationConfig(call.choose("gemm", d.hidden), activation, gated)
+    return vjp.activate(config, *vary_alike((d.hidden, cast(Array, d.weights), d.group_sizes)))
+
+
 def gemm_combine(call: Call, h: Array, w: Array, handle: Handle, *, name: str = "w") -> Array:
     """See `jax_ep.grouped_gemm_combine`; `name` is what the caller knows `w` as."""
-    chosen = call.choose("exchange", h, handle.layout, handle)
+    chosen = call.choose("exchange", h, handle.layout, handle, w.shape[2])
     if call.wire_dtype is None and backends.get(chosen).fuses(handle.layout, h.dtype, *w.shape[1:]):
-        config = fused_vjp.FusedConfig(chosen, axis_tuple(call.axis_name))
+        config = fused_vjp.FusedConfig(chosen, axis_tuple(call.axis_name), mode=call.mode)
         h, w, handle = vary_alike((h, w, handle), over=axis_tuple(call.axis_name))
         return fused_vjp.gather_gemm(config, h, None, w, handle)[0]
     return combine(call, grouped_gemm(call, h, w, handle.group_sizes, name=name), handle)
@@ -199,3 +247,27 @@ def grouped_gemm(
     out_dtype = check.result_dtype(function, preferred_element_type, lhs.dtype)
     config = vjp.GemmConfig(call.choose("gemm", lhs), False, out_dtype)
     return vjp.grouped_gemm(config, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def grouped_gemm_fp8(
+    call: Call,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    preferred_element_type: DTypeLike | None,
+) -> Array:
+    """See `jax_ep.grouped_gemm`, of FP8 operands."""
+    function = call.function
+    lhs, rhs, group_sizes = check_fp8.ragged_operands(function, lhs, rhs, group_sizes)
+    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
+    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, check_fp8.BLOCK)
+    out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
+    run = partial(backends.get(call.choose("gemm", lhs)).grouped_gemm_fp8, out_dtype=out_dtype)
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    remedy = (
+        f"{function} of FP8 operands has no gradient: train with moe(forward_dtype=float8_e4m3fn), or pass the operands"
+        " in bfloat16."
+    )
+    return call_without_gradient(remedy, run, *operands)

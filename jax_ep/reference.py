@@ -7,11 +7,13 @@ expert of any token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep import collectives, quantization, tiled_gemm
+from jax_ep import activations, collectives, fp8_reference, masked_reference, quantization, tiled_gemm
 from jax_ep import layout as rows
 from jax_ep.collectives import Axis, all_gather, exchange, rank_on, sum_in_order
 from jax_ep.dtypes import accumulation_dtype
@@ -21,10 +23,41 @@ send_weights = collectives.send_weights
 return_weights = collectives.return_weights
 grouped_gemm = tiled_gemm.grouped_gemm
 grouped_gemm_weights = tiled_gemm.grouped_gemm_weights
+grouped_gemm_fp8 = fp8_reference.grouped_gemm_fp8
+quantize_rows = fp8_reference.quantize_rows
+dequantize_rows = fp8_reference.dequantize_rows
+quantize_matrices = fp8_reference.quantize_matrices
+activate_quantized = fp8_reference.activate_quantized
+masked_grouped_gemm = masked_reference.masked_grouped_gemm
+masked_gated_activation = masked_reference.masked_gated_activation
+
+
+def refusal(request: Any) -> str | None:
+    """Why this implementation cannot serve a request, or None; see `backends.Request`."""
+    if request.operation == "exchange" and request.mode not in (None, "serial"):
+        return f"it fuses nothing, so that mode={request.mode!r} does not exist there; 'serial' does"
+    return None
 
 
 def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     """No: exchanges and products are separate here."""
+    return False
+
+
+def activate(hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool) -> Array:
+    """`[R, 2 * I]` hidden rows (`[R, I]` where not gated), activated and weighted, to `[R, I]`."""
+    return activations.weighted(hidden, weights, activation, gated)
+
+
+def activate_gradient(
+    hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, *, activation: str, gated: bool
+) -> tuple[Array, Array]:
+    """Cotangents of `hidden` and `weights`."""
+    return activations.weighted_gradient(hidden, weights, d_rows, activation, gated)
+
+
+def fuses_low_latency(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int) -> bool:
+    """No, see `fuses`."""
     return False
 
 
@@ -45,8 +78,13 @@ def send_tokens(x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | No
     """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so."""
     if wire_dtype is None:
         return send_rows(x, handle, axis)
+    return quantization.dequantize_fp8(*send_quantized(x, handle, axis), x.dtype)
+
+
+def send_quantized(x: Array, handle: Handle, axis: Axis) -> Quantized:
+    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows may hold anything."""
     values, scales = quantization.quantize_fp8(x)
-    return quantization.dequantize_fp8(send_rows(values, handle, axis), send_rows(scales, handle, axis), x.dtype)
+    return send_rows(values, handle, axis), send_rows(scales, handle, axis)
 
 
 def return_tokens(y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None) -> Array:

@@ -83,7 +83,8 @@ def sharded_moe(
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
       axis_name, batch_axes, tensor_axis: see `moe_specs`.
-      **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, implementation.
+      **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, forward_dtype, combine_mode,
+        implementation.
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H]) -> [N, H]` with the shardings of

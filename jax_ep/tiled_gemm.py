@@ -26,11 +26,15 @@ _TILES = {"cpu": (128, 16), "gpu": (512, 128)}
 """Rows of large and small tiles: a GPU needs more rows to be busy, and each step of a loop costs it a round trip."""
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Rows `[start, start + len(mask))`, of which those in `mask [rows, 1]` belong to the tile."""
 
     start: Array
     mask: Array
+
+    def rows(self, x: Array) -> Array:
+        """These rows of `x`."""
+        return lax.dynamic_slice_in_dim(x, self.start, self.mask.shape[0])
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -44,7 +48,7 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     )
 
 
-class _Groups(NamedTuple):
+class Groups(NamedTuple):
     """First row and end of each group (`[G]`), the groups with rows before the empty ones, and how many have rows."""
 
     starts: Array
@@ -53,15 +57,21 @@ class _Groups(NamedTuple):
     num_used: Array
 
 
-def _locate(group_sizes: Array, num_rows: int) -> _Groups:
-    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), num_rows)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+def order_groups(starts: Array, ends: Array) -> Groups:
+    """Groups of rows `[starts, ends)`."""
     used = ends > starts
-    return _Groups(starts, ends, jnp.argsort(~used, stable=True), jnp.sum(used, dtype=jnp.int32))
+    return Groups(starts, ends, jnp.argsort(~used, stable=True), jnp.sum(used, dtype=jnp.int32))
+
+
+def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
+    """Groups one after another; negative sizes are empty groups, and none reaches past the last row."""
+    sizes = jnp.clip(group_sizes, 0, num_rows)
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, num_rows), sizes)  # sums of any sizes fit in int32
+    return order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
 
 
 def _for_each_tile[Carry](
-    body: Callable[[_Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
+    body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
 ) -> Carry:
     """Folds `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
     large, small = (min(tile, num_rows) for tile in _TILES.get(jax.default_backend(), _TILES["gpu"]))
@@ -74,14 +84,42 @@ def _for_each_tile[Carry](
             # The last tile of all may reach past the array: move it up, and let the mask keep other rows untouched.
             tile_start = jnp.minimum(first, num_rows - rows)
             row = tile_start + lax.iota(jnp.int32, rows)
-            return body(_Tile(tile_start, ((row >= first) & (row < end))[:, None]), carry)
+            return body(Tile(tile_start, ((row >= first) & (row < end))[:, None]), carry)
 
         carry = lax.fori_loop(0, count, step, carry)
     return carry
 
 
-def _rows(x: Array, tile: _Tile) -> Array:
-    return lax.dynamic_slice_in_dim(x, tile.start, tile.mask.shape[0])
+def multiply_groups(
+    groups: Groups,
+    rows_of: Callable[[Tile], Array],
+    matrix_of: Callable[[Array], Array],
+    out: Array,
+    *,
+    transpose_rhs: bool,
+) -> Array:
+    """`out [M, N]` with the rows of each group replaced by their product with its matrix.
+
+    Args:
+      groups: which rows.
+      rows_of: the rows of a tile, `[rows, K]`.
+      matrix_of: the matrix of a group, `[K, N]`, or `[N, K]` with `transpose_rhs`.
+      out: `[M, N]`.
+      transpose_rhs: contract with the last axis of the matrix.
+    """
+
+    def one_group(i: Array, out: Array) -> Array:
+        group = groups.order[i]
+        matrix = matrix_of(group)
+
+        def one_tile(tile: Tile, out: Array) -> Array:
+            product = _dot(rows_of(tile), matrix, (1, 1 if transpose_rhs else 0)).astype(out.dtype)
+            new = jnp.where(tile.mask, product, tile.rows(out))
+            return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
+
+        return _for_each_tile(one_tile, out, groups.starts[group], groups.ends[group], out.shape[0])
+
+    return lax.fori_loop(0, groups.num_used, one_group, out)
 
 
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
@@ -103,20 +141,11 @@ def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: b
     if 0 in (*lhs.shape, *rhs.shape):
         return out
 
-    groups = _locate(group_sizes, num_rows)
+    def matrix_of(group: Array) -> Array:
+        return lax.dynamic_index_in_dim(rhs, group, keepdims=False)
 
-    def one_group(i: Array, out: Array) -> Array:
-        group = groups.order[i]
-        weight = lax.dynamic_index_in_dim(rhs, group, keepdims=False)
-
-        def one_tile(tile: _Tile, out: Array) -> Array:
-            product = _dot(_rows(lhs, tile), weight, (1, 1 if transpose_rhs else 0)).astype(out_dtype)
-            new = jnp.where(tile.mask, product, _rows(out, tile))
-            return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
-
-        return _for_each_tile(one_tile, out, groups.starts[group], groups.ends[group], num_rows)
-
-    return lax.fori_loop(0, groups.num_used, one_group, out)
+    groups = locate_groups(group_sizes, num_rows)
+    return multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose_rhs=transpose_rhs)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))
@@ -136,14 +165,14 @@ def grouped_gemm_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtyp
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
     if 0 in (num_rows, *shape):
         return out
-    groups = _locate(group_sizes, num_rows)
+    groups = locate_groups(group_sizes, num_rows)
 
     def one_group(i: Array, out: Array) -> Array:
         group = groups.order[i]
 
-        def one_tile(tile: _Tile, total: Array) -> Array:
+        def one_tile(tile: Tile, total: Array) -> Array:
             # Rows of the tile that belong to other groups, or to none, may hold anything, NaN included.
-            a, b = (jnp.where(tile.mask, _rows(x, tile), 0) for x in (lhs, rhs))
+            a, b = (jnp.where(tile.mask, tile.rows(x), 0) for x in (lhs, rhs))
             return total + _dot(a, b, (0, 0))
 
         total = vary_alike((jnp.zeros(shape[1:], accumulation_dtype(lhs.dtype)), lhs))[0]

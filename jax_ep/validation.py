@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_ep.activations import ACTIVATIONS
 from jax_ep.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.mesh_axes import axis_size
 from jax_ep.types import Array, AxisName, Handle, Layout, LowLatencyHandle, Quantized
-
-ACTIVATIONS = ("silu", "gelu", "relu")
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
@@ -132,7 +131,9 @@ def _known_values(x: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], x: Array | Quantized) -> Array:
+def router_weights(
+    function: str, topk_weights: Any, shape: tuple[int, ...], x: Array | Quantized | jax.ShapeDtypeStruct
+) -> Array:
     """`[T, K]` float32 (or float64 next to float64 tokens)."""
     topk_weights = array(function, "topk_weights", topk_weights, 2, "[T, K]")
     if topk_weights.shape != shape:
@@ -252,8 +253,8 @@ def activation(function: str, name: str) -> None:
     """A known activation."""
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"{function}: activation={name!r}, expected one of {ACTIVATIONS}; apply others yourself between"
-            " dispatch_grouped_gemm and grouped_gemm_combine."
+            f"{function}: activation={name!r}, expected one of {tuple(ACTIVATIONS)}; apply others yourself"
+            " between the two products."
         )
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep import backends, reference
+from jax_ep import activations, backends, reference
 from jax_ep.no_gradient import without_gradient
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Quantized
 
@@ -133,6 +133,58 @@ def _grouped_gemm_weights_backward(config: GemmConfig, residuals: Any, cotangent
 
 grouped_gemm.defvjp(_grouped_gemm_forward, _grouped_gemm_backward)
 grouped_gemm_weights.defvjp(_grouped_gemm_weights_forward, _grouped_gemm_weights_backward)
+
+
+class ActivationConfig(NamedTuple):
+    """Static arguments of a weighted activation."""
+
+    implementation: str
+    activation: str
+    gated: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activate(config: ActivationConfig, hidden: Array, weights: Array, group_sizes: Array) -> Array:
+    """`[R, 2 * I]` hidden rows (`[R, I]` where not gated) and `[R]` weights to `[R, I]`."""
+    run = backends.get(config.implementation).activate
+    return run(hidden, weights, group_sizes, activation=config.activation, gated=config.gated)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activate_gradient(
+    config: ActivationConfig, hidden: Array, weights: Array, d_rows: Array, group_sizes: Array
+) -> tuple[Array, Array]:
+    """Cotangents of `hidden` and `weights`."""
+    run = backends.get(config.implementation).activate_gradient
+    return run(hidden, weights, d_rows, group_sizes, activation=config.activation, gated=config.gated)
+
+
+def _activate_forward(config: ActivationConfig, hidden: Array, weights: Array, group_sizes: Array) -> Any:
+    return activate(config, hidden, weights, group_sizes), (hidden, weights, group_sizes)
+
+
+def _activate_backward(config: ActivationConfig, residuals: Any, d_rows: Array) -> tuple[Array, Array, None]:
+    hidden, weights, group_sizes = residuals
+    return *activate_gradient(config, hidden, weights, d_rows, group_sizes), None
+
+
+def _activate_gradient_forward(
+    config: ActivationConfig, hidden: Array, weights: Array, d_rows: Array, group_sizes: Array
+) -> Any:
+    return activate_gradient(config, hidden, weights, d_rows, group_sizes), (hidden, weights, d_rows)
+
+
+def _activate_gradient_backward(config: ActivationConfig, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    # Second derivatives are rare: the portable formula, which JAX differentiates again.
+    def gradient(hidden: Array, weights: Array, d_rows: Array) -> tuple[Array, Array]:
+        return activations.weighted_gradient(hidden, weights, d_rows, config.activation, config.gated)
+
+    _, pull = jax.vjp(gradient, *residuals)
+    return *pull(cotangents), None
+
+
+activate.defvjp(_activate_forward, _activate_backward)
+activate_gradient.defvjp(_activate_gradient_forward, _activate_gradient_backward)
 
 
 def send_quantized(route: Route, pair: Quantized, handle: Handle) -> Quantized:

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep.quantization import dequantize_fp8, quantize_fp8
+from jax_ep import quantization
 
 # per-shard sizes of the correct calls; nearly all different, so that a number in a message has one meaning
 T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
@@ -82,17 +82,42 @@ GOOD = {
         "topk_weights": f32(T, K),
         "handle": low_latency_handle(),
     },
+    "low_latency_moe": ROUTED
+    | {
+        "w_gate_up": (fp8(L, 2 * H, H), f32(L, 2 * H // 128, H // 128)),
+        "w_down": (fp8(L, H, H), f32(L, H // 128, H // 128)),
+    },
+    "masked_grouped_gemm": {
+        "lhs": fp8(L, MAX_T, H),
+        "rhs": fp8(L, N, H),
+        "group_sizes": i32(L),
+        "lhs_scales": f32(L, MAX_T, H // 128),
+        "rhs_scales": f32(L, 1, H // 128),
+    },
+    "low_latency_gemm_combine": {
+        "lhs": fp8(L, W * MAX_T, 128),
+        "rhs": fp8(L, H, 128),
+        "group_sizes": i32(L),
+        "lhs_scales": f32(L, W * MAX_T, 1),
+        "rhs_scales": f32(L, H // 128, 1),
+        "topk_idx": i32(T, K),
+        "topk_weights": f32(T, K),
+        "handle": low_latency_handle(),
+    },
+    "masked_gated_activation": {"hidden": f32(L, MAX_T, 2 * H), "group_sizes": i32(L)},
     "topk_router": {"logits": f32(T, 32), "k": 4},
     "load_balancing_loss": {"scores": f32(T, 32), "topk_idx": i32(T, K)},
     "router_z_loss": {"logits": f32(T, 32)},
     "quantize_fp8": {"x": f32(T, H)},
+    "quantize_fp8_weights": {"w": f32(L, H, N)},
+    "dequantize_fp8_weights": {"values": fp8(L, N, H), "scales": f32(L, 1, H // 128), "dtype": jnp.float32},
     "dequantize_fp8": {"values": fp8(T, H), "scales": f32(T, 2), "dtype": jnp.float32},
 }
-NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name or name == "moe"]
+NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name or name in ("moe", "low_latency_moe")]
 
 
 def function(name):
-    return {"quantize_fp8": quantize_fp8, "dequantize_fp8": dequantize_fp8}.get(name) or getattr(jax_ep, name)
+    return getattr(jax_ep, name, None) or getattr(quantization, name)
 
 
 def is_array(value):

@@ -36,8 +36,8 @@ from mistakes import (
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 ROUTED_IN = [*DISPATCH, "moe"]
-TOKENS_IN = [*ROUTED_IN, "fused_moe", "low_latency_dispatch"]
-WEIGHTS_IN = [*ROUTED_IN, "fused_moe", "low_latency_combine"]
+TOKENS_IN = [*ROUTED_IN, "fused_moe", "low_latency_dispatch", "low_latency_moe"]
+WEIGHTS_IN = [*ROUTED_IN, "fused_moe", "low_latency_combine", "low_latency_moe"]
 PAIRS_IN = ["dispatch", "low_latency_dispatch"]
 COMBINE = ["combine", "grouped_gemm_combine"]
 DIVISIBLE = "multiple|divi(de|sible)"
@@ -156,6 +156,65 @@ DISPATCH_CASES = [
     ),
 ]
 
+IN_FP8 = {"lhs": fp8(20, H), "rhs": fp8(3, N, H), "lhs_scales": f32(20, 2), "rhs_scales": f32(3, 1, 2)}
+FP8_GEMM_CASES = [
+    *value(
+        "grouped_gemm",
+        "matrices [G, K, N] in FP8",
+        IN_FP8 | {"rhs": fp8(3, H, N)},
+        *("rhs", number(N), number(H), "swap", "quantize_fp8_weights"),
+    ),
+    *value("grouped_gemm", "FP8 of 7 groups", IN_FP8 | {"group_sizes": i32(7)}, "rhs", number(3), number(7), "pass"),
+    *value("grouped_gemm", "FP8 rows of rank 3", IN_FP8 | {"lhs": fp8(1, 20, H)}, "lhs", shape(1, 20, H), "M, K"),
+    *value("grouped_gemm", "FP8 matrices of rank 2", IN_FP8 | {"rhs": fp8(N, H)}, r"\brhs\b", shape(N, H), "G, N, K"),
+    *value(
+        "grouped_gemm",
+        "FP8 times float32",
+        IN_FP8 | {"rhs": f32(3, N, H)},
+        *("rhs", "float32", "float8_e4m3fn", "cast"),
+        error=TypeError,
+    ),
+    *value(
+        "grouped_gemm",
+        "no scales of lhs",
+        IN_FP8 | {"lhs_scales": None},
+        *("lhs_scales", "None", shape(20, 2)),
+        error=TypeError,
+    ),
+    *value(
+        "grouped_gemm",
+        "no scales of rhs",
+        IN_FP8 | {"rhs_scales": None},
+        *("rhs_scales", "None", shape(3, 1, 2)),
+        error=TypeError,
+    ),
+    *value(
+        "grouped_gemm",
+        "scales of float32",
+        {"lhs_scales": f32(20, 2)},
+        *("lhs_scales", "float32", "None"),
+        error=TypeError,
+    ),
+    *value(
+        "grouped_gemm",
+        "scales per 64 columns",
+        IN_FP8 | {"lhs_scales": f32(20, 4)},
+        *("lhs_scales", shape(20, 4), shape(20, 2), number(128)),
+    ),
+    *value(
+        "grouped_gemm",
+        "scales per column",
+        IN_FP8 | {"rhs_scales": f32(3, N, 2)},
+        *("rhs_scales", shape(3, N, 2), shape(3, 1, 2), number(128)),
+    ),
+    *value(
+        "grouped_gemm",
+        "odd K in FP8",
+        IN_FP8 | {"lhs": fp8(20, 200), "rhs": fp8(3, N, 200)},
+        *(r"\bK\b", number(200), number(128), "multiple", "pad"),
+    ),
+]
+
 COMPUTE_CASES = [
     # combine
     *rank("combine", "y", f32(R), "R", "H"),
@@ -186,7 +245,9 @@ COMPUTE_CASES = [
     *size("grouped_gemm_combine", "w", f32(L, 25, H), 25, INNER),
     *size("grouped_gemm_combine", "w", f32(3, INNER, H), 3, L),
     *size("grouped_gemm_combine", "h", f32(R + 3, INNER), R + 3, R),
+    *value("grouped_gemm_combine", "mode", {"mode": "gather"}, r"\bmode\b", "gather", "scatter", "reduce", "serial"),
     # the layer
+    *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "reduce", "serial"),
     *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
     *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),
     *value("fused_moe", "another I", {"w_gate_up": f32(E, H, 50)}, "w_down", number(50), number(48), number(24)),
@@ -198,6 +259,33 @@ COMPUTE_CASES = [
     *rank("fused_moe", "w_down", f32(INNER, H), "[EL]", "I", "H"),
     *dtype("moe", "w_down", array(jnp.bfloat16, L, INNER, H), "float32"),
     *dtype("fused_moe", "w_gate_up", array(jnp.bfloat16, E, H, 2 * INNER), "float32"),
+    # its products in FP8
+    *value(
+        ["moe", "fused_moe"],
+        "forward products in FP8 and odd I",
+        {"forward_dtype": FP8},
+        *(number(H), number(INNER), number(128), "multiple", "pad", "forward_dtype=None"),
+    ),
+    *value(
+        "moe",
+        "forward products in FP8 and odd H",
+        {"x": f32(T, 200), "w_gate_up": f32(L, 200, 256), "w_down": f32(L, 128, 200), "forward_dtype": FP8},
+        *(number(200), number(128), "multiple", "pad", "forward_dtype=None"),
+    ),
+    *value(
+        ["moe", "fused_moe"],
+        "forward products in int8",
+        {"forward_dtype": jnp.int8},
+        *("forward_dtype", "int8", "float8_e4m3fn", "pass"),
+        error=TypeError,
+    ),
+    *value(
+        ["moe", "fused_moe"],
+        "no dtype",
+        {"forward_dtype": "fp7"},
+        *("forward_dtype", "fp7", "float8_e4m3fn", "pass"),
+        error=TypeError,
+    ),
     # sorting
     *positive("moe_sort", "block_size"),
     *value("moe_sort", "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K)),
@@ -260,8 +348,137 @@ ROUTER_CASES = [
     *dtype("dequantize_fp8", "values", f32(T, H), "float8_e4m3fn"),
 ]
 
+GEMM, ACTIVATION, MATRICES = "masked_grouped_gemm", "masked_gated_activation", "quantize_fp8_weights"
+LAYER, FUSED = "low_latency_moe", "low_latency_gemm_combine"
+MASKED_CASES = [
+    *rank(GEMM, "lhs", fp8(MAX_T, H), "L", "M", "K"),
+    *rank(GEMM, "rhs", fp8(N, H), "L", "N", "K"),
+    *rank([GEMM, ACTIVATION], "group_sizes", i32(L, 1), "G"),
+    *dtype([GEMM, ACTIVATION], "group_sizes", f32(L), "int32"),
+    *size([GEMM, ACTIVATION], "group_sizes", i32(3), 3, L),
+    *dtype(GEMM, "lhs", i32(L, MAX_T, H), FLOATING),
+    *size(GEMM, "rhs", fp8(3, N, H), 3, L),
+    *size(GEMM, "rhs", fp8(L, N, 128), 128, H),
+    *value(GEMM, "matrices [L, K, N]", {"rhs": fp8(L, H, N)}, "rhs", number(N), number(H), "swap"),
+    *value(GEMM, "float32 rhs", {"rhs": f32(L, N, H)}, "rhs", "float32", "float8_e4m3fn", "cast", error=TypeError),
+    *value(GEMM, "no scales of lhs", {"lhs_scales": None}, "lhs_scales", "None", shape(L, MAX_T, 2), error=TypeError),
+    *value(GEMM, "no scales of rhs", {"rhs_scales": None}, "rhs_scales", "None", shape(L, 1, 2), error=TypeError),
+    *value(
+        GEMM,
+        "scales of float32",
+        {"lhs": f32(L, MAX_T, H), "rhs": f32(L, N, H)},
+        *("lhs_scales", "float32", "None"),
+        error=TypeError,
+    ),
+    *value(
+        GEMM,
+        "scales per 64 columns",
+        {"lhs_scales": f32(L, MAX_T, 4)},
+        *("lhs_scales", shape(L, MAX_T, 4), shape(L, MAX_T, 2), number(128)),
+    ),
+    *value(
+        GEMM,
+        "scales per column",
+        {"rhs_scales": f32(L, N, 2)},
+        *("rhs_scales", shape(L, N, 2), shape(L, 1, 2), number(128)),
+    ),
+    *dtype(GEMM, "lhs_scales", array(jnp.bfloat16, L, MAX_T, 2), "float32"),
+    *value(
+        GEMM,
+        "odd K",
+        {"lhs": fp8(L, MAX_T, 200), "rhs": fp8(L, N, 200)},
+        *(r"\bK\b", number(200), number(128), "multiple", "pad"),
+    ),
+    *value(
+        GEMM,
+        "an integer result",
+        {"preferred_element_type": jnp.int32},
+        *("preferred_element_type", "int32", FLOATING),
+        error=TypeError,
+    ),
+    *positive(GEMM, "expected_rows"),
+    *rank(ACTIVATION, "hidden", f32(L, 2 * H), "L", "M", r"2 \* I"),
+    *dtype(ACTIVATION, "hidden", i32(L, MAX_T, 2 * H), FLOATING),
+    *value(ACTIVATION, "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
+    *value(ACTIVATION, "odd columns", {"hidden": f32(L, MAX_T, 255)}, "hidden", number(255), "even"),
+    *value(ACTIVATION, "odd I", {"hidden": f32(L, MAX_T, 400)}, number(200), number(128), "multiple", "pad"),
+    *value(
+        LAYER,
+        "one matrix in FP8",
+        {"w_down": f32(L, H, H)},
+        *("w_gate_up", "w_down", "pair", "array", "quantize_fp8_weights"),
+        error=TypeError,
+    ),
+    *value(
+        LAYER,
+        "a triple",
+        {"w_gate_up": (fp8(L, 2 * H, H), f32(L, 4, 2), f32(L, 4, 2))},
+        *("w_gate_up", number(3), number(2), "scales"),
+    ),
+    *value(
+        LAYER,
+        "float32 values",
+        {"w_gate_up": (f32(L, 2 * H, H), f32(L, 4, 2))},
+        *("w_gate_up", "float32", "float8_e4m3fn", "cast"),
+        error=TypeError,
+    ),
+    *value(
+        LAYER,
+        "matrices of all experts",
+        {"w_gate_up": (fp8(E, 2 * H, H), f32(E, 4, 2))},
+        *("w_gate_up", number(E), number(L), "local expert"),
+    ),
+    *value(
+        LAYER,
+        "another I",
+        {"w_down": (fp8(L, H, 128), f32(L, 2, 1))},
+        *("w_gate_up", "w_down", number(2 * H), number(H), "twice"),
+    ),
+    *value(
+        LAYER,
+        "matrices as those of moe",
+        {"w_gate_up": f32(L, H, 2 * H), "w_down": f32(L, H, H)},
+        *("w_gate_up", number(2 * H), number(H), "swap"),
+    ),
+    *rank(FUSED, "lhs", fp8(L, H), "L", "M", "K"),
+    *size(FUSED, "lhs", fp8(L, W * MAX_T + 1, 128), W * MAX_T + 1, W * MAX_T),
+    *size(FUSED, "rhs", fp8(L, H, 200), 200, 128),
+    *size(FUSED, "group_sizes", i32(3), 3, L),
+    *value(FUSED, "no scales", {"rhs_scales": None}, "rhs_scales", "None", shape(L, 2, 1), error=TypeError),
+    *value(FUSED, "other weights", {"topk_weights": f32(T, 3)}, "topk_weights", shape(T, 3), shape(T, K), "one weight"),
+    *value(
+        FUSED,
+        "more tokens than dispatched",
+        {"topk_idx": i32(13, K), "topk_weights": f32(13, K)},
+        *("topk_idx", number(13), f"{number(MAX_T)}|{number(T)}"),
+    ),
+    *value(
+        FUSED,
+        "the handle of dispatch",
+        {"handle": dispatch_handle()},
+        *("handle", "LowLatencyHandle", r"\bdispatch|low_latency_dispatch"),
+        error=TypeError,
+    ),
+    *positive(FUSED, "expected_rows"),
+    *value(LAYER, "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
+    *value(
+        LAYER, "more tokens than the maximum", {"max_tokens_per_rank": 5}, number(T), number(5), "max_tokens_per_rank"
+    ),
+    *positive(LAYER, "max_tokens_per_rank"),
+    *positive(LAYER, "num_experts"),
+    *value(MATRICES, "a vector", {"w": f32(H)}, r"\bw\b", shape(H), "K, N", "reshape"),
+    *value(MATRICES, "odd K", {"w": f32(L, 200, N)}, r"\bK\b", number(200), number(128), "multiple", "pad"),
+    *dtype(MATRICES, "w", i32(L, H, N), FLOATING),
+    *value(
+        "dequantize_fp8_weights",
+        "other scales",
+        {"scales": f32(L, 2, 2)},
+        *("values", shape(L, N, H), shape(L, 2, 2), shape(L, 1, 2), "quantize_fp8_weights"),
+    ),
+    *dtype("dequantize_fp8_weights", "values", f32(L, N, H), "float8_e4m3fn"),
+]
 
-TABLE = DISPATCH_CASES + COMPUTE_CASES + LOW_LATENCY_CASES + ROUTER_CASES
+TABLE = FP8_GEMM_CASES + MASKED_CASES + DISPATCH_CASES + COMPUTE_CASES + LOW_LATENCY_CASES + ROUTER_CASES
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "fragments"), TABLE)

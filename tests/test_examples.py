@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from lm.checkpoints import Checkpoints
 from lm.data import WindowIterator, read_corpus, unigram_entropy
 from lm.devices import make_mesh
-from lm.generation import Generator
+from lm.generation import Generator, compare
 from lm.model import LanguageModel, ModelConfig, empty_cache
 from lm.report import load_bars
 from lm.training import TrainConfig, Trainer
@@ -118,7 +118,10 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     greedy, sampled = serve_moe.main(arguments)
     assert [len(text) for text in greedy["texts"]] == [9, 9]
     assert greedy["texts"] != sampled["texts"]
-    assert "tokens/s" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "tokens/s" in out and "p99" in out and "experts: same" in out
+    agreement = greedy["agreement"]
+    assert agreement.logit_error < 0.05 * agreement.logit_scale and agreement.same_bytes > 0.9
 
     with pytest.raises(ValueError, match="use another folder"):
         train(whole, "--hidden 16")
@@ -157,6 +160,22 @@ def test_cached_decoding_equals_the_full_forward_pass() -> None:
     stale = jax.tree.map(lambda leaf: leaf + 7, empty_cache(config, 3, 16))
     cached = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache)[0])(model, jnp.asarray(rows), stale)
     np.testing.assert_allclose(cached, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "least", "most"), [("same", 0.0, 1e-5), ("fp8", 1e-3, 0.2)])
+def test_low_latency_decoding_finds_the_same_bytes(experts: str, least: float, most: float) -> None:
+    """In float32 the paths agree to its precision; FP8 moves the logits, but little beside their spread."""
+    config = ModelConfig(hidden=128, layers=2, heads=2, intermediate=96, shared_experts=1, dtype="float32")
+    mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=4)
+    model = LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(6))
+    model.head.kernel[...] = model.head.kernel[...] * 40
+    prompts = [b"import sys", b"def f(x):", b"a"]
+    found = compare(Generator(model, mesh), Generator(model, mesh, experts=experts), prompts, max_new=6)
+    assert least < found.logit_error / found.logit_scale < most
+    if experts == "same":
+        assert found.same_bytes == 1 and found.same_texts
+    else:
+        assert found.same_bytes > 0.8
 
 
 def test_dispatch_in_shard_map() -> None:

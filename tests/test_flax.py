@@ -225,6 +225,48 @@ def test_mistakes_are_explained() -> None:
         MoE(**SIZES, rngs=nnx.Rngs(0)).update_bias(jnp.zeros(E))
 
 
+def serve_layer(kind: str, **options: Any) -> tuple[MoE, jax.Array]:
+    mesh = data_expert_mesh(kind)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_experts": E, "num_experts_per_tok": K}
+    moe = MoE(**sizes, **ON_MESH, mesh=mesh, dtype=jnp.float32, rngs=nnx.Rngs(3), **options)
+    sharding = jax.NamedSharding(mesh, P())
+    return moe, jax.device_put(jax.random.normal(jax.random.key(4), (11, 1, 128)), sharding)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_serving_weights_compute_the_same_layer(kind: str) -> None:
+    """Eleven tokens do not divide among the devices, as in decoding."""
+    moe, x = serve_layer(kind)
+    apply = nnx.jit(lambda moe, x, serving: moe(x, serving))
+    want, want_metrics = apply(moe, x, None)
+    for fp8, tolerance in ((False, 1e-5), (True, 0.07)):
+        serving = nnx.jit(lambda moe, fp8=fp8: moe.serving_weights(fp8=fp8))(moe)
+        got, metrics = apply(moe, x, serving)
+        error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+        assert error < tolerance and (error > 1e-3) == fp8
+        np.testing.assert_array_equal(metrics.load, want_metrics.load)
+
+
+def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe, x = serve_layer("Auto")
+    broken = jax.tree.map(lambda w: w * jnp.nan, moe.serving_weights(fp8=False))
+
+    def run(serving: Any) -> np.ndarray:
+        return np.asarray(nnx.jit(lambda moe, x, serving: moe(x, serving)[0])(moe, x, serving))
+
+    assert not np.isfinite(run(broken)).any()
+    monkeypatch.setattr("jax_ep.flax.LOW_LATENCY_TOKENS", 1)
+    np.testing.assert_array_equal(run(broken), run(None))
+
+
+def test_serving_on_one_device() -> None:
+    moe = MoE(**SIZES, rngs=nnx.Rngs(1))
+    x = jax.random.normal(jax.random.key(2), (5, H))
+    np.testing.assert_allclose(moe(x, moe.serving_weights(fp8=False))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="gated=False"):
+        MoE(**SIZES, gated=False, rngs=nnx.Rngs(1)).serving_weights()
+
+
 def test_flax_stays_optional() -> None:
     code = "import sys, jax_ep, jax_ep.sharding; sys.exit('flax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -241,3 +283,18 @@ def test_code_of_the_documentation() -> None:
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "output" in done.stdout and "loss" in done.stdout and "linen" in done.stdout
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_forward_products_in_fp8(on_mesh: bool) -> None:
+    """`forward_dtype` reaches the experts: their output is off by roundings to FP8, and has gradients."""
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
+    x = jax.random.normal(jax.random.key(3), (16, 128), jnp.float32)
+    options = {"mesh": data_expert_mesh("Auto"), "batch_axes": "data"} if on_mesh else {}
+    exact, fp8 = (MoE(**sizes, **options, forward_dtype=d, rngs=nnx.Rngs(0)) for d in (None, jnp.float8_e4m3fn))
+    want, got = (np.asarray(nnx.jit(lambda moe, x: moe(x)[0])(moe, x), np.float64) for moe in (exact, fp8))
+    assert 0.01 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.09
+    gradients = [nnx.jit(nnx.grad(lambda moe: jnp.sum(jnp.square(moe(x)[0]))))(moe) for moe in (exact, fp8)]
+    for want, got in zip(*(jax.tree.leaves(g) for g in gradients), strict=True):
+        want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
+        assert np.linalg.norm(got - want) < 0.15 * np.linalg.norm(want)

@@ -52,7 +52,7 @@ def test_rates_are_those_of_the_problem_and_results_are_right(rows_and_output):
         shape = row["shape"]
         flop = 2 * shape["rows"] * shape["k"] * shape["n"]
         assert row["tflops"] * 1e12 == pytest.approx(flop / row["seconds"]["median"])
-        assert 0 <= row["error"] < 0.1
+        assert 0 <= row["error"] < (0.4 if "FP8" in row["variant"] else 0.1)
         assert row["of_cublas"] > 0
 
 

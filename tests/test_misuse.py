@@ -169,6 +169,14 @@ def test_no_implementation_that_fits(name, two_that_refuse):
     check(NotImplementedError, ["wheeled: needs eight wheels"], trace, name, implementation="wheeled")
 
 
+@pytest.mark.parametrize("mode", ["scatter", "reduce"])
+@pytest.mark.parametrize(("name", "argument"), [("grouped_gemm_combine", "mode"), ("moe", "combine_mode")])
+def test_a_mode_that_the_implementation_lacks(name, argument, mode):
+    fragments = [name, f"xla: .*mode='{mode}'", "'serial'", "implementation=None"]
+    check(NotImplementedError, fragments, trace, name, implementation="xla", **{argument: mode})
+    assert jax.tree.leaves(trace(name, implementation="xla", **{argument: "serial"}))
+
+
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
 def test_a_refusal_falls_through_to_the_next(name, two_that_refuse):
     assert jax.tree.leaves(trace(name, implementation=("wheeled", "winged", "xla")))

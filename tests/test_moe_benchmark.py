@@ -143,26 +143,47 @@ def test_layers_of_a_chain_stay_in_its_loop(modules, case, backward):
 
 def test_layers_agree_and_report_their_gradients(modules, case):
     found = {}
-    for name, variant in modules.moe_variants.layers(case, ["moe", "xla"], backward=True).items():
+    for name, variant in modules.moe_variants.layers(case, ["moe", "dropless", "xla"], backward=True).items():
         fn, arguments = modules.moe_chains.chain(case, variant)(2)
         found[name] = fn(*arguments)
-    ours, expected = found.values()
-    assert [leaf.shape for leaf in ours] == [(RANKS, n) for n in (1024, 1024, 96, 1024, 1024)]
+    *ours, expected = found.values()
+    for got in ours:
+        assert [leaf.shape for leaf in got] == [(RANKS, n) for n in (1024, 1024, 96, 1024, 1024)]
+        assert modules.moe_chains.difference(got, expected) < 0.1
     assert all(np.abs(np.asarray(leaf)).max() > 0 for leaf in expected)
-    assert modules.moe_chains.difference(ours, expected) < 0.1
     wrong = [*expected[:3], expected[3].at[1, 7].add(1.0), expected[4]]
     assert modules.moe_chains.difference(wrong, expected) > 0.25
 
 
+def test_layers_in_fp8_are_near_the_others(modules, case):
+    variants = modules.moe_variants.layers(case, ["moe", "wire", "fp8", "fp8 and wire"], backward=True)
+    found = [modules.moe_chains.chain(case, variant)(2) for variant in variants.values()]
+    expected, *others = (fn(*arguments) for fn, arguments in found)
+    for variant, got in zip(list(variants.values())[1:], others, strict=True):
+        assert 1e-3 < modules.moe_chains.difference(got, expected) < variant.largest_difference
+
+
+def test_weights_are_quantised_in_each_call_and_not_copied(modules, case):
+    variant = modules.moe_variants.layers(case, ["fp8"], backward=False)[modules.moe_variants.LAYERS["fp8"]]
+    fn, arguments = modules.moe_chains.chain(case, variant)(2)
+    text = fn.lower(*arguments).compile().as_text()
+    loop = text[: text.index("ENTRY")]
+    assert "f8e4m3fn[" in loop and "f8e4m3fn[" not in text[text.index("ENTRY") :]
+    assert not [line for line in loop.splitlines() if "bf16[2,128,256]" in line.split(" copy(")[0] and " copy(" in line]
+
+
 def test_parts_of_one_half_agree(modules, case, monkeypatch):
     """With the portable implementation in the place of the kernels, and compositions in that of the fused ones."""
+
+    called = []
 
     def dispatch_gemm(x, w, handle, *, transpose_rhs, keep):
         rows = reference.send_tokens(x, handle, ("expert",), None)
         sizes = handle.group_sizes
         return reference.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
 
-    def gemm_combine(h, w, handle, *, transpose_rhs):
+    def gemm_combine(h, w, handle, *, transpose_rhs, mode):
+        called.append(mode)
         y = reference.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return reference.return_tokens(y, handle, ("expert",), None)
 
@@ -173,7 +194,7 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     monkeypatch.setattr(backends, "get", lambda name: portable)
     variants = modules.moe_variants.parts(case, ["dispatch", "combine"])
     named = {name for part in modules.moe_variants.PARTS.values() for name in part}
-    assert set(variants) == named
+    assert set(variants) == named | set(modules.moe_variants.MODES.values())
     samples = {}
     for name, variant in variants.items():
         fn, arguments = modules.moe_chains.chain(case, variant)(2)
@@ -181,8 +202,9 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     for name, variant in variants.items():
         if variant.same_as:
             assert modules.moe_chains.difference(samples[name], samples[variant.same_as]) < 0.02, name
+    assert set(called) == {None, *modules.moe_variants.MODES} == {None, "scatter", "reduce"}
     rows = 48 * 2
-    for name, columns in (("GEMM 1", 2 * 64), ("GEMM 2 + combine, fused", 64), ("einsum 2, equal groups", 64)):
+    for name, columns in (("GEMM 1", 2 * 128), ("GEMM 2 + combine, fused", 128), ("einsum 2, equal groups", 128)):
         assert variants[name].flops == 2 * rows * 128 * columns
     assert variants["deliver"].flops == 0
 
@@ -298,7 +320,7 @@ def test_quick_run(tmp_path, modules):
         for row in rows.values():
             assert (row["shape"]["model"], row["shape"]["ranks"], row["shape"]["capacity"]) == ("tiny", 4, 128)
             if "seconds" in row:
-                flops = 2 * 16 * 2 * 128 * 64 * 3 * (3 if "backward" in direction else 1)
+                flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
                 assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
         assert rows[names["moe"]].get("implementation", "xla") == "xla"
     assert "TFLOP/s per GPU" in completed.stdout

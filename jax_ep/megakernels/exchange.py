@@ -10,14 +10,16 @@ from jax.typing import DTypeLike
 from jax_ep import context, ffi
 from jax_ep import layout as rows
 from jax_ep.collectives import Axis, sum_in_order
+from jax_ep.dtypes import FP8
 from jax_ep.kernel import Config, Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.words import exchange_words
 from jax_ep.quantization import GROUP_SIZE
-from jax_ep.types import Array, Handle
+from jax_ep.types import Array, Handle, Quantized
 
 _DISPATCH = Kernel("dispatch", "dispatch")
+_DISPATCH_QUANTIZED = Kernel("dispatch_quantized", "dispatch_quantized")
 _COMBINE = Kernel("combine", "combine")
 
 
@@ -69,6 +71,21 @@ def send_tokens(
     return sent[:, : x.shape[1]]
 
 
+def send_quantized(x: Array, handle: Handle, axis: Axis) -> Quantized:
+    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows hold anything."""
+    layout, hidden, wire = handle.layout, x.shape[1], jnp.dtype(FP8)
+    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=True)
+    constants = {"R": layout.capacity, "TO_ROWS": True, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
+    shape = (layout.capacity, hidden)
+    results = (
+        jax.ShapeDtypeStruct(shape, wire),
+        jax.ShapeDtypeStruct((shape[0], hidden // GROUP_SIZE), jnp.float32),
+    )
+    values, scales = _exchange_rows(_DISPATCH_QUANTIZED, operands, results, handle, config, constants, hidden, wire)
+    return values, scales
+
+
 def deliver(
     x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None = None, *, num_programs: int | None = None
 ) -> Array:
@@ -97,7 +114,7 @@ def _dispatch(
     config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
     constants = {"R": layout.capacity, "TO_ROWS": to_rows, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    return _exchange_rows(_DISPATCH, operands, result, handle, config, constants, hidden, wire_dtype)
+    return _exchange_rows(_DISPATCH, operands, (result,), handle, config, constants, hidden, wire_dtype)[0]
 
 
 def return_tokens(
@@ -110,7 +127,8 @@ def return_tokens(
     constants = {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
     operands = (y, handle.ids, handle.slot_row)
-    return _exchange_rows(_COMBINE, operands, result, handle, config, constants, y.shape[1], wire_dtype)[:, :hidden]
+    sums = _exchange_rows(_COMBINE, operands, (result,), handle, config, constants, y.shape[1], wire_dtype)[0]
+    return sums[:, :hidden]
 
 
 def _pad_columns(x: Array) -> Array:
@@ -122,13 +140,13 @@ def _pad_columns(x: Array) -> Array:
 def _exchange_rows(
     kernel: Kernel,
     operands: tuple[Array, ...],
-    result: jax.ShapeDtypeStruct,
+    results: tuple[jax.ShapeDtypeStruct, ...],
     handle: Handle,
     config: Config,
     constants: dict[str, int],
     hidden: int,
     wire_dtype: DTypeLike | None,
-) -> Array:
+) -> tuple[Array, ...]:
     """Launches a kernel that exchanges rows of `hidden` columns."""
     layout = handle.layout
     num_slots = layout.num_ranks * layout.num_tokens
@@ -144,4 +162,4 @@ def _exchange_rows(
         "SCALES": context.heap(kernel.function).layout.data + value_bytes,
         "FP8": wire_dtype is not None,
     }
-    return launch_on_heap(kernel, operands, group_of(handle), (result,), config, {**sizes, **constants})[0]
+    return launch_on_heap(kernel, operands, group_of(handle), results, config, {**sizes, **constants})

@@ -18,6 +18,7 @@ from jax_ep.types import Array, Handle, Layout
 
 _DISPATCH_GEMM = Kernel("dispatch_gemm", "dispatch_gemm")
 _GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
+_GEMM_REDUCE = Kernel("gemm_reduce", "gemm_reduce")
 
 
 def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
@@ -62,7 +63,7 @@ def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, ke
     return hidden_rows, kept if keep else None
 
 
-def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array:
+def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mode: str | None) -> Array:
     """Rows times the matrices of their experts, and the unweighted sums of each token's products.
 
     Args:
@@ -70,15 +71,23 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> 
       w: `[L, F, H]`, or `[L, H, F]` with `transpose_rhs`.
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
+      mode: one of `COMBINE_MODES`; None: what should be fastest.
 
     Returns:
       `[T, H]`.
     """
-    layout, features = handle.layout, h.shape[1]
     hidden = w.shape[1 if transpose_rhs else 2]
-    if not tuning.scatters(layout, features, hidden):
+    mode = mode or tuning.combine_mode(handle.layout, h.shape[1], hidden)
+    if mode == "serial":
         y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return return_tokens(y, handle, (), None)
+    run = _gemm_reduce if mode == "reduce" else _gemm_scatter
+    return run(h, w, handle, hidden, transpose_rhs)
+
+
+def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
+    """One launch: each row travels to its source, which adds those of a token."""
+    layout, features = handle.layout, h.shape[1]
     config, blocks = tuning.gemm_combine(layout, features, hidden)
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)
     results = (jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype),)
@@ -88,6 +97,20 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> 
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), results, config, constants)[0]
+
+
+def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
+    """One launch: the rows of a token are added on each expert rank, and their sums at the source."""
+    layout, features = handle.layout, h.shape[1]
+    config, blocks = tuning.gemm_reduce(layout, features, hidden)
+    context.reserve("gemm_reduce", layout.num_ranks * layout.num_tokens * hidden * h.dtype.itemsize)
+    shapes = (layout.num_tokens, hidden), (layout.capacity, hidden)
+    results = tuple(jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes)
+    constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs}
+    matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
+    operands = (lines, matrices, handle.ids, handle.slot_row, handle.group_sizes)
+    constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    return launch_on_heap(_GEMM_REDUCE, operands, group_of(handle), results, config, constants)[0]
 
 
 def _matrices(w: Array, blocks: dict[str, int], transpose_rhs: bool) -> Descriptor:

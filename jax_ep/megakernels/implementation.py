@@ -8,27 +8,53 @@ from typing import Any
 import jax
 
 from jax_ep import context, nvshmem
+from jax_ep.dtypes import FP8
 from jax_ep.heap import MAX_BLOCKS
-from jax_ep.megakernels import low_latency, peer_access, tuning
-from jax_ep.megakernels.exchange import deliver, return_tokens, return_weights, send_rows, send_tokens, send_weights
+from jax_ep.megakernels import gemm_fp8, low_latency, masked, peer_access, tuning
+from jax_ep.megakernels.activation import activate, activate_gradient
+from jax_ep.megakernels.exchange import (
+    deliver,
+    return_tokens,
+    return_weights,
+    send_quantized,
+    send_rows,
+    send_tokens,
+    send_weights,
+)
+from jax_ep.megakernels.fp8_operands import activate_quantized, dequantize_rows, quantize_matrices, quantize_rows
 from jax_ep.megakernels.fused import dispatch_gemm, fuses, gemm_combine, token_products
 from jax_ep.megakernels.gemm import grouped_gemm, grouped_gemm_weights
+from jax_ep.megakernels.gemm_fp8 import grouped_gemm_fp8
 from jax_ep.megakernels.low_latency import low_latency_combine, low_latency_dispatch
+from jax_ep.megakernels.low_latency_gemm import fuses_low_latency, low_latency_gemm_combine
+from jax_ep.megakernels.masked import masked_gated_activation, masked_grouped_gemm
 from jax_ep.megakernels.plan import plan
 
 __all__ = [
+    "activate",
+    "activate_gradient",
+    "activate_quantized",
     "deliver",
+    "dequantize_rows",
     "dispatch_gemm",
     "fuses",
+    "fuses_low_latency",
     "gemm_combine",
     "grouped_gemm",
+    "grouped_gemm_fp8",
     "grouped_gemm_weights",
     "low_latency_combine",
     "low_latency_dispatch",
+    "low_latency_gemm_combine",
+    "masked_gated_activation",
+    "masked_grouped_gemm",
     "plan",
+    "quantize_matrices",
+    "quantize_rows",
     "refusal",
     "return_tokens",
     "return_weights",
+    "send_quantized",
     "send_rows",
     "send_tokens",
     "send_weights",
@@ -48,10 +74,12 @@ def refusal(request: Any) -> str | None:
         return reason
     if context.transport() == "xla":
         return "the context was initialised with transport='xla'"
+    if request.operation in ("masked_gemm", "masked_activation"):
+        return masked.refusal(request)
     if request.operation not in ("exchange", "gemm", "low_latency"):
         return f"it has no {request.operation} kernels"
     if request.operation == "gemm":
-        return None
+        return gemm_fp8.refusal(request) if request.dtype == FP8 else None
     if request.operation == "low_latency" and (reason := low_latency.refusal(request)) is not None:
         return reason
     if request.layout.num_tokens == 0:
@@ -62,7 +90,19 @@ def refusal(request: Any) -> str | None:
         return f"W={request.layout.num_ranks} exceeds {_MOST_RANKS} ranks"
     if request.foreign_handle:
         return "the handle was made by another implementation"
+    if request.mode not in (None, "serial") and not _fuses(request):
+        return (
+            f"mode={request.mode!r} takes bfloat16 and float16 without FP8 on the wire, and matrices whose sizes are"
+            f" multiples of 8, on GPUs with TMA; here tokens of {request.dtype}, wire_dtype={request.wire_dtype} and"
+            f" matrices of [{request.hidden}, {request.columns}]"
+        )
     return None
+
+
+def _fuses(request: Any) -> bool:
+    """Whether the exchange and the product of a request may go through one launch."""
+    known = request.wire_dtype is None and request.columns is not None
+    return known and fuses(request.layout, request.dtype, request.hidden, request.columns)
 
 
 def _missing_on_gpu() -> str | None:

@@ -77,6 +77,17 @@ def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
     return Config(num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), blocks
 
 
+def schedule(layout: Layout) -> dict[str, int]:
+    """Tile sizes of the send schedule: few blocks, since each adds up the counts of all blocks of a list."""
+    lanes, most_blocks = 128, 64
+    block = lanes
+    while -(-layout.num_tokens // block) > most_blocks:
+        block *= 2
+    bins = max(32, power_of_two(layout.num_local_experts + 1))
+    rows = max(1, min(4096 // bins, power_of_two(-(-layout.num_tokens // block))))
+    return {"BLOCK": block, "LANES": lanes, "BINS": bins, "ROWS": rows}
+
+
 def _tokens_per_task(num_tokens: int) -> int:
     """Fewer where there are few tokens, so that most programs of a GPU have a task."""
     least = 4 if jax.default_backend() == "cpu" else 2  # several at the sizes of tests
@@ -148,18 +159,71 @@ def _chunks(column_tiles: int, num_tiles: int) -> int:
     return next(chunks for chunks in (4, 3, 2, 1) if column_tiles % chunks == 0 and (chunks <= most or chunks == 1))
 
 
-def scatters(layout: Layout, features: int, hidden: int) -> bool:
-    """Whether GEMM + combine is one launch, which sends a row per expert, or two, which send a sum per rank.
+def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of GEMM + combine with a row per rank, `[., features]` times `[features, hidden]`."""
+    tile = _product_tile(features, hidden)
+    chunks = _reduced_chunks(layout, features, hidden)
+    width = -(-hidden // tile["BN"]) // chunks * tile["BN"]
+    columns = min(_columns(hidden, 2), width & -width)  # a power of two that divides a chunk
+    few = jax.default_backend() == "cpu"
+    tokens = 8 if few else min(16, 8192 // columns)
+    block = 2 * tokens if few else tokens
+    # A few tasks for each program and chunk, since each ends with a flag; and no more flags than there are.
+    most = min(MAX_BLOCKS // chunks, 6 * all_programs() // (layout.num_ranks + 1))
+    while not few and -(-layout.num_tokens // block) > most:
+        block *= 2
+    sums = {"BLOCK_T": block, "TILE_T": tokens, "SUM_H": columns, "PHASES": 8, "GROUP_M": 8}
+    return Config(all_programs(), num_warps=8, num_stages=4), {**tile, "CHUNKS": chunks, **sums}
 
-    Rows travel while the product is computed, sums after it: two launches win where the product is too short to hide
-    the rows. Per token, at the rates of an H200.
+
+LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
+"""What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
+CHUNK_SECONDS = 60e-6
+"""Products and sums of a chunk take at least as long: it costs each program some waits, and two ends of its loop."""
+
+
+def _reduced_times(layout: Layout, features: int, hidden: int) -> tuple[float, float, float]:
+    """Seconds per token to compute the products, to make sums of them on the way, and to send these."""
+    ranks, top_k, row = layout.num_ranks, layout.top_k, 2 * hidden
+    remote = (ranks - 1) / ranks
+    holders = ranks * (1 - remote**top_k)  # expected number of ranks with an expert of a token
+    product = 2 * top_k * features * hidden / TENSOR_CORES
+    return product, (top_k + 2 * holders + 1) * row / MEMORY, holders * remote * row / LINK
+
+
+def _reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
+    """Chunks of columns whose sums are made while others are multiplied."""
+    tile = _product_tile(features, hidden)
+    column_tiles = -(-hidden // tile["BN"])
+    if jax.default_backend() == "cpu":
+        most = 4.0
+    else:
+        num_rows = min(layout.capacity, layout.num_tokens * layout.top_k)  # in use, where experts are equally loaded
+        turns = column_tiles * -(-num_rows // tile["BM"]) / all_programs()
+        product, made, _ = _reduced_times(layout, features, hidden)
+        most = min(turns / 2, layout.num_tokens * (product + made) / CHUNK_SECONDS)
+    return next(chunks for chunks in range(8, 0, -1) if column_tiles % chunks == 0 and chunks <= max(1, most))
+
+
+def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float]:
+    """Seconds per token that each mode of GEMM + combine should take, the simplest mode first.
+
+    docs/performance.md tells why.
     """
-    ranks, top_k = layout.num_ranks, layout.top_k
-    link, tensor_cores = 350e9, 600e12
-    product = 2 * top_k * features * hidden / tensor_cores
-    rows = top_k * (ranks - 1) / ranks * 2 * hidden / link
-    sums = (ranks - 1) * (1 - (1 - 1 / ranks) ** top_k) * 2 * hidden / link
-    return rows <= product + sums
+    ranks, top_k, row = layout.num_ranks, layout.top_k, 2 * hidden
+    product, made, sent = _reduced_times(layout, features, hidden)
+    last = 1 / _reduced_chunks(layout, features, hidden)
+    return {
+        "serial": product + max(sent, made),
+        "scatter": max(product, top_k * (ranks - 1) / ranks * row / LINK) + (top_k + 1) * row / MEMORY,
+        "reduce": max(product + (1 - last) * made, (1 - last) * sent) + last * max(sent, made),
+    }
+
+
+def combine_mode(layout: Layout, features: int, hidden: int) -> str:
+    """The simplest mode of GEMM + combine of those that should take least time, up to a hundredth."""
+    times = combine_times(layout, features, hidden)
+    return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))
 
 
 def _product_tile(depth: int, columns: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from harness import compiled, run
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep.megakernels import tuning
+from jax_ep.types import COMBINE_MODES
 
 # Groups end within tiles, chunks of columns are uneven, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -23,10 +23,10 @@ SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
 TOLERANCE = 4e-2
 
 
-@pytest.fixture(autouse=True)
-def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever would be faster at these sizes: GEMM and combine in one launch."""
-    monkeypatch.setattr(tuning, "scatters", lambda *_: True)
+@pytest.fixture(params=COMBINE_MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    """How GEMM + combine runs; implementations that fuse nothing skip all but one."""
+    return request.param
 
 
 def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE, dtype: Any = BF16) -> Any:
@@ -64,8 +64,10 @@ def check(got: Any, args: Any, d_out: np.ndarray, lay: oracle.Layout) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_forward_and_gradients(implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
-    call = compiled(layer_and_gradients(SHAPE, implementation), expert_mesh(num_ranks))
+def test_forward_and_gradients(
+    implementation: str, mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
+) -> None:
+    call = compiled(layer_and_gradients(SHAPE, implementation, combine_mode=mode), expert_mesh(num_ranks))
     for routing in ROUTINGS if num_ranks == 2 else FEW_ROUTINGS:
         with subtests.test(routing):
             args = inputs(rng, routing, num_ranks)
@@ -75,9 +77,10 @@ def test_forward_and_gradients(implementation: str, num_ranks: int, expert_mesh:
 
 
 @pytest.mark.parametrize("capacity", [1, 24, 60])
-def test_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_capacity(implementation: str, mode: str, capacity: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
-    call = compiled(layer_and_gradients(SHAPE, implementation, capacity=capacity), expert_mesh(2))
+    options = {"capacity": capacity, "combine_mode": mode}
+    call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(2))
     for _ in range(2):
         args = inputs(rng, "zipf", 2)
         d_out = reals(rng, *args[0].shape, dtype=BF16)
@@ -85,29 +88,26 @@ def test_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: np.
         check(got, args, d_out, oracle.layout(args[1], SHAPE.num_experts, capacity=capacity))
 
 
-def test_float16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+def test_float16(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     args = inputs(rng, "uniform", 2, dtype=F16)
-    got = run(layer(SHAPE, implementation), expert_mesh(2), *args[:3], *(split(w, 2) for w in args[3:]))
+    call = layer(SHAPE, implementation, combine_mode=mode)
+    got = run(call, expert_mesh(2), *args[:3], *(split(w, 2) for w in args[3:]))
     assert got.dtype == F16
     x, topk_idx, topk_weights, w_gate_up, w_down = args
     lay = oracle.layout(topk_idx, SHAPE.num_experts)
     assert_close(got, oracle.MoE(x, topk_weights, w_gate_up, w_down, lay).forward(), "moe", tolerance=1e-2)
 
 
-@pytest.mark.parametrize(("alignment", "scatters"), [(1, True), (16, True), (16, False)])
-def test_halves(
-    implementation: str, alignment: int, scatters: bool, mesh: Mesh, rng: np.random.Generator, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_halves(implementation: str, mode: str, alignment: int, mesh: Mesh, rng: np.random.Generator) -> None:
     """Row for row what dispatch and grouped_gemm give, and zero in padding."""
-    monkeypatch.setattr(tuning, "scatters", lambda *_: scatters)
     x, topk_idx, _, w_gate_up, w_down = inputs(rng, "some_without_expert", mesh.size)
 
     def fn(x, topk_idx, w_gate_up, w_down):
         options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "alignment": alignment}
         d = jax_ep.dispatch_grouped_gemm(x, topk_idx, None, w_gate_up, **options)
-        y = jax_ep.grouped_gemm_combine(
-            d.hidden[:, : SHAPE.intermediate], w_down, d.handle, implementation=implementation
-        )
+        rows = d.hidden[:, : SHAPE.intermediate]
+        y = jax_ep.grouped_gemm_combine(rows, w_down, d.handle, mode=mode, implementation=implementation)
         return d.hidden, y
 
     args = (x, topk_idx, split(w_gate_up, mesh.size), split(w_down, mesh.size))
@@ -138,14 +138,56 @@ def test_halves(
         assert_same_bits(again, first, name)
 
 
-def test_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("options", [{}, {"capacity": 32, "alignment": 4}], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_modes_round_as_they_say(
+    implementation: str, num_ranks: int, options: dict[str, int], expert_mesh: Any, rng: Any, subtests: Any
+) -> None:
+    """ "reduce" gives the bits of "serial"; the gradients of all modes are the same bits."""
+
+    def fn(x, topk_idx, h, w_down, d_y):
+        common = {"num_experts": SHAPE.num_experts, "implementation": implementation}
+        handle = jax_ep.dispatch(x, topk_idx, **common, **options).handle
+        h, found = h[: handle.row_slot.shape[0]], {}
+        for mode in COMBINE_MODES:
+            call = functools.partial(
+                jax_ep.grouped_gemm_combine, handle=handle, mode=mode, implementation=implementation
+            )
+            y, pull = jax.vjp(call, h, w_down)
+            found[mode] = y, *pull(d_y)
+        return found
+
+    call = compiled(fn, expert_mesh(num_ranks))
+    for routing in ROUTINGS if num_ranks == 2 else FEW_ROUTINGS:
+        with subtests.test(routing):
+            x, topk_idx, _, _, w_down = inputs(rng, routing, num_ranks)
+            h = reals(rng, num_ranks, 2 * num_ranks * SHAPE.num_tokens * SHAPE.top_k, SHAPE.intermediate, dtype=BF16)
+            d_y = reals(rng, *x.shape, dtype=BF16)
+            found = call(x, topk_idx, h, split(w_down, num_ranks), d_y)
+            assert_same_bits(found["reduce"][0], found["serial"][0], "reduce")
+            assert_close(found["scatter"][0], found["serial"][0].astype(np.float64), "scatter", tolerance=TOLERANCE)
+            for mode in COMBINE_MODES[:-1]:
+                for name, got, wanted in zip(("dh", "dw"), found[mode][1:], found["serial"][1:], strict=True):
+                    assert_same_bits(got, wanted, f"{mode}: {name}")
+
+
+def test_the_mode_is_chosen_where_none_is_named(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:
+    """In every implementation, and with the result of one of the modes."""
+    args = inputs(rng, "zipf", mesh.size)
+    arguments = *args[:3], *(split(w, mesh.size) for w in args[3:])
+    got = run(layer(SHAPE, implementation), mesh, *arguments)
+    serial = run(layer(SHAPE, implementation, combine_mode="serial"), mesh, *arguments)
+    assert_close(got, serial.astype(np.float64), "chosen", tolerance=TOLERANCE)
+
+
+def test_second_derivative(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """The backward pass differentiates again; against the portable implementation in float32."""
     shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = inputs(rng, "uniform", 2, shape)
 
-    def fn(implementation: str, x, topk_idx, topk_weights, w_gate_up, w_down):
+    def fn(implementation: str, mode: str | None, x, topk_idx, topk_weights, w_gate_up, w_down):
         def loss(x, w):
-            y = layer(shape, implementation)(x, topk_idx, topk_weights, w, w_down)
+            y = layer(shape, implementation, combine_mode=mode)(x, topk_idx, topk_weights, w, w_down)
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
         def slope(x, w):
@@ -155,8 +197,8 @@ def test_second_derivative(implementation: str, expert_mesh: Any, rng: np.random
         return jax.grad(slope, (0, 1))(x, w_gate_up)
 
     weights = [split(w, 2) for w in args[3:]]
-    got = run(functools.partial(fn, implementation), expert_mesh(2), *args[:3], *weights)
+    got = run(functools.partial(fn, implementation, mode), expert_mesh(2), *args[:3], *weights)
     single = [args[0].astype(np.float32), *args[1:3], *(w.astype(np.float32) for w in weights)]
-    wanted = run(functools.partial(fn, "xla"), expert_mesh(2), *single)
+    wanted = run(functools.partial(fn, "xla", None), expert_mesh(2), *single)
     for name, g, w in zip(("x", "w_gate_up"), got, wanted, strict=True):
         assert_close(g, w, name, tolerance=0.1)

@@ -18,6 +18,7 @@ SHARED_BYTES = 227 << 10
 PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
+DEEPSEEK_SHORT, QWEN = (1024, 7168, 4096, 2048), (4096, 2048, 1536, 768)
 COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "checked_ptr", "ids_ptr"]
 
 
@@ -54,6 +55,12 @@ def check(built: dict, capability: int) -> None:
     assert built["scratch"] == 0
 
 
+def check_flat(built: dict, blocks: dict[str, int], num_stages: int) -> None:
+    """One loop over tiles and their depth: a tile has memory to be stored through while the next one is loaded."""
+    loaded = 2 * num_stages * blocks["BK"] * (blocks["BM"] + blocks["BN"])
+    assert built["shared"] > loaded + (8 << 10)
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("shape", "transposed", "keep"), [(DEEPSEEK, False, True), (MIXTRAL, True, False)])
 def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
@@ -81,3 +88,22 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
     built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
     check(built, capability)
+    check_flat(built, blocks, config.num_stages)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    ("shape", "transposed"),
+    [(DEEPSEEK, False), (DEEPSEEK, True), (DEEPSEEK_SHORT, False), (QWEN, False), (MIXTRAL, True)],
+)
+def test_gemm_reduce(shape: tuple[int, ...], transposed: bool, capability: int, on_h200: None) -> None:
+    tokens, hidden, _, features = shape
+    lay = layout(tokens)
+    config, blocks = tuning.gemm_reduce(lay, features, hidden)
+    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "sizes_ptr", "group_ptr", "checked_ptr"], "*i32")
+    types |= {"table_ptr": "*i64", "out_ptr": "*bf16", "y_ptr": "*bf16", "b_desc": matrices(blocks, transposed)}
+    types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"}
+    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed}
+    built = build("gemm_reduce", "gemm_reduce", types, constants, config.num_warps, config.num_stages, capability)
+    check(built, capability)
+    check_flat(built, blocks, config.num_stages)

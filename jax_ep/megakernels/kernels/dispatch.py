@@ -9,6 +9,7 @@ and written to each of its rows. Without rows, the last tasks only wait for what
 import triton
 import triton.language as tl
 
+from .dispatch_rows import clear_padding, copy_to_rows, store_rows, store_scales
 from .protocol import (
     announce,
     await_block,
@@ -44,6 +45,7 @@ def send_block(
     group_ptr,
     table_ptr,
     out_ptr,
+    out_scales_ptr,
     rank,
     block,
     W: tl.constexpr,
@@ -57,6 +59,7 @@ def send_block(
     BLOCK_H: tl.constexpr,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
     """Stores a block of this rank's tokens in the heap of every peer that wants them, and in their rows of `out`."""
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
@@ -80,72 +83,24 @@ def send_block(
             if FP8:
                 tl.store(heap_rows(table_ptr, peer, tl.float32, SCALES) + offsets, scales, mask=wanted & exists)
         if TO_ROWS:
-            if FP8:
-                values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(x_ptr.dtype.element_ty)
             own = (ranks >> rank.to(tl.int64)) & 1 > 0
+            if QUANTIZED:
+                store_scales(scales, slot_row_ptr + slots * K, own, out_scales_ptr, h, H, K, BLOCK_H)
+            elif FP8:
+                values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(x_ptr.dtype.element_ty)
             store_rows(values, slot_row_ptr + slots * K, own, out_ptr, columns, inside, H, K)
 
 
 @triton.jit
-def store_rows(values, slot_row_ptr, wanted, out_ptr, columns, inside, H: tl.constexpr, K: tl.constexpr):
-    """Stores columns of tokens in each of their rows of `out`."""
-    for k in tl.static_range(K):
-        row = tl.load(slot_row_ptr + k, mask=wanted, other=-1)
-        target = tl.multiple_of(out_ptr + row.to(tl.int64)[:, None] * H + columns, (16, 16))
-        tl.store(target, values, mask=(row >= 0)[:, None] & inside)
-
-
-@triton.jit
-def copy_to_rows(
-    values_ptr,
-    scales_ptr,
-    slots,
-    wanted,
-    slot_row_ptr,
-    out_ptr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """Copies received tokens to each of their rows of `out`."""
-    for h in range(0, H, BLOCK_H):
-        columns = h + tl.arange(0, BLOCK_H)[None, :]
-        inside = columns < H
-        source = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
-        values = tl.load(source, mask=wanted[:, None] & inside, other=0.0)
-        if FP8:
-            offsets, exists = scale_offsets(slots, h, H, BLOCK_H)
-            scales = tl.load(scales_ptr + offsets, mask=wanted[:, None] & exists, other=0.0)
-            values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(out_ptr.dtype.element_ty)
-        store_rows(values, slot_row_ptr + slots * K, wanted, out_ptr, columns, inside, H, K)
-
-
-@triton.jit
-def clear_padding(
-    out_ptr, row_slot_ptr, first, H: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """Zeroes those of the rows from `first` on that belong to no slot."""
-    rows = first + tl.arange(0, ROWS)
-    empty = (tl.load(row_slot_ptr + rows, mask=rows < R, other=0) < 0)[:, None]
-    zeros = tl.zeros((ROWS, BLOCK_H), out_ptr.dtype.element_ty)
-    for h in range(0, H, BLOCK_H):
-        columns = h + tl.arange(0, BLOCK_H)[None, :]
-        target = tl.multiple_of(out_ptr + rows.to(tl.int64)[:, None] * H + columns, (16, 16))
-        tl.store(target, zeros, mask=empty & (columns < H))
-
-
-@triton.jit
-def dispatch(
+def run_dispatch(
     x_ptr,
     ids_ptr,
     slot_row_ptr,
     row_slot_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
     out_ptr,
+    out_scales_ptr,
     W: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
@@ -164,10 +119,12 @@ def dispatch(
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     OPERATION: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
-    Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written.
+    Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written. With QUANTIZED,
+    FP8 values and scales stay what they are, and nothing is written where there is no token.
     """
     rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
@@ -176,7 +133,8 @@ def dispatch(
     step_tasks: tl.constexpr = W if TO_ROWS else 1
     num_steps: tl.constexpr = num_blocks + (LAG if TO_ROWS else 0)
     steps_end: tl.constexpr = 1 + num_steps * step_tasks
-    num_tasks: tl.constexpr = steps_end + ((R + BLOCK_R - 1) // BLOCK_R if TO_ROWS else W - 1)
+    clearing_tasks: tl.constexpr = 0 if QUANTIZED else (R + BLOCK_R - 1) // BLOCK_R
+    num_tasks: tl.constexpr = steps_end + (clearing_tasks if TO_ROWS else W - 1)
     begun = 0
     task = next_task(control)
     while task < num_tasks:
@@ -185,7 +143,9 @@ def dispatch(
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, W, D)
         elif task >= steps_end:
-            if TO_ROWS:
+            if QUANTIZED:
+                tl.static_assert(FP8 and TO_ROWS)
+            elif TO_ROWS:
                 clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
             else:
                 source_rank = (rank + 1 + task - steps_end) % W
@@ -218,6 +178,7 @@ def dispatch(
                         group_ptr,
                         table_ptr,
                         out_ptr,
+                        out_scales_ptr,
                         rank,
                         step,
                         W,
@@ -231,6 +192,7 @@ def dispatch(
                         BLOCK_H,
                         FP8,
                         TO_ROWS,
+                        QUANTIZED,
                     )
                     publish_to_all(table_ptr, group_ptr, control, me, rank, step, FLAGS, W, D, MAX_BLOCKS)
         elif step >= LAG:
@@ -244,6 +206,81 @@ def dispatch(
             wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
             values_ptr = heap_rows(table_ptr, me, wire, DATA)
             scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
-            copy_to_rows(values_ptr, scales_ptr, tokens, wanted, slot_row_ptr, out_ptr, H, K, BLOCK_T, BLOCK_H, FP8)
+            copy_to_rows(
+                values_ptr,
+                scales_ptr,
+                tokens,
+                wanted,
+                slot_row_ptr,
+                out_ptr,
+                out_scales_ptr,
+                H,
+                K,
+                BLOCK_T,
+                BLOCK_H,
+                FP8,
+                QUANTIZED,
+            )
         task = next_task(control)
     end_launch(control, group_ptr, W)
+
+
+@triton.jit
+def dispatch(
+    x_ptr,
+    ids_ptr,
+    slot_row_ptr,
+    row_slot_ptr,
+    group_ptr,
+    table_ptr,
+    checked_ptr,
+    out_ptr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALES: tl.constexpr,
+    FLAGS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    LAG: tl.constexpr,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """See `run_dispatch`."""
+    run_dispatch(
+        x_ptr,
+        ids_ptr,
+        slot_row_ptr,
+        row_slot_ptr,
+        group_ptr,
+        table_ptr,
+        out_ptr,
+        out_ptr,
+        W,
+        D,
+        T,
+        K,
+        H,
+        L,
+        R,
+        DATA,
+        SCALES,
+        FLAGS,
+        MAX_BLOCKS,
+        BLOCK_T,
+        BLOCK_H,
+        BLOCK_R,
+        LAG,
+        FP8,
+        TO_ROWS,
+        OPERATION,
+        False,
+    )

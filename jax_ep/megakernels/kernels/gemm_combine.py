@@ -4,15 +4,15 @@ The columns are cut into CHUNKS. Every program computes its share of a chunk's t
 sums of the chunk before: the rows of a chunk have one chunk's time to travel. A row goes to slot `[token, k]` of its
 source's heap; the program that counts last tells all ranks. Sums run in float32, in the order of k.
 
-Shares are fixed, so that the loads of a tile begin before the one before it is stored. Only sums wait for other ranks,
-and only in programs that see all programs of this launch begun; the last to begin always does, and so no program that
-has yet to begin can be what another rank waits for. So one resident program suffices.
+Only sums wait for other ranks, and only in programs that see all programs of this launch begun; the last to begin
+always does, and so no program that has yet to begin can be what another rank waits for. So one resident program
+suffices. gemm_reduce.py is the same operation with a row per rank instead of one per expert on the way.
 """
 
 import triton
 import triton.language as tl
 
-from .gemm_tile import load_rhs
+from .chunks import all_begun, count_chunk, count_turns, first_turn, turn_product
 from .protocol import (
     DONE,
     STARTED,
@@ -24,7 +24,7 @@ from .protocol import (
     open_launch,
     publish,
 )
-from .tiles import find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
+from .tiles import locate_groups, number_tasks, tasks_until
 
 TICKETS = tl.constexpr(8)  # of the sums of a chunk, that many words behind its count
 
@@ -151,7 +151,7 @@ def sum_chunk(
     OPERATION: tl.constexpr,
 ):
     """Takes blocks of tokens until none is left, and adds their rows within the columns of a chunk."""
-    if tl.atomic_add(control + STARTED, 0, sem="relaxed", scope="gpu") == tl.num_programs(0):
+    if all_begun(control):
         num_blocks: tl.constexpr = (T + SUM_T - 1) // SUM_T
         block = tl.atomic_add(control + DONE + TICKETS + chunk, 1, sem="relaxed", scope="gpu")
         if block < num_blocks:
@@ -249,28 +249,43 @@ def gemm_combine(
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     group_ends = number_tasks(starts, rows, width, BM, BN, 0, BN)
     # After a failure nobody may be there to receive: no more stores, whatever the sums then are.
-    turns = num_turns(tasks_until(tl.max(group_ends, axis=0))) * alive
-    for chunk in range(CHUNKS):
-        for turn in tl.range(0, turns, flatten=FLATTEN):
-            expert, row, end, column, _ = find_tile(
-                task_of_turn(turn), group_ends, sizes_ptr, R, width, BM, BN, 0, BN, GROUP_M
-            )
-            column += chunk * width
-            total = tl.zeros((BM, BN), tl.float32)
-            for k in range(0, F, BK):
-                b = load_rhs(b_desc, expert, k, column, H, F, BN, BK, TRANSPOSED, True)
-                total = tl.dot(h_desc.load([row, k]), b, total)
-            # Addresses that live beside the sums would spill registers in the flat loop.
-            addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
-            store_rows(total, addresses, column, dtype, H, BN)
-        # Stores of all threads come before the count, and those of all programs before the last one's word.
-        tl.debug_barrier()
-        if tl.atomic_add(control + DONE + chunk, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
-            if alive != 0:
-                for peer_rank in range(W):
-                    peer = tl.load(group_ptr + peer_rank)
-                    publish(table_ptr, control, me, peer, chunk, FLAGS, D, MAX_BLOCKS)
-        if chunk > 0:
+    num_tiles = tasks_until(tl.max(group_ends, axis=0)) * alive
+    step = 0
+    while step < 2 * CHUNKS:  # in a loop with `for` the compiler would not flatten the one over turns
+        # The products of every chunk, each with sums of the chunk before; then all sums that are left.
+        chunk = tl.minimum(step, CHUNKS)
+        first = first_turn(chunk, num_tiles)
+        count = count_turns(first, first_turn(tl.minimum(chunk + 1, CHUNKS), num_tiles))
+        if count > 0:
+            for i in tl.range(0, count, flatten=FLATTEN):
+                total, row, end, column = turn_product(
+                    h_desc,
+                    b_desc,
+                    sizes_ptr,
+                    group_ends,
+                    first + i,
+                    chunk,
+                    num_tiles,
+                    F,
+                    H,
+                    R,
+                    width,
+                    BM,
+                    BN,
+                    BK,
+                    GROUP_M,
+                    TRANSPOSED,
+                )
+                # Addresses that live beside the sums would spill registers in the flat loop.
+                addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
+                store_rows(total, addresses, column, dtype, H, BN)
+        if step < CHUNKS:
+            if count_chunk(control, chunk):
+                if alive != 0:
+                    for peer_rank in range(W):
+                        peer = tl.load(group_ptr + peer_rank)
+                        publish(table_ptr, control, me, peer, chunk, FLAGS, D, MAX_BLOCKS)
+        if step > 0:
             alive = sum_chunk(
                 received_ptr,
                 ids_ptr,
@@ -279,7 +294,7 @@ def gemm_combine(
                 table_ptr,
                 control,
                 rank,
-                chunk - 1,
+                tl.where(step < CHUNKS, step - 1, step - CHUNKS),
                 alive,
                 W,
                 D,
@@ -295,29 +310,5 @@ def gemm_combine(
                 DROPS,
                 OPERATION,
             )
-    for chunk in range(CHUNKS):
-        alive = sum_chunk(
-            received_ptr,
-            ids_ptr,
-            out_ptr,
-            group_ptr,
-            table_ptr,
-            control,
-            rank,
-            chunk,
-            alive,
-            W,
-            D,
-            T,
-            K,
-            H,
-            L,
-            width,
-            SUM_T,
-            SUM_H,
-            FLAGS,
-            MAX_BLOCKS,
-            DROPS,
-            OPERATION,
-        )
+        step += 1
     end_launch(control, group_ptr, W)

@@ -1,0 +1,140 @@
+"""Grouped GEMM and combine in one launch: the rows of a token are added where its experts are, and one row travels.
+
+The columns are cut into CHUNKS. The product of a chunk is stored in this device's memory, from where the tasks of
+reduced_sums.py take it: at a point in the chunk after it, each program does its part of the sums that are to be sent,
+and of those that have arrived; at the end, what is left. These points lie apart from program to program, so that some
+of them move rows while the others multiply.
+
+Which tiles a program computes is fixed; sums are tasks of a queue. A program takes tasks once all programs have begun,
+in the order of their numbers, and those of a chunk once it has computed its own tiles of that chunk. So what a task
+waits for is a task with a smaller number, here or on a peer, or a tile of a program that runs and does only tasks with
+smaller numbers before it. One resident program suffices.
+"""
+
+import triton
+import triton.language as tl
+
+from .chunks import all_begun, count_chunk, count_turns, first_turn, turn_product
+from .gemm_tile import store_tile
+from .protocol import STARTED, announce, end_launch, open_launch
+from .reduced_sums import move_sums
+from .tiles import locate_groups, number_tasks, tasks_until
+
+
+@triton.jit
+def gemm_reduce(
+    h_desc,
+    b_desc,
+    ids_ptr,
+    slot_row_ptr,
+    sizes_ptr,
+    group_ptr,
+    table_ptr,
+    checked_ptr,
+    out_ptr,
+    y_ptr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    DATA: tl.constexpr,
+    FLAGS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TILE_T: tl.constexpr,
+    SUM_H: tl.constexpr,
+    PHASES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
+
+    `ids` and `slot_row [W, T, K]` and `sizes [L]` are those of the handle; `y [R, H]` is for the products. CHUNKS, at
+    most 16, divides the number of column tiles.
+    """
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    width: tl.constexpr = (H + BN - 1) // BN // CHUNKS * BN
+    per_chunk: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * (W + 1)
+    if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
+        announce(table_ptr, group_ptr, control, me, rank, W, D)
+    starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
+    group_ends = number_tasks(starts, rows, width, BM, BN, 0, BN)
+    # After a failure nobody may be there to receive, whatever the sums then are.
+    num_tiles = tasks_until(tl.max(group_ends, axis=0)) * alive
+    task = -1
+    step = 0
+    while step <= 2 * CHUNKS:  # in a loop with `for` the compiler would not flatten the one over turns
+        # Up to a point in a chunk, then to its end; the last step multiplies nothing.
+        chunk = step // 2
+        is_first_part = step % 2 == 0
+        first = first_turn(chunk, num_tiles)
+        end = first_turn(tl.minimum(chunk + 1, CHUNKS), num_tiles)
+        # Other programs get there first in the next chunk, since not all need to find tasks.
+        middle = first + (end - first) * ((tl.program_id(0) + chunk) % PHASES + 1) // (PHASES + 1)
+        first, end = tl.where(is_first_part, first, middle), tl.where(is_first_part, middle, end)
+        count = count_turns(first, end)
+        if count > 0:
+            for i in tl.range(0, count, flatten=True):
+                total, row, end_row, column = turn_product(
+                    h_desc,
+                    b_desc,
+                    sizes_ptr,
+                    group_ends,
+                    first + i,
+                    chunk,
+                    num_tiles,
+                    F,
+                    H,
+                    R,
+                    width,
+                    BM,
+                    BN,
+                    BK,
+                    GROUP_M,
+                    TRANSPOSED,
+                )
+                store_tile(y_ptr, total, row, end_row, column, H, BM, BN, False)
+        if step % 2 == 1:
+            count_chunk(control, chunk)
+        elif chunk > 0:
+            if all_begun(control):
+                # The last step does all that is left.
+                is_last = chunk == CHUNKS
+                task = move_sums(
+                    y_ptr,
+                    ids_ptr,
+                    slot_row_ptr,
+                    group_ptr,
+                    table_ptr,
+                    out_ptr,
+                    task,
+                    tl.where(is_last, (CHUNKS + 1) * per_chunk, tl.cdiv(per_chunk, tl.num_programs(0))),
+                    tl.where(is_last, CHUNKS + 1, chunk) * per_chunk,
+                    W,
+                    D,
+                    T,
+                    K,
+                    H,
+                    L,
+                    width,
+                    DATA,
+                    FLAGS,
+                    MAX_BLOCKS,
+                    CHUNKS,
+                    BLOCK_T,
+                    TILE_T,
+                    SUM_H,
+                    OPERATION,
+                )
+        step += 1
+    end_launch(control, group_ptr, W)

@@ -1,0 +1,169 @@
+"""grouped_gemm of FP8 operands: consecutive groups of rows, scales per row and per block of the matrices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_serving
+import pytest
+from cases import BF16, F32, assert_close, reals
+from harness import to_numpy
+
+import jax_ep
+from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+
+# name: (rows M, group sizes); rows past the sum hold NaN.
+GROUPS = {
+    "around tiles": (260, [0, 1, 31, 32, 33, 63, 64, 9, 0]),
+    "spare rows": (40, [3, 0, 5, 2]),
+    "one": (150, [150]),
+    "none used": (20, [0, 0]),
+    "one row": (1, [0, 1]),
+}
+
+
+def gemm(implementation: str, **options: Any):
+    call = jax.jit(partial(jax_ep.grouped_gemm, implementation=implementation, **options))
+    return lambda *args, **scales: to_numpy(call(*args, **scales))
+
+
+def tolerance(implementation: str) -> float | None:
+    """Tensor cores of Hopper add the products of a block with about 14 bits."""
+    return None if implementation == "xla" else 2e-3
+
+
+class Problem:
+    """Operands with scales of very different sizes; rows past the groups are NaN."""
+
+    def __init__(self, rng: np.random.Generator, rows: int, sizes: list[int], depth: int, columns: int) -> None:
+        groups, blocks, self.used = len(sizes), depth // 128, sum(sizes)
+        self.sizes = np.array(sizes, np.int32)
+        self.lhs = (100 * reals(rng, rows, depth)).clip(-448, 448).astype(oracle.FP8)
+        self.rhs = (100 * reals(rng, groups, columns, depth)).clip(-448, 448).astype(oracle.FP8)
+        self.lhs_scales = (2.0 ** rng.uniform(-9, 2, (rows, blocks))).astype(F32)
+        self.rhs_scales = (2.0 ** rng.uniform(-9, 2, (groups, -(-columns // 128), blocks))).astype(F32)
+
+    def call(self, fn: Any) -> np.ndarray:
+        lhs, scales = self.lhs.copy(), self.lhs_scales.copy()
+        lhs[self.used :], scales[self.used :] = np.nan, np.nan
+        return fn(lhs, self.rhs, self.sizes, lhs_scales=scales, rhs_scales=self.rhs_scales)
+
+    def want(self) -> np.ndarray:
+        lhs = oracle.dequantize(self.lhs, self.lhs_scales, np.float64)
+        rhs = oracle_serving.dequantize_blocks(self.rhs, self.rhs_scales)
+        return oracle.grouped_gemm(lhs, np.swapaxes(rhs, 1, 2), self.sizes)
+
+
+@pytest.mark.parametrize("columns", [200, 64])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups(implementation: str, groups: str, columns: int, rng: np.random.Generator) -> None:
+    problem = Problem(rng, *GROUPS[groups], 384, columns)
+    got = problem.call(gemm(implementation, preferred_element_type=jnp.float32))
+    assert got.dtype == F32
+    assert_close(got, problem.want(), tolerance=tolerance(implementation))
+    assert not got[problem.used :].any(), "rows past the groups are not zero"
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float16, jnp.float64], ids=str)
+def test_result_dtypes(implementation: str, dtype: Any, rng: np.random.Generator, request: Any) -> None:
+    if dtype == jnp.float64:
+        request.getfixturevalue("float64")
+    problem = Problem(rng, 20, [5, 0, 9], 256, 136)
+    problem.lhs_scales /= 64  # float16 ends at 65504
+    problem.rhs_scales /= 64
+    got = problem.call(gemm(implementation, preferred_element_type=dtype))
+    assert got.dtype == (BF16 if dtype is None else dtype)
+    assert_close(got, problem.want(), tolerance=1e-5 if dtype == jnp.float64 else None)
+
+
+def test_sums_are_float32(implementation: str) -> None:
+    """A small term that comes after a large one is not lost, as it is in sums of fewer bits."""
+    depth = 16 * 128
+    lhs_scales = np.full((4, 16), 2.0**-6, F32)
+    lhs_scales[:, 0] = 2.0**9
+    call = gemm(implementation, preferred_element_type=jnp.float32)
+    got = call(
+        np.ones((4, depth), oracle.FP8),
+        np.ones((1, 8, depth), oracle.FP8),
+        np.array([4], np.int32),
+        lhs_scales=lhs_scales,
+        rhs_scales=np.ones((1, 1, 16), F32),
+    )
+    np.testing.assert_array_equal(got, 2.0**16 + 15 * 2)
+
+
+def test_quantised_operands(implementation: str, rng: np.random.Generator) -> None:
+    """Of `quantize_fp8` and `quantize_fp8_weights`: two roundings of 3 mantissa bits from the exact product."""
+    sizes = np.array([17, 0, 30], np.int32)
+    lhs, rhs = reals(rng, 47, 512, dtype=BF16), reals(rng, 3, 512, 96, dtype=BF16)
+    rows, matrices = quantize_fp8(jnp.asarray(lhs)), quantize_fp8_weights(jnp.asarray(rhs))
+    call = gemm(implementation, preferred_element_type=jnp.float32)
+    got = call(rows[0], matrices[0], sizes, lhs_scales=rows[1], rhs_scales=matrices[1])
+    want = oracle.grouped_gemm(lhs, rhs, sizes)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert 0.01 < error < 0.06
+
+
+@pytest.mark.parametrize("what", ["lhs", "lhs_scales", "rhs", "rhs_scales"])
+def test_nan_stays_in_its_group(implementation: str, what: str, rng: np.random.Generator) -> None:
+    problem = Problem(rng, 90, [20, 33, 0, 37], 256, 72)
+    want, bad = problem.want(), slice(20, 53)
+    getattr(problem, what)[bad if what.startswith("lhs") else 1] = np.nan
+    got = problem.call(gemm(implementation, preferred_element_type=jnp.float32))
+    assert np.isnan(got[bad]).all()
+    assert_close(np.delete(got, bad, 0), np.delete(want, bad, 0), tolerance=tolerance(implementation))
+
+
+@pytest.mark.parametrize("sizes", [[-3, 5, 2], [2, 2**31 - 1, 2**31 - 1], [0, -(2**31), 7]])
+def test_sizes_that_no_caller_should_pass(implementation: str, sizes: list[int], rng: np.random.Generator) -> None:
+    """They change which rows have a product, and nothing else."""
+    problem = Problem(rng, 12, [12], 128, 40)
+    rhs, scales = np.repeat(problem.rhs, 3, 0), np.repeat(problem.rhs_scales, 3, 0)
+    call = gemm(implementation, preferred_element_type=jnp.float32)
+    operands = (problem.lhs, rhs, np.array(sizes, np.int32))
+    got = call(*operands, lhs_scales=problem.lhs_scales, rhs_scales=scales)
+    used = min(12, sum(max(0, size) for size in sizes))
+    assert_close(got[:used], problem.want()[:used], tolerance=tolerance(implementation))
+    assert not got[used:].any()
+
+
+@pytest.mark.parametrize(("rows", "groups", "columns"), [(0, 2, 8), (3, 2, 0), (3, 0, 8)])
+def test_empty_arrays(implementation: str, rows: int, groups: int, columns: int) -> None:
+    got = gemm(implementation)(
+        np.ones((rows, 128), oracle.FP8),
+        np.ones((groups, columns, 128), oracle.FP8),
+        np.full(groups, rows, np.int32),
+        lhs_scales=np.ones((rows, 1), F32),
+        rhs_scales=np.ones((groups, -(-columns // 128), 1), F32),
+    )
+    assert got.shape == (rows, columns) and got.dtype == BF16 and not got.astype(F32).any()
+
+
+def test_vmap(implementation: str, rng: np.random.Generator) -> None:
+    problems = [Problem(rng, 20, sizes, 128, 24) for sizes in ([3, 9], [20, 0])]
+    names = ("lhs", "rhs", "sizes", "lhs_scales", "rhs_scales")
+    stacked = [np.stack([getattr(problem, name) for problem in problems]) for name in names]
+
+    def call(lhs, rhs, sizes, lhs_scales, rhs_scales):
+        scales = {"lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
+        options = {"preferred_element_type": jnp.float32, "implementation": implementation}
+        return jax_ep.grouped_gemm(lhs, rhs, sizes, **scales, **options)
+
+    got = to_numpy(jax.jit(jax.vmap(call))(*stacked))
+    for i, problem in enumerate(problems):
+        assert_close(got[i], problem.want(), tolerance=tolerance(implementation))
+
+
+def test_no_gradient(implementation: str) -> None:
+    def loss(scales):
+        ones = jnp.ones((2, 128), jnp.float8_e4m3fn), jnp.ones((1, 8, 128), jnp.float8_e4m3fn), jnp.array([2])
+        options = {"rhs_scales": jnp.ones((1, 1, 1)), "preferred_element_type": jnp.float32}
+        return jnp.sum(jax_ep.grouped_gemm(*ones, lhs_scales=scales, implementation=implementation, **options))
+
+    with pytest.raises(TypeError, match=r"no gradient.*forward_dtype"):
+        jax.grad(loss)(jnp.ones((2, 1)))

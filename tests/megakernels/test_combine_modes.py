@@ -1,0 +1,135 @@
+"""GEMM + combine in one launch: the same bits however it is divided, and which mode is chosen where none is named."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import jax
+import numpy as np
+import pytest
+from cases import BF16, ROUTINGS, Shape, reals
+
+import jax_ep
+from jax_ep import backends
+from jax_ep.kernel import Config
+from jax_ep.megakernels import fused, tuning
+from jax_ep.types import COMBINE_MODES, Layout
+
+SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=24)
+AXIS = (harness.EXPERT,)
+
+
+@pytest.fixture
+def mesh() -> Iterator[jax.sharding.Mesh]:
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), AXIS)
+    jax_ep.init(mesh, transport="shared_memory")
+    yield mesh
+    jax_ep.finalize()
+
+
+@pytest.mark.parametrize("mode", ["scatter", "reduce"])
+def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+    """One program or several, which leave tasks to the last one; one chunk, or as many as there are column tiles."""
+    kernel = {"scatter": "gemm_combine", "reduce": "gemm_reduce"}[mode]
+    chosen, launched = getattr(tuning, kernel), []
+    layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
+    run: Any = backends.get("triton")
+    ids = ROUTINGS["some_without_expert"](rng, 2, SHAPE)
+    h = reals(rng, 2, 90, SHAPE.intermediate, dtype=BF16)
+    w = reals(rng, 2, 4, SHAPE.intermediate, SHAPE.hidden, dtype=BF16)
+
+    def fn(ids, h, w):
+        handle = run.plan(ids, layout, AXIS)
+        return run.gemm_combine(h, w, handle, transpose_rhs=False, mode=mode)
+
+    wanted = harness.run(fn, mesh, ids, h, w)
+    assert np.abs(wanted.astype(np.float32)).max() > 0
+    for num_programs, chunks in ((1, 6), (2, 1), (2, 2), (5, 3), (5, 6)):
+
+        def divided(*arguments: Any, programs: int = num_programs, chunks: int = chunks) -> Any:
+            launched.append((programs, chunks))
+            return Config(programs), chosen(*arguments)[1] | {"CHUNKS": chunks}
+
+        monkeypatch.setattr(tuning, kernel, divided)
+        np.testing.assert_array_equal(harness.run(fn, mesh, ids, h, w), wanted)
+        assert launched[-1] == (num_programs, chunks)
+
+
+def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256) -> Layout:
+    return Layout(ranks, experts, tokens, top_k, capacity=round(1.1 * tokens * top_k))
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+
+
+def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
+    """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
+    times = {mode: 1e9 * time for mode, time in tuning.combine_times(layout(4), 2048, 7168).items()}
+    assert times == pytest.approx({"serial": 502.1, "scatter": 441.1, "reduce": 483.8}, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "wanted"),
+    [
+        (1, (2048, 7168), "scatter"),  # nothing travels: the sums of ranks are not stored
+        (2, (2048, 7168), "scatter"),
+        (8, (2048, 7168), "scatter"),
+        (8, (768, 2048), "reduce"),  # too narrow to hide a row per expert, not to hide one per rank
+        (2, (256, 7168), "serial"),  # nor that, where sums are bound by memory
+    ],
+)
+def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
+    assert tuning.combine_mode(layout(ranks), *sizes) == wanted
+
+
+def test_a_single_chunk_hides_nothing(on_h200: None) -> None:
+    """Then one launch does what two do, and two are simpler."""
+    few = layout(8, tokens=256)
+    times = tuning.combine_times(few, 768, 2048)
+    assert times["reduce"] == pytest.approx(times["serial"])
+    assert tuning.combine_mode(few, 768, 2048) != "reduce"
+
+
+def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+    ran = []
+    names = {"scatter": "_gemm_scatter", "reduce": "_gemm_reduce", "serial": "return_tokens"}
+    for mode, name in names.items():
+        original = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, mode=mode, original=original: ran.append(mode) or original(*a))
+    x, ids = np.ones((2, 4, 16), BF16), np.zeros((2, 4, 1), np.int32)
+    w = np.ones((2, 2, 16, 16), BF16)
+
+    def fn(x, ids, w):
+        d = jax_ep.dispatch(x, ids, num_experts=4, implementation="triton")
+        return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, implementation="triton")
+
+    for mode in COMBINE_MODES:
+        monkeypatch.setattr(tuning, "combine_mode", lambda *_, mode=mode: mode)
+        np.testing.assert_array_equal(harness.run(fn, mesh, x, ids, w).astype(np.float32), 16)
+    assert ran == list(COMBINE_MODES)
+
+
+@pytest.mark.parametrize("mode", ["scatter", "reduce"])
+def test_other_calls_are_refused_with_what_they_have(mode: str, mesh: jax.sharding.Mesh) -> None:
+    """float32, sizes that are no multiples of 8, FP8 on the wire: no launch for both, and no other in its place."""
+    x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
+
+    def fn(x, ids, width, dtype, **options):
+        x = x.astype(dtype)
+        d = jax_ep.dispatch(x, ids, num_experts=4, implementation="triton")
+        w = jax.numpy.ones((2, 128, width), dtype)
+        return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, mode=mode, implementation="triton", **options)
+
+    refused = {"float32": (128, np.float32, {}), r"\[128, 12\]": (12, BF16, {})}
+    refused["wire_dtype=.*float8_e4m3fn"] = (128, BF16, {"wire_dtype": jax.numpy.float8_e4m3fn})
+    for found, (width, dtype, options) in refused.items():
+        call = harness.per_rank(functools.partial(fn, width=width, dtype=dtype, **options), mesh)
+        with pytest.raises(NotImplementedError, match=f"mode='{mode}'.*{found}"):
+            jax.eval_shape(call, x, ids)

@@ -1,0 +1,73 @@
+"""The kernels that make FP8 operands, in the interpreter: the bits of the portable functions, of the rows in use."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep import fp8_reference
+from jax_ep.megakernels import fp8_operands
+
+SIZES = jnp.array([5, 0, 17, 3], jnp.int32)
+USED, ROWS = 25, 40
+
+
+def magnitudes(rng, *shape, dtype=jnp.bfloat16):
+    """Of very different sizes, zeros and subnormal numbers of FP8 among them."""
+    values = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, shape)
+    return np.where(rng.random(shape) < 0.1, 0, values).astype(dtype)
+
+
+def same(got, want):
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), np.asarray(want).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("columns", [128, 384, 1280])
+def test_rows(pool, rng, columns, dtype):
+    x = magnitudes(rng, ROWS, columns, dtype=dtype)
+    x[3, 130 % columns], x[7], x[USED:] = np.nan, 0, np.nan
+    values, scales = fp8_operands.quantize_rows(jnp.asarray(x), SIZES)
+    want = fp8_reference.quantize_rows(jnp.asarray(x), SIZES)
+    same(values[:USED], want[0][:USED])
+    same(scales[:USED], want[1][:USED])
+
+    assert (np.asarray(values)[USED:].view(np.uint8) == 0xFF).all(), "rows past the groups were written"
+    rows = fp8_operands.dequantize_rows(*want, SIZES, dtype=dtype)
+    assert rows.dtype == dtype
+    same(rows[:USED], fp8_reference.dequantize_rows(*want, SIZES, dtype=dtype)[:USED])
+
+
+@pytest.mark.parametrize("columns", [128, 200, 40])
+def test_matrices(pool, rng, columns):
+    w = magnitudes(rng, 3, 256, columns)
+    w[1, 140, 3], w[2] = np.nan, 0
+    values, scales = fp8_operands.quantize_matrices(jnp.asarray(w))
+    want = fp8_reference.quantize_matrices(jnp.asarray(w))
+    assert values.shape == want[0].shape and scales.shape == want[1].shape
+    same(values, want[0])
+    same(scales, want[1])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_activation(pool, rng, activation, keep, gated):
+    inner = 256
+    hidden = rng.standard_normal((ROWS, (2 if gated else 1) * inner)).astype(jnp.bfloat16)
+    weights = rng.random(ROWS).astype(np.float32)
+    hidden[USED:], weights[USED:] = np.nan, np.nan
+    options = {"activation": activation, "gated": gated, "keep": keep}
+    inputs = jnp.asarray(hidden), jnp.asarray(weights), SIZES
+    want = fp8_reference.activate_quantized(*inputs, **options)
+    got = [x if x is None else np.asarray(x) for x in fp8_operands.activate_quantized(*inputs, **options)]
+    np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
+    exact = np.asarray(want[0]).astype(np.float32)[:USED]
+    # Where the last bits of the activations differ, a value may round to its neighbour.
+    error = np.abs(got[0][:USED].astype(np.float32) - exact)
+    assert (error <= np.maximum(np.abs(exact) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01
+    assert (got[2] is None) == (want[2] is None) == (not keep)
+    if keep:
+        wide = np.asarray(want[2]).astype(np.float32)[:USED]
+        np.testing.assert_allclose(got[2][:USED].astype(np.float32), wide, rtol=2**-7, atol=1e-6)

@@ -1,0 +1,80 @@
+"""The kernels that make FP8 operands compile to PTX without a GPU: 16 bytes at a time, no spilled registers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiling import build
+
+from jax_ep.heap import MAX_BLOCKS, HeapLayout
+from jax_ep.megakernels import exchange, fp8_operands, rows, tuning
+from jax_ep.types import Layout
+
+pytest.importorskip("triton")
+
+ROWS, HIDDEN, INNER, GROUPS, PROGRAMS = 32768, 7168, 2048, 64, 1056
+FP8 = {"values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "sizes_ptr": "*i32"}
+
+
+def check(kernel: Any, types: dict[str, str], constants: dict[str, Any], config: Any, capability: int = 90) -> int:
+    """Returns the registers of a thread."""
+    shape = (config.num_warps, config.num_stages, capability, config.max_registers)
+    built = build(kernel.module, kernel.function, types, constants, *shape)
+    assert re.search(r"ld\.global\.v4\.b32", built["ptx"]) and re.search(r"st\.global\.v[24]\.b32", built["ptx"])
+    assert not re.search(r"(ld|st)\.global\.b(8|16)\b", built["ptx"]), "short accesses: an alignment hint was lost"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    return int(re.findall(r"Used (\d+) registers", built["report"])[0])
+
+
+@pytest.fixture
+def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(rows, "num_programs", lambda *_: PROGRAMS)
+    return rows.pass_config(PROGRAMS)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("hidden", [HIDDEN, 128])
+@pytest.mark.parametrize("kernel", [fp8_operands._QUANTIZE, fp8_operands._DEQUANTIZE], ids=lambda k: k.function)
+def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
+    other = "x_ptr" if kernel is fp8_operands._QUANTIZE else "out_ptr"
+    constants = fp8_operands.tile_of(ROWS, hidden, np.zeros(GROUPS, np.int32))
+    check(kernel, FP8 | {other: "*bf16"}, constants, pass_config, capability)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
+    constants = fp8_operands.tile_of(ROWS, INNER, np.zeros(GROUPS, np.int32))
+    constants["INNER"] = constants.pop("H")
+    kind = {"GATED": gated, "ACTIVATION": activation, "KEEP": keep}
+    types = FP8 | {"hidden_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32"}
+    check(fp8_operands._ACTIVATE, types, constants | kind, pass_config)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int) -> None:
+    monkeypatch.setattr(fp8_operands, "num_programs", lambda *_: PROGRAMS)
+    num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
+    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "NUM_TASKS": num_tasks}
+    types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    check(fp8_operands._MATRICES, types, constants, fp8_operands.matrices_config(num_tasks), capability)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_dispatch(capability: int) -> None:
+    layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
+    wire = jnp.dtype(jnp.float8_e4m3fn)
+    config, blocks = tuning.dispatch(layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, to_rows=True)
+    integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr", "group_ptr", "checked_ptr")
+    types = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32", "table_ptr": "*i64"}
+    sizes = {"W": 4, "D": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "R": layout.capacity, "OPERATION": 1}
+    heap = HeapLayout(4)
+    places = {"DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "SCALES": 1 << 29}
+    constants = sizes | places | blocks | {"FP8": True, "TO_ROWS": True}
+    check(exchange._DISPATCH_QUANTIZED, types | dict.fromkeys(integers, "*i32"), constants, config, capability)

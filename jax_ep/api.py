@@ -245,9 +245,9 @@ def grouped_gemm_combine(
 ) -> Array:
     """The rows of each expert times its matrix, then `combine`.
 
-    Where the sums are made is a matter of speed. "reduce" and "serial" round like `combine` after `grouped_gemm`: the
-    products to the dtype of h, then the sum of each expert rank, then that of the ranks. "scatter" rounds the products
-    and the sum of all K of them. Each of them gives the same bits on every run.
+    Where the sums are made is a matter of speed. The modes "reduce" and "serial" round as `combine` does after
+    `grouped_gemm`: the products to the dtype of h, then the sum of each expert rank, then that of the ranks. "scatter"
+    rounds the products, and the sum of all K of them. Each mode gives the same bits on every run.
 
     Args:
       h: `[R, I]` rows in the order of the dispatch.

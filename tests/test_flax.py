@@ -239,7 +239,7 @@ def test_serving_weights_compute_the_same_layer(kind: str) -> None:
     moe, x = serve_layer(kind)
     apply = nnx.jit(lambda moe, x, serving: moe(x, serving))
     want, want_metrics = apply(moe, x, None)
-    for fp8, tolerance in ((False, 1e-5), (True, 0.07)):
+    for fp8, tolerance in ((False, 1e-5), (True, 0.1)):
         serving = nnx.jit(lambda moe, fp8=fp8: moe.serving_weights(fp8=fp8))(moe)
         got, metrics = apply(moe, x, serving)
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))

@@ -18,8 +18,9 @@ import jax_ep
 from jax_ep.quantization import quantize_fp8_weights
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
-# Four roundings to 3 mantissa bits, each of 0.026 in the root mean square.
-FP8_ERROR = 0.07
+# Roundings to 3 mantissa bits, each of 0.026 in the root mean square: two in each product, gate and up count both.
+# That makes 0.06 to 0.075 for the few tokens of these tests.
+FP8_ERROR = 0.1
 
 
 def layer(implementation: str, fp8: bool, **options: Any):

@@ -95,7 +95,7 @@ def test_forward(
         with subtests.test(routing):
             layer = Layer(rng, routing, num_ranks)
             got, exact = call(*layer.args), layer.oracle().forward()
-            assert 0.01 < relative(got, exact) < 0.09
+            assert 0.01 < relative(got, exact) < 0.11
             # On the way back, FP8 is another rounding; else values next to a tie round differently.
             assert relative(got, layer.in_fp8()) < (0.01 if wire_dtype is None else 0.05)
 
@@ -106,7 +106,7 @@ def test_activations(implementation: str, activation: str, gated: bool, expert_m
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
     got = run(moe(implementation, activation=activation), expert_mesh(2), *layer.args)
     assert got.dtype == BF16
-    assert 0.01 < relative(got, layer.oracle(activation).forward()) < 0.09
+    assert 0.01 < relative(got, layer.oracle(activation).forward()) < 0.11
 
 
 def test_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
@@ -114,7 +114,7 @@ def test_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
     want = layer.oracle(capacity=13)
     assert want.lay.dropped.sum() > 0
     got = run(moe(implementation, capacity=13), expert_mesh(2), *layer.args)
-    assert relative(got, want.forward()) < 0.09
+    assert relative(got, want.forward()) < 0.11
 
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
@@ -126,7 +126,7 @@ def test_gradients_are_near_the_exact_ones(
     call = with_gradients(moe(implementation, wire_dtype=wire_dtype))
     _, *got = run(call, expert_mesh(num_ranks), *layer.args, layer.probe)
     for name, g, w in zip(NAMES, got, layer.oracle().gradients(layer.probe.astype(np.float64)), strict=True):
-        assert relative(g.reshape(w.shape), w) < 0.12, name
+        assert relative(g.reshape(w.shape), w) < 0.15, name
 
 
 def exact_in_fp8(rng: Any, layer: Layer, dtype: np.dtype) -> None:
@@ -203,9 +203,9 @@ def test_fused_moe(implementation: str, rng: Any) -> None:
     call = functools.partial(jax_ep.fused_moe, forward_dtype=FP8, implementation=implementation)
     args = (layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down)
     y, *gradients = to_numpy(jax.jit(with_gradients(call))(*args, layer.probe[0]))
-    assert 0.01 < relative(y, layer.oracle().forward()[0]) < 0.09
+    assert 0.01 < relative(y, layer.oracle().forward()[0]) < 0.11
     for name, g, w in zip(NAMES, gradients, layer.oracle().gradients(layer.probe.astype(np.float64)), strict=True):
-        assert relative(g, w[0] if name in NAMES[:2] else w) < 0.12, name
+        assert relative(g, w[0] if name in NAMES[:2] else w) < 0.15, name
 
 
 def test_nan_stays_with_its_token(implementation: str, expert_mesh: Any, rng: Any) -> None:

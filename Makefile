@@ -48,13 +48,15 @@ demo: $(INSTALLED) ## train a small MoE language model, then generate from its c
 	"$(BIN)/python" examples/train_moe_flax.py
 	"$(BIN)/python" examples/serve_moe.py
 
-# These run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies.
-ON_KERNELS := dispatch_combine grouped_gemm_fp8 low_latency low_latency_gemm_combine low_latency_moe masked moe_fp8
-# Of the fused layer a part: the gradients of all modes and numbers of ranks take minutes there.
+# These run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies. Of the whole layer a
+# part: gradients of all modes and numbers of ranks take minutes there.
+ON_KERNELS := dispatch_combine grouped_gemm_fp8 low_latency low_latency_gemm_combine low_latency_moe masked
 FUSED := tests/contract/test_fused.py::test_
-FUSED_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[reduce-triton-4]' '$(FUSED)capacity'
+FP8 := tests/contract/test_moe_fp8.py::test_
+LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[reduce-triton-4]' \
+  $(FUSED)capacity $(FP8)forward $(FP8)capacity $(FP8)fused_moe $(FP8)nan_stays_with_its_token
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
-	"$(BIN)/python" -m pytest -n auto -q $(ON_KERNELS:%=tests/contract/test_%.py) $(FUSED_ON_KERNELS) --implementation triton
+	"$(BIN)/python" -m pytest -n auto -q $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
 	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS

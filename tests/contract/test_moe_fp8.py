@@ -169,6 +169,10 @@ def test_gradients_are_those_without_fp8(
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
 def test_scan_and_remat(implementation: str, wire_dtype: Any, saved: Any, expert_mesh: Any, rng: Any) -> None:
     """Two layers in a scan have the gradients of two calls, whatever is computed again."""
+    if implementation == "triton" and not ON_GPU:
+        pytest.skip(
+            "in the interpreter, launches of one program that do not depend on each other may wait for each other"
+        )
     layers = [Layer(rng, "uniform", 2, dtype=BF16) for _ in range(2)]
     ids, weights = layers[0].topk_idx, layers[0].topk_weights
     stacks = [np.stack([layer.args[i] for layer in layers], axis=1) for i in (3, 4)]

@@ -129,15 +129,6 @@ def test_weights_of_gathered_tokens(pool, rng, subtests, name, transpose):
             np.testing.assert_array_equal(got, weights(lhs, rhs, sizes))
 
 
-@pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
-def test_tokens_are_not_copied_into_rows(pool, transpose):
-    """Nothing in the program has a token for every row."""
-    shapes = ((70, 24), jnp.bfloat16), ((300,), jnp.int32), ((300, 40), jnp.bfloat16), ((4,), jnp.int32)
-    call = partial(gemm.gathered_gemm_weights, transpose=transpose, out_dtype=jnp.bfloat16)
-    program = str(jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
-    assert "bf16[70,24]" in program and "300,24" not in program
-
-
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_dtypes_of_results(pool, rng, name):
     sizes, dtype = [5, 70, 0, 21], jnp.dtype(name)

@@ -65,6 +65,8 @@ def places() -> dict[str, int]:
 def test_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
+    if limit is not None and capability != 90 and dtype != "bfloat16":
+        pytest.skip("tiles of few programs are compiled for all architectures in bfloat16 only, to save time")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":

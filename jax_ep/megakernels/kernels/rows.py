@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def rows_in_use(sizes_ptr, R: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Rows of all groups, R at most."""
+    """Rows of all groups, R at most; negative sizes count as 0, as in the products."""
     lanes = tl.arange(0, BLOCK_L)
-    sizes = tl.load(sizes_ptr + lanes, mask=lanes < L, other=0).to(tl.int64)
+    sizes = tl.maximum(tl.load(sizes_ptr + lanes, mask=lanes < L, other=0), 0).to(tl.int64)
     return tl.minimum(tl.sum(sizes, axis=0), R).to(tl.int32)
 
 

@@ -19,7 +19,6 @@ from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Array, Handle, Quantized
 
 _DISPATCH = Kernel("dispatch", "dispatch")
-_DISPATCH_QUANTIZED = Kernel("dispatch_quantized", "dispatch_quantized")
 _COMBINE = Kernel("combine", "combine")
 
 
@@ -67,23 +66,14 @@ def send_tokens(
     """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so, by at most `num_programs` programs."""
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    sent = _dispatch(padded, handle, result, wire_dtype, num_programs, to_rows=True)
+    sent, _ = _dispatch(padded, handle, result, wire_dtype, num_programs, to_rows=True)
     return sent[:, : x.shape[1]]
 
 
 def send_quantized(x: Array, handle: Handle, axis: Axis) -> Quantized:
     """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows hold anything."""
-    layout, hidden, wire = handle.layout, x.shape[1], jnp.dtype(FP8)
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=True)
-    constants = {"R": layout.capacity, "TO_ROWS": True, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
-    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    shape = (layout.capacity, hidden)
-    results = (
-        jax.ShapeDtypeStruct(shape, wire),
-        jax.ShapeDtypeStruct((shape[0], hidden // GROUP_SIZE), jnp.float32),
-    )
-    values, scales = _exchange_rows(_DISPATCH_QUANTIZED, operands, results, handle, config, constants, hidden, wire)
-    return values, scales
+    shape = (handle.layout.capacity, x.shape[1])
+    return _dispatch(x, handle, jax.ShapeDtypeStruct(shape, FP8), FP8, None, to_rows=True)
 
 
 def deliver(
@@ -96,7 +86,8 @@ def deliver(
     Returns:
       `[1]` of unspecified value, to depend on: the tokens that this rank needs are in its heap.
     """
-    return _dispatch(x, handle, jax.ShapeDtypeStruct((1,), x.dtype), wire_dtype, num_programs, to_rows=False)
+    result = jax.ShapeDtypeStruct((1,), x.dtype)
+    return _dispatch(x, handle, result, wire_dtype, num_programs, to_rows=False)[0]
 
 
 def _dispatch(
@@ -107,14 +98,20 @@ def _dispatch(
     num_programs: int | None,
     *,
     to_rows: bool,
-) -> Array:
-    """Launches the dispatch kernel, which quantises what travels in FP8."""
+) -> tuple[Array, Array]:
+    """Launches the dispatch kernel, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden = handle.layout, x.shape[1]
     wire = jnp.dtype(wire_dtype or x.dtype)
     config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
-    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    quantized = result.dtype == FP8
+    scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
+    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "QUANTIZED": quantized, **blocks}
+    constants["OPERATION"] = int(ffi.Operation.DISPATCH)
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    return _exchange_rows(_DISPATCH, operands, (result,), handle, config, constants, hidden, wire_dtype)[0]
+    rows, row_scales = _exchange_rows(
+        _DISPATCH, operands, (result, scales), handle, config, constants, hidden, wire_dtype
+    )
+    return rows, row_scales
 
 
 def return_tokens(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 
 from jax_ep.kernel import Config, Kernel
@@ -35,7 +33,7 @@ def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
     return _gather(x, index, group_sizes)
 
 
-@functools.partial(jax.jit, inline=False)  # one compilation for eager callers
+@jax.jit  # one compilation for eager callers
 def _gather(x: Array, index: Array, group_sizes: Array) -> Array:
     num_rows, columns = index.shape[0], x.shape[1]
     block = min(1024, power_of_two(columns))

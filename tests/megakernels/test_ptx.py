@@ -65,13 +65,11 @@ def places() -> dict[str, int]:
 def test_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
-    if limit is not None and capability != 90 and dtype != "bfloat16":
-        pytest.skip("tiles of few programs are compiled for all architectures in bfloat16 only, to save time")
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
         config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True, limit=limit)
-        rows = {"x_ptr": element, "row_slot_ptr": "*i32"}
+        rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
         config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
         rows = {"y_ptr": element}
@@ -79,7 +77,9 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
     types |= rows
     sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
-    constants = places() | sizes | blocks | ({"R": 40960, "TO_ROWS": True} if name == "dispatch" else {})
+    constants = (
+        places() | sizes | blocks | ({"R": 40960, "TO_ROWS": True, "QUANTIZED": False} if name == "dispatch" else {})
+    )
     built = build(name, name, types, constants, config.num_warps, capability)
     assert re.search(r"ld\.global\.v4\.b32", built["ptx"]), "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"

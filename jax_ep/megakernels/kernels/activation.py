@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .masked_activation import activate
-from .rows import rows_in_use
+from .rows import block_of_task, rows_in_use
 
 
 @triton.jit
@@ -42,6 +42,26 @@ def store_block(x_ptr, rows, columns, values, wanted, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def activate_block(
+    hidden_ptr,
+    weights_ptr,
+    rows,
+    columns,
+    wanted,
+    used,
+    INNER: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """float32 block of activated rows of `hidden [R, 2 * INNER]` (`[R, INNER]` without GATED), times their weights."""
+    width: tl.constexpr = 2 * INNER if GATED else INNER
+    values = activate(load_block(hidden_ptr, rows, columns, wanted, width), ACTIVATION)
+    if GATED:
+        values *= load_block(hidden_ptr, rows, INNER + columns, wanted, width)
+    return values * tl.load(weights_ptr + rows, mask=rows < used, other=0.0)[:, None]
+
+
+@triton.jit
 def weighted_activation(
     hidden_ptr,
     weights_ptr,
@@ -58,17 +78,11 @@ def weighted_activation(
 ):
     """`hidden [R, 2 * INNER]` (`[R, INNER]` without GATED) and `weights [R]` to `out [R, INNER]`."""
     used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
-    width: tl.constexpr = 2 * INNER if GATED else INNER
     column_tiles: tl.constexpr = (INNER + BC - 1) // BC
     for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
-        rows = task // column_tiles * BR + tl.arange(0, BR)
-        columns = (task % column_tiles * BC + tl.arange(0, BC))[None, :]
-        wanted = (rows < used)[:, None] & (columns < INNER)
-        values = activate(load_block(hidden_ptr, rows, columns, wanted, width), ACTIVATION)
-        if GATED:
-            values *= load_block(hidden_ptr, rows, INNER + columns, wanted, width)
-        weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
-        store_block(out_ptr, rows, columns, values * weights[:, None], wanted, INNER)
+        rows, _, columns, wanted = block_of_task(task, used, INNER, BR, BC)
+        values = activate_block(hidden_ptr, weights_ptr, rows, columns, wanted, used, INNER, GATED, ACTIVATION)
+        store_block(out_ptr, rows, columns, values, wanted, INNER)
 
 
 @triton.jit

@@ -92,13 +92,14 @@ def send_block(
 
 
 @triton.jit
-def run_dispatch(
+def dispatch(
     x_ptr,
     ids_ptr,
     slot_row_ptr,
     row_slot_ptr,
     group_ptr,
     table_ptr,
+    checked_ptr,
     out_ptr,
     out_scales_ptr,
     W: tl.constexpr,
@@ -118,13 +119,13 @@ def run_dispatch(
     LAG: tl.constexpr,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
-    OPERATION: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    OPERATION: tl.constexpr,
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
     Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written. With QUANTIZED,
-    FP8 values and scales stay what they are, and nothing is written where there is no token.
+    rows stay FP8 values, with scales in `out_scales [R, H / 128]`, and nothing is written where there is no token.
     """
     rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
@@ -223,64 +224,3 @@ def run_dispatch(
             )
         task = next_task(control)
     end_launch(control, group_ptr, W)
-
-
-@triton.jit
-def dispatch(
-    x_ptr,
-    ids_ptr,
-    slot_row_ptr,
-    row_slot_ptr,
-    group_ptr,
-    table_ptr,
-    checked_ptr,
-    out_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALES: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    LAG: tl.constexpr,
-    FP8: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    OPERATION: tl.constexpr,
-):
-    """See `run_dispatch`."""
-    run_dispatch(
-        x_ptr,
-        ids_ptr,
-        slot_row_ptr,
-        row_slot_ptr,
-        group_ptr,
-        table_ptr,
-        out_ptr,
-        out_ptr,
-        W,
-        D,
-        T,
-        K,
-        H,
-        L,
-        R,
-        DATA,
-        SCALES,
-        FLAGS,
-        MAX_BLOCKS,
-        BLOCK_T,
-        BLOCK_H,
-        BLOCK_R,
-        LAG,
-        FP8,
-        TO_ROWS,
-        OPERATION,
-        False,
-    )

@@ -3,10 +3,9 @@
 import triton
 import triton.language as tl
 
-from .activation import load_block, store_block
-from .masked_activation import activate
-from .quantization import GROUP, dequantize, quantize, scale_offsets
-from .rows import rows_in_use
+from .activation import activate_block, load_block, store_block
+from .quantization import GROUP, dequantize, quantize, scale_offsets, scales_for
+from .rows import block_of_task, rows_in_use
 from .tiles import num_turns, task_of_turn
 
 
@@ -39,10 +38,8 @@ def quantize_rows(
     used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
     column_tiles: tl.constexpr = (H + BC - 1) // BC
     for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
-        rows = task // column_tiles * BR + tl.arange(0, BR)
-        column = task % column_tiles * BC
-        columns = (column + tl.arange(0, BC))[None, :]
-        values = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < H), H)
+        rows, column, columns, wanted = block_of_task(task, used, H, BR, BC)
+        values = load_block(x_ptr, rows, columns, wanted, H)
         store_quantized(values_ptr, scales_ptr, rows, column, values, used, H, BR, BC)
 
 
@@ -63,10 +60,7 @@ def dequantize_rows(
     used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
     column_tiles: tl.constexpr = (H + BC - 1) // BC
     for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
-        rows = task // column_tiles * BR + tl.arange(0, BR)
-        column = task % column_tiles * BC
-        columns = (column + tl.arange(0, BC))[None, :]
-        wanted = (rows < used)[:, None] & (columns < H)
+        rows, column, columns, wanted = block_of_task(task, used, H, BR, BC)
         values = tl.load(values_ptr + rows.to(tl.int64)[:, None] * H + columns, mask=wanted, other=0.0)
         offsets, exist = scale_offsets(rows, column, H, BC)
         scales = tl.load(scales_ptr + offsets, mask=(rows < used)[:, None] & exist, other=0.0)
@@ -93,17 +87,10 @@ def activate_rows(
 ):
     """The weighted activation of activation.py to FP8 `[R, INNER]` and, with KEEP, also to `rows` as it does."""
     used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
-    width: tl.constexpr = 2 * INNER if GATED else INNER
     column_tiles: tl.constexpr = (INNER + BC - 1) // BC
     for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
-        rows = task // column_tiles * BR + tl.arange(0, BR)
-        column = task % column_tiles * BC
-        columns = (column + tl.arange(0, BC))[None, :]
-        wanted = (rows < used)[:, None] & (columns < INNER)
-        values = activate(load_block(hidden_ptr, rows, columns, wanted, width), ACTIVATION)
-        if GATED:
-            values *= load_block(hidden_ptr, rows, INNER + columns, wanted, width)
-        values *= tl.load(weights_ptr + rows, mask=rows < used, other=0.0)[:, None]
+        rows, column, columns, wanted = block_of_task(task, used, INNER, BR, BC)
+        values = activate_block(hidden_ptr, weights_ptr, rows, columns, wanted, used, INNER, GATED, ACTIVATION)
         if KEEP:
             store_block(rows_ptr, rows, columns, values, wanted, INNER)
         store_quantized(values_ptr, scales_ptr, rows, column, values, used, INNER, BR, BC)
@@ -127,13 +114,11 @@ def quantize_matrices(
         columns = (block * GROUP + lanes)[None, :]
         source = w_ptr + group * (K * N) + k * N + columns
         values = tl.load(source, mask=columns < N, other=0.0).to(tl.float32)
-        # The same numbers as of rows; see quantization.py.
-        bits = tl.max(tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
-        largest = bits.to(tl.float32, bitcast=True) * (1.0 / 448.0)
-        scale = tl.where(largest < 2.0**-120, 2.0**-120, largest)
-        inverse = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), tl.zeros((1, 1), tl.float32) + scale)
+        bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
         turned = tl.trans((values * inverse).to(values_ptr.dtype.element_ty))
         columns = (block * GROUP + lanes)[:, None]
         target = values_ptr + group * (K * N) + columns.to(tl.int64) * K + (depth * GROUP + lanes)[None, :]
         tl.store(target, turned, mask=columns < N)
-        tl.store(scales_ptr + (group * column_blocks + block) * depth_blocks + depth, scale)
+        place = (group * column_blocks + block) * depth_blocks + depth + tl.zeros((1, 1), tl.int32)
+        tl.store(scales_ptr + place, scale)

@@ -17,8 +17,8 @@ from .protocol import (
     DONE,
     STARTED,
     announce,
-    await_block,
-    await_ready,
+    await_block_of_all,
+    await_peers,
     end_launch,
     heap_rows,
     open_launch,
@@ -155,15 +155,13 @@ def sum_chunk(
         num_blocks: tl.constexpr = (T + SUM_T - 1) // SUM_T
         block = tl.atomic_add(control + DONE + TICKETS + chunk, 1, sem="relaxed", scope="gpu")
         if block < num_blocks:
-            for source_rank in range(W):
-                source = tl.load(group_ptr + source_rank)
-                if DROPS:  # zeros of all chunks belong to the first
-                    alive = await_block(
-                        table_ptr, control, rank, source_rank, source, 0, alive, chunk, OPERATION, FLAGS, D, MAX_BLOCKS
-                    )
-                alive = await_block(
-                    table_ptr, control, rank, source_rank, source, chunk, alive, chunk, OPERATION, FLAGS, D, MAX_BLOCKS
+            if DROPS:  # zeros of all chunks belong to the first
+                alive = await_block_of_all(
+                    table_ptr, group_ptr, control, rank, 0, alive, chunk, OPERATION, FLAGS, W, D, MAX_BLOCKS
                 )
+            alive = await_block_of_all(
+                table_ptr, group_ptr, control, rank, chunk, alive, chunk, OPERATION, FLAGS, W, D, MAX_BLOCKS
+            )
         while block < num_blocks:
             end = tl.minimum((chunk + 1) * WIDTH, H)
             add_slots(
@@ -222,10 +220,7 @@ def gemm_combine(
     received_ptr = heap_rows(table_ptr, me, dtype, DATA)
     if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
         announce(table_ptr, group_ptr, control, me, rank, W, D)
-    for step in range(1, W):
-        peer_rank = (rank + step) % W
-        peer = tl.load(group_ptr + peer_rank)
-        alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, 0, OPERATION, D)
+    alive = await_peers(table_ptr, group_ptr, control, rank, alive, 0, OPERATION, W, D)
     if DROPS:  # known when compiling, unlike what follows
         if alive != 0:
             for index in range(tl.program_id(0), W * token_blocks, tl.num_programs(0)):

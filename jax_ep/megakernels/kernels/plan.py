@@ -45,6 +45,17 @@ def copy_ids(from_ptr, to_ptr, count, BLOCK: tl.constexpr, NUM_EXPERTS: tl.const
 
 
 @triton.jit
+def count_alike_before(expert, LANES: tl.constexpr):
+    """How many of the lanes before each of `expert [LANES]` have the same."""
+    lanes = tl.arange(0, LANES)
+    # Keys in the order (expert, lane): the lanes before one with its expert are those up to `lane` keys below it.
+    keys = expert * LANES + lanes
+    below = (keys[None, :] - 1 - keys[:, None]).to(tl.uint32, bitcast=True)
+    alike = below < lanes.to(tl.uint32, bitcast=True)[None, :]
+    return tl.sum(alike.to(tl.int32), axis=0)
+
+
+@triton.jit
 def count_block(
     ids_ptr,
     places_ptr,
@@ -64,11 +75,7 @@ def count_block(
         ids = tl.load(ids_ptr + start + lanes, mask=inside, other=-1)
         here = (ids >= first_expert) & (ids < first_expert + L)
         expert = tl.where(here, ids - first_expert, BINS)
-        # Keys in the order (expert, lane): the lanes before one with its expert are those up to `lane` keys below it.
-        keys = expert * LANES + lanes
-        below = (keys[None, :] - 1 - keys[:, None]).to(tl.uint32, bitcast=True)
-        alike = below < lanes.to(tl.uint32, bitcast=True)[None, :]
-        place = tl.gather(counts, expert & (BINS - 1), 0) + tl.sum(alike.to(tl.int32), axis=0)
+        place = tl.gather(counts, expert & (BINS - 1), 0) + count_alike_before(expert, LANES)
         tl.store(places_ptr + start + lanes, tl.where(here, (expert << EXPERT_BIT) | place, -1), mask=inside)
         counts += tl.histogram(expert, BINS, mask=here)
     tl.store(counts_ptr + tl.arange(0, BINS), counts)

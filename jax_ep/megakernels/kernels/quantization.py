@@ -7,14 +7,20 @@ GROUP = tl.constexpr(128)
 
 
 @triton.jit
+def scales_for(bits):
+    """Scales of groups, and their inverses; `bits` are the largest magnitudes of the groups as integers."""
+    largest = bits.to(tl.float32, bitcast=True) * (1.0 / 448.0)
+    scales = tl.where(largest < 2.0**-120, 2.0**-120, largest)
+    return scales, tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+
+
+@triton.jit
 def quantize(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr = GROUP):
     """`[ROWS, COLUMNS]` to float8_e4m3fn values and `[ROWS, COLUMNS // SIZE]` scales."""
     groups = tl.reshape(values.to(tl.float32), (ROWS, COLUMNS // SIZE, SIZE))
     # As integers, magnitudes keep their order and NaN is the largest: one NaN spoils its group, as in XLA.
     bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    largest = bits.to(tl.float32, bitcast=True) * (1.0 / 448.0)
-    scales = tl.where(largest < 2.0**-120, 2.0**-120, largest)
-    inverse = tl.div_rn(tl.full((ROWS, COLUMNS // SIZE), 1.0, tl.float32), scales)
+    scales, inverse = scales_for(bits)
     # The conversion saturates at 448.
     return tl.reshape((groups * inverse[:, :, None]).to(tl.float8e4nv), (ROWS, COLUMNS)), scales
 

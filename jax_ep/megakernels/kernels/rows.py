@@ -13,6 +13,16 @@ def rows_in_use(sizes_ptr, R: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constex
 
 
 @triton.jit
+def block_of_task(task, used, H: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Rows `[BR]`, first column, columns `[1, BC]` and what is in use of a block; blocks side by side span H."""
+    column_tiles: tl.constexpr = (H + BC - 1) // BC
+    rows = task // column_tiles * BR + tl.arange(0, BR)
+    column = task % column_tiles * BC
+    columns = (column + tl.arange(0, BC))[None, :]
+    return rows, column, columns, (rows < used)[:, None] & (columns < H)
+
+
+@triton.jit
 def gather_rows(
     x_ptr,
     index_ptr,
@@ -29,10 +39,9 @@ def gather_rows(
     used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
     column_tiles: tl.constexpr = (H + BC - 1) // BC
     for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
-        rows = task // column_tiles * BR + tl.arange(0, BR)
-        columns = (task % column_tiles * BC + tl.arange(0, BC))[None, :]
+        rows, _, columns, wanted = block_of_task(task, used, H, BR, BC)
         places = tl.load(index_ptr + rows, mask=rows < used, other=-1)
         source = tl.multiple_of(x_ptr + places.to(tl.int64)[:, None] * H + columns, (16, 16))
         values = tl.load(source, mask=(places >= 0)[:, None] & (columns < H), other=0.0)
         target = tl.multiple_of(out_ptr + rows.to(tl.int64)[:, None] * H + columns, (16, 16))
-        tl.store(target, values, mask=(rows < used)[:, None] & (columns < H))
+        tl.store(target, values, mask=wanted)

@@ -9,7 +9,7 @@ begin in the list, and how many tokens the experts up to one need.
 import triton
 import triton.language as tl
 
-from .plan import EXPERT_BIT, PLACE_MASK, sum_counts
+from .plan import EXPERT_BIT, PLACE_MASK, count_alike_before, sum_counts
 
 
 @triton.jit
@@ -51,11 +51,7 @@ def count_firsts(
             tokens = start + lanes
             inside = tokens < T
             expert = first_expert(ids_ptr, source * T + tokens, inside, first, K, L)
-            # Keys in the order (expert, lane): the lanes before one with its expert are those up to `lane` keys below.
-            keys = expert * LANES + lanes
-            below = (keys[None, :] - 1 - keys[:, None]).to(tl.uint32, bitcast=True)
-            alike = below < lanes.to(tl.uint32, bitcast=True)[None, :]
-            place = tl.gather(counts, expert, 0) + tl.sum(alike.to(tl.int32), axis=0)
+            place = tl.gather(counts, expert, 0) + count_alike_before(expert, LANES)
             tl.store(places_ptr + number * T + tokens, (expert << EXPERT_BIT) | place, mask=inside & sends)
             counts += tl.histogram(expert, BINS, mask=inside)
         tl.store(counts_ptr + task * BINS + tl.arange(0, BINS), counts)

@@ -69,7 +69,7 @@ def _run_on_gpu(
     with warnings.catch_warnings():
         # It would rather have references, which are effects.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return jax_triton.triton_call(
+        outputs = jax_triton.triton_call(
             *(_described(array_of(x), blocks_of(x)) for x in operands),
             kernel=function,
             out_type=tuple(array_of(x) for x in results),
@@ -81,6 +81,9 @@ def _run_on_gpu(
             **empty,
             **constants,
         )
+    # XLA lets a call write to its place in the results of a scan, also a call whose result is an operand's memory:
+    # the kernel would write to the operand alone. It does so no more where something is between (JAX 0.11.2).
+    return tuple(lax.optimization_barrier(x) if i in described else x for i, x in enumerate(outputs))
 
 
 def _described(array: Array, blocks: Blocks | None) -> Any:

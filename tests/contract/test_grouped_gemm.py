@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, F16, F32, assert_close, integers, reals
+from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, reals
 from harness import check_directional_derivatives, to_numpy
 
 import jax_ep
@@ -124,3 +124,22 @@ def test_finite_differences(implementation: str, rng: np.random.Generator, float
         return jnp.sum(jnp.sin(jax_ep.grouped_gemm(a, b, group_sizes, implementation=implementation)) * probe)
 
     check_directional_derivatives(jax.jit(jax.value_and_grad(value, argnums=(0, 1))), (lhs, rhs), rng)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_scan_stacks_results(implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: Any) -> None:
+    """Of each step there is what a call alone gives: compilers may let kernels write into the stack."""
+    group_sizes = np.array([5, 0, 12], np.int32)
+    lhs, rhs = reals(rng, 3, 20, 32, dtype=dtype), reals(rng, 3, 3, 32, 24, dtype=dtype)
+    d_out = reals(rng, 3, 20, 24, dtype=dtype)
+
+    def step(lhs, rhs, d_out):
+        out, vjp = jax.vjp(lambda a, b: jax_ep.grouped_gemm(a, b, group_sizes, implementation=implementation), lhs, rhs)
+        return out, *vjp(d_out)
+
+    stacked = to_numpy(jax.jit(lambda *xs: jax.lax.scan(lambda _, x: (None, step(*x)), None, xs)[1])(lhs, rhs, d_out))
+    alone = [to_numpy(jax.jit(step)(*xs)) for xs in zip(lhs, rhs, d_out, strict=True)]
+    for name, got, want in zip(("out", "d_lhs", "d_rhs"), stacked, zip(*alone, strict=True), strict=True):
+        with subtests.test(name):
+            assert np.abs(got.astype(F32)).max() > 0
+            assert_same_bits(got, np.stack(want), name)

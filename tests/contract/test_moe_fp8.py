@@ -96,8 +96,9 @@ def test_forward(
             layer = Layer(rng, routing, num_ranks)
             got, exact = call(*layer.args), layer.oracle().forward()
             assert 0.01 < relative(got, exact) < 0.11
-            # On the way back, FP8 is another rounding; else values next to a tie round differently.
-            assert relative(got, layer.in_fp8()) < (0.01 if wire_dtype is None else 0.05)
+            # On the way back, FP8 is another rounding; else values next to a tie round differently. Those are more on
+            # tensor cores, which add with about 14 bits.
+            assert relative(got, layer.in_fp8()) < ((0.03 if ON_GPU else 0.01) if wire_dtype is None else 0.05)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])

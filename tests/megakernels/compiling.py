@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -28,7 +29,12 @@ with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
     target = f"sm_{capability}" + ("a" if capability >= 90 else "")
     command = [ptxas, "-v", f"-arch={target}", file.name, "-o", "/dev/null"]
     report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
-metadata = {"shared": compiled.metadata.shared, "scratch": compiled.metadata.global_scratch_size}
+nvdisasm = triton.knobs.nvidia.nvdisasm.path
+with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
+    file.write(compiled.asm["cubin"])
+    file.flush()
+    sass = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+metadata = {"sass": sass, "shared": compiled.metadata.shared, "scratch": compiled.metadata.global_scratch_size}
 print(json.dumps({"ptx": compiled.asm["ptx"], "report": report, **metadata}))
 """
 
@@ -38,4 +44,27 @@ def build(module, function, types, constants, warps, stages, capability, max_reg
     request = json.dumps([module, function, types, constants, warps, stages, capability, max_registers])
     done = subprocess.run([sys.executable, "-c", COMPILE, request], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    built = json.loads(done.stdout)
+    assert not diverged_barriers(built["sass"])
+    return built
+
+
+def diverged_barriers(sass):
+    """Barriers that a warp may reach in parts: one thread has loaded something, and the others are not waited for.
+
+    The assembler makes a branch of a load by one thread. Where it joins the warp only behind the next barrier, programs
+    were seen to hang in it.
+    """
+    lines = [line.strip() for line in sass.splitlines()]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
+    found = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"@!?P\d BRA `\((\.L_\w+)\)", line)
+        if branch is None or not i < labels[branch[1]] < i + 16:
+            continue
+        skipped, rest = lines[i : labels[branch[1]]], lines[labels[branch[1]] :]
+        ending = next((x for x in rest if re.search(r"BSYNC|WARPSYNC|BAR\.SYNC|EXIT|BRA ", x)), "")
+        whole = any("BAR.SYNC" in x for x in skipped)  # all threads take the same way
+        if any("STRONG" in x for x in skipped) and not whole and "BAR.SYNC" in ending:
+            found.append(line)
+    return found

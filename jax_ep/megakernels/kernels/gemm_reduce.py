@@ -110,7 +110,7 @@ def gemm_reduce(
             if all_begun(control):
                 # The last step does all that is left.
                 is_last = chunk == CHUNKS
-                task = move_sums(
+                task, alive = move_sums(
                     y_ptr,
                     ids_ptr,
                     slot_row_ptr,
@@ -118,6 +118,7 @@ def gemm_reduce(
                     table_ptr,
                     out_ptr,
                     task,
+                    alive,
                     tl.where(is_last, (CHUNKS + 1) * per_chunk, tl.cdiv(per_chunk, tl.num_programs(0))),
                     tl.where(is_last, CHUNKS + 1, chunk) * per_chunk,
                     W,

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .combine import add_received, send_sums
-from .failures import FAILED
 from .protocol import (
     DONE,
     await_block_of_all,
@@ -147,6 +146,7 @@ def move_sums(
     table_ptr,
     out_ptr,
     task,
+    alive,
     left,
     limit,
     W: tl.constexpr,
@@ -168,13 +168,12 @@ def move_sums(
     """Does up to `left` tasks with numbers below `limit`, first `task`, if that is none of -1.
 
     Returns:
-      The task that this program has taken and not done, or -1.
+      The task that this program has taken and not done, or -1; and whether the launch is still alive.
     """
     # Looked up again, rather than kept in registers beside the sums of a tile.
     rank = tl.load(group_ptr + W)
     me = tl.load(table_ptr + D + 2).to(tl.int32)
     control = control_words(table_ptr, me)
-    alive = 1 - tl.atomic_load(control + FAILED, sem="relaxed", scope="gpu")
     num_sends: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * W
     per_chunk: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * (W + 1)
     computed = -1  # the last chunk of which all tiles are known to be stored
@@ -250,4 +249,4 @@ def move_sums(
         task = -1
         if left > 0:
             task = next_task(control)
-    return task
+    return task, alive

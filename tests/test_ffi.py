@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import ffi
+from jax_ep.ffi import library
 
 N = 5
 
@@ -184,6 +185,18 @@ def test_tables_may_be_registered_while_programs_run(table_id):
 
 def test_the_call_has_no_effect(table_id):
     assert jax.make_jaxpr(lambda: ffi.pointer_table(table_id, N))().effects == set()
+
+
+def test_calls_with_the_same_token_are_one(table_id):
+    """And those with another are not, nor those with none."""
+
+    def program(x, y):
+        return [ffi.pointer_table(table_id, N, token=token) for token in (x, x, y, None, None)]
+
+    compiled = jax.jit(program).lower(jnp.ones(3), jnp.zeros((2, 2), jnp.bfloat16)).compile()
+    assert compiled.as_text().count(f'custom_call_target="{library.POINTER_TABLE}"') == 4
+    tables = compiled(jnp.ones(3), jnp.zeros((2, 2), jnp.bfloat16))
+    assert len({np.asarray(table).tobytes() for table in tables}) == 1
 
 
 @needs_gpu

@@ -27,14 +27,17 @@ def unregister_table(table_id: int) -> None:
     library.raise_for(library.load().jax_ep_unregister_table(table_id))
 
 
-def pointer_table(table_id: int, num_entries: int, *, varying: tuple[str, ...] | None = None) -> jax.Array:
+def pointer_table(
+    table_id: int, num_entries: int, *, varying: tuple[str, ...] | None = None, token: jax.Array | None = None
+) -> jax.Array:
     """The table `table_id` of the device that executes this: int64 `[num_entries]`, also without 64-bit mode.
 
     Without 64-bit mode hand it to a kernel as it is: `jax.numpy` would warn, and compute in 32 bits.
 
     A per-shard function: inside `jax.shard_map` the result differs from device to device, and so is marked as varying
     over all manual mesh axes, or over `varying` where the caller's results do not depend on which table it was. It has
-    no operand and no effect, so XLA may share, move or drop the call freely.
+    no effect, so XLA may move or drop the call freely. It shares calls with the same `token`, any array, whose values
+    are not read: calls without one it leaves as they are.
     Running it fails as `check_status` does where the device has no such table, or one of another length.
     """
     if num_entries < 1:
@@ -42,6 +45,6 @@ def pointer_table(table_id: int, num_entries: int, *, varying: tuple[str, ...] |
     library.load()
     result = jax.ffi.ffi_call(
         library.POINTER_TABLE, jax.ShapeDtypeStruct((num_entries,), np.int64), vmap_method="broadcast_all"
-    )(table_id=np.int64(table_id))
+    )(*(() if token is None else (lax.stop_gradient(token),)), table_id=np.int64(table_id))
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes) if varying is None else varying
     return lax.pcast(result, axes, to="varying") if axes else result

@@ -57,8 +57,8 @@ def _known_group(heap: SymmetricHeap, axis: Axis, varying: frozenset[str]) -> Ar
     return lax.pcast(group, missing, to="varying") if missing else group
 
 
-def _table(heap: SymmetricHeap, varying: tuple[str, ...]) -> Array:
-    return ffi.pointer_table(heap.id, heap.num_table_entries, varying=varying)
+def _table(heap: SymmetricHeap, varying: tuple[str, ...], token: Array | None = None) -> Array:
+    return ffi.pointer_table(heap.id, heap.num_table_entries, varying=varying, token=token)
 
 
 def group_of(handle: Handle) -> Array:
@@ -79,15 +79,18 @@ def launch_on_heap(
     *,
     uses_data: bool = True,
 ) -> tuple[Array, ...]:
-    """Launches a kernel on the heap; its last operands are the group, the table and a check of the status record.
+    """Launches a kernel on the heap; its last operands are the group, the table and what must come earlier, if any.
 
     Kernels that use the data area also get to know where it and its flags lie.
     """
     heap = context.heap(kernel.function)
-    table = _table(heap, tuple(sorted(varying_axes(group))))
-    # The check is an operand, so that it runs, and before the kernel; and it waits for what must come earlier.
-    checked = ffi.check_status(group if after is None else after, heap.id)
+    # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
+    # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
+    checked = ffi.check_status(group, heap.id)
+    table = _table(heap, tuple(sorted(varying_axes(group))), checked)
     places = {"D": heap.layout.num_devices}
     if uses_data:
         places |= {"DATA": heap.layout.data, "FLAGS": heap.layout.flags, "MAX_BLOCKS": MAX_BLOCKS}
-    return launch(kernel, (*operands, group, table, checked), results, config, {**places, **constants})
+    return launch(
+        kernel, (*operands, group, table, table if after is None else after), results, config, {**places, **constants}
+    )

@@ -19,7 +19,7 @@ PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
 DEEPSEEK_SHORT, QWEN = (1024, 7168, 4096, 2048), (4096, 2048, 1536, 768)
-COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "checked_ptr", "ids_ptr"]
+COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "after_ptr", "ids_ptr"]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_gemm_reduce(shape: tuple[int, ...], transposed: bool, capability: int, 
     tokens, hidden, _, features = shape
     lay = layout(tokens)
     config, blocks = tuning.gemm_reduce(lay, features, hidden)
-    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "sizes_ptr", "group_ptr", "checked_ptr"], "*i32")
+    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "sizes_ptr", "group_ptr", "after_ptr"], "*i32")
     types |= {"table_ptr": "*i64", "out_ptr": "*bf16", "y_ptr": "*bf16", "b_desc": matrices(blocks, transposed)}
     types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"}
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed}

@@ -38,7 +38,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
         parts = {"WEIGHTS_AT": num_tokens * K * 4, "VALUES_AT": num_tokens * K * H * wire.itemsize}
         sizes |= {"FP8": fp8}
     places, _ = low_latency.low_latency_places(**parts, SCALES_AT=num_tokens * K * scales * 4)
-    types |= {f"{integers}_ptr": "*i32" for integers in (*INTEGERS[name], "group", "checked")} | {"table_ptr": "*i64"}
+    types |= {f"{integers}_ptr": "*i32" for integers in (*INTEGERS[name], "group", "after")} | {"table_ptr": "*i64"}
     # The tuning of a CPU has fewer programs, and so another order of tasks.
     constants = sizes | places | blocks | {"LAG": min(num_tokens, PROGRAMS // 4)}
     registers = 128 if num_tokens > 1 else None

@@ -64,7 +64,7 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "weights_ptr": "*fp32", "table_ptr": "*i64"}
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
     types["rhs"] = f"tensordesc<{element}[1,{tiles.block_n},{tiles.block_k}]>"
-    integers = ("sizes", "token", "start", "slot_row", "own_ids", "group", "checked")
+    integers = ("sizes", "token", "start", "slot_row", "own_ids", "group", "after")
     types |= {f"{name}_ptr": "*i32" for name in integers} | {"out_ptr": "*bf16"}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
     constants = low_latency_gemm.constants_of(layout, tokens, K, INNER, tiles, fp8)

@@ -73,7 +73,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     else:
         config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
         rows = {"y_ptr": element}
-    integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "checked_ptr"]
+    integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "after_ptr"]
     types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
     types |= rows
     sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
@@ -95,7 +95,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_word_kernel(capability):
     config, block = tuning.words(4, 4096 * 8)
-    pointers = dict.fromkeys(("x_ptr", "group_ptr", "checked_ptr", "out_ptr"), "*i32") | {"table_ptr": "*i64"}
+    pointers = dict.fromkeys(("x_ptr", "group_ptr", "after_ptr", "out_ptr"), "*i32") | {"table_ptr": "*i64"}
     constants = places() | {"W": 4, "N": 4096 * 8, "DIFFERENT": False, "BLOCK": block}
     built = build("words", "exchange_words", pointers, constants, config.num_warps, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
@@ -108,7 +108,7 @@ def test_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     config, blocks = tuning.plan(layout)
     results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped", "places", "counts", "invalid")
-    names = [f"{name}_ptr" for name in ("x", "group", "checked", *results)]
+    names = [f"{name}_ptr" for name in ("x", "group", "after", *results)]
     pointers = dict.fromkeys(names, "*i32") | {"table_ptr": "*i64"}
     sizes = {"W": 4, "N": tokens * 8, "L": experts // 4, "R": layout.capacity, "ALIGNMENT": 1}
     built = build("plan", "plan", pointers, places() | sizes | blocks, config.num_warps, capability)

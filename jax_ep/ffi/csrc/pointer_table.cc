@@ -118,14 +118,15 @@ ffi::Error WithTable(const Key& key, size_t entries, Copy&& copy) {
 
 using TableResult = ffi::Result<ffi::BufferR1<ffi::S64>>;
 
-ffi::Error OnCpu(int32_t device_ordinal, int64_t table_id, TableResult result) {
+ffi::Error OnCpu(int32_t device_ordinal, int64_t table_id, ffi::RemainingArgs /*token*/, TableResult result) {
   return WithTable({table_id, Platform::kCpu, device_ordinal}, result->element_count(), [&](const Table& table) {
     std::memcpy(result->untyped_data(), table.values.data(), table.bytes());
     return Status{};
   });
 }
 
-ffi::Error OnCuda(cuda::Stream stream, int32_t device_ordinal, int64_t table_id, TableResult result) {
+ffi::Error OnCuda(cuda::Stream stream, int32_t device_ordinal, int64_t table_id, ffi::RemainingArgs /*token*/,
+                  TableResult result) {
   return WithTable({table_id, Platform::kCuda, device_ordinal}, result->element_count(), [&](const Table& table) {
     const auto destination = reinterpret_cast<cuda::DevicePointer>(result->untyped_data());
     return cuda::CopyAsync(destination, table.device, table.bytes(), stream);
@@ -154,6 +155,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_pointer_table_cpu, jax_ep::OnCpu,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Attr<int64_t>("table_id")
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::BufferR1<xla::ffi::S64>>());
 
 // Compatible with command buffers: it always enqueues the same single copy, between addresses that stay valid.
@@ -162,5 +164,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_pointer_table_cuda, jax_ep::OnCuda,
                                   .Ctx<xla::ffi::PlatformStream<jax_ep::cuda::Stream>>()
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Attr<int64_t>("table_id")
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::BufferR1<xla::ffi::S64>>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -108,7 +108,7 @@ def combine(
     slot_row_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     W: tl.constexpr,
     D: tl.constexpr,

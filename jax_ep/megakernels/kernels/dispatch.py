@@ -99,7 +99,7 @@ def dispatch(
     row_slot_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     out_scales_ptr,
     W: tl.constexpr,

@@ -79,7 +79,7 @@ def dispatch_gemm(
     num_needed_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     kept_ptr,
     W: tl.constexpr,

@@ -181,7 +181,7 @@ def gemm_combine(
     sizes_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     W: tl.constexpr,
     D: tl.constexpr,

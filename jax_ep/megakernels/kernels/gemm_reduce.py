@@ -30,7 +30,7 @@ def gemm_reduce(
     sizes_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     y_ptr,
     W: tl.constexpr,

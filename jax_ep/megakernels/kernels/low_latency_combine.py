@@ -148,7 +148,7 @@ def low_latency_combine(
     weights_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     W: tl.constexpr,
     D: tl.constexpr,

@@ -141,7 +141,7 @@ def low_latency_dispatch(
     num_tokens_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     out_scales_ptr,
     sizes_ptr,

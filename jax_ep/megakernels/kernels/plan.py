@@ -156,7 +156,7 @@ def plan(
     x_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     row_slot_ptr,
     slot_row_ptr,
     sizes_ptr,

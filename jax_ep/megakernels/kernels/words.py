@@ -24,7 +24,7 @@ def exchange_words(
     x_ptr,
     group_ptr,
     table_ptr,
-    checked_ptr,
+    after_ptr,
     out_ptr,
     W: tl.constexpr,
     D: tl.constexpr,

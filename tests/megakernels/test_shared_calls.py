@@ -1,0 +1,64 @@
+"""The launches of a program share one check of the status record and one table of addresses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from jax_ep.ffi import library
+
+LAYERS = 3
+
+
+@pytest.fixture
+def mesh() -> Iterator[jax.sharding.Mesh]:
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory")
+    yield mesh
+    jax_ep.finalize()
+
+
+def low_latency(x: Any, ids: Any, weights: Any) -> Any:
+    d = jax_ep.low_latency_dispatch(
+        x, ids, num_experts=4, max_tokens_per_rank=4, quantize=False, implementation="triton"
+    )
+    return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
+
+
+def throughput(x: Any, ids: Any, weights: Any) -> Any:
+    d = jax_ep.dispatch(x, ids, weights, num_experts=4, implementation="triton")
+    return jax_ep.combine(d.tokens * d.weights[:, None], d.handle, implementation="triton")
+
+
+def unrolled(layer: Any, x: Any, *routing: Any) -> Any:
+    for _ in range(LAYERS):
+        x = layer(x, *routing)
+    return x
+
+
+def scanned(layer: Any, x: Any, *routing: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (layer(x, *routing), None), x, None, length=LAYERS)[0]
+
+
+@pytest.mark.parametrize("layer", [low_latency, throughput])
+@pytest.mark.parametrize("loop", [unrolled, scanned])
+def test_one_check_and_one_table(layer: Any, loop: Any, mesh: jax.sharding.Mesh) -> None:
+    """A check is on the host: between any two launches it would keep them out of one CUDA graph."""
+    fn = jax.jit(harness.per_rank(lambda *arguments: loop(layer, *arguments), mesh))
+    arguments = np.ones((2, 4, 64), np.float32), np.ones((2, 4, 2), np.int32), np.ones((2, 4, 2), np.float32)
+    compiled = fn.lower(*map(jnp.asarray, arguments)).compile().as_text()
+    # With an operand: without one, the interpreter fetches the number of the device for each launch.
+    calls = re.findall(r'custom-call\([^)]+\), custom_call_target="(\w+)"', compiled)
+    assert {name: calls.count(name) for name in (library.CHECK_STATUS, library.POINTER_TABLE)} == {
+        library.CHECK_STATUS: 1,
+        library.POINTER_TABLE: 1,
+    }

@@ -62,12 +62,13 @@ def combine(layout: Layout, num_tokens: int, hidden: int, dtype: jnp.dtype) -> t
     """Config and tile sizes of combine, for `num_tokens` tokens and rows of `dtype`."""
     num_ranks = layout.num_ranks
     sums = num_tokens * layout.top_k > _MOST_ROWS
-    programs = num_programs(num_ranks + (num_ranks + 1) * num_tokens + 1, 2)
+    sends = num_ranks * (1 if sums else layout.top_k)  # of a token
+    programs = num_programs(num_ranks + (sends + 1) * num_tokens + 1, 2)
     blocks = {
         "SUMS": sums,
         "BLOCK_H": _columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
         "BLOCK_K": power_of_two(layout.top_k),
         "LANES": power_of_two(num_ranks),
-        "LAG": -(-programs // num_ranks),
+        "LAG": -(-programs // sends),
     }
     return _config(programs), blocks

@@ -5,8 +5,8 @@ token of one rank, own tokens last; (sum) sum what has arrived for a token, LAG 
 ranks, as regions.py asks of every launch.
 
 What is sent depends on how many tokens there are. SUMS: the weighted sum of the token's rows here, rounded once; then
-the weights must have come first, with what `tell` tells. Otherwise each row, to the slot of its (token, k): more words,
-but no word waits for another.
+the weights must have come first, with what `tell` tells. Otherwise each row is a task of its own, and has a flag of its
+own: more words, but no word waits for another.
 """
 
 import triton
@@ -56,28 +56,24 @@ def send_sum(
 
 
 @triton.jit
-def send_rows(
+def send_row(
     y_ptr,
-    rows,
-    token,
+    row,
+    slot,
     region,
     wire: tl.constexpr,
-    K: tl.constexpr,
     H: tl.constexpr,
     VALUES_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Sends each row that a token has here."""
-    for k in range(K):
-        row = pick(rows, k)
-        if row >= 0:
-            for h in range(0, H, BLOCK_H):
-                columns = h + tl.arange(0, BLOCK_H)
-                source = tl.multiple_of(y_ptr + row.to(tl.int64) * H + columns, 16)
-                values = tl.load(source, mask=columns < H, other=0.0)
-                store_row(values, token * K + k, h, region, wire, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+    """Sends one row to a slot."""
+    for h in range(0, H, BLOCK_H):
+        columns = h + tl.arange(0, BLOCK_H)
+        source = tl.multiple_of(y_ptr + row.to(tl.int64) * H + columns, 16)
+        values = tl.load(source, mask=columns < H, other=0.0)
+        store_row(values, slot, h, region, wire, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
 
 
 @triton.jit
@@ -174,24 +170,25 @@ def low_latency_combine(
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     lag: tl.constexpr = min(T, LAG)
+    sends: tl.constexpr = W if SUMS else W * K  # of a token
     # Sends alone, then sends and sums by turns, then sums alone.
-    lead: tl.constexpr = W + lag * W
-    mixed: tl.constexpr = (T - lag) * (W + 1)
+    lead: tl.constexpr = W + lag * sends
+    mixed: tl.constexpr = (T - lag) * (sends + 1)
     hear: tl.constexpr = lead + mixed + lag
     lanes, choices = tl.arange(0, LANES), tl.arange(0, BLOCK_K)
     begun = tl.zeros((LANES,), tl.int32)
     heard = tl.full((), 0, tl.int64)
     task = next_task(control)
     while task <= hear:
-        sent, summed, step = -1, -1, task % W
+        sent, summed, step = -1, -1, task
         if (task >= W) & (task < lead):
-            sent = task // W - 1
+            sent, step = (task - W) // sends, (task - W) % sends
         elif (task >= lead) & (task < lead + mixed):
-            step = (task - lead) % (W + 1)
-            if step < W:
-                sent = lag + (task - lead) // (W + 1)
+            step = (task - lead) % (sends + 1)
+            if step < sends:
+                sent = lag + (task - lead) // (sends + 1)
             else:
-                summed = (task - lead) // (W + 1)
+                summed = (task - lead) // (sends + 1)
         elif (task >= lead + mixed) & (task < hear):
             summed = T - lag + (task - lead - mixed)
         peer_rank = (rank + 1 + step) % W
@@ -207,58 +204,51 @@ def low_latency_combine(
             alive = await_flags(table_ptr, control, incoming, begun, epochs, sources, rank, alive, task, OPERATION, D)
         elif sent >= 0:
             slots = (peer_rank * M + sent) * K
-            rows = tl.load(slot_row_ptr + slots + choices, mask=choices < K, other=-1)
-            if tl.max(rows, axis=0) >= 0:
-                if SUMS and heard & peer == 0:
-                    # Lanes of other ranks look at the same flag.
-                    places = tl.full((LANES,), 0, tl.int64) + pick(incoming, peer_rank)
-                    expected = begun + pick(epochs, peer_rank)
-                    alive = await_flags(
-                        table_ptr,
-                        control,
-                        places,
-                        begun,
-                        expected,
-                        begun + peer_rank,
-                        rank,
-                        alive,
-                        task,
-                        OPERATION,
-                        D,
-                    )
-                    heard = heard | peer
-                if alive != 0:
-                    if SUMS:
+            if SUMS:
+                rows = tl.load(slot_row_ptr + slots + choices, mask=choices < K, other=-1)
+                if tl.max(rows, axis=0) >= 0:
+                    if heard & peer == 0:
+                        # Lanes of other ranks look at the same flag.
+                        places = tl.full((LANES,), 0, tl.int64) + pick(incoming, peer_rank)
+                        expected, senders = begun + pick(epochs, peer_rank), begun + peer_rank
+                        alive = await_flags(
+                            table_ptr, control, places, begun, expected, senders, rank, alive, task, OPERATION, D
+                        )
+                        heard = heard | peer
+                    if alive != 0:
                         received_ptr = part_of(pick(incoming, peer_rank), WEIGHTS_AT, weights_ptr.dtype.element_ty)
                         weights = tl.load(received_ptr + sent * K + choices, mask=choices < K, other=0.0)
                         send_sum(
                             y_ptr, rows, weights, sent, region, wire, SUM, K, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8
                         )
-                    else:
-                        send_rows(y_ptr, rows, sent, region, wire, K, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
-                    publish_to(outgoing, epochs, peer, 1 + sent, W)
+                        publish_to(outgoing, epochs, peer, 1 + sent, W)
+            else:
+                choice = step // W
+                row = tl.load(slot_row_ptr + slots + choice)
+                if (row >= 0) & (alive != 0):
+                    slot = sent * K + choice
+                    send_row(y_ptr, row, slot, region, wire, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+                    publish_to(outgoing, epochs, peer, 1 + slot, W)
         elif summed >= 0:
             slots = summed * K + choices
             experts = tl.load(own_ids_ptr + slots, mask=choices < K, other=-1)
             weights = tl.load(weights_ptr + slots, mask=choices < K, other=0.0)
             ranks = wanting_ranks(own_ids_ptr, summed * K, summed < T, W, L, K)
             if ranks != 0:
-                chosen = (lanes < W) & in_set(ranks, lanes)
-                # Lanes of ranks that send nothing look at the flag of one that does.
-                sources = tl.where(chosen, lanes, tl.max(tl.where(chosen, lanes, 0), axis=0))
+                if SUMS:
+                    chosen = (lanes < W) & in_set(ranks, lanes)
+                    # Lanes of ranks that send nothing look at the flag of one that does.
+                    sources = tl.where(chosen, lanes, tl.max(tl.where(chosen, lanes, 0), axis=0))
+                    flags = begun + 1 + summed
+                else:
+                    chosen = (experts >= 0) & (experts < W * L)
+                    # So do choices that are no expert: they look at the flag of the last one that is.
+                    shown = tl.where(chosen, choices, tl.max(tl.where(chosen, choices, 0), axis=0))
+                    sources = tl.load(own_ids_ptr + summed * K + shown) // L
+                    flags = 1 + summed * K + shown
                 places, expected = pick_each(incoming, sources), pick_each(epochs, sources)
                 alive = await_flags(
-                    table_ptr,
-                    control,
-                    places,
-                    begun + 1 + summed,
-                    expected,
-                    sources,
-                    rank,
-                    alive,
-                    task,
-                    OPERATION,
-                    D,
+                    table_ptr, control, places, flags, expected, sources, rank, alive, task, OPERATION, D
                 )
             if SUMS:
                 add_sums(out_ptr, summed, ranks, incoming, wire, SUM, W, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)

@@ -255,6 +255,7 @@ def low_latency_dispatch(
                     LANES,
                     CHUNK,
                     IDS_AT,
+                    not DIRECT,
                 )
             else:
                 # In the order in which peers send: this rank is the last of the peer after it, and so on.

@@ -43,10 +43,16 @@ def place_expert(
     LANES: tl.constexpr,
     CHUNK: tl.constexpr,
     IDS_AT: tl.constexpr,
+    COUNT_DONE: tl.constexpr,
 ):
-    """Gives the tokens that name a local expert its rows, in order; also marks a share of the slots without a row."""
+    """Gives the tokens that name a local expert its rows, in order; also marks a share of the slots without a row.
+
+    With COUNT_DONE this rank is told that it is done.
+    """
     first = rank * L
     first_row = expert.to(tl.int64) * (W * M)
+    lanes = tl.arange(0, LANES)
+    counts = tl.zeros((LANES,), tl.int32)  # by source rank
     size = 0
     for start in range(0, W * T, CHUNK):
         index = start + tl.arange(0, CHUNK)
@@ -57,19 +63,18 @@ def place_expert(
         place = size + tl.cumsum(is_here, axis=0) - is_here
         row = first_row + place
         tl.store(token_ptr + row, token, mask=is_here > 0)
-        tl.store(start_ptr + expert * W + source, place, mask=(token == 0) & (index < W * T))
         slots = ((source * M + token) * K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
         nowhere = exist & ((ids < first) | (ids >= first + L)) & (index % L == expert)[:, None]
         tl.store(slot_row_ptr + slots, tl.where(named, row.to(tl.int32)[:, None], -1), mask=named | nowhere)
         size += tl.sum(is_here, axis=0)
+        counts += tl.sum(tl.where(source[:, None] == lanes[None, :], is_here[:, None], 0), axis=0)
     tl.store(sizes_ptr + expert, size)
-    # All threads' stores come before the count, and before what is read of them here.
-    tl.debug_barrier()
-    tl.atomic_add(control + DONE, 1, sem="release", scope="gpu")
-    lanes = tl.arange(0, LANES)
-    starts = tl.load(start_ptr + expert * W + lanes, mask=lanes < W, other=0)
-    ends = tl.load(start_ptr + expert * W + lanes + 1, mask=lanes < W - 1, other=size)
-    tl.store(count_ptr + expert * W + lanes, ends - starts, mask=lanes < W)
+    if COUNT_DONE:
+        # All threads' stores come before the count.
+        tl.debug_barrier()
+        tl.atomic_add(control + DONE, 1, sem="release", scope="gpu")
+    tl.store(count_ptr + expert * W + lanes, counts, mask=lanes < W)
+    tl.store(start_ptr + expert * W + lanes, tl.cumsum(counts, axis=0) - counts, mask=lanes < W)
     for start in range(0, W * M, CHUNK):
         rows = start + tl.arange(0, CHUNK)
         past = (rows >= size) & (rows < W * M)

@@ -1,0 +1,255 @@
+"""benchmarks/trace_events.py reads traces exactly, and benchmarks/kernel_times.py profiles what it says it profiles."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import make_mesh
+from test_benchmarks import BENCHMARKS, check_report, load, run_quickly
+
+import jax_ep
+
+MODULES = ("harness", "processes", "exchange_chains", "dispatch_combine", "low_latency", "decode_experts")
+MODULES += ("decode_layer", "moe_baselines", "moe_chains", "moe_variants", "trace_events", "kernel_times")
+GPU, GPU_1, GPU_10, HOST = 1, 2, 11, 701
+COMPUTE, COPIES, DERIVED = 13, 14, 99
+SCALES = (3, 1, 4, 2)  # of the runs; the first one is left out
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        yield SimpleNamespace(**{name: load(name, patch) for name in MODULES})
+
+
+@pytest.fixture
+def traces(modules):
+    return modules.trace_events
+
+
+# --- traces ---------------------------------------------------------------------------------------------------------
+
+
+def metadata() -> list[dict]:
+    processes = {GPU: "/device:GPU:0", GPU_1: "/device:GPU:1", GPU_10: "/device:GPU:10", HOST: "/host:CPU"}
+    threads = {COMPUTE: "Stream #13(Compute)", COPIES: "Stream #14(MemcpyD2D)", DERIVED: "XLA Ops"}
+    found = []
+    for pid, name in processes.items():
+        found.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        found.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+        for tid, thread in threads.items():
+            named = {"name": thread if pid != HOST else f"python {tid}"}
+            found.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": named})
+    return found
+
+
+def event(name: str, start: float, end: float, *, pid: int = GPU, tid: int = COMPUTE) -> dict:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": end - start, "args": {"hlo_op": "x"}}
+
+
+def synthetic_trace() -> list[dict]:
+    """Runs of 35 us times their scale, of which a gap takes 10, with 140, 120 and 100 us between them."""
+    found, start = [], 1000.0
+    for i, scale in enumerate(SCALES):
+        at = lambda us, start=start, scale=scale: start + scale * us  # noqa: E731
+        found += [
+            event("add", at(30), at(35)),
+            event("MemcpyD2D", at(8), at(14), tid=COPIES),
+            event("fused", at(12), at(20)),
+            event("fused", at(0), at(10)),
+            event("fused", at(0), at(35), tid=DERIVED),
+        ]
+        if i == 0:
+            found.append(event("only once", at(21), at(22)))
+        for pid in (GPU_1, GPU_10, HOST):  # they fill the gaps
+            found.append(event("fused", at(0), at(35) + 100, pid=pid))
+        found.append({"ph": "C", "pid": GPU, "tid": COMPUTE, "name": "power", "ts": at(35) + 50, "args": {"W": 1}})
+        start = at(35) + 140 - 20 * i
+    return [*metadata(), *found[::-1], {}]  # as jax ends them
+
+
+def test_numbers_of_a_trace(traces):
+    runs = traces.split_runs(traces.kernels(synthetic_trace()), len(SCALES))
+    names = ["fused", "MemcpyD2D", "fused", "add"]
+    assert [[e.name for e in run] for run in runs] == [[*names[:3], "only once", "add"], names, names, names]
+    assert [traces.span(run) for run in runs] == [105, 35, 140, 70]
+    assert [traces.busy(run) for run in runs] == [78, 25, 100, 50]
+    found = traces.summarise(runs[1:])
+    columns = ("name", "calls", "us_per_call", "us", "share")
+    # Per call of the kernel that repeats: the median of 8, 10, 16, 20, 32 and 40.
+    rows = [("fused", 2, 18, 36, 0.72), ("MemcpyD2D", 1, 12, 12, 0.24), ("add", 1, 10, 10, 0.2)]
+    assert found.pop("kernels") == [dict(zip(columns, row, strict=True)) for row in rows]
+    assert found == {"span_us": 70, "busy_us": 50, "idle_us": 20, "same_calls": True}
+
+
+def test_runs_that_differ_are_said_to(traces):
+    runs = traces.split_runs(traces.kernels(synthetic_trace()), len(SCALES))
+    found = traces.summarise(runs)
+    assert found["same_calls"] is False
+    (once,) = (kernel for kernel in found["kernels"] if kernel["name"] == "only once")
+    assert once == {"name": "only once", "calls": 0, "us_per_call": 3, "us": 0, "share": 0}
+
+
+def test_other_devices_have_their_own_events(traces):
+    for device in (1, 10):
+        (first, *_) = found = traces.kernels(synthetic_trace(), device)
+        assert len(found) == len(SCALES) and first == ("fused", 1000, 1205)
+
+
+def test_a_kernel_that_outlasts_later_ones_bridges_their_gap(traces):
+    """Between b and c nothing starts for 80 us, but a runs; the runs part after it, where the gap is 30 us."""
+    events = [traces.Event(*e) for e in (("a", 0, 100), ("b", 5, 10), ("c", 90, 95), ("d", 130, 135), ("e", 145, 150))]
+    assert [[e.name for e in run] for run in traces.split_runs(events, 2)] == [["a", "b", "c"], ["d", "e"]]
+    assert [len(run) for run in traces.split_runs(events, 1)] == [5]
+    assert traces.span(events[:3]) == traces.busy(events[:3]) == 100
+    assert traces.span(events) == 150 and traces.busy(events) == 110
+
+
+def test_what_is_missing_is_named(traces, tmp_path):
+    with pytest.raises(ValueError, match=f"no trace in {tmp_path}"):
+        traces.load(tmp_path)
+    with pytest.raises(ValueError, match=r"/device:GPU:2; .*'/device:GPU:0: Stream #13\(Compute\)'"):
+        traces.kernels(synthetic_trace(), 2)
+    with pytest.raises(ValueError, match="4 events cannot belong to 5 runs"):
+        traces.split_runs(traces.kernels(synthetic_trace(), 1), 5)
+
+
+def test_the_newest_trace_is_loaded(traces, tmp_path):
+    for age, name in ((0, "new"), (60, "old")):
+        path = tmp_path / "plugins" / "profile" / name / "host.trace.json.gz"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(gzip.compress(json.dumps({"traceEvents": [{"name": name}]}).encode()))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert traces.load(tmp_path) == [{"name": "new"}]
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    """Two ranks with a context in which the kernels can be traced; nothing runs them."""
+    pytest.importorskip("triton")
+    jax_ep.finalize()
+    mesh = make_mesh((2,), ("expert",))
+    jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None)
+    yield mesh
+    jax_ep.finalize()
+
+
+# Steps; of the jaxpr, what is called, and how often; the dtypes of the results.
+EXPECTED = {
+    "low-latency": (16, {"name=step": 16}, ["bfloat16"]),
+    "decode": (4, {"name=low_latency_dispatch": 4}, ["bfloat16"]),
+    "moe-forward": (1, {"scan[": 1}, ["float32"]),
+    "moe-backward": (1, {"scan[": 1}, 5 * ["float32"]),
+}
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_programs_are_chains_as_long_as_they_say(modules, mesh, what):
+    assert set(modules.kernel_times.BUILDERS) == set(EXPECTED)
+    program = modules.kernel_times.BUILDERS[what](mesh, "tiny", 8)
+    jaxpr = jax.make_jaxpr(program.fn)(*program.arguments)
+    steps, calls, results = EXPECTED[what]
+    assert program.steps == steps
+    assert {call: str(jaxpr).count(call) for call in calls} == calls
+    assert "jax_ep_pointer_table" in str(jaxpr)  # the kernels, not plain XLA
+    assert [str(aval.dtype) for aval in jaxpr.out_avals] == results
+
+
+def test_a_trace_of_the_profiler_is_found_and_has_the_assumed_metadata(modules, tmp_path):
+    """Without a GPU it has no kernels, which the reader finds out from the names of its processes."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("for CPU devices")
+    program = modules.kernel_times.Program(lambda x: x @ x, (jnp.ones((8, 8)),), 1)
+    with pytest.raises(ValueError, match=r"/device:GPU:0; the trace has \['/host:CPU"):
+        modules.kernel_times.record(program, 2, tmp_path)
+    runs = [e for e in modules.trace_events.load(tmp_path) if e.get("ph") == "X"]
+    assert runs and all({"name", "pid", "tid", "ts", "dur"} <= set(e) for e in runs)
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def check_kernel_times(content: dict) -> None:
+    for row in content["rows"]:
+        if "failed" in row:
+            continue
+        assert row["variant"] in EXPECTED and row["steps"] == EXPECTED[row["variant"]][0]
+        assert row["seconds"]["rounds"] == content["settings"]["rounds"]
+        assert row["span_us"] == pytest.approx(1e6 * row["seconds"]["median"])
+        assert 0 < row["busy_us"] <= row["span_us"] and row["idle_us"] >= 0
+        times = [kernel["us"] for kernel in row["kernels"]]
+        assert times == sorted(times, reverse=True) and times[0] > 0
+        assert sum(kernel["share"] for kernel in row["kernels"]) > 0.9
+
+
+def test_report(modules, monkeypatch, tmp_path, capsys):
+    """Every program has its row, and one that fails does not keep the next from its own."""
+    script, ran = modules.kernel_times, []
+
+    def build(what, mesh, name, tokens):
+        if tokens == 7:
+            raise RuntimeError("out of memory")
+        return script.Program(lambda: what, (), EXPECTED[what][0])
+
+    def record(program, rounds, folder):
+        ran.append((program.fn(), rounds, folder.name))
+        return modules.trace_events.kernels(synthetic_trace())
+
+    for what in EXPECTED:
+        monkeypatch.setitem(script.BUILDERS, what, lambda *args, what=what: build(what, *args))
+    monkeypatch.setattr(script, "record", record)
+    args = SimpleNamespace(rounds=len(SCALES) - 1, model="tiny", traces=tmp_path / "traces")
+    report = modules.harness.Report("kernel_times", tmp_path, {"rounds": args.rounds, "quick": True})
+    cases = [("low-latency", 1), ("decode", 7), ("decode", 8)]
+    script.measure(report, args, make_mesh((2,), ("expert",)), cases)
+    assert ran == [("low-latency", 4, "low-latency-1"), ("decode", 4, "decode-8")]
+    content = json.loads((tmp_path / "kernel_times.json").read_text())
+    check_report(content)
+    check_kernel_times(content)
+    assert [(row["variant"], row["shape"]["tokens_per_rank"]) for row in content["rows"]] == cases
+    assert content["rows"][1]["failed"] == "RuntimeError: out of memory"
+    assert content["rows"][0]["seconds"]["median"] == pytest.approx(70e-6)
+    output = " ".join(capsys.readouterr().out.split())  # titles are folded
+    assert "span 70.0 us, busy 50.0, idle 20.0 (29 %)" in output and "72.0%" in output
+    assert "decode, 7 tokens/rank, 2 ranks: failed: out of memory" in output
+
+
+def test_command_line(modules, monkeypatch, tmp_path):
+    """Programs of the layer of training have tokens of their own."""
+    script, asked = modules.kernel_times, []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax_ep, "init", lambda mesh: asked.append(mesh.size))
+    monkeypatch.setattr(script, "measure", lambda report, args, mesh, cases: asked.extend([args.model, list(cases)]))
+    run = ["kernel_times.py", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", run)
+    script.main()
+    small = [(what, tokens) for what in ("low-latency", "decode") for tokens in (1, 128)]
+    assert asked == [jax.device_count(), "deepseek-v3", [*small, ("moe-forward", 4096), ("moe-backward", 4096)]]
+    asked.clear()
+    monkeypatch.setattr("sys.argv", [*run, "--quick", "--ranks", "2", "--what", "moe-backward", "decode"])
+    script.main()
+    assert asked == [2, "tiny", [("moe-backward", 8), ("decode", 8)]]
+
+
+def test_without_gpus_nothing_is_measured(tmp_path):
+    assert run_quickly("kernel_times.py", tmp_path) == "kernel_times: needs two or more GPUs; nothing measured\n"
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_published_figures_are_complete():
+    path = BENCHMARKS / "results" / "kernel_times.json"
+    if not path.exists():
+        pytest.skip("not measured yet")
+    content = json.loads(path.read_text())
+    check_kernel_times(content)
+    assert {row["variant"] for row in content["rows"]} == set(EXPECTED)

@@ -284,6 +284,9 @@ def finalize() -> None:
 
     With transport "nvshmem" all processes must call it; a program that ends without does so at its exit.
 
+    Where a kernel has given up on a peer, it says so in the log: a check before a later launch would have raised, but
+    there may have been none.
+
     Returns:
       None; a later `init` of any shapes and axes starts afresh. Programs compiled before it must be compiled again.
 
@@ -299,8 +302,9 @@ def finalize() -> None:
     with _lock:
         the_heap = _heap
         _current, _heap, _is_implicit = None, None, False
-        if the_heap is not None:
-            the_heap.close()
+        # Where it was a program's last launch that failed, no check has told of it.
+        if the_heap is not None and (story := the_heap.close()) is not None:
+            _log.error("finalize: a launch has failed, and what programs computed since is wrong. %s", story)
 
 
 def _finalize_at_exit() -> None:

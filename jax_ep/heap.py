@@ -207,12 +207,14 @@ class SymmetricHeap:
         first = min(failures, key=lambda record: record.state != ffi.State.WRONG_MESH, default=None)
         return None if first is None else ffi.format_status(first)
 
-    def close(self) -> None:
-        """Waits for the devices and gives everything back."""
+    def close(self) -> str | None:
+        """Waits for the devices and gives everything back; the story of a failure, if there was one."""
         self._wait()
+        story = self.failure()
         ffi.unregister_table(self.id)
         ffi.unregister_status(self.id)
         self._memory.close()
+        return story
 
 
 def wait_for_devices(devices: list[jax.Device]) -> None:

@@ -229,7 +229,7 @@ def test_any_count_of_tokens(mesh, rng, dtype):
 
 
 @pytest.mark.parametrize("name", ["low_latency_dispatch", "low_latency_combine"])
-def test_an_expired_wait_names_both_ranks(rng, name):
+def test_an_expired_wait_names_both_ranks(rng, name, caplog):
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
     jax_ep.init(mesh, transport="shared_memory", timeout_s=1.0)
@@ -245,7 +245,9 @@ def test_an_expired_wait_names_both_ranks(rng, name):
     assert story is not None and "rank 0" in story and "rank 1" in story
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"refuses work after a failure"):
         harness.run(round_trip(Shape(1, 1, 2, 8), 1), mesh, *Problem(rng, "uniform", 2, Shape(1, 1, 2, 8), 1).args)
+    assert not caplog.records
     jax_ep.finalize()
+    assert story in caplog.text  # for programs that end before a check could tell
 
 
 def test_bits_do_not_change_from_run_to_run(mesh, rng):

@@ -1,0 +1,185 @@
+"""Where the time of a layer goes: kernels and idle gaps of the first GPU, as JAX's profiler sees them.
+
+    python benchmarks/kernel_times.py [--what low-latency decode moe-forward moe-backward] [--tokens 1 128] [--ranks 2]
+
+Writes results/kernel_times.json. Programs:
+
+  low-latency   16 round trips of low_latency.py: dispatch in FP8, combine in bfloat16
+  decode        4 layers of decode_layer.py, its variant "low latency, fp8"
+  moe-forward   one layer of moe_layer.py, its variant "moe", 4096 tokens per rank, uniform routing
+  moe-backward  the same with its gradients
+
+A program runs several times in one trace, with a pause after each run that is far longer than any gap inside, and is
+split into runs there; the first one is left out. A row has the times from first start to last end as its `seconds`, the
+busy time, which is the union over streams, the idle rest, and a list of kernels by what they take of a run. A kernel
+that waits for another GPU is busy meanwhile: its time has the lead of this GPU over the slowest one in it.
+
+Profiling makes launches slower, and gaps with them: other scripts tell how long a layer takes, this one of what it
+consists. `--traces FOLDER` keeps the traces, which ui.perfetto.dev shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import decode_experts
+import decode_layer
+import dispatch_combine
+import harness
+import jax
+import low_latency
+import moe_chains
+import moe_variants
+import trace_events
+from harness import Report, Timing
+from trace_events import Event
+
+import jax_ep
+from jax_ep.serving import serving_weights
+
+AXIS = "expert"
+ROUND_TRIPS, DECODE_LAYERS = 16, 4
+TOKENS, MOE_TOKENS, QUICK_TOKENS = [1, 128], 4096, 8
+PAUSE_S = 0.005
+WARMUP = 2  # what is loaded, or recorded as a CUDA graph, on first use is not what the trace is about
+_NAME_WIDTH = 72
+
+
+class Program(NamedTuple):
+    """What is profiled: a function, its arguments, and how many layers or round trips it makes of them."""
+
+    fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    steps: int
+
+
+def round_trips(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
+    """Low-latency dispatch and combine in turns."""
+    model = moe_chains.MODELS[name]
+    sizes = dispatch_combine.Model(model.hidden, model.experts, model.top_k)
+    inputs = low_latency.make_inputs(mesh, tokens, sizes)
+    variant = low_latency.variants(inputs)["round trip, bf16 back"]
+    return Program(*low_latency.chain(inputs.case, variant, ROUND_TRIPS), ROUND_TRIPS)
+
+
+def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
+    """Whole layers of decode-sized batches, in FP8."""
+    hidden, inner, experts, top_k = moe_chains.MODELS[name]
+    model = decode_experts.Model(experts=experts, top_k=top_k, hidden=hidden, inner=inner)
+    weights = jax.jit(partial(serving_weights, fp8=True))(*decode_layer.make_matrices(mesh, model))
+    inputs = decode_layer.make_tokens(mesh, model, tokens)
+    layer = partial(decode_layer.low_latency, model, None)
+    return Program(*decode_layer.chain(mesh, layer, (*inputs, weights), DECODE_LAYERS), DECODE_LAYERS)
+
+
+def moe(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool) -> Program:
+    """The layer of training."""
+    case = moe_chains.make_case(mesh, name, "uniform", tokens, moe_chains.make_weights(mesh, name))
+    (variant,) = moe_variants.layers(case, ["moe"], backward=backward).values()
+    return Program(*moe_chains.chain(case, variant)(1), 1)
+
+
+BUILDERS: dict[str, Callable[[jax.sharding.Mesh, str, int], Program]] = {
+    "low-latency": round_trips,
+    "decode": decode,
+    "moe-forward": partial(moe, backward=False),
+    "moe-backward": partial(moe, backward=True),
+}
+
+
+def record(program: Program, rounds: int, folder: Path) -> list[Event]:
+    """Kernels of the first GPU in so many runs after those that warm up."""
+    run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
+    for _ in range(WARMUP):
+        jax.block_until_ready(run())
+    options = jax.profiler.ProfileOptions()
+    # A trace has room for a million events, which those of the host would fill.
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    with jax.profiler.trace(folder, profiler_options=options):
+        for _ in range(rounds):
+            jax.block_until_ready(run())
+            time.sleep(PAUSE_S)
+    return trace_events.kernels(trace_events.load(folder))
+
+
+def profile(program: Program, rounds: int, folder: Path) -> tuple[Timing, dict[str, Any]]:
+    """Spans of the runs, and the rest of the program's row."""
+    runs = trace_events.split_runs(record(program, rounds + 1, folder), rounds + 1)[1:]
+    timing = Timing(tuple(1e-6 * trace_events.span(run) for run in runs))
+    return timing, {"steps": program.steps, **trace_events.summarise(runs)}
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    """Prints one program's row."""
+    span, idle = found["span_us"], found["idle_us"]
+    title += f": span {span:.1f} us, busy {found['busy_us']:.1f}, idle {idle:.1f} ({100 * idle / span:.0f} %)"
+    title += "" if found["same_calls"] else "; RUNS DIFFER IN THEIR CALLS"
+    cells = [
+        [k["name"][:_NAME_WIDTH], f"{k['calls']:g}", f"{k['us_per_call']:.2f}", f"{k['us']:.1f}", f"{k['share']:.1%}"]
+        for k in found["kernels"]
+    ]
+    harness.show_table(title, ["kernel", "calls", "us per call", "us per run", "of busy"], cells)
+
+
+def measure(
+    report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, cases: Iterable[tuple[str, int]]
+) -> None:
+    """All programs, one at a time; one that fails does not keep the others from running."""
+    for what, tokens in cases:
+        shape = {"model": args.model, "tokens_per_rank": tokens, "ranks": mesh.size, "dtype": "bfloat16"}
+        title = f"{what}, {tokens} tokens/rank, {mesh.size} ranks"
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = args.traces / f"{what}-{tokens}" if args.traces else Path(scratch)
+                timing, found = profile(BUILDERS[what](mesh, args.model, tokens), args.rounds, folder)
+        except Exception as error:
+            report.failed(what, shape, f"{type(error).__name__}: {error}")
+            print(f"{title}: failed: {error}")
+        else:
+            report.add(what, shape, timing, **found)
+            show(title, found)
+        gc.collect()  # the matrices of the next program need their place
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=5)
+    parser.add_argument("--what", nargs="+", choices=BUILDERS, default=list(BUILDERS), help="default: all")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help=f"per rank, of low-latency and decode (default: {TOKENS})"
+    )
+    parser.add_argument("--model", choices=moe_chains.MODELS, help="default: deepseek-v3; --quick: tiny")
+    parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
+    parser.add_argument("--traces", type=Path, help="folder to keep the traces in (default: they are not kept)")
+    return parser
+
+
+def main() -> None:
+    """Profiles what the command line asks for and writes the report."""
+    args = harness.parse(options())
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        print("kernel_times: needs two or more GPUs; nothing measured")
+        return
+    ranks = args.ranks or jax.device_count()
+    mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    jax_ep.init(mesh)
+    args.model = args.model or ("tiny" if args.quick else "deepseek-v3")
+    args.tokens = args.tokens or ([QUICK_TOKENS] if args.quick else TOKENS)
+    of_moe = [QUICK_TOKENS if args.quick else MOE_TOKENS]
+    cases = itertools.chain(*(itertools.product([w], of_moe if "moe" in w else args.tokens) for w in args.what))
+    settings = {"rounds": args.rounds, "quick": args.quick, "what": args.what, "tokens": args.tokens}
+    report = Report("kernel_times", args.out, settings)
+    measure(report, args, mesh, cases)
+    print(report.path)
+
+
+if __name__ == "__main__":
+    main()

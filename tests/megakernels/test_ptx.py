@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import pytest
+from compiling import build
 
 from jax_ep.heap import MAX_BLOCKS, HeapLayout
 from jax_ep.megakernels import tuning
@@ -18,38 +17,7 @@ pytest.importorskip("triton")
 LAYOUT = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
 HIDDEN = 7168
 CAPABILITIES = [80, 90, 100]
-# Compiling imports Triton; in a process of its own, since a test process may be the parent of interpreters.
-COMPILE = """
-import importlib, json, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-module, function, types, constants, warps, capability = json.loads(sys.argv[1])
-kernel = getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{module}"), function)
-names = kernel.arg_names
-signature = {name: types.get(name, "constexpr") for name in names}
-aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
-source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
-options = {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": True}
-compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-    file.write(compiled.asm["ptx"])
-    file.flush()
-    ptxas = triton.knobs.nvidia.ptxas_blackwell.path or triton.knobs.nvidia.ptxas.path
-    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
-    command = [ptxas, "-v", f"-arch={target}", file.name, "-o", "/dev/null"]
-    report = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
-print(json.dumps({"ptx": compiled.asm["ptx"], "report": report}))
-"""
-
-
-def build(module, function, types, constants, warps, capability):
-    import json
-
-    request = json.dumps([module, function, types, constants, warps, capability])
-    done = subprocess.run([sys.executable, "-c", COMPILE, request], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+STAGES = 3
 
 
 def places() -> dict[str, int]:
@@ -80,7 +48,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     constants = (
         places() | sizes | blocks | ({"R": 40960, "TO_ROWS": True, "QUANTIZED": False} if name == "dispatch" else {})
     )
-    built = build(name, name, types, constants, config.num_warps, capability)
+    built = build(name, name, types, constants, config.num_warps, STAGES, capability)
     assert re.search(r"ld\.global\.v4\.b32", built["ptx"]), "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
     assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
@@ -97,7 +65,7 @@ def test_word_kernel(capability):
     config, block = tuning.words(4, 4096 * 8)
     pointers = dict.fromkeys(("x_ptr", "group_ptr", "after_ptr", "out_ptr"), "*i32") | {"table_ptr": "*i64"}
     constants = places() | {"W": 4, "N": 4096 * 8, "DIFFERENT": False, "BLOCK": block}
-    built = build("words", "exchange_words", pointers, constants, config.num_warps, capability)
+    built = build("words", "exchange_words", pointers, constants, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
@@ -111,7 +79,7 @@ def test_plan_kernel(experts, tokens, capability):
     names = [f"{name}_ptr" for name in ("x", "group", "after", *results)]
     pointers = dict.fromkeys(names, "*i32") | {"table_ptr": "*i64"}
     sizes = {"W": 4, "N": tokens * 8, "L": experts // 4, "R": layout.capacity, "ALIGNMENT": 1}
-    built = build("plan", "plan", pointers, places() | sizes | blocks, config.num_warps, capability)
+    built = build("plan", "plan", pointers, places() | sizes | blocks, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     assert int(re.findall(r"Used (\d+) registers", built["report"])[0]) <= 255
     if tokens > 128:  # else a block is a word per thread

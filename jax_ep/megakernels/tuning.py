@@ -178,17 +178,26 @@ def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dic
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
+AMONG_TILES = 0.53e12
+"""Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 CHUNK_SECONDS = 60e-6
 """Products and sums of a chunk take at least as long: it costs each program some waits, and two ends of its loop."""
 
 
-def _reduced_times(layout: Layout, features: int, hidden: int) -> tuple[float, float, float]:
-    """Seconds per token to compute the products, to make sums of them on the way, and to send these."""
-    ranks, top_k, row = layout.num_ranks, layout.top_k, 2 * hidden
-    remote = (ranks - 1) / ranks
-    holders = ranks * (1 - remote**top_k)  # expected number of ranks with an expert of a token
-    product = 2 * top_k * features * hidden / TENSOR_CORES
-    return product, (top_k + 2 * holders + 1) * row / MEMORY, holders * remote * row / LINK
+def _holders(layout: Layout) -> float:
+    """Expected number of ranks with an expert of a token."""
+    ranks = layout.num_ranks
+    return ranks * (1 - ((ranks - 1) / ranks) ** layout.top_k)
+
+
+def _product(layout: Layout, features: int, hidden: int) -> float:
+    """Seconds per token to compute the products."""
+    return 2 * layout.top_k * features * hidden / TENSOR_CORES
+
+
+def _made(layout: Layout, hidden: int) -> float:
+    """Bytes per token that are moved to make sums of products: rows read, and sums written, read and added up."""
+    return (layout.top_k + 2 * _holders(layout) + 1) * 2 * hidden
 
 
 def _reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
@@ -200,8 +209,8 @@ def _reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
     else:
         num_rows = min(layout.capacity, layout.num_tokens * layout.top_k)  # in use, where experts are equally loaded
         turns = column_tiles * -(-num_rows // tile["BM"]) / all_programs()
-        product, made, _ = _reduced_times(layout, features, hidden)
-        most = min(turns / 2, layout.num_tokens * (product + made) / CHUNK_SECONDS)
+        time = _product(layout, features, hidden) + _made(layout, hidden) / AMONG_TILES
+        most = min(turns / 2, layout.num_tokens * time / CHUNK_SECONDS)
     return next(chunks for chunks in range(8, 0, -1) if column_tiles % chunks == 0 and chunks <= max(1, most))
 
 
@@ -210,13 +219,15 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
 
     docs/performance.md tells why.
     """
-    ranks, top_k, row = layout.num_ranks, layout.top_k, 2 * hidden
-    product, made, sent = _reduced_times(layout, features, hidden)
+    top_k, row = layout.top_k, 2 * hidden
+    remote = (layout.num_ranks - 1) / layout.num_ranks
+    product, sent = _product(layout, features, hidden), _holders(layout) * remote * row / LINK
+    made, between = (_made(layout, hidden) / rate for rate in (MEMORY, AMONG_TILES))
     last = 1 / _reduced_chunks(layout, features, hidden)
     return {
         "serial": product + max(sent, made),
-        "scatter": max(product, top_k * (ranks - 1) / ranks * row / LINK) + (top_k + 1) * row / MEMORY,
-        "reduce": max(product + (1 - last) * made, (1 - last) * sent) + last * max(sent, made),
+        "scatter": max(product, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY,
+        "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
     }
 
 

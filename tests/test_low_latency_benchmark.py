@@ -88,7 +88,8 @@ def check_low_latency(content: dict) -> None:
         assert row["floor_seconds"] >= 0.99 * row["wire_bytes"] / (content["summary"]["copy_engine_bytes_per_s"])
     wanted = {(int(ranks), tokens) for ranks, counts in content["settings"]["tokens"].items() for tokens in counts}
     assert set(cases) == wanted
-    assert all(names - BASELINES == VARIANTS for names in cases.values())
+    singly = {name for names in cases.values() for name in names if name.endswith(", no graphs")}  # on GPUs
+    assert all(names - BASELINES - singly == VARIANTS for names in cases.values())
 
 
 def test_quick_run(tmp_path):
@@ -109,4 +110,4 @@ def test_published_figures_are_complete():
         pytest.skip("not measured yet")
     content = json.loads(path.read_text())
     check_low_latency(content)
-    assert {1, 128, 512} <= set(content["settings"]["tokens"]["4"])
+    assert all({1, 128} <= set(counts) for counts in content["settings"]["tokens"].values())

@@ -12,15 +12,19 @@ import pytest
 from jax.sharding import Mesh
 from kernel_calls import HEAP_BYTES, W
 
+import jax_ep
 from jax_ep import interpreter
 
 
 @pytest.fixture(autouse=True)
-def needs_triton() -> None:
+def needs_triton(request: pytest.FixtureRequest) -> None:
+    """Tests of this folder run on CPU devices; those of modules with ALSO_ON_GPUS on the GPUs of one process too."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" and not getattr(request.module, "ALSO_ON_GPUS", False):
         pytest.skip("the interpreter stands for GPUs on the CPU")
+    if jax.process_count() > 1:
+        pytest.skip("a context of several processes is not made anew")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,16 @@ def pool(shared_pool: interpreter.Pool) -> Iterator[interpreter.Pool]:
 @pytest.fixture
 def mesh4() -> Mesh:
     return harness.make_mesh((W,), (harness.EXPERT,))
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Mesh]:
+    """Two ranks with a context of the test's own."""
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory")
+    yield mesh
+    jax_ep.finalize()
 
 
 @pytest.fixture

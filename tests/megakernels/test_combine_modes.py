@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -23,12 +22,8 @@ AXIS = (harness.EXPERT,)
 
 
 @pytest.fixture
-def mesh() -> Iterator[jax.sharding.Mesh]:
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), AXIS)
-    jax_ep.init(mesh, transport="shared_memory")
-    yield mesh
-    jax_ep.finalize()
+def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    return two_ranks
 
 
 @pytest.mark.parametrize("mode", ["scatter", "reduce"])

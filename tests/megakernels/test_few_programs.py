@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -10,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-import jax_ep
 from jax_ep import backends
 from jax_ep.kernel import Config
 from jax_ep.megakernels import exchange, tuning
@@ -21,12 +19,8 @@ AXIS = (harness.EXPERT,)
 
 
 @pytest.fixture
-def mesh() -> Iterator[jax.sharding.Mesh]:
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), AXIS)
-    jax_ep.init(mesh, transport="shared_memory")
-    yield mesh
-    jax_ep.finalize()
+def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    return two_ranks
 
 
 def test_a_limit_is_none_or_a_number_that_is_not_exceeded():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -23,13 +22,8 @@ OPTIONS = {"implementation": "triton"}
 
 
 @pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    """Two ranks with a context of the test's own."""
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    jax_ep.init(mesh, transport="shared_memory")
-    yield mesh
-    jax_ep.finalize()
+def mesh(two_ranks: Mesh) -> Mesh:
+    return two_ranks
 
 
 class Problem:

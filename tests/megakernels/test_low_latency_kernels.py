@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -22,13 +21,8 @@ SHAPE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=16)
 
 
 @pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    """Two ranks with a context of the test's own."""
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    jax_ep.init(mesh, transport="shared_memory")
-    yield mesh
-    jax_ep.finalize()
+def mesh(two_ranks: Mesh) -> Mesh:
+    return two_ranks
 
 
 def round_trip(shape: Shape, max_tokens: int) -> Any:

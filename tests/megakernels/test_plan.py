@@ -6,7 +6,6 @@ On GPUs too, where one process drives them.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,16 +28,8 @@ from jax_ep.types import Handle, Layout
 FIELDS = ("row_slot", "slot_row", "group_sizes", "ids", "num_invalid", "num_dropped")
 HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
 EXPERT = harness.EXPERT
+ALSO_ON_GPUS = True
 TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
-
-
-@pytest.fixture(autouse=True)
-def needs_triton() -> None:
-    """In place of the one that keeps tests of the interpreter from GPUs."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
-    if jax.process_count() > 1:
-        pytest.skip("a context of several processes is not made anew")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 
@@ -19,17 +18,9 @@ from jax_ep.megakernels.schedule import send_schedule, sorted_schedule
 from jax_ep.types import Layout
 
 EXPERT = harness.EXPERT
+ALSO_ON_GPUS = True
 HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
 ON_CPU = jax.default_backend() == "cpu"
-
-
-@pytest.fixture(autouse=True)
-def needs_triton() -> None:
-    """In place of the one that keeps tests of the interpreter from GPUs."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: pip install 'triton>=3.9'")
-    if jax.process_count() > 1:
-        pytest.skip("a context of several processes is not made anew")
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ split into runs there; the first one is left out. A row has the times from first
 busy time, which is the union over streams, the idle rest, and a list of kernels by what they take of a run. A kernel
 that waits for another GPU is busy meanwhile: its time has the lead of this GPU over the slowest one in it.
 
-Profiling makes launches slower, and gaps with them: other scripts tell how long a layer takes, this one of what it
-consists. `--traces FOLDER` keeps the traces, which ui.perfetto.dev shows.
+Profiling changes launches, and gaps with them. So a row also has what a run takes without the profiler, as the host sees
+it; other scripts tell how long a layer takes. `--traces FOLDER` keeps the traces, which ui.perfetto.dev shows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -95,11 +96,16 @@ BUILDERS: dict[str, Callable[[jax.sharding.Mesh, str, int], Program]] = {
 }
 
 
-def record(program: Program, rounds: int, folder: Path) -> list[Event]:
-    """Kernels of the first GPU in so many runs after those that warm up."""
+def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
+    """Kernels of the first GPU in so many runs after those that warm up; and us of a run without the profiler."""
     run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
     for _ in range(WARMUP):
         jax.block_until_ready(run())
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begun)
     options = jax.profiler.ProfileOptions()
     # A trace has room for a million events, which those of the host would fill.
     options.python_tracer_level, options.host_tracer_level = 0, 1
@@ -107,20 +113,22 @@ def record(program: Program, rounds: int, folder: Path) -> list[Event]:
         for _ in range(rounds):
             jax.block_until_ready(run())
             time.sleep(PAUSE_S)
-    return trace_events.kernels(trace_events.load(folder))
+    return trace_events.kernels(trace_events.load(folder)), 1e6 * statistics.median(times)
 
 
 def profile(program: Program, rounds: int, folder: Path) -> tuple[Timing, dict[str, Any]]:
     """Spans of the runs, and the rest of the program's row."""
-    runs = trace_events.split_runs(record(program, rounds + 1, folder), rounds + 1)[1:]
+    events, unprofiled_us = record(program, rounds + 1, folder)
+    runs = trace_events.split_runs(events, rounds + 1)[1:]
     timing = Timing(tuple(1e-6 * trace_events.span(run) for run in runs))
-    return timing, {"steps": program.steps, **trace_events.summarise(runs)}
+    return timing, {"steps": program.steps, "unprofiled_us": unprofiled_us, **trace_events.summarise(runs)}
 
 
 def show(title: str, found: dict[str, Any]) -> None:
     """Prints one program's row."""
     span, idle = found["span_us"], found["idle_us"]
     title += f": span {span:.1f} us, busy {found['busy_us']:.1f}, idle {idle:.1f} ({100 * idle / span:.0f} %)"
+    title += f"; {found['unprofiled_us']:.1f} us without the profiler, seen from the host"
     title += "" if found["same_calls"] else "; RUNS DIFFER IN THEIR CALLS"
     cells = [
         [k["name"][:_NAME_WIDTH], f"{k['calls']:g}", f"{k['us_per_call']:.2f}", f"{k['us']:.1f}", f"{k['share']:.1%}"]

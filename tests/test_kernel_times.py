@@ -187,6 +187,7 @@ def check_kernel_times(content: dict) -> None:
         assert row["seconds"]["rounds"] == content["settings"]["rounds"]
         assert row["span_us"] == pytest.approx(1e6 * row["seconds"]["median"])
         assert 0 < row["busy_us"] <= row["span_us"] and row["idle_us"] >= 0
+        assert row.get("unprofiled_us", 1.0) > 0  # older reports have none
         times = [kernel["us"] for kernel in row["kernels"]]
         assert times == sorted(times, reverse=True) and times[0] > 0
         assert sum(kernel["share"] for kernel in row["kernels"]) > 0.9
@@ -203,7 +204,7 @@ def test_report(modules, monkeypatch, tmp_path, capsys):
 
     def record(program, rounds, folder):
         ran.append((program.fn(), rounds, folder.name))
-        return modules.trace_events.kernels(synthetic_trace())
+        return modules.trace_events.kernels(synthetic_trace()), 99.0
 
     for what in EXPECTED:
         monkeypatch.setitem(script.BUILDERS, what, lambda *args, what=what: build(what, *args))

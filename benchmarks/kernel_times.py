@@ -14,8 +14,8 @@ split into runs there; the first one is left out. A row has the times from first
 busy time, which is the union over streams, the idle rest, and a list of kernels by what they take of a run. A kernel
 that waits for another GPU is busy meanwhile: its time has the lead of this GPU over the slowest one in it.
 
-Profiling changes launches, and gaps with them. So a row also has what a run takes without the profiler, as the host sees
-it; other scripts tell how long a layer takes. `--traces FOLDER` keeps the traces, which ui.perfetto.dev shows.
+Profiling changes launches, and gaps with them. So a row also has what a run takes without the profiler, as the host
+sees it; other scripts tell how long a layer takes. `--traces FOLDER` keeps the traces, which ui.perfetto.dev shows.
 """
 
 from __future__ import annotations

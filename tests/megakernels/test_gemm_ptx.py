@@ -130,6 +130,7 @@ WEIGHT_VARIANTS = {
     "stored by TMA in halves": WeightTiles(tma_store=True, store_parts=2),
     "stored by TMA in quarters": WeightTiles(tma_store=True, store_parts=4),
     "two programs": WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2),
+    "two programs, stored by pointers": WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2),
     "stored in halves": WeightTiles(store_parts=2),
 }
 

@@ -140,7 +140,7 @@ def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
     if not has_tma():
         return WeightTiles(block_n=128, num_stages=3, descriptors=False)
     if out_itemsize <= 2:
-        # Two programs of narrow tiles: while one stores its tile, the other multiplies. Stores by TMA are 5 % faster, but
-        # results with a descriptor are copied into those of a scan (launch.py), and all layers of a model write much.
+        # Two programs of narrow tiles: while one stores its tile, the other multiplies. By TMA that is 5 % faster, but
+        # then XLA copies the result into those of a scan over layers (launch.py), which costs more.
         return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2)
     return WeightTiles(block_n=128)

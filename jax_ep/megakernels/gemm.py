@@ -202,9 +202,7 @@ def _launch_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
         "TMA_STORE": tiles.tma_store,
     }
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
-    result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    if tiles.tma_store:
-        result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
+    result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     return launch(_WEIGHTS, (*operands, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
 
 

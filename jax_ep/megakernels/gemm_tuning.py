@@ -59,7 +59,8 @@ class WeightTiles:
       programs: per multiprocessor.
       flatten: one loop over tiles and rows.
       descriptors: read by TMA.
-      tma_store: store by TMA, through a descriptor made on the host, while the next tile is computed.
+      tma_store: store by TMA, through a descriptor that the kernel makes in scratch memory, while the next tile is
+        computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that are stored one after another: each takes less shared memory.
     """
 
@@ -140,7 +141,6 @@ def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
     if not has_tma():
         return WeightTiles(block_n=128, num_stages=3, descriptors=False)
     if out_itemsize <= 2:
-        # Two programs of narrow tiles: while one stores its tile, the other multiplies. By TMA that is 5 % faster, but
-        # then XLA copies the result into those of a scan over layers (launch.py), which costs more.
+        # Two programs of narrow tiles: while one stores its tile, the other multiplies.
         return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2)
     return WeightTiles(block_n=128)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax_ep.types import Array
 def launch(
     kernel: Kernel,
     operands: Sequence[Array | Descriptor],
-    results: Sequence[jax.ShapeDtypeStruct | Descriptor],
+    results: Sequence[jax.ShapeDtypeStruct],
     config: Config,
     constants: Mapping[str, Any],
 ) -> tuple[Array, ...]:
@@ -30,7 +29,9 @@ def launch(
     Args:
       kernel: what to run.
       operands: arrays of this shard, or descriptors of them.
-      results: shapes and dtypes of the results, or descriptors of them.
+      results: shapes and dtypes of the results. They have no descriptors: the host can describe operands only, and
+        where a result is an operand's memory, XLA (JAX 0.11.2) may still let the call write elsewhere, as into the
+        stacked results of a scan.
       config: grid and compilation options.
       constants: `tl.constexpr` parameters.
 
@@ -55,35 +56,22 @@ def make_ready(function: str) -> None:
 def _run_on_gpu(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:
     import jax_triton
 
-    function = kernel.load()
-    # jax-triton describes operands only: a described result takes the memory of an operand that has no contents yet.
-    names = function.arg_names[len(operands) :]
-    described = [i for i, result in enumerate(results) if isinstance(result, Descriptor)]
-    empty = {names[i]: _described(_empty(results[i]), blocks_of(results[i])) for i in described}
-    with warnings.catch_warnings():
-        # It would rather have references, which are effects.
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        outputs = jax_triton.triton_call(
-            *(_described(array_of(x), blocks_of(x)) for x in operands),
-            kernel=function,
-            out_type=tuple(array_of(x) for x in results),
-            grid=(config.num_programs,),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            input_output_aliases={len(operands) + place: i for place, i in enumerate(described)},
-            backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
-            **empty,
-            **constants,
-        )
-    # XLA lets a call write to its place in the results of a scan, also a call whose result is an operand's memory:
-    # the kernel would write to the operand alone. It does so no more where something is between (JAX 0.11.2).
-    return tuple(lax.optimization_barrier(x) if i in described else x for i, x in enumerate(outputs))
+    return jax_triton.triton_call(
+        *(_described(array_of(x), blocks_of(x)) for x in operands),
+        kernel=kernel.load(),
+        out_type=results,
+        grid=(config.num_programs,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
+        **constants,
+    )
 
 
 def _described(array: Array, blocks: Blocks | None) -> Any:
@@ -92,14 +80,10 @@ def _described(array: Array, blocks: Blocks | None) -> Any:
     return array if blocks is None else jax_triton.TensorDescriptor(array, *blocks)
 
 
-def _empty(result: jax.ShapeDtypeStruct | Descriptor) -> Array:
-    return lax.empty(array_of(result).shape, array_of(result).dtype)
-
-
 def _interpret(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:

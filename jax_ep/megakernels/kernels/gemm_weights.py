@@ -121,7 +121,7 @@ def grouped_gemm_weights(
     lhs,
     rhs,
     sizes_ptr,
-    out,
+    out_ptr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -139,9 +139,12 @@ def grouped_gemm_weights(
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[G, K, N]`, zero for empty groups.
 
     With FLATTEN the loops over tiles and rows are one, written by hand since the number of blocks differs from tile to
-    tile: the loads of a tile begin before the one before it is stored. `out` is a pointer, or with TMA_STORE a
-    descriptor of what is stored at a time, and stores end while the next tile is computed.
+    tile: the loads of a tile begin before the one before it is stored. With TMA_STORE stores end while the next tile is
+    computed.
     """
+    out = out_ptr
+    if TMA_STORE:
+        out = tl.make_tensor_descriptor(out_ptr, [G, K, N], [K * N, N, 1], [1, BM, BN // PARTS])
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)

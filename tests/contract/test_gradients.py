@@ -92,7 +92,9 @@ def test_moe_activations(implementation: str, activation: str, gated: bool, expe
     weights = [split_experts(w, 2) for w in arrays[2:]]
     fn = moe_vjp(BASE, implementation, activation=activation)
     got = run(fn, expert_mesh(2), *arrays[:2], *weights, topk_idx, d_out)
-    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts), activation), d_out)
+    # The slope of gelu at a negative number is a difference of numbers that are nearly equal.
+    tolerance = 5e-5 if activation == "gelu" else None
+    check_moe(got, oracle.MoE(*arrays, oracle.layout(topk_idx, BASE.num_experts), activation), d_out, tolerance)
 
 
 def test_moe_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:

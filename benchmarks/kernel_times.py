@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -99,13 +98,7 @@ BUILDERS: dict[str, Callable[[jax.sharding.Mesh, str, int], Program]] = {
 def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], float]:
     """Kernels of the first GPU in so many runs after those that warm up; and us of a run without the profiler."""
     run = partial(jax.jit(program.fn).lower(*program.arguments).compile(), *program.arguments)
-    for _ in range(WARMUP):
-        jax.block_until_ready(run())
-    times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - begun)
+    unprofiled = harness.measure_interleaved({"run": run}, rounds, warmup=WARMUP, title="without the profiler")["run"]
     options = jax.profiler.ProfileOptions()
     # A trace has room for a million events, which those of the host would fill.
     options.python_tracer_level, options.host_tracer_level = 0, 1
@@ -113,7 +106,7 @@ def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], fl
         for _ in range(rounds):
             jax.block_until_ready(run())
             time.sleep(PAUSE_S)
-    return trace_events.kernels(trace_events.load(folder)), 1e6 * statistics.median(times)
+    return trace_events.kernels(trace_events.load(folder)), 1e6 * unprofiled.median
 
 
 def profile(program: Program, rounds: int, folder: Path) -> tuple[Timing, dict[str, Any]]:

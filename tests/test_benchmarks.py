@@ -333,6 +333,11 @@ def quick_run(tmp_path_factory):
     return json.loads((folder / "grouped_gemm_cpu.json").read_text()), folder, output
 
 
+def published(name: str) -> dict:
+    """What a benchmark, or the tests on GPUs, have found last, as the repository has it."""
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+
+
 def check_report(content: dict) -> None:
     """What every report must say for its figures to mean something."""
     assert set(content) == KEYS
@@ -456,7 +461,7 @@ def test_quick_run_of_the_exchange(tmp_path):
 
 
 def test_published_exchange_is_complete():
-    content = json.loads((BENCHMARKS / "results" / "dispatch_combine.json").read_text())
+    content = published("dispatch_combine")
     if "chain_lengths" not in content["settings"]:
         pytest.skip("published by an earlier version of the script")
     check_exchange(content)
@@ -482,7 +487,7 @@ def test_published_figures_are_complete(path):
 
 
 def test_published_cost_follows_the_rows_and_not_the_groups():
-    summary = json.loads((BENCHMARKS / "results" / "grouped_gemm_cpu.json").read_text())["summary"]
+    summary = published("grouped_gemm_cpu")["summary"]
     assert summary["max_ratio"] == 1.5
     for ratio in summary["forward_ratio_64_to_8_groups"].values():
         assert ratio["within_rounds"] <= summary["max_ratio"]
@@ -490,10 +495,7 @@ def test_published_cost_follows_the_rows_and_not_the_groups():
 
 
 def test_published_outcome_of_the_tests_on_gpus():
-    path = BENCHMARKS / "results" / "test_gpu.json"
-    if not path.exists():
-        pytest.skip("none is published")
-    content = json.loads(path.read_text())
+    content = published("test_gpu")
     assert content["device"]["platform"] == "gpu"
     assert {"jax", "jaxlib", "triton", "jax-triton"} <= set(content["versions"])
     for run in content["runs"].values():
@@ -503,10 +505,7 @@ def test_published_outcome_of_the_tests_on_gpus():
 
 
 def test_published_loss_curves_are_the_same():
-    path = BENCHMARKS / "results" / "training_equivalence.json"
-    if not path.exists():
-        pytest.skip("none are published")
-    content = json.loads(path.read_text())
+    content = published("training_equivalence")
     assert content["device"]["platform"] == "gpu" and content["device"]["count"] >= 2
     for curve in content["curves"].values():
         difference = np.abs(np.subtract(curve["triton"], curve["xla"]))

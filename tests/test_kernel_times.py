@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from harness import make_mesh
-from test_benchmarks import BENCHMARKS, check_report, load, run_quickly
+from test_benchmarks import check_report, load, published, run_quickly
 
 import jax_ep
 
@@ -248,9 +248,6 @@ def test_without_gpus_nothing_is_measured(tmp_path):
 
 
 def test_published_figures_are_complete():
-    path = BENCHMARKS / "results" / "kernel_times.json"
-    if not path.exists():
-        pytest.skip("not measured yet")
-    content = json.loads(path.read_text())
+    content = published("kernel_times")
     check_kernel_times(content)
     assert {row["variant"] for row in content["rows"]} == set(EXPECTED)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import make_mesh
-from test_benchmarks import BENCHMARKS, check_report, load, run_quickly
+from test_benchmarks import check_report, load, published, run_quickly
 
 RANKS, TOKENS = 4, 6
 VARIANTS = {
@@ -105,9 +105,6 @@ def test_quick_run(tmp_path):
 
 
 def test_published_figures_are_complete():
-    path = BENCHMARKS / "results" / "low_latency.json"
-    if not path.exists():
-        pytest.skip("not measured yet")
-    content = json.loads(path.read_text())
+    content = published("low_latency")
     check_low_latency(content)
     assert all({1, 128} <= set(counts) for counts in content["settings"]["tokens"].values())

@@ -36,6 +36,7 @@ def declared_functions() -> set[str]:
     header = (PACKAGE / "csrc" / "abi.h").read_text()
     handlers = {f"{target}_{suffix}" for target in ("jax_ep_pointer_table", "jax_ep_check_status")
                 for suffix in ("cpu", "cuda")}  # fmt: skip
+    handlers |= {"jax_ep_launch_kernel_cuda", "jax_ep_launch_kernel_instantiate_cuda"}
     return set(re.findall(r"^JAX_EP_EXPORT .*?(jax_ep_\w+)\(", header, re.MULTILINE)) | handlers
 
 

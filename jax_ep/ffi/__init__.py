@@ -4,6 +4,7 @@
 recorded into an exception. A missing or stale library is a `LibraryError` that says how to build it.
 """
 
+from jax_ep.ffi.kernels import launch_kernel
 from jax_ep.ffi.library import LibraryError, Platform, device_key, load
 from jax_ep.ffi.status import (
     Operation,
@@ -28,6 +29,7 @@ __all__ = [
     "check_status",
     "device_key",
     "format_status",
+    "launch_kernel",
     "load",
     "pointer_table",
     "register_table",

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 NAME = "libjax_ep_ffi.so"
-ABI_VERSION = 2  # kAbiVersion of csrc/abi.h
+ABI_VERSION = 3  # kAbiVersion of csrc/abi.h
 BUILD_COMMANDS = (
     "Build it with `pip install -e .` in the source tree (`make` does so in its own environment), or into the tree"
     " itself with `make ffi`."
@@ -23,6 +23,7 @@ BUILD_COMMANDS = (
 
 POINTER_TABLE = "jax_ep_pointer_table"
 CHECK_STATUS = "jax_ep_check_status"
+LAUNCH_KERNEL = "jax_ep_launch_kernel"
 
 _HERE = Path(__file__).resolve().parent
 _LOAD_LOCK = threading.Lock()
@@ -134,6 +135,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "jax_ep_status_fields": (ctypes.c_char_p, []),
         "jax_ep_status_states": (ctypes.c_char_p, []),
         "jax_ep_status_operations": (ctypes.c_char_p, []),
+        "jax_ep_launch_type_id": (pointer, []),
+        "jax_ep_launch_type_info": (pointer, []),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -148,7 +151,20 @@ def _load_once() -> ctypes.CDLL:
         for suffix, platform in (("cpu", "cpu"), ("cuda", "CUDA")):
             handler = jax.ffi.pycapsule(getattr(library, f"{target}_{suffix}"))
             jax.ffi.register_ffi_target(target, handler, platform=platform)
+    _register_launches(library)
     return library
+
+
+def _register_launches(library: ctypes.CDLL) -> None:
+    """The custom call that launches kernels, which keeps a state of its own type, for CUDA devices."""
+    type_id, type_info = (
+        jax.ffi.pycapsule(ctypes.c_void_p(address))
+        for address in (library.jax_ep_launch_type_id(), library.jax_ep_launch_type_info())
+    )
+    jax.ffi.register_ffi_type(LAUNCH_KERNEL, {"type_id": type_id, "type_info": type_info}, platform="CUDA")
+    stages = {"instantiate": library.jax_ep_launch_kernel_instantiate_cuda, "execute": library.jax_ep_launch_kernel_cuda}
+    handlers = {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}
+    jax.ffi.register_ffi_target(LAUNCH_KERNEL, handlers, platform="CUDA")
 
 
 def load() -> ctypes.CDLL:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
-from jax_ep import context
+from jax_ep import context, ffi
 from jax_ep.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
+from jax_ep.megakernels import compilation
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array
 
@@ -60,10 +62,48 @@ def _run_on_gpu(
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:
+    described = any(isinstance(x, Descriptor) for x in operands)
+    run = _run_with_descriptors if described else _run_with_addresses
+    return run(kernel, operands, results, config, constants)
+
+
+def _run_with_addresses(
+    kernel: Kernel,
+    operands: tuple[Any, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    config: Config,
+    constants: dict[str, Any],
+) -> tuple[Array, ...]:
+    """By the package's own custom call: jaxlib's, for the same kernels, takes the host longer than they run."""
+    dtypes = tuple(np.dtype(x.dtype) for x in (*operands, *results))
+    compiled = compilation.compile_kernel(kernel, dtypes, config, constants, compilation.device_capability())
+    return ffi.launch_kernel(
+        compiled.name,
+        compiled.code,
+        operands,
+        results,
+        num_programs=config.num_programs,
+        num_threads=32 * config.num_warps,
+        shared_bytes=compiled.shared_bytes,
+        alignment=compilation.ALIGNMENT,
+    )
+
+
+def _run_with_descriptors(
+    kernel: Kernel,
+    operands: tuple[Array | Descriptor, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    config: Config,
+    constants: dict[str, Any],
+) -> tuple[Array, ...]:
+    """By jax-triton, which makes the descriptors for every launch."""
     import jax_triton
 
+    def described(array: Array, blocks: Blocks | None) -> Any:
+        return array if blocks is None else jax_triton.TensorDescriptor(array, *blocks)
+
     return jax_triton.triton_call(
-        *(_described(array_of(x), blocks_of(x)) for x in operands),
+        *(described(array_of(x), blocks_of(x)) for x in operands),
         kernel=kernel.load(),
         out_type=results,
         grid=(config.num_programs,),
@@ -72,12 +112,6 @@ def _run_on_gpu(
         backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
         **constants,
     )
-
-
-def _described(array: Array, blocks: Blocks | None) -> Any:
-    import jax_triton
-
-    return array if blocks is None else jax_triton.TensorDescriptor(array, *blocks)
 
 
 def _interpret(

@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-inline constexpr int32_t kAbiVersion = 2;
+inline constexpr int32_t kAbiVersion = 3;
 
 enum Code : int32_t { kOk = 0, kInvalidArgument = 1, kFailedPrecondition = 2, kInternal = 3 };
 
@@ -70,5 +70,9 @@ JAX_EP_EXPORT int64_t jax_ep_format_status(const int32_t* record, char* out, int
 JAX_EP_EXPORT const char* jax_ep_status_fields();      // space-separated names, in the order of the record
 JAX_EP_EXPORT const char* jax_ep_status_states();      // space-separated names, the code is the position
 JAX_EP_EXPORT const char* jax_ep_status_operations();  // likewise
+
+// The state of the custom call that launches kernels (launch_kernel.cc): XLA_FFI_TypeId* and const XLA_FFI_TypeInfo*.
+JAX_EP_EXPORT void* jax_ep_launch_type_id();
+JAX_EP_EXPORT const void* jax_ep_launch_type_info();
 
 #endif  // JAX_EP_FFI_ABI_H_

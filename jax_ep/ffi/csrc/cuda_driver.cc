@@ -7,8 +7,9 @@ namespace {
 
 constexpr unsigned kHostPortable = 0x1;   // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kHostDeviceMap = 0x2;  // CU_MEMHOSTALLOC_DEVICEMAP
+constexpr int kMaxDynamicShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-// Signatures from the CUDA driver API; CUresult, CUdevice and CUcontext are int, int and void*.
+// Signatures from the CUDA driver API; CUresult, CUdevice and CUfunction_attribute are int, handles are void*.
 struct Driver {
   int (*init)(unsigned);
   int (*get_error_name)(int, const char**);
@@ -25,6 +26,12 @@ struct Driver {
   int (*copy_async)(DevicePointer, DevicePointer, size_t, Stream);
   int (*set_async)(DevicePointer, unsigned char, size_t, Stream);
   int (*stream_synchronize)(Stream);
+  int (*context_get_current)(Context*);
+  int (*module_load_data)(void**, const void*);
+  int (*module_get_function)(Function*, void*, const char*);
+  int (*function_set_attribute)(Function, int, int);
+  int (*launch_kernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                       void**);
   Status status;  // why the driver cannot be used, or ok
 };
 
@@ -70,6 +77,11 @@ Driver Load() {
   Find(library, &driver, "cuMemcpyDtoDAsync_v2", &driver.copy_async);
   Find(library, &driver, "cuMemsetD8Async", &driver.set_async);
   Find(library, &driver, "cuStreamSynchronize", &driver.stream_synchronize);
+  Find(library, &driver, "cuCtxGetCurrent", &driver.context_get_current);
+  Find(library, &driver, "cuModuleLoadData", &driver.module_load_data);
+  Find(library, &driver, "cuModuleGetFunction", &driver.module_get_function);
+  Find(library, &driver, "cuFuncSetAttribute", &driver.function_set_attribute);
+  Find(library, &driver, "cuLaunchKernel", &driver.launch_kernel);
   if (driver.status.ok()) {
     if (int result = driver.init(0)) driver.status = Failure(driver, "cuInit", result);
   }
@@ -186,6 +198,39 @@ Status Synchronize(Stream stream) {
   const Driver& driver = Get();
   if (!driver.status.ok()) return driver.status;
   if (int result = driver.stream_synchronize(stream)) return Failure(driver, "cuStreamSynchronize", result);
+  return {};
+}
+
+Status CurrentContext(Context* out) {
+  const Driver& driver = Get();
+  if (!driver.status.ok()) return driver.status;
+  if (int result = driver.context_get_current(out)) return Failure(driver, "cuCtxGetCurrent", result);
+  return {};
+}
+
+Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Function* out) {
+  const Driver& driver = Get();
+  if (!driver.status.ok()) return driver.status;
+  void* module = nullptr;  // never unloaded: captured graphs may hold its functions
+  if (int result = driver.module_load_data(&module, code)) return Failure(driver, "cuModuleLoadData", result);
+  if (int result = driver.module_get_function(out, module, name)) {
+    return Failure(driver, "cuModuleGetFunction", result);
+  }
+  if (int result = driver.function_set_attribute(*out, kMaxDynamicShared, shared_bytes)) {
+    return Failure(driver, ("cuFuncSetAttribute(" + std::to_string(shared_bytes) + " bytes of shared memory)").c_str(),
+                   result);
+  }
+  return {};
+}
+
+Status LaunchKernel(Function function, int32_t num_programs, int32_t num_threads, int32_t shared_bytes, Stream stream,
+                    void** parameters) {
+  const Driver& driver = Get();
+  if (int result = driver.launch_kernel(function, static_cast<unsigned>(num_programs), 1, 1,
+                                        static_cast<unsigned>(num_threads), 1, 1, static_cast<unsigned>(shared_bytes),
+                                        stream, parameters, nullptr)) {
+    return Failure(driver, "cuLaunchKernel", result);
+  }
   return {};
 }
 

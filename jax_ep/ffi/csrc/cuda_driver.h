@@ -11,6 +11,8 @@ namespace jax_ep::cuda {
 
 using DevicePointer = uint64_t;  // CUdeviceptr
 using Stream = void*;            // CUstream
+using Context = void*;           // CUcontext
+using Function = void*;          // CUfunction
 
 // Each says which driver call failed and how. The first use loads libcuda.so.1; where that is missing, every
 // function returns kFailedPrecondition.
@@ -27,6 +29,12 @@ Status FreeHost(int32_t device_ordinal, void* host);
 Status CopyAsync(DevicePointer destination, DevicePointer source, size_t bytes, Stream stream);
 Status ZeroAsync(DevicePointer destination, size_t bytes, Stream stream);
 Status Synchronize(Stream stream);
+Status CurrentContext(Context* out);
+// Loads machine code into the current context, where it stays, and finds a function that may use so many bytes of
+// shared memory.
+Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Function* out);
+Status LaunchKernel(Function function, int32_t num_programs, int32_t num_threads, int32_t shared_bytes, Stream stream,
+                    void** parameters);
 
 }  // namespace jax_ep::cuda
 

@@ -1,0 +1,47 @@
+"""Launches of compiled kernels, as short as the driver's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jax_ep.ffi import library
+
+
+def launch_kernel(
+    name: str,
+    code: bytes,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    num_programs: int,
+    num_threads: int,
+    shared_bytes: int,
+    alignment: int,
+) -> tuple[jax.Array, ...]:
+    """Runs machine code on the CUDA device of this shard; its parameters are addresses of the operands and results.
+
+    A per-shard function, without a derivative; `jax.vmap` launches once per element, in order. The code becomes part
+    of the program, which also runs where it is only deserialized, after `load`.
+
+    Args:
+      name: of the function in the code.
+      code: a cubin for the devices that run the program.
+      operands: arrays of this shard.
+      results: shapes and dtypes of the results, which are not initialised.
+      num_programs: size of the one-dimensional grid.
+      num_threads: of a program.
+      shared_bytes: dynamic shared memory of a program.
+      alignment: bytes that all addresses are a multiple of. Running the program fails where one is not.
+
+    Returns:
+      One array per entry of `results`, typed as the same on all devices.
+    """
+    library.load()
+    call = jax.ffi.ffi_call(library.LAUNCH_KERNEL, tuple(results), vmap_method="sequential")
+    numbers = {"num_programs": num_programs, "num_threads": num_threads}
+    numbers |= {"shared_bytes": shared_bytes, "alignment": alignment}
+    attributes = {key: np.int32(value) for key, value in numbers.items()}
+    return tuple(call(*operands, name=name, code=code, **attributes))

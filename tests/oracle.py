@@ -132,7 +132,7 @@ def quantize(x: np.ndarray, group_size: int = 128) -> tuple[np.ndarray, np.ndarr
 
 
 def dequantize(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32) -> np.ndarray:
-    groups = values.astype(np.float32).reshape(*scales.shape, -1)
+    groups = values.astype(np.float32).reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
     return (groups * scales[..., None]).reshape(values.shape).astype(dtype)
 
 

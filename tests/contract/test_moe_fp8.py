@@ -162,6 +162,8 @@ def test_gradients_are_those_without_fp8(
             assert np.abs(got.astype(F32)).max() > 0
             if implementation == "xla" and not ON_GPU:
                 assert_same_bits(got, want, name)
+            elif ON_GPU and wire_dtype is not None:  # what differs in its last bit may round to another FP8 number
+                assert relative(got, want.astype(np.float64)) < 1e-2, name
             else:  # tensor cores add FP8 products with about 14 bits, and XLA may choose other products on GPUs
                 assert_close(got, want, name, tolerance=2e-3 if dtype == F32 and ON_GPU else None)
 

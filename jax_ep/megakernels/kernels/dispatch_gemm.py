@@ -103,7 +103,6 @@ def dispatch_gemm(
     TRANSPOSED: tl.constexpr,
     KEEP: tl.constexpr,
     OPERATION: tl.constexpr,
-    SMALL: tl.constexpr = True,
 ):
     """`x [T, H]` and matrices `[L, H, N]` (`[L, N, H]` if TRANSPOSED) to `out [R, N]`.
 
@@ -201,7 +200,7 @@ def dispatch_gemm(
                 ready = expert
             row_tile, column = place_in_group(tile - first_tile, size, column_tiles, BM)
             rows_left = size - row_tile * BM
-            if (not SMALL) or (rows_left > BM // 2):
+            if rows_left > BM // 2:
                 product_tile(
                     x_ptr,
                     received_ptr,

@@ -66,13 +66,13 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """An operand that a kernel reads in blocks through a tensor descriptor (TMA).
+    """An operand that a kernel reads in blocks through a tensor descriptor (TMA), or a result that it writes so.
 
-    What lies outside of the array reads as zero.
+    What lies outside of the array reads as zero and is not written.
 
     Attributes:
-      array: the array; the strides of all axes but the last are whole 16-byte words.
-      block_shape: what one load moves, with as many axes.
+      array: the array, or shape and dtype of a result; the strides of all axes but the last are whole 16-byte words.
+      block_shape: what one load or store moves, with as many axes.
       bounded: an array `[M, N]` whose rows end where the kernel says (megakernels/kernels/bounded.py).
     """
 
@@ -93,10 +93,10 @@ class Descriptor:
 
 
 def blocks_of(argument: Any) -> Blocks | None:
-    """What the descriptor of an operand says; None: the kernel takes a pointer."""
+    """What the descriptor of an operand or result says; None: the kernel takes a pointer."""
     return argument.blocks if isinstance(argument, Descriptor) else None
 
 
 def array_of(argument: Any) -> Any:
-    """An operand without its descriptor."""
+    """An operand, or shape and dtype of a result, without its descriptor."""
     return argument.array if isinstance(argument, Descriptor) else argument

@@ -1,10 +1,10 @@
 """What XLA cannot express: custom calls of a small compiled library, loaded on first use.
 
-`pointer_table` hands every device its own table of raw addresses; `check_status` turns a failure that a kernel has
-recorded into an exception. A missing or stale library is a `LibraryError` that says how to build it.
+`launch_kernel` runs compiled kernels, `pointer_table` hands every device its own table of raw addresses, `check_status`
+turns a failure that a kernel has recorded into an exception. A missing or stale library is a `LibraryError` that says how to build it.
 """
 
-from jax_ep.ffi.kernels import launch_kernel
+from jax_ep.ffi.kernels import by_address, by_descriptor, launch_kernel
 from jax_ep.ffi.library import LibraryError, Platform, device_key, load
 from jax_ep.ffi.status import (
     Operation,
@@ -26,6 +26,8 @@ __all__ = [
     "StatusBuffer",
     "StatusRecord",
     "alloc_status",
+    "by_address",
+    "by_descriptor",
     "check_status",
     "device_key",
     "format_status",

@@ -105,7 +105,7 @@ class SharedMemory:
 def call(
     kernel: Kernel,
     operands: Sequence[Array | Descriptor],
-    results: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[jax.ShapeDtypeStruct | Descriptor],
     config: Config,
     constants: Mapping[str, Any],
 ) -> tuple[Array, ...]:
@@ -114,7 +114,7 @@ def call(
     Args:
       kernel: what to run; its module may also be the absolute path of a file.
       operands: arrays of this shard, or descriptors of them.
-      results: shapes and dtypes of the results.
+      results: shapes and dtypes of the results, or descriptors of them.
       config: `num_programs` counts; programs run one after another.
       constants: `tl.constexpr` parameters.
 
@@ -122,19 +122,20 @@ def call(
       One array per entry of `results`; bytes that the kernel has not written are 0xFF.
     """
     _number_devices()
+    shapes = [array_of(result) for result in results]
     outputs = _interpret_p.bind(
         ffi.pointer_table(_DEVICE_NUMBERS, 1),
         *(array_of(x) for x in operands),
         path=str(kernel.path),
         function=kernel.function,
-        descriptors=tuple(blocks_of(x) for x in operands),
-        results=tuple(_as_words(result) for result in results),
-        element_types=tuple(_element_type(np.dtype(result.dtype)) for result in results),
+        descriptors=tuple(blocks_of(x) for x in (*operands, *results)),
+        results=tuple(_as_words(shape) for shape in shapes),
+        element_types=tuple(_element_type(np.dtype(shape.dtype)) for shape in shapes),
         num_programs=config.num_programs,
         constants=tuple(sorted(constants.items())),
         num_devices=_mesh_size(),
     )
-    return tuple(_from_words(x, result) for x, result in zip(outputs, results, strict=True))
+    return tuple(_from_words(x, shape) for x, shape in zip(outputs, shapes, strict=True))
 
 
 def _as_words(result: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:

@@ -29,7 +29,7 @@ class Launch:
     results: tuple[tuple[str, int], ...]  # element type, bytes
     num_programs: int
     constants: dict[str, Any]
-    # Of each operand: shape, strides and block shape, in elements, where the kernel takes a tensor
+    # Of each operand, then of each result: shape, strides and block shape, in elements, where the kernel takes a tensor
     # descriptor; else None.
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
 

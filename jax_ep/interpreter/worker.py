@@ -112,14 +112,16 @@ class Runner:
         self._patch()
         self._serial = launch["serial"]
         kernel = getattr(load(Path(launch["path"])), launch["function"])
-        operands = [Buffer(len(data), element_type) for element_type, data in launch["operands"]]
-        for buffer, (_, data) in zip(operands, launch["operands"], strict=True):
+        buffers = [Buffer(len(data), element_type) for element_type, data in launch["operands"]]
+        for buffer, (_, data) in zip(buffers, launch["operands"], strict=True):
             buffer.bytes[:] = np.frombuffer(data, np.uint8)
         results = [Buffer(num_bytes, element_type) for element_type, num_bytes in launch["results"]]
-        pairs = zip(operands, launch["descriptors"] or [None] * len(operands), strict=True)
+        buffers += results
+        descriptors = launch["descriptors"] or [None] * len(buffers)
+        pairs = zip(buffers, descriptors, strict=True)
         arguments = [buffer if blocks is None else describe(buffer, *blocks) for buffer, blocks in pairs]
         with np.errstate(all="ignore"):  # as on a GPU
-            kernel[(launch["num_programs"],)](*arguments, *results, **launch["constants"])
+            kernel[(launch["num_programs"],)](*arguments, **launch["constants"])
         return [result.bytes.tobytes() for result in results]
 
     def _patch(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,28 @@ _TYPES = {
 }
 
 
+class Parameter(NamedTuple):
+    """An array that a kernel takes: its dtype, and the block of its descriptor, or None for an address."""
+
+    dtype: np.dtype
+    block_shape: tuple[int, ...] | None = None
+
+    @property
+    def type_name(self) -> str:
+        """Triton's name of the type."""
+        name = _TYPES[self.dtype]
+        return f"*{name}" if self.block_shape is None else f"tensordesc<{name}{list(self.block_shape)}>"
+
+
+class Copies(NamedTuple):
+    """How a kernel's copies by a descriptor lie in memory: the driver's numbers, and what one copy moves."""
+
+    element_type: int
+    element_bytes: int
+    swizzle: int
+    box: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A kernel that can be launched.
@@ -45,11 +67,13 @@ class Compiled:
       name: of the function in the code.
       code: cubin.
       shared_bytes: dynamic shared memory of a program.
+      copies: of each descriptor.
     """
 
     name: str
     code: bytes
     shared_bytes: int
+    copies: tuple[Copies, ...]
 
 
 def device_capability() -> int:
@@ -58,13 +82,13 @@ def device_capability() -> int:
 
 
 def compile_kernel(
-    kernel: Kernel, dtypes: tuple[np.dtype, ...], config: Config, constants: dict[str, Any], capability: int
+    kernel: Kernel, parameters: tuple[Parameter, ...], config: Config, constants: dict[str, Any], capability: int
 ) -> Compiled:
-    """Compiles a kernel whose parameters are addresses of arrays, then constants; once for equal arguments.
+    """Compiles a kernel that takes arrays, then constants; once for equal arguments.
 
     Args:
       kernel: what to compile.
-      dtypes: of the arrays, in the order of the parameters.
+      parameters: the arrays, in the order of the kernel's parameters.
       config: its options count, the number of programs does not.
       constants: `tl.constexpr` parameters.
       capability: compute capability of the devices.
@@ -72,13 +96,13 @@ def compile_kernel(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
     # Chosen here: where nobody chooses, Triton 3.9 warns.
     options["enable_fp_fusion"] = True
-    return _compile(kernel, dtypes, tuple(options.items()), tuple(sorted(constants.items())), capability)
+    return _compile(kernel, parameters, tuple(options.items()), tuple(sorted(constants.items())), capability)
 
 
 @functools.cache
 def _compile(
     kernel: Kernel,
-    dtypes: tuple[np.dtype, ...],
+    parameters: tuple[Parameter, ...],
     options: tuple[tuple[str, Any], ...],
     constants: tuple[tuple[str, Any], ...],
     capability: int,
@@ -91,11 +115,20 @@ def _compile(
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants}
     arrays = [name for i, name in enumerate(names) if (i,) not in values]
-    types = {name: "*" + _TYPES[dtype] for name, dtype in zip(arrays, dtypes, strict=True)}
+    types = {name: parameter.type_name for name, parameter in zip(arrays, parameters, strict=True)}
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in arrays}
+    pointers = [name for name, type_name in types.items() if type_name.startswith("*")]
+    aligned = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers}
     source = ASTSource(function, signature, values, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
     if built.metadata.global_scratch_size:
-        raise NotImplementedError(f"{kernel.function}: a kernel launched like this has no scratch memory")
-    return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared)
+        raise NotImplementedError(f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need")
+    copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
+    return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
+
+
+def _copies(found: dict[str, Any]) -> Copies:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    element_type = TMA_DTYPE_DEVICE_TO_HOST[found["elem_type"]]
+    return Copies(element_type, found["elem_size"], found["swizzle"], tuple(found["block_size"]))

@@ -110,10 +110,12 @@ def _launch_forward(
         "TRANSPOSE": transpose_rhs,
         "GATHER": tiles.gather,
         "DESCRIPTORS": tiles.descriptors,
-        "TMA_STORE": tiles.tma_store,
+        "TMA_PARTS": tiles.store_parts if tiles.tma_store else 0,
     }
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // min(tiles.block_n, tiles.small_n))
-    result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
+    result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
+    if tiles.tma_store:
+        result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
     operands = (main[0], small[0], main[1], small[1], group_sizes)
     return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), constants)[0]
 
@@ -202,7 +204,9 @@ def _launch_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
         "TMA_STORE": tiles.tma_store,
     }
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
-    result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    if tiles.tma_store:
+        result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
     return launch(_WEIGHTS, (*operands, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
 
 

@@ -27,7 +27,8 @@ class Tiles:
       programs: per multiprocessor.
       gather: read rows by pointers.
       descriptors: read by TMA; without it, everything by pointers.
-      tma_store: store main tiles by TMA, through a descriptor that the kernel makes in scratch memory.
+      tma_store: store by TMA, while the next tile is computed; only without small tiles.
+      store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
     """
 
     block_m: int = 128
@@ -43,6 +44,7 @@ class Tiles:
     gather: bool = False
     descriptors: bool = True
     tma_store: bool = False
+    store_parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +61,7 @@ class WeightTiles:
       programs: per multiprocessor.
       flatten: one loop over tiles and rows.
       descriptors: read by TMA.
-      tma_store: store by TMA, through a descriptor that the kernel makes in scratch memory, while the next tile is
-        computed.
+      tma_store: store by TMA, while the next tile is computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that are stored one after another: each takes less shared memory.
     """
 
@@ -142,5 +143,5 @@ def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
         return WeightTiles(block_n=128, num_stages=3, descriptors=False)
     if out_itemsize <= 2:
         # Two programs of narrow tiles: while one stores its tile, the other multiplies.
-        return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2)
+        return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2)
     return WeightTiles(block_n=128)

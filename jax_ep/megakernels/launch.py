@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax import lax
 from jax_ep import context, ffi
 from jax_ep.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
 from jax_ep.megakernels import compilation
+from jax_ep.megakernels.compilation import Copies, Parameter
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array
 
@@ -19,7 +20,7 @@ from jax_ep.types import Array
 def launch(
     kernel: Kernel,
     operands: Sequence[Array | Descriptor],
-    results: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[jax.ShapeDtypeStruct | Descriptor],
     config: Config,
     constants: Mapping[str, Any],
 ) -> tuple[Array, ...]:
@@ -31,9 +32,7 @@ def launch(
     Args:
       kernel: what to run.
       operands: arrays of this shard, or descriptors of them.
-      results: shapes and dtypes of the results. They have no descriptors: the host can describe operands only, and
-        where a result is an operand's memory, XLA (JAX 0.11.2) may still let the call write elsewhere, as into the
-        stacked results of a scan.
+      results: shapes and dtypes of the results, or descriptors of them.
       config: grid and compilation options.
       constants: `tl.constexpr` parameters.
 
@@ -58,66 +57,43 @@ def make_ready(function: str) -> None:
 def _run_on_gpu(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
+    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:
-    described = any(isinstance(x, Descriptor) for x in operands)
-    run = _run_with_descriptors if described else _run_with_addresses
-    return run(kernel, operands, results, config, constants)
-
-
-def _run_with_addresses(
-    kernel: Kernel,
-    operands: tuple[Any, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    config: Config,
-    constants: dict[str, Any],
-) -> tuple[Array, ...]:
-    """By the package's own custom call: jaxlib's, for the same kernels, takes the host longer than they run."""
-    dtypes = tuple(np.dtype(x.dtype) for x in (*operands, *results))
-    compiled = compilation.compile_kernel(kernel, dtypes, config, constants, compilation.device_capability())
+    arguments = (*operands, *results)
+    parameters = tuple(Parameter(np.dtype(array_of(x).dtype), _block_shape(x)) for x in arguments)
+    compiled = compilation.compile_kernel(kernel, parameters, config, constants, compilation.device_capability())
+    copies = iter(compiled.copies)
     return ffi.launch_kernel(
         compiled.name,
         compiled.code,
-        operands,
-        results,
+        [array_of(x) for x in operands],
+        [array_of(x) for x in results],
         num_programs=config.num_programs,
         num_threads=32 * config.num_warps,
         shared_bytes=compiled.shared_bytes,
         alignment=compilation.ALIGNMENT,
+        parameters=[_parameter(blocks_of(x), copies) for x in arguments],
     )
 
 
-def _run_with_descriptors(
-    kernel: Kernel,
-    operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    config: Config,
-    constants: dict[str, Any],
-) -> tuple[Array, ...]:
-    """By jax-triton, which makes the descriptors for every launch."""
-    import jax_triton
+def _block_shape(argument: Array | jax.ShapeDtypeStruct | Descriptor) -> tuple[int, ...] | None:
+    blocks = blocks_of(argument)
+    return None if blocks is None else blocks.block_shape
 
-    def described(array: Array, blocks: Blocks | None) -> Any:
-        return array if blocks is None else jax_triton.TensorDescriptor(array, *blocks)
 
-    return jax_triton.triton_call(
-        *(described(array_of(x), blocks_of(x)) for x in operands),
-        kernel=kernel.load(),
-        out_type=results,
-        grid=(config.num_programs,),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        backend_options={} if config.max_registers is None else {"maxnreg": config.max_registers},
-        **constants,
-    )
+def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ...]:
+    if blocks is None:
+        return ffi.by_address()
+    *kind, box = next(copies)
+    return ffi.by_descriptor(*kind, blocks.shape, blocks.strides, box)
 
 
 def _interpret(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
+    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
     config: Config,
     constants: dict[str, Any],
 ) -> tuple[Array, ...]:

@@ -24,7 +24,8 @@ FORWARD = {
     "main tiles, last tasks in halves": dataclasses.replace(SMALL, small_n=32, flat_percent=100),
     "gathered rows": dataclasses.replace(SMALL, gather=True),
     "pointers": dataclasses.replace(SMALL, gather=True, descriptors=False),
-    "stored by TMA": dataclasses.replace(SMALL, tma_store=True),
+    "stored by TMA": dataclasses.replace(SMALL, small_m=0, tma_store=True),
+    "stored by TMA in halves": dataclasses.replace(SMALL, small_m=0, tma_store=True, store_parts=2),
     "bands of two": dataclasses.replace(SMALL, block_m=32, small_m=16, group_m=2),
 }
 WEIGHTS = {

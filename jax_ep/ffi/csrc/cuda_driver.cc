@@ -8,6 +8,7 @@ namespace {
 constexpr unsigned kHostPortable = 0x1;   // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kHostDeviceMap = 0x2;  // CU_MEMHOSTALLOC_DEVICEMAP
 constexpr int kMaxDynamicShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kPromoteTo128Bytes = 2;     // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 // Signatures from the CUDA driver API; CUresult, CUdevice and CUfunction_attribute are int, handles are void*.
 struct Driver {
@@ -30,6 +31,8 @@ struct Driver {
   int (*module_load_data)(void**, const void*);
   int (*module_get_function)(Function*, void*, const char*);
   int (*function_set_attribute)(Function, int, int);
+  int (*encode_tiled)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                      const uint32_t*, int, int, int, int);
   int (*launch_kernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                        void**);
   Status status;  // why the driver cannot be used, or ok
@@ -81,6 +84,7 @@ Driver Load() {
   Find(library, &driver, "cuModuleLoadData", &driver.module_load_data);
   Find(library, &driver, "cuModuleGetFunction", &driver.module_get_function);
   Find(library, &driver, "cuFuncSetAttribute", &driver.function_set_attribute);
+  Find(library, &driver, "cuTensorMapEncodeTiled", &driver.encode_tiled);
   Find(library, &driver, "cuLaunchKernel", &driver.launch_kernel);
   if (driver.status.ok()) {
     if (int result = driver.init(0)) driver.status = Failure(driver, "cuInit", result);
@@ -219,6 +223,19 @@ Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Fu
   if (int result = driver.function_set_attribute(*out, kMaxDynamicShared, shared_bytes)) {
     return Failure(driver, ("cuFuncSetAttribute(" + std::to_string(shared_bytes) + " bytes of shared memory)").c_str(),
                    result);
+  }
+  return {};
+}
+
+Status EncodeTensorMap(const TensorShape& shape, void* address, TensorMap* out) {
+  constexpr uint32_t kEveryElement[5] = {1, 1, 1, 1, 1};
+  const Driver& driver = Get();
+  if (!driver.status.ok()) return driver.status;
+  // Not interleaved; zeros outside.
+  if (int result = driver.encode_tiled(out, shape.element_type, static_cast<uint32_t>(shape.rank), address, shape.sizes,
+                                       shape.strides, shape.box, kEveryElement, 0, shape.swizzle, kPromoteTo128Bytes,
+                                       0)) {
+    return Failure(driver, "cuTensorMapEncodeTiled", result);
   }
   return {};
 }

@@ -33,6 +33,18 @@ Status CurrentContext(Context* out);
 // Loads machine code into the current context, where it stays, and finds a function that may use so many bytes of
 // shared memory.
 Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Function* out);
+
+// A TMA descriptor, CUtensorMap. Dimensions come fastest first; strides are in bytes, without that of the first.
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+struct TensorShape {
+  int32_t rank, element_type, swizzle;  // CUtensorMapDataType, CUtensorMapSwizzle
+  uint64_t sizes[5], strides[5];
+  uint32_t box[5];
+};
+Status EncodeTensorMap(const TensorShape& shape, void* address, TensorMap* out);
+
 Status LaunchKernel(Function function, int32_t num_programs, int32_t num_threads, int32_t shared_bytes, Stream stream,
                     void** parameters);
 

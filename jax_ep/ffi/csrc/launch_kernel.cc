@@ -1,10 +1,10 @@
-// The custom call "jax_ep_launch_kernel": runs a compiled kernel whose parameters are its operands' and its results'
-// addresses, in this order.
+// The custom call "jax_ep_launch_kernel": runs a compiled Triton kernel whose parameters are its operands and its
+// results, in this order, as addresses or as TMA descriptors.
 //
 // What a launch needs is found when the executable is made, in the first stage, and kept as its state: a launch then
 // reads no attribute, looks nothing up by content and takes no lock that others hold. jaxlib 0.11.2 launches Triton
-// kernels from a message with their source text in it, which it copies and hashes on every launch: tens of
-// microseconds, as long as four of the kernels that this call is for take.
+// kernels from a message with their source text in it, which it copies and hashes every time: tens of microseconds,
+// as long as four of the low-latency kernels take. And it describes operands only.
 #include <array>
 #include <map>
 #include <memory>
@@ -25,7 +25,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr size_t kMostParameters = 64;
+constexpr size_t kMostArrays = 48, kMostDescriptors = 8, kMostParameters = 128;
 constexpr size_t kHidden = 2;  // Triton adds two addresses: of scratch memory, and of a profile; both unused
 
 // Machine code, and its function on each device that has run it. Equal ones are one object, so that programs share
@@ -79,6 +79,46 @@ Image* GetImage(std::string_view name, std::string_view code, int32_t shared_byt
   return place->second;
 }
 
+// How the kernel takes an array: rank 0, by its address; else by a descriptor, which the kernel's parameters repeat as
+// numbers, in its own order of dimensions and with strides in elements.
+struct Parameter {
+  cuda::TensorShape shape{};
+  std::array<int32_t, 5> sizes{};
+  std::array<int64_t, 5> strides{};
+};
+
+// Reads the attribute "parameters". Each array has a rank and, where that is not 0: element type, bytes of an element,
+// swizzle, then sizes, strides and the box, one number per dimension each.
+Status ReadParameters(ffi::Span<const int64_t> numbers, std::vector<Parameter>* out) {
+  const Status wrong{kInvalidArgument, "jax_ep: the parameters of a kernel are not what this library can read"};
+  size_t descriptors = 0;
+  for (size_t at = 0; at < numbers.size();) {
+    Parameter parameter;
+    const int64_t rank = numbers[at++];
+    if (rank < 0 || rank > 5 || (rank > 0 && at + 3 + 3 * rank > numbers.size())) return wrong;
+    if (rank > 0) {
+      cuda::TensorShape& shape = parameter.shape;
+      shape.rank = static_cast<int32_t>(rank);
+      shape.element_type = static_cast<int32_t>(numbers[at]);
+      const auto element_bytes = static_cast<uint64_t>(numbers[at + 1]);
+      shape.swizzle = static_cast<int32_t>(numbers[at + 2]);
+      at += 3;
+      for (int64_t i = 0; i < rank; ++i) {
+        const int64_t size = numbers[at + i], stride = numbers[at + rank + i], box = numbers[at + 2 * rank + i];
+        parameter.sizes[i] = static_cast<int32_t>(size);
+        parameter.strides[i] = stride;
+        shape.sizes[rank - 1 - i] = static_cast<uint64_t>(size);
+        shape.box[rank - 1 - i] = static_cast<uint32_t>(box);
+        if (i < rank - 1) shape.strides[rank - 2 - i] = element_bytes * static_cast<uint64_t>(stride);
+      }
+      at += 3 * rank;
+      if (++descriptors > kMostDescriptors) return wrong;
+    }
+    out->push_back(parameter);
+  }
+  return out->size() > kMostArrays ? wrong : Status{};
+}
+
 }  // namespace
 
 // What one call of an executable launches.
@@ -86,6 +126,7 @@ struct Launch {
   static ffi::TypeId id;  // XLA sets it when the type is registered
   Image* image;
   int32_t num_programs, num_threads, alignment;
+  std::vector<Parameter> parameters;
 };
 
 ffi::TypeId Launch::id = {};
@@ -95,7 +136,8 @@ namespace {
 constexpr ffi::TypeInfo kLaunchInfo = ffi::MakeTypeInfo<Launch>();
 
 ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(std::string_view name, std::string_view code, int32_t num_programs,
-                                                  int32_t num_threads, int32_t shared_bytes, int32_t alignment) {
+                                                  int32_t num_threads, int32_t shared_bytes, int32_t alignment,
+                                                  ffi::Span<const int64_t> parameters) {
   if (num_programs < 1 || num_threads < 1 || shared_bytes < 0 || alignment < 1 || code.empty()) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_ep: kernel " + std::string(name) + " cannot be launched with " + std::to_string(num_programs) +
@@ -103,51 +145,86 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(std::string_view name, std::st
         " bytes of shared memory, " + std::to_string(code.size()) + " bytes of code and addresses aligned to " +
         std::to_string(alignment)));
   }
-  return std::make_unique<Launch>(
-      Launch{GetImage(name, code, shared_bytes), num_programs, num_threads, alignment});
+  auto launch = std::make_unique<Launch>();
+  if (Status status = ReadParameters(parameters, &launch->parameters); !status.ok()) {
+    return ffi::Unexpected(ToError(status));
+  }
+  launch->image = GetImage(name, code, shared_bytes);
+  launch->num_programs = num_programs;
+  launch->num_threads = num_threads;
+  launch->alignment = alignment;
+  return launch;
 }
 
-// Collects addresses, and finds those that the kernel's vector accesses cannot take.
-struct Addresses {
-  std::array<void*, kMostParameters> values;
-  size_t count = 0;
-  Status status;
+// The parameters of one launch: pointers to values that live as long as this does.
+class Values {
+ public:
+  explicit Values(const Launch& launch) : launch_(launch) {}
 
-  void Add(void* address, int32_t alignment) {
-    if (count == kMostParameters - kHidden) {
-      status = {kInvalidArgument, "jax_ep: a kernel has more than " + std::to_string(count) + " operands and results"};
-    } else if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) != 0) {
-      status = {kInvalidArgument, "jax_ep: parameter " + std::to_string(count) + " of a kernel lies at " +
-                                      std::to_string(reinterpret_cast<uintptr_t>(address)) +
-                                      ", which is no multiple of " + std::to_string(alignment)};
-    } else {
-      values[count++] = address;
+  Status Add(void* address) {
+    if (arrays_ == launch_.parameters.size()) return WrongNumber();
+    if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(launch_.alignment) != 0) {
+      return {kInvalidArgument, "jax_ep: parameter " + std::to_string(arrays_) + " of a kernel lies at " +
+                                    std::to_string(reinterpret_cast<uintptr_t>(address)) +
+                                    ", which is no multiple of " + std::to_string(launch_.alignment)};
     }
+    const Parameter& parameter = launch_.parameters[arrays_];
+    const int32_t rank = parameter.shape.rank;
+    if (count_ + 1 + 2 * static_cast<size_t>(rank) + kHidden > kMostParameters) return WrongNumber();
+    addresses_[arrays_++] = address;
+    if (rank == 0) {
+      pointers_[count_++] = &addresses_[arrays_ - 1];
+      return {};
+    }
+    cuda::TensorMap* map = &maps_[descriptors_++];
+    if (Status status = cuda::EncodeTensorMap(parameter.shape, address, map); !status.ok()) return status;
+    pointers_[count_++] = map;
+    for (int32_t i = 0; i < rank; ++i) pointers_[count_++] = const_cast<int32_t*>(&parameter.sizes[i]);
+    for (int32_t i = 0; i < rank; ++i) pointers_[count_++] = const_cast<int64_t*>(&parameter.strides[i]);
+    return {};
   }
+
+  Status Finish(void*** out) {
+    if (arrays_ != launch_.parameters.size()) return WrongNumber();
+    for (size_t i = 0; i < kHidden; ++i) pointers_[count_++] = &nothing_;
+    *out = pointers_.data();
+    return {};
+  }
+
+ private:
+  Status WrongNumber() const {
+    return {kInvalidArgument, "jax_ep: a kernel of " + std::to_string(launch_.parameters.size()) +
+                                  " arrays was called with another number of operands and results"};
+  }
+
+  const Launch& launch_;
+  std::array<cuda::TensorMap, kMostDescriptors> maps_;
+  std::array<void*, kMostArrays> addresses_;
+  std::array<void*, kMostParameters> pointers_;
+  void* nothing_ = nullptr;
+  size_t arrays_ = 0, descriptors_ = 0, count_ = 0;
 };
 
 ffi::Error OnCuda(cuda::Stream stream, Launch* launch, ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  Addresses addresses;
+  Values values(*launch);
   for (size_t i = 0; i < operands.size(); ++i) {
     auto operand = operands.get<ffi::AnyBuffer>(i);
     if (!operand.has_value()) return operand.error();
-    addresses.Add(operand->untyped_data(), launch->alignment);
+    if (Status status = values.Add(operand->untyped_data()); !status.ok()) return ToError(status);
   }
   for (size_t i = 0; i < results.size(); ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
     if (!result.has_value()) return result.error();
-    addresses.Add((*result)->untyped_data(), launch->alignment);
+    if (Status status = values.Add((*result)->untyped_data()); !status.ok()) return ToError(status);
   }
-  if (!addresses.status.ok()) return ToError(addresses.status);
-  for (size_t i = 0; i < kHidden; ++i) addresses.values[addresses.count++] = nullptr;
-  std::array<void*, kMostParameters> parameters;
-  for (size_t i = 0; i < addresses.count; ++i) parameters[i] = &addresses.values[i];
+  void** parameters = nullptr;
+  if (Status status = values.Finish(&parameters); !status.ok()) return ToError(status);
   cuda::Context context = nullptr;
   if (Status status = cuda::CurrentContext(&context); !status.ok()) return ToError(status);
   cuda::Function function = nullptr;
   if (Status status = launch->image->In(context, &function); !status.ok()) return ToError(status);
-  return ToError(cuda::LaunchKernel(function, launch->num_programs, launch->num_threads,
-                                    launch->image->shared_bytes(), stream, parameters.data()));
+  return ToError(cuda::LaunchKernel(function, launch->num_programs, launch->num_threads, launch->image->shared_bytes(),
+                                    stream, parameters));
 }
 
 }  // namespace
@@ -166,7 +243,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_launch_kernel_instantiate_cuda, jax_ep::Ins
                                   .Attr<int32_t>("num_programs")
                                   .Attr<int32_t>("num_threads")
                                   .Attr<int32_t>("shared_bytes")
-                                  .Attr<int32_t>("alignment"));
+                                  .Attr<int32_t>("alignment")
+                                  .Attr<xla::ffi::Span<const int64_t>>("parameters"));
 
 // Compatible with command buffers: it enqueues the same launch each time, on the addresses that XLA gives it.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_launch_kernel_cuda, jax_ep::OnCuda,

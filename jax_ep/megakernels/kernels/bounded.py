@@ -6,7 +6,7 @@ strides cancel: with s the width, an element at `[BOUND, end, row - end + BOUND,
     BOUND * (2**34 - s) + end * s + (row - end + BOUND) * s + column = row * s + column + 2**64
 
 elements behind the first, and addresses have 64 bits. The third coordinate reaches BOUND, the end of its dimension,
-where row reaches `end`. jax_ep.kernel.Descriptor makes the same descriptors outside of kernels.
+where row reaches `end`. jax_ep.kernel.Descriptor makes these descriptors.
 
 Source: triton/tools/ragged_tma.py.
 """
@@ -15,15 +15,6 @@ import triton
 import triton.language as tl
 
 BOUND = tl.constexpr(1 << 30)
-FAR = tl.constexpr(0x7FFF0000)
-
-
-@triton.jit
-def describe_bounded(ptr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A descriptor with blocks of ROWS and COLUMNS, made in the kernel: results cannot have others."""
-    return tl.make_tensor_descriptor(
-        ptr, [FAR, FAR, BOUND, WIDTH], [(1 << 34) - WIDTH, WIDTH, WIDTH, 1], [1, 1, ROWS, COLUMNS]
-    )
 
 
 @triton.jit
@@ -37,3 +28,20 @@ def store_bounded(out, values, row, end, column, ROWS: tl.constexpr, COLUMNS: tl
     """Stores the rows before `end` of `values`."""
     block = tl.reshape(values.to(out.dtype), (1, 1, ROWS, COLUMNS))
     out.store([BOUND, end, row - end + BOUND, column], block)
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right columns of `x [ROWS, COLUMNS]`."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_in_parts(out, values, row, end, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """The same in 1, 2 or 4 parts of the columns, one after another: shared memory then holds a part at a time."""
+    if PARTS == 1:
+        store_bounded(out, values, row, end, column, ROWS, COLUMNS)
+    else:
+        left, right = halves(values, ROWS, COLUMNS)
+        store_in_parts(out, left, row, end, column, ROWS, COLUMNS // 2, PARTS // 2)
+        store_in_parts(out, right, row, end, column + COLUMNS // 2, ROWS, COLUMNS // 2, PARTS // 2)

@@ -6,8 +6,7 @@ gemm_tile.py computes a tile, tiles.py says which one.
 import triton
 import triton.language as tl
 
-from .bounded import describe_bounded
-from .gemm_tile import compute_tile, zero_rows
+from .gemm_tile import compute_tile, zero_bounded, zero_rows
 from .tiles import divide_rows, find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
 
 ZERO_ROWS = tl.constexpr(8)
@@ -20,7 +19,7 @@ def compute_tiles(
     rhs,
     small_rhs,
     sizes_ptr,
-    out_ptr,
+    out,
     starts,
     rows,
     M: tl.constexpr,
@@ -35,7 +34,7 @@ def compute_tiles(
     TRANSPOSE: tl.constexpr,
     GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    TMA_STORE: tl.constexpr,
+    TMA_PARTS: tl.constexpr,
     FLAT: tl.constexpr,
 ):
     """All tiles of this program, and its share of the rows past the groups.
@@ -55,17 +54,14 @@ def compute_tiles(
         num_split = tl.where(2 * num_split <= programs, num_split, 0)
     turns = num_turns(num_tasks - num_split)
     used = (last >> 32).to(tl.int32)
-    blocks = num_turns(tl.cdiv(M - used, ZERO_ROWS))
+    blocks = num_turns(tl.cdiv(M - used, BM if TMA_PARTS else ZERO_ROWS))
     done = 0
-    out = out_ptr
-    if TMA_STORE:
-        out = describe_bounded(out_ptr, N, BM, BN)
     if FLAT:
         for turn in tl.range(0, turns, flatten=True):
             task = task_of_turn(turn)
             group, row, end, column, _ = find_tile(task, group_ends, sizes_ptr, M, N, BM, BN, END, SN, GROUP_M)
             compute_tile(
-                lhs, rhs, out, row, end, group, column, N, K, BM, BN, BK, TRANSPOSE, GATHER, DESCRIPTORS, TMA_STORE
+                lhs, rhs, out, row, end, group, column, N, K, BM, BN, BK, TRANSPOSE, GATHER, DESCRIPTORS, TMA_PARTS
             )
     else:
         share = tl.cdiv(blocks, tl.maximum(turns, 1))
@@ -75,12 +71,12 @@ def compute_tiles(
             group, row, end, column, is_small = find_tile(task, group_ends, sizes_ptr, M, N, BM, BN, END, SN, GROUP_M)
             # These stores run while the products do.
             for block in range(turn * share, tl.minimum((turn + 1) * share, blocks)):
-                zero_rows(out_ptr, used + task_of_turn(block) * ZERO_ROWS, M, N, ZERO_ROWS, BN)
+                zero_rows(out, used + task_of_turn(block) * ZERO_ROWS, M, N, ZERO_ROWS, BN)
             if is_small:
                 compute_tile(
                     small_lhs,
                     small_rhs,
-                    out_ptr,
+                    out,
                     row,
                     end,
                     group,
@@ -93,11 +89,11 @@ def compute_tiles(
                     TRANSPOSE,
                     GATHER,
                     DESCRIPTORS,
-                    False,
+                    0,
                 )
             else:
                 compute_tile(
-                    lhs, rhs, out, row, end, group, column, N, K, BM, BN, BK, TRANSPOSE, GATHER, DESCRIPTORS, TMA_STORE
+                    lhs, rhs, out, row, end, group, column, N, K, BM, BN, BK, TRANSPOSE, GATHER, DESCRIPTORS, TMA_PARTS
                 )
     if BM == 2 * SM and BN == SN:
         half = tl.program_id(0)
@@ -109,7 +105,7 @@ def compute_tiles(
                 compute_tile(
                     small_lhs,
                     small_rhs,
-                    out_ptr,
+                    out,
                     row,
                     end,
                     group,
@@ -122,10 +118,13 @@ def compute_tiles(
                     TRANSPOSE,
                     GATHER,
                     DESCRIPTORS,
-                    False,
+                    0,
                 )
     for block in range(done, blocks):
-        zero_rows(out_ptr, used + task_of_turn(block) * ZERO_ROWS, M, N, ZERO_ROWS, BN)
+        if TMA_PARTS:
+            zero_bounded(out, used + task_of_turn(block) * BM, M, N, BM, BN // TMA_PARTS)
+        else:
+            zero_rows(out, used + task_of_turn(block) * ZERO_ROWS, M, N, ZERO_ROWS, BN)
 
 
 @triton.jit
@@ -135,7 +134,7 @@ def grouped_gemm(
     rhs,
     small_rhs,
     sizes_ptr,
-    out_ptr,
+    out,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -151,14 +150,15 @@ def grouped_gemm(
     TRANSPOSE: tl.constexpr,
     GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    TMA_STORE: tl.constexpr,
+    TMA_PARTS: tl.constexpr,
 ):
     """`out[rows of g] = lhs[rows of g] @ rhs[g]`, zero past the groups.
 
     `lhs` and `rhs` are descriptors for main tiles, `small_lhs` and `small_rhs` for small ones; SM = 0: there are none.
     At most FLAT_PERCENT of all tiles may be small ones for main tiles to be used in their place (-1: never).
     With GATHER the left-hand side is read by pointers, and without DESCRIPTORS, which needs GATHER, so is the other.
-    With TMA_STORE the stores of main tiles end while the next one is computed.
+    `out` is a pointer, or with TMA_PARTS, which needs main tiles only, a bounded descriptor of blocks
+    `[BM, BN / TMA_PARTS]`: stores then end while the next tile is computed.
     """
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
     main, small = divide_rows(rows, BM, SM)
@@ -171,7 +171,7 @@ def grouped_gemm(
             rhs,
             small_rhs,
             sizes_ptr,
-            out_ptr,
+            out,
             starts,
             rows,
             M,
@@ -186,7 +186,7 @@ def grouped_gemm(
             TRANSPOSE,
             GATHER,
             DESCRIPTORS,
-            TMA_STORE,
+            TMA_PARTS,
             True,
         )
     elif FLAT_PERCENT < 0:
@@ -196,7 +196,7 @@ def grouped_gemm(
             rhs,
             small_rhs,
             sizes_ptr,
-            out_ptr,
+            out,
             starts,
             rows,
             M,
@@ -211,7 +211,7 @@ def grouped_gemm(
             TRANSPOSE,
             GATHER,
             DESCRIPTORS,
-            TMA_STORE,
+            TMA_PARTS,
             False,
         )
     elif flat:
@@ -221,7 +221,7 @@ def grouped_gemm(
             rhs,
             small_rhs,
             sizes_ptr,
-            out_ptr,
+            out,
             starts,
             rows,
             M,
@@ -236,7 +236,7 @@ def grouped_gemm(
             TRANSPOSE,
             GATHER,
             DESCRIPTORS,
-            TMA_STORE,
+            TMA_PARTS,
             True,
         )
     else:
@@ -246,7 +246,7 @@ def grouped_gemm(
             rhs,
             small_rhs,
             sizes_ptr,
-            out_ptr,
+            out,
             starts,
             rows,
             M,
@@ -261,6 +261,6 @@ def grouped_gemm(
             TRANSPOSE,
             GATHER,
             DESCRIPTORS,
-            TMA_STORE,
+            TMA_PARTS,
             False,
         )

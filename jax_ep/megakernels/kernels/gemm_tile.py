@@ -9,7 +9,7 @@ Operands have 16-bit elements. For FP8, the scales of a block of K belong betwee
 import triton
 import triton.language as tl
 
-from .bounded import store_bounded
+from .bounded import store_bounded, store_in_parts
 
 
 @triton.jit
@@ -100,11 +100,14 @@ def multiply_gathered(
 
 @triton.jit
 def store_tile(
-    out, total, row, end, column, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA_STORE: tl.constexpr
+    out, total, row, end, column, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA_PARTS: tl.constexpr
 ):
-    """Stores the rows before `end` of a tile; `out` points at `[M, N]`, or with TMA_STORE is a bounded descriptor."""
-    if TMA_STORE:
-        store_bounded(out, total, row, end, column, BM, BN)
+    """Stores the rows before `end` of a tile.
+
+    `out` points at `[M, N]`, or is a bounded descriptor of blocks `[BM, BN / TMA_PARTS]`, where that is not 0.
+    """
+    if TMA_PARTS:
+        store_in_parts(out, total.to(out.dtype), row, end, column, BM, BN, TMA_PARTS)
     else:
         rows = row + tl.arange(0, BM)
         columns = column + tl.arange(0, BN)
@@ -124,6 +127,13 @@ def zero_rows(out_ptr, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
+def zero_bounded(out, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same through a bounded descriptor of blocks `[ROWS, COLUMNS]`."""
+    for column in range(0, N, COLUMNS):
+        store_bounded(out, tl.zeros((ROWS, COLUMNS), out.dtype), first, end, column, ROWS, COLUMNS)
+
+
+@triton.jit
 def compute_tile(
     lhs,
     rhs,
@@ -140,7 +150,7 @@ def compute_tile(
     TRANSPOSE: tl.constexpr,
     GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    TMA_STORE: tl.constexpr,
+    TMA_PARTS: tl.constexpr,
 ):
     """One tile of the result; with GATHER `lhs` is a pointer."""
     if GATHER:
@@ -148,4 +158,4 @@ def compute_tile(
         total = multiply_gathered(lhs + rows * K, rhs, group, column, N, K, BM, BN, BK, TRANSPOSE, DESCRIPTORS)
     else:
         total = multiply(lhs, rhs, row, group, column, N, K, BM, BN, BK, TRANSPOSE)
-    store_tile(out, total, row, end, column, N, BM, BN, TMA_STORE)
+    store_tile(out, total, row, end, column, N, BM, BN, TMA_PARTS)

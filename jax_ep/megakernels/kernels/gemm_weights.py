@@ -7,7 +7,7 @@ with the group: what lies behind, another group's rows or none, may hold NaN and
 import triton
 import triton.language as tl
 
-from .bounded import load_bounded
+from .bounded import halves, load_bounded
 from .tiles import locate_groups, tile_in_grid
 
 
@@ -54,12 +54,6 @@ def store_block(
         columns = column + tl.arange(0, COLUMNS)
         target = out + (group.to(tl.int64) * K + rows)[:, None] * N + columns[None, :]
         tl.store(target, values, mask=(rows < K)[:, None] & (columns < N)[None, :])
-
-
-@triton.jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right columns of `x [ROWS, COLUMNS]`."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -121,7 +115,7 @@ def grouped_gemm_weights(
     lhs,
     rhs,
     sizes_ptr,
-    out_ptr,
+    out,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -139,12 +133,9 @@ def grouped_gemm_weights(
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[G, K, N]`, zero for empty groups.
 
     With FLATTEN the loops over tiles and rows are one, written by hand since the number of blocks differs from tile to
-    tile: the loads of a tile begin before the one before it is stored. With TMA_STORE stores end while the next tile is
-    computed.
+    tile: the loads of a tile begin before the one before it is stored. `out` is a pointer, or with TMA_STORE a
+    descriptor of what is stored at a time, and stores end while the next tile is computed.
     """
-    out = out_ptr
-    if TMA_STORE:
-        out = tl.make_tensor_descriptor(out_ptr, [G, K, N], [K * N, N, 1], [1, BM, BN // PARTS])
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)

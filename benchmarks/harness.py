@@ -176,7 +176,7 @@ def progress(items: Iterable[Any], title: str) -> Iterable[Any]:
 def versions() -> dict[str, str]:
     """Versions of what decides about speed; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy"):
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -9,9 +9,6 @@ put out, so that nothing runs but the calls: a dispatch gets the ids in the hand
 tokens. A combine is a round trip less its dispatch, within each round. Chains of `xla` have small launches in addition,
 which keep it from computing once for all calls what is the same in all.
 
-On GPUs XLA records such programs into CUDA graphs, and records one anew when its buffers have moved. Variants named "no
-graphs" are launched one by one.
-
 Bytes are those that the busiest rank sends or receives; the floor is an exchange of one word between all ranks, which
 this run measures too, and those bytes at the copy engine's rate. FP8 is with its scales.
 """
@@ -19,7 +16,6 @@ this run measures too, and those bytes at the copy engine's rate. FP8 is with it
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,9 +37,7 @@ from jax_ep.megakernels.words import exchange_words
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}
 WORD = "one word"
-SINGLY, NO_GRAPHS = ", no graphs", {"xla_gpu_enable_command_buffer": ""}
-ALSO_SINGLY = (WORD, "dispatch, fp8", "round trip, bf16 back", "round trip, fp8 back")
-LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (4, 28), (1, 4), (1, 2)
+LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (24, 72), (1, 4), (1, 2)  # first launches wait for the slower host thread
 Step = Callable[..., Any]
 
 
@@ -54,13 +48,11 @@ class Variant(NamedTuple):
       step: `(carry, *constants) -> carry`, of one rank.
       arrays: the first carry and the constants, of all ranks.
       wire_bytes: that the busiest rank sends or receives.
-      options: of the compiler.
     """
 
     step: Step
     arrays: tuple[Array, ...]
     wire_bytes: float
-    options: dict[str, str] | None = None
 
 
 def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Array, ...]]:
@@ -72,7 +64,7 @@ def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tup
             carry = step(carry, *constants)
         return carry.reshape(-1)[:1]
 
-    return jax.jit(case.shard_map(body, len(variant.arrays)), compiler_options=variant.options), variant.arrays
+    return jax.jit(case.shard_map(body, len(variant.arrays))), variant.arrays
 
 
 class Inputs(NamedTuple):
@@ -212,8 +204,6 @@ def measure(inputs: Inputs, args: argparse.Namespace, mesh: jax.sharding.Mesh) -
     case = inputs.case
     check(inputs)
     fast = variants(inputs) | {WORD: word(mesh, case)}
-    if jax.default_backend() == "gpu":
-        fast |= {f"{name}{SINGLY}": fast[name]._replace(options=NO_GRAPHS) for name in ALSO_SINGLY}
     slow = baselines(inputs) if case.layout.num_tokens <= args.most_xla_tokens else {}
     times: dict[str, Timing] = {}
     title = f"{case.layout.num_tokens} tokens, {mesh.size} ranks"
@@ -222,11 +212,10 @@ def measure(inputs: Inputs, args: argparse.Namespace, mesh: jax.sharding.Mesh) -
         lengths = QUICK_LENGTHS if args.quick else lengths
         times |= harness.measure_chained(factories, args.rounds, lengths=lengths, title=title, workers=WORKERS)
     num_bytes = {name: variant.wire_bytes for name, variant in (fast | slow).items()}
-    for wire, how in itertools.product(("fp8", "bf16"), ("", SINGLY)):
-        name, trip, sent = f"combine, {wire}{how}", f"round trip, {wire} back{how}", f"dispatch, fp8{how}"
-        if trip in times:
-            times[name] = less(times[trip], times[sent])
-            num_bytes[name] = num_bytes[trip] - num_bytes[sent]
+    for wire in ("fp8", "bf16"):
+        name, trip, sent = f"combine, {wire}", f"round trip, {wire} back", "dispatch, fp8"
+        times[name] = less(times[trip], times[sent])
+        num_bytes[name] = num_bytes[trip] - num_bytes[sent]
     if slow:
         times["xla combine, bf16"] = less(times["xla round trip, bf16 back"], times["xla dispatch, fp8"])
         num_bytes["xla combine, bf16"] = 0.0

@@ -20,7 +20,7 @@ import jax
 import pytest
 
 NAME = "test_gpu"
-_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "nvshmem4py-cu13", "numpy", "pytest")
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "nvshmem4py-cu13", "numpy", "pytest")
 _MOST_REASONS = 20
 
 

@@ -497,7 +497,7 @@ def test_published_cost_follows_the_rows_and_not_the_groups():
 def test_published_outcome_of_the_tests_on_gpus():
     content = published("test_gpu")
     assert content["device"]["platform"] == "gpu"
-    assert {"jax", "jaxlib", "triton", "jax-triton"} <= set(content["versions"])
+    assert {"jax", "jaxlib", "triton"} <= set(content["versions"])
     for run in content["runs"].values():
         assert (run["failed"], run["passed"] > 0) == (0, True)
         for outcome in ("passed", "failed", "skipped"):

@@ -22,7 +22,7 @@ ISOLATED = r"""
 import ctypes, importlib.machinery, json, os, sys, threading, warnings
 warnings.simplefilter("error")
 
-BLOCKED = {"triton", "jax_triton", "flax", "optax", "nvshmem", "cupy", "torch"}
+BLOCKED = {"triton", "flax", "optax", "nvshmem", "cupy", "torch"}
 PACKAGE = sys.argv[1]
 
 class Finder:
@@ -249,7 +249,7 @@ def test_kernel_bodies_do_not_import_jax():
     wrong = []
     for path in SOURCES:
         tree = ast.parse(path.read_text())
-        if _is_triton_kernel_file(tree) and {"jax", "jaxlib", "jax_triton", "jax_ep"} & (
+        if _is_triton_kernel_file(tree) and {"jax", "jaxlib", "jax_ep"} & (
             set(_external_roots(tree)) - {"jax_ep"} | _kernel_free_imports(path)
         ):
             wrong.append(str(path.relative_to(PACKAGE.parent)))
@@ -262,7 +262,7 @@ def _kernel_free_imports(path):
         for length in range(len(target), 0, -1):
             module = PACKAGE.joinpath(*target[:length]).with_suffix(".py")
             if module.exists():
-                if {"jax", "jax_triton"} & set(_external_roots(ast.parse(module.read_text()))):
+                if {"jax"} & set(_external_roots(ast.parse(module.read_text()))):
                     return {"jax_ep"}
                 break
     return set()

@@ -162,7 +162,10 @@ def _register_launches(library: ctypes.CDLL) -> None:
         for address in (library.jax_ep_launch_type_id(), library.jax_ep_launch_type_info())
     )
     jax.ffi.register_ffi_type(LAUNCH_KERNEL, {"type_id": type_id, "type_info": type_info}, platform="CUDA")
-    stages = {"instantiate": library.jax_ep_launch_kernel_instantiate_cuda, "execute": library.jax_ep_launch_kernel_cuda}
+    stages = {
+        "instantiate": library.jax_ep_launch_kernel_instantiate_cuda,
+        "execute": library.jax_ep_launch_kernel_cuda,
+    }
     handlers = {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}
     jax.ffi.register_ffi_target(LAUNCH_KERNEL, handlers, platform="CUDA")
 

@@ -1,8 +1,8 @@
 """Kernels on CPU devices, for tests: Triton's interpreter runs them, in one process per device.
 
-`call` is to a CPU device what jax-triton is to a GPU. XLA's CPU runtime runs independent calls of a device in any
-order, different on each device, while the kernels of a communication group need one order, the one that a GPU's stream
-gives them. So a launch starts when all devices of the mesh have come to it (pool.py).
+`call` is to a CPU device what `jax_ep.ffi.launch_kernel` is to a GPU. XLA's CPU runtime runs independent calls of a
+device in any order, different on each device, while the kernels of a communication group need one order, the one that a
+GPU's stream gives them. So a launch starts when all devices of the mesh have come to it (pool.py).
 
 It would be `jax.pure_callback`, but for two things: that copies operands by way of XLA's own threads, which may all be
 waiting in callbacks; and it makes one callback per trace, while launches are told apart by their place in the compiled

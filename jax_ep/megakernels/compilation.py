@@ -122,7 +122,9 @@ def _compile(
     source = ASTSource(function, signature, values, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
     if built.metadata.global_scratch_size:
-        raise NotImplementedError(f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need")
+        raise NotImplementedError(
+            f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
+        )
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
     return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
 

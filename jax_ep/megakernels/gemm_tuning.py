@@ -122,8 +122,10 @@ def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -
         # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
         return Tiles(block_m=64, block_n=128, small_m=0, small_n=128, num_warps=4, programs=2)
     # A tile of 64 rows reads as much of the matrix as one of 128 and takes almost as long: a flat loop is worth more.
+    if out_itemsize <= 2:
+        return Tiles(small_m=0, num_stages=3, tma_store=True)
     # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
-    return Tiles(small_m=0) if out_itemsize <= 2 else Tiles(block_n=128, small_m=0)
+    return Tiles(block_n=128, small_m=0)
 
 
 def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:

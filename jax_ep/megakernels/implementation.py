@@ -106,9 +106,8 @@ def _fuses(request: Any) -> bool:
 
 
 def _missing_on_gpu() -> str | None:
-    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} (pip install 'jax-ep[cuda13]')"
+    if importlib.util.find_spec("triton") is None:
+        return "not installed: triton (pip install 'jax-ep[cuda13]')"
     if jax.process_count() == 1:
         return peer_access.missing()
     return nvshmem.missing() or context.missing_init()

@@ -90,7 +90,8 @@ def test_forward(on_architecture, compile_launch, capability, size, transpose, o
     options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles}
     built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
-    assert "st.global.v4.b32" in built["ptx"] or capability < 90
+    stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
+    assert stored in built["ptx"] or capability < 90
 
 
 WEIGHT_CASES = [(80, "float16"), (90, "float16"), (90, "float32"), (100, "float16")]
@@ -111,6 +112,7 @@ VARIANTS = {
     "stored by TMA": Tiles(small_m=0, num_stages=3, tma_store=True),
     "stored by TMA in halves": Tiles(small_m=0, tma_store=True, store_parts=2),
     "stored by TMA in quarters": Tiles(small_m=0, tma_store=True, store_parts=4),
+    "stored by pointers": Tiles(small_m=0),
     "gathered": Tiles(num_stages=3, gather=True),
     "wide small tiles": Tiles(num_stages=3, small_n=512),
 }

@@ -1,0 +1,87 @@
+"""What is launched on GPUs, without one: kernels become machine code, and calls that carry it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep.kernel import Config, Descriptor, Kernel
+from jax_ep.megakernels import compilation, launch
+from jax_ep.megakernels.compilation import Parameter
+
+pytest.importorskip("triton")
+
+BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
+GATHER = Kernel("rows", "gather_rows")
+GATHER_SIZES = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
+WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
+WEIGHT_SIZES = {"M": 256, "N": 128, "K": 192, "G": 4, "GROUPS": 16, "BM": 64, "BN": 64, "BR": 64, "GROUP_M": 8}
+WEIGHT_SIZES |= {"FLATTEN": True, "DESCRIPTORS": True, "PARTS": 1, "TMA_STORE": True}
+Array = jax.ShapeDtypeStruct
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(compilation, "device_capability", lambda: 90)
+
+
+def test_parameters_have_tritons_types():
+    assert Parameter(BF16).type_name == "*bf16"
+    assert Parameter(np.dtype(jnp.float8_e4m3fn), (1, 64)).type_name == "tensordesc<fp8e4nv[1, 64]>"
+
+
+def test_machine_code_is_made_once(on_hopper):
+    parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
+    make = functools.partial(compilation.compile_kernel, GATHER, parameters, constants=GATHER_SIZES, capability=90)
+    compiled = make(config=Config(8, num_warps=4))
+    assert compiled.name == "gather_rows" and compiled.code[:4] == b"\x7fELF" and compiled.copies == ()
+    assert make(config=Config(9, num_warps=4)) is compiled, "the number of programs is no option of the compiler"
+    assert make(config=Config(8, num_warps=8)).code != compiled.code
+
+
+def lowered(kernel, operands, results, config, constants, *shapes):
+    """StableHLO of a launch for CUDA devices."""
+    run = lambda *arrays: launch._run_on_gpu(kernel, operands(*arrays), results, config, constants)  # noqa: E731
+    return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_launch_carries_its_code_and_numbers(on_hopper):
+    shapes = Array((64, 128), BF16), Array((32,), I32), Array((4,), I32)
+    results, config = (Array((32, 128), BF16),), Config(7, num_warps=4)
+    text = lowered(GATHER, lambda *arrays: arrays, results, config, GATHER_SIZES, *shapes)
+    assert "@jax_ep_launch_kernel" in text and r"\7FELF" in text
+    for attribute in ("num_programs = 7 ", "num_threads = 128 ", "alignment = 16 ", 'name = "gather_rows"'):
+        assert attribute in text
+    assert "parameters = dense<0> : tensor<4xi64>" in text, "four addresses"
+
+
+def test_descriptors_of_operands_and_results(on_hopper):
+    """Rank, element type, bytes, swizzle; sizes, strides, box: of two bounded operands, a pointer, and the result."""
+    shapes = Array((256, 192), BF16), Array((256, 128), BF16), Array((4,), I32)
+    describe = lambda a, b, sizes: (Descriptor(a, (64, 64), bounded=True), Descriptor(b, (64, 64), bounded=True), sizes)  # noqa: E731
+    results = (Descriptor(Array((4, 192, 128), BF16), (1, 64, 64)),)
+    text = lowered(WEIGHTS, describe, results, Config(7, num_warps=4), WEIGHT_SIZES, *shapes)
+    numbers = text.split("parameters = dense<[")[1].split("]>")[0]
+    found = [int(number) for number in numbers.split(",")]
+    far, bound = 0x7FFF0000, 1 << 30
+    kind = [9, 2, 3]  # bfloat16, two bytes, 128 bytes swizzled
+    lhs = [4, *kind, far, far, bound, 192, (1 << 34) - 192, 192, 192, 1, 1, 1, 64, 64]
+    rhs = [4, *kind, far, far, bound, 128, (1 << 34) - 128, 128, 128, 1, 1, 1, 64, 64]
+    assert found == [*lhs, *rhs, 0, 3, *kind, 4, 192, 128, 192 * 128, 128, 1, 1, 64, 64]
+
+
+def test_scratch_memory_is_refused(on_hopper, monkeypatch, tmp_path):
+    """Where a kernel makes descriptors itself."""
+    (tmp_path / "kernel_of_test.py").write_text(
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef copy(x_ptr, out_ptr, N: tl.constexpr):\n"
+        "    x = tl.make_tensor_descriptor(x_ptr, [N, N], [N, 1], [16, 16])\n"
+        "    tl.make_tensor_descriptor(out_ptr, [N, N], [N, 1], [16, 16]).store([0, 0], x.load([0, 0]))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Kernel, "load", lambda kernel: __import__(kernel.module).copy)
+    with pytest.raises(NotImplementedError, match="no scratch memory"):
+        compilation.compile_kernel(Kernel("kernel_of_test", "copy"), (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90)

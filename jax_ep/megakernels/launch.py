@@ -86,8 +86,8 @@ def _block_shape(argument: Array | jax.ShapeDtypeStruct | Descriptor) -> tuple[i
 def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ...]:
     if blocks is None:
         return ffi.by_address()
-    *kind, box = next(copies)
-    return ffi.by_descriptor(*kind, blocks.shape, blocks.strides, box)
+    element_type, element_bytes, swizzle, box = next(copies)
+    return ffi.by_descriptor(element_type, element_bytes, swizzle, blocks.shape, blocks.strides, box)
 
 
 def _interpret(

@@ -1,0 +1,67 @@
+"""The custom call that launches kernels, on a GPU: what it refuses, and that programs carry what they launch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import serialize_executable
+
+from jax_ep import ffi
+from jax_ep.kernel import Config, Kernel
+from jax_ep.megakernels import compilation, rows
+from jax_ep.megakernels.compilation import Parameter
+
+pytestmark = pytest.mark.usefixtures("on_gpu", "one_process")
+
+X = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+INDEX = np.random.default_rng(0).integers(-1, 64, 32).astype(np.int32)
+SIZES = np.array([20, 0, 7, 5], np.int32)
+WANTED = np.where(INDEX[:, None] < 0, 0, X[INDEX])
+RESULT = jax.ShapeDtypeStruct((32, 128), jnp.float32)
+
+
+def gather(x, index, sizes, **changes):
+    """`x[index]` by a call that is wrong in one number."""
+    constants = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
+    parameters = tuple(Parameter(np.dtype(d)) for d in ("float32", "int32", "int32", "float32"))
+    kernel, capability = Kernel("rows", "gather_rows"), compilation.device_capability()
+    compiled = compilation.compile_kernel(kernel, parameters, Config(2, num_warps=4), constants, capability)
+    numbers = {"num_programs": 2, "num_threads": 128, "shared_bytes": compiled.shared_bytes, "alignment": 16}
+    numbers |= {"parameters": [ffi.by_address()] * 4} | changes
+    return ffi.launch_kernel(compiled.name, compiled.code, (x, index, sizes), (RESULT,), **numbers)[0]
+
+
+def test_a_call_as_it_should_be():
+    np.testing.assert_array_equal(jax.jit(gather)(X, INDEX, SIZES), WANTED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alignment": 1 << 30}, "no multiple of 1073741824"),
+        ({"parameters": [ffi.by_address()] * 3}, "3 arrays was called with another number"),
+        ({"parameters": [(7,)] * 4}, "not what this library can read"),
+        ({"num_programs": 0}, "cannot be launched with 0 programs"),
+        ({"shared_bytes": 1 << 20}, "1048576 bytes of shared memory"),
+        ({"num_threads": 4096}, "cuLaunchKernel failed"),
+    ],
+    ids=["alignment", "too few arrays", "unknown parameters", "no programs", "too much memory", "too many threads"],
+)
+def test_mistakes_are_errors(changes, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.jit(lambda *arrays: gather(*arrays, **changes))(X, INDEX, SIZES).block_until_ready()
+    np.testing.assert_array_equal(jax.jit(gather)(X, INDEX, SIZES), WANTED)  # the device is still usable
+
+
+def test_programs_carry_their_kernels():
+    compiled = jax.jit(rows.gather_rows).lower(X, INDEX, SIZES).compile()
+    again = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+    np.testing.assert_array_equal(again(X, INDEX, SIZES), WANTED)
+
+
+def test_vmap_launches_once_per_element():
+    xs = jnp.stack([X, 2 * X])
+    got = jax.jit(jax.vmap(gather, in_axes=(0, None, None)))(xs, INDEX, SIZES)
+    np.testing.assert_array_equal(got, np.stack([WANTED, 2 * WANTED]))

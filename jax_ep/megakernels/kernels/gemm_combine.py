@@ -6,7 +6,8 @@ source's heap; the program that counts last tells all ranks. Sums run in float32
 
 Only sums wait for other ranks, and only in programs that see all programs of this launch begun; the last to begin
 always does, and so no program that has yet to begin can be what another rank waits for. So one resident program
-suffices. scattered_rows.py has the parts of it. gemm_reduce.py is the same operation with a row per rank instead of one per expert on the way.
+suffices. The parts are in scattered_rows.py. gemm_reduce.py is the same operation with a row per rank instead of one
+per expert on the way.
 """
 
 import triton

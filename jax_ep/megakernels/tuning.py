@@ -160,7 +160,7 @@ def gemm_combine_products(
     features, hidden = (columns, rows) if transpose_rhs else (rows, columns)
     config, blocks = gemm_combine(layout, features, hidden)
     if jax.default_backend() == "cpu":
-        tile = {"M": 32, "N": 16, "R": 16, "STAGES": 2, "PARTS": 1}
+        tile = {"M": 32, "N": 32, "R": 16, "STAGES": 2, "PARTS": 1}
     else:  # as many blocks in flight as there is memory beside that through which a tile is stored
         tile = {"M": 128, "N": 256 if columns > 128 else 128, "R": 64, "STAGES": 4, "PARTS": 1}
     return config, blocks | {f"WEIGHT_{name}": size for name, size in tile.items()}

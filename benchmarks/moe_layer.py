@@ -8,15 +8,17 @@ in Triton's interpreter.
 
 Parts: `deliver` is dispatch without rows of its own, which is what fusing hides; fused kernels are compared with the
 longer of exchange and product, and with both in sequence. GEMM 2 + combine runs as the package chooses, and in each
-mode by name; the sequence is its mode "serial". The batched einsum has as many rows in equal groups.
+mode by name; the sequence is its mode "serial". "gradients" is the backward pass of dispatch + GEMM 1: GEMM + combine,
+as the package chooses, and the weight gradient, each alone, one after the other, and in one launch. The batched einsum
+has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
 any routing, and does the same work with W times the rows. `--layers scatter reduce serial` is the layer in each mode of
-GEMM + combine. `--layers moe wire fp8 "fp8 and wire" xla` compares the layer in bfloat16 with those that send, or
-multiply forward, in FP8; the quantisation of the matrices is in their time. The other baseline drops, and the report
-says how much. TFLOP/s are those of a GPU on average and count real rows only, with three times the forward's for both
-ways.
+GEMM + combine, and `--layers moe "fused gradients"` compares it with `fuse_weight_gradients=True`. `--layers moe wire
+fp8 "fp8 and wire" xla` compares the layer in bfloat16 with those that send, or multiply forward, in FP8; the
+quantisation of the matrices is in their time. The other baseline drops, and the report says how much. TFLOP/s are those
+of a GPU on average and count real rows only, with three times the forward's for both ways.
 
 The parts of a case take turns with each other, and so do its layers. The ragged baseline comes last, by itself: it is
 slow, and a run in which it hangs ends there.
@@ -69,7 +71,8 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
         ratios = {}
         fused = [part.fused, *MODES.values()] if part is PARTS["combine"] else [part.fused]
         for name in fused:
-            if {name, part.exchange, part.product} <= set(times):
+            overlaps = part is not PARTS["gradients"]  # there both parts multiply
+            if overlaps and {name, part.exchange, part.product} <= set(times):
                 both = times[part.exchange], times[part.product]
                 ratios[f"{name} / longer of both"] = ratio_to_longer(times[name], *both)
             if {name, part.sequence} <= set(times):

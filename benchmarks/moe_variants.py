@@ -1,4 +1,4 @@
-"""What moe_layer.py times: exchange, product, both fused and in sequence; and the layer in several ways."""
+"""What moe_layer.py times: two parts, both fused and in sequence; and the layer in several ways."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FP8 = jnp.float8_e4m3fn
 
 
 class Part(NamedTuple):
-    """An exchange and the product beside it: names of the variants whose times are compared."""
+    """An exchange and the product beside it: names of the variants whose times are compared.
+
+    In "gradients", two products: the one with its combine, and the weight gradient.
+    """
 
     exchange: str
     product: str
@@ -38,6 +41,13 @@ PARTS = {
         "deliver", "GEMM 1", "dispatch + GEMM 1, fused", "dispatch, then GEMM 1", "einsum 1, equal groups"
     ),
     "combine": Part("combine", "GEMM 2", "GEMM 2 + combine, fused", "GEMM 2, then combine", "einsum 2, equal groups"),
+    "gradients": Part(
+        "GEMM 1 transposed + combine",
+        "weight gradients 1",
+        "GEMM + combine and weight gradients, one launch",
+        "GEMM + combine, then weight gradients",
+        "einsum of weight gradients 1, equal groups",
+    ),
 }
 
 
@@ -54,6 +64,8 @@ def parts(case: Case, chosen: list[str], name: str = "triton") -> dict[str, Vari
         found |= _dispatch_part(case, run, handle)
     if "combine" in chosen:
         found |= _combine_part(case, run, handle)
+    if "gradients" in chosen:
+        found |= _gradients_part(case, run, handle)
     return found
 
 
@@ -122,11 +134,54 @@ def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
     }
 
 
+def _gradients_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
+    """The backward pass of dispatch + GEMM 1, at random tokens."""
+    w, part, layout = case.weights[0], PARTS["gradients"], case.layout
+
+    def combined(_: Any, fixed: Any, zero: Array) -> Array:
+        handle, d_hidden, _, w = fixed
+        return run.gemm_combine(d_hidden, w, _fresh(handle, zero), transpose_rhs=True, mode=None)
+
+    def products(_: Any, fixed: Any, zero: Array) -> Array:
+        handle, d_hidden, kept, _ = fixed
+        return run.token_products(kept, d_hidden, _fresh(handle, zero), transpose=False)
+
+    def fused(_: Any, fixed: Any, zero: Array) -> Any:
+        handle, d_hidden, kept, w = fixed
+        return run.gemm_combine_products(d_hidden, w, kept, _fresh(handle, zero), transpose_rhs=True)
+
+    def sequence(*arguments: Any) -> Any:
+        return combined(*arguments), products(*arguments)
+
+    d_hidden = on_ranks(case.mesh, (layout.capacity, w.shape[2]), 8)
+    kept = on_ranks(case.mesh, (layout.num_ranks * layout.num_tokens, case.model.hidden), 9)
+    flops = 4.0 * layout.num_tokens * layout.top_k * case.model.hidden * case.model.intermediate
+    fixed = (handle, d_hidden, kept, w)
+    return {
+        part.exchange: Variant(combined, (), fixed, flops),
+        part.product: Variant(products, (), fixed, flops),
+        part.fused: Variant(fused, (), fixed, 2 * flops, part.sequence),
+        part.sequence: Variant(sequence, (), fixed, 2 * flops),
+        part.einsum: _einsum_of_gradients(case, w, flops),
+    }
+
+
+def _equal_groups(case: Case) -> tuple[int, int]:
+    """Local experts, and rows of each if all had as many."""
+    num_local = case.layout.num_local_experts
+    return num_local, case.layout.num_tokens * case.layout.top_k // num_local
+
+
+def _einsum_of_gradients(case: Case, w: Array, flops: float) -> Variant:
+    """As many rows in equal groups, by cuBLAS."""
+    batches = on_ranks(case.mesh, (*_equal_groups(case), w.shape[1]), 10)
+    cotangents = on_ranks(case.mesh, (*_equal_groups(case), w.shape[2]), 11)
+    return Variant(lambda x, d, _: jnp.einsum("grm,grn->gmn", x[0], d[0]), (batches,), (cotangents,), flops, tuned=True)
+
+
 def _einsum(case: Case, w: Array, flops: float) -> Variant:
     """As many rows in equal groups, by cuBLAS."""
-    num_local = case.layout.num_local_experts
-    rows = case.layout.num_tokens * case.layout.top_k // num_local
-    batches = on_ranks(case.mesh, (num_local, rows, w.shape[1]), 7)
+    batches = on_ranks(case.mesh, (*_equal_groups(case), w.shape[1]), 7)
     return Variant(lambda x, w, _: jnp.einsum("gmk,gkn->gmn", x[0], w[0]), (batches,), (w,), flops, tuned=True)
 
 
@@ -139,13 +194,14 @@ LAYERS = {
     "fp8": "jax_ep.moe, FP8 forward",
     "fp8 and wire": "jax_ep.moe, FP8 forward and on the wire",
     **{mode: f"jax_ep.moe, combine_mode {mode}" for mode in COMBINE_MODES},
+    "fused gradients": "jax_ep.moe, weight gradients in one launch",
     "xla": "jax_ep.moe, implementation xla",
     "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
     "ragged": "ragged_all_to_all + ragged_dot",
 }
 
 
-OURS = ("moe", "dropless", "wire", "fp8", "fp8 and wire", *COMBINE_MODES)
+OURS = ("moe", "dropless", "wire", "fp8", "fp8 and wire", *COMBINE_MODES, "fused gradients")
 FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm, several times that of single elements
 
 
@@ -158,6 +214,7 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
         "fp8": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8),
         "fp8 and wire": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8, wire_dtype=FP8),
         **{mode: partial(jax_ep.moe, capacity=case.layout.capacity, combine_mode=mode) for mode in COMBINE_MODES},
+        "fused gradients": partial(jax_ep.moe, capacity=case.layout.capacity, fuse_weight_gradients=True),
         "xla": partial(jax_ep.moe, capacity=case.layout.capacity, implementation="xla"),
         "capacity": partial(moe_baselines.capacity_layer, capacity=case.slot_capacity),
         "ragged": partial(moe_baselines.ragged_layer, capacity=case.layout.capacity),

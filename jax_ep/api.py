@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.typing import DTypeLike
 
-from jax_ep import operations
+from jax_ep import fused_gradients, operations
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
 from jax_ep.operations import Call
@@ -187,6 +187,7 @@ def dispatch_grouped_gemm(
     alignment: int = 1,
     wire_dtype: DTypeLike | None = None,
     handle: Handle | None = None,
+    fuse_weight_gradients: bool | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> DispatchedGemm:
     """`dispatch`, then the rows of each expert times its matrix.
@@ -202,13 +203,17 @@ def dispatch_grouped_gemm(
       alignment: rows at whose multiples experts start.
       wire_dtype: FP8 on the wire.
       handle: layout to be used again.
+      fuse_weight_gradients: True: in the backward pass, the gradients of x and of w come from one launch, in which
+        programs that have no more rows to send multiply for the gradient of w; it exists in `triton`, for tokens of 16
+        bits without `wire_dtype`. False: from a launch each. None: what should be faster.
       implementation: see `dispatch`.
 
     Returns:
       `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as `dispatch` and `grouped_gemm` do.
+      ValueError: `fuse_weight_gradients=True` where there is no such launch; and as `dispatch` and `grouped_gemm` do.
+      TypeError, NotImplementedError: as `dispatch` and `grouped_gemm` do.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -217,7 +222,8 @@ def dispatch_grouped_gemm(
       >>> out.hidden.shape
       (2, 3)
     """
-    call = Call("dispatch_grouped_gemm", axis_name, wire_dtype, implementation)
+    wanted = fused_gradients.checked("dispatch_grouped_gemm", fuse_weight_gradients)
+    call = Call("dispatch_grouped_gemm", axis_name, wire_dtype, implementation, fuse_weight_gradients=wanted)
     x = check.matrix(call.function, "x", x, "[T, H]")
     w = check.expert_weights(call.function, "w", w, (call.num_local_experts(num_experts), x.shape[1]), x.dtype)
     return operations.dispatch_gemm(

@@ -28,7 +28,7 @@ class Implementation(Protocol):
 
     `after` is an array that must exist before the exchange begins, where the order of exchanges must be the same on
     all ranks; XLA's own collectives see to that themselves. Where `fuses` says no, an exchange and its product run one
-    after the other, and the three functions after it may be missing.
+    after the other, and the three functions after it may be missing, with the two behind them.
     """
 
     def plan(self, topk_idx: Array, layout: Layout, axis: Axis) -> Handle: ...
@@ -68,6 +68,19 @@ class Implementation(Protocol):
     ) -> tuple[Array, Array | None]: ...
     def gemm_combine(self, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mode: str | None) -> Array: ...
     def token_products(self, kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array: ...
+    def fuses_products(
+        self,
+        layout: Layout,
+        dtype: DTypeLike,
+        features: int,
+        hidden: int,
+        *,
+        mode: str | None,
+        wanted: bool | None,
+    ) -> bool: ...
+    def gemm_combine_products(
+        self, h: Array, w: Array, kept: Array, handle: Handle, *, transpose_rhs: bool
+    ) -> tuple[Array, Array]: ...
     def low_latency_dispatch(
         self,
         x: Array | Quantized,

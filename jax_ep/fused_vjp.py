@@ -1,8 +1,9 @@
 """Custom VJPs of the fused operations: dispatch + grouped GEMM and grouped GEMM + combine.
 
 They are each other's transpose with the transposed matrices, so the backward pass of each is the other kernel. The
-gradient of the matrices multiplies rows with the tokens that the forward kernel has kept. All three are closed under
-differentiation, so gradients of any order exist.
+gradient of the matrices multiplies rows with the tokens that the forward kernel has kept. An implementation may have
+one launch for the whole backward pass of the first. All are closed under differentiation, so gradients of any order
+exist.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class FusedConfig(NamedTuple):
       transpose_rhs: contract with the last axis of the matrices.
       keep: return the dispatched tokens, for `token_products`.
       mode: how every GEMM + combine runs, those of derivatives included; None: what should be fastest.
+      fuse_weight_gradients: whether GEMM + combine in the backward pass of dispatch + GEMM also makes the gradient of
+        the matrices; None: what should be fastest.
     """
 
     implementation: str
@@ -34,6 +37,7 @@ class FusedConfig(NamedTuple):
     transpose_rhs: bool = False
     keep: bool = False
     mode: str | None = None
+    fuse_weight_gradients: bool | None = None
 
 
 class Scattered(NamedTuple):
@@ -75,6 +79,18 @@ def token_products(config: FusedConfig, x: Array, kept: Array, rows: Array, hand
     return backends.get(config.implementation).token_products(kept, rows, handle, transpose=config.transpose_rhs)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_gemm_products(
+    config: FusedConfig, h: Array, row_weights: Array | None, x: Array, kept: Array, w: Array, handle: Handle
+) -> tuple[Array, Array | None, Array]:
+    """`gather_gemm`, and `token_products` of the same rows in the shape of `w`, by one launch."""
+    run = backends.get(config.implementation)
+    sums, products = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=config.transpose_rhs)
+    if row_weights is None:
+        return sums, None, products
+    return sums, run.return_weights(row_weights, handle, config.axis, after=sums), products
+
+
 def _turned(config: FusedConfig, *, keep: bool = False) -> FusedConfig:
     return config._replace(transpose_rhs=not config.transpose_rhs, keep=keep)
 
@@ -87,8 +103,12 @@ def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, 
 
 def _scatter_gemm_backward(config: FusedConfig, residuals: Any, cotangents: Scattered) -> Any:
     x, kept, w, handle = residuals
-    d_hidden = cotangents.hidden
-    d_x, d_weights = gather_gemm(_turned(config), d_hidden, cotangents.row_weights, w, handle)
+    d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
+    back, sizes = _turned(config), (d_hidden.shape[1], x.shape[1])
+    run, wanted = backends.get(config.implementation), config.fuse_weight_gradients
+    if run.fuses_products(handle.layout, x.dtype, *sizes, mode=config.mode, wanted=wanted):
+        return *gather_gemm_products(back, d_hidden, d_row_weights, x, kept, w, handle), None
+    d_x, d_weights = gather_gemm(back, d_hidden, d_row_weights, w, handle)
     return d_x, d_weights, token_products(config, x, kept, d_hidden, handle), None
 
 
@@ -115,6 +135,22 @@ def _token_products_backward(config: FusedConfig, residuals: Any, cotangent: Arr
     return d_x, jnp.zeros_like(kept), d_rows, None
 
 
+def _gather_gemm_products_forward(config: FusedConfig, h: Array, row_weights: Array | None, *others: Any) -> Any:
+    return gather_gemm_products(config, h, row_weights, *others), (h, *others)
+
+
+def _gather_gemm_products_backward(
+    config: FusedConfig, residuals: Any, cotangents: tuple[Array, Array | None, Array]
+) -> Any:
+    """The sum of the backward passes of both parts."""
+    h, x, kept, w, handle = residuals
+    d_sums, d_slots, d_products = cotangents
+    d_h, d_row_weights, d_w, _ = _gather_gemm_backward(config, (h, w, handle), (d_sums, d_slots))
+    d_x, d_kept, d_rows, _ = _token_products_backward(_turned(config), (x, kept, h, handle), d_products)
+    return d_h + d_rows, d_row_weights, d_x, d_kept, d_w, None
+
+
 scatter_gemm.defvjp(_scatter_gemm_forward, _scatter_gemm_backward)
 gather_gemm.defvjp(_gather_gemm_forward, _gather_gemm_backward)
 token_products.defvjp(_token_products_forward, _token_products_backward)
+gather_gemm_products.defvjp(_gather_gemm_products_forward, _gather_gemm_products_backward)

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep import backends, fused_vjp, vjp
+from jax_ep import backends, fused_gradients, fused_vjp, vjp
 from jax_ep import masked_validation as check_fp8
 from jax_ep import validation as check
 from jax_ep.layout import dropless_capacity
@@ -42,6 +42,8 @@ class Call:
       wire_dtype: FP8 on the wire, or None.
       implementation: name, names, or None.
       mode: of `types.COMBINE_MODES` for a product and its combine, or None.
+      fuse_weight_gradients: whether the backward pass of dispatch + GEMM is one launch; None: where that should be
+        faster.
     """
 
     function: str
@@ -49,6 +51,7 @@ class Call:
     wire_dtype: DTypeLike | None = None
     implementation: str | Sequence[str] | None = None
     mode: str | None = None
+    fuse_weight_gradients: bool | None = None
 
     def choose(
         self,
@@ -171,8 +174,10 @@ def dispatch_gemm(
     """See `jax_ep.dispatch_grouped_gemm`; `name` is what the caller knows `w` as."""
     prepared = prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle, w.shape[2])
     handle = prepared.handle
+    if call.fuse_weight_gradients:
+        fused_gradients.check_served(call.function, prepared.name, handle.layout, w, call.mode, call.wire_dtype)
     if call.wire_dtype is None and backends.get(prepared.name).fuses(handle.layout, x.dtype, *w.shape[1:]):
-        config = fused_vjp.FusedConfig(prepared.name, axis_tuple(call.axis_name), mode=call.mode)
+        config = _fused_config(call, prepared.name)
         tokens, weights, w, handle = vary_alike((prepared.x, prepared.topk_weights, w, handle))
         hidden, _, row_weights = fused_vjp.scatter_gemm(config, tokens, weights, w, handle)
         return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
@@ -180,6 +185,12 @@ def dispatch_gemm(
     tokens = checkpoint_name(cast(Array, d.tokens), TOKENS_NAME)
     hidden = grouped_gemm(call, tokens, w, d.group_sizes, name=name)
     return DispatchedGemm(hidden, d.weights, d.group_sizes, d.handle, d.dropped)
+
+
+def _fused_config(call: Call, name: str) -> fused_vjp.FusedConfig:
+    return fused_vjp.FusedConfig(
+        name, axis_tuple(call.axis_name), mode=call.mode, fuse_weight_gradients=call.fuse_weight_gradients
+    )
 
 
 def activate(call: Call, d: DispatchedGemm, activation: str, gated: bool) -> Array:
@@ -196,7 +207,7 @@ def gemm_combine(call: Call, h: Array, w: Array, handle: Handle, *, name: str = 
     """See `jax_ep.grouped_gemm_combine`; `name` is what the caller knows `w` as."""
     chosen = call.choose("exchange", h, handle.layout, handle, w.shape[2])
     if call.wire_dtype is None and backends.get(chosen).fuses(handle.layout, h.dtype, *w.shape[1:]):
-        config = fused_vjp.FusedConfig(chosen, axis_tuple(call.axis_name), mode=call.mode)
+        config = _fused_config(call, chosen)
         h, w, handle = vary_alike((h, w, handle), over=axis_tuple(call.axis_name))
         return fused_vjp.gather_gemm(config, h, None, w, handle)[0]
     return combine(call, grouped_gemm(call, h, w, handle.group_sizes, name=name), handle)

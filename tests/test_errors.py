@@ -246,6 +246,37 @@ COMPUTE_CASES = [
     *size("grouped_gemm_combine", "w", f32(3, INNER, H), 3, L),
     *size("grouped_gemm_combine", "h", f32(R + 3, INNER), R + 3, R),
     *value("grouped_gemm_combine", "mode", {"mode": "gather"}, r"\bmode\b", "gather", "scatter", "reduce", "serial"),
+    # gradients in one launch
+    *value(
+        ["moe", "dispatch_grouped_gemm"],
+        "one launch that there is not",
+        {"fuse_weight_gradients": True, "implementation": "xla"},
+        *("fuse_weight_gradients=True", "'xla'", "float32", number(H), "'triton'", "fuse_weight_gradients=None"),
+    ),
+    *value(
+        "moe",
+        "one launch and FP8 on the wire",
+        {"fuse_weight_gradients": True, "wire_dtype": FP8},
+        *("wire_dtype=float8_e4m3fn", "wire_dtype=None", "fuse_weight_gradients=None"),
+    ),
+    *value(
+        "moe",
+        "one launch and forward products in FP8",
+        {
+            "fuse_weight_gradients": True,
+            "forward_dtype": FP8,
+            "w_gate_up": f32(L, H, 256),
+            "w_down": f32(L, 128, H),
+        },
+        *("fuse_weight_gradients", "forward_dtype", "None"),
+    ),
+    *value(
+        ["moe", "dispatch_grouped_gemm"],
+        "one launch by name",
+        {"fuse_weight_gradients": "always"},
+        *("fuse_weight_gradients='always'", "str", "True, False, or None"),
+        error=TypeError,
+    ),
     # the layer
     *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "reduce", "serial"),
     *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),

@@ -17,7 +17,7 @@ import pytest
 from harness import make_mesh
 from test_benchmarks import BENCHMARKS, ROOT, check_report, load
 
-from jax_ep import backends, reference
+from jax_ep import backends, layout, reference
 
 MODULES = ("harness", "processes", "exchange_chains", "dispatch_combine", "moe_baselines")
 MODULES += ("moe_chains", "moe_variants", "moe_run", "moe_layer")
@@ -187,12 +187,21 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
         y = reference.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return reference.return_tokens(y, handle, ("expert",), None)
 
+    def token_products(kept, rows, handle, *, transpose):
+        tokens = layout.gather_rows(kept, layout.row_tokens(handle))
+        return reference.grouped_gemm_weights(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
+
+    def gemm_combine_products(h, w, kept, handle, *, transpose_rhs):
+        sums = gemm_combine(h, w, handle, transpose_rhs=transpose_rhs, mode=None)
+        return sums, token_products(kept, h, handle, transpose=not transpose_rhs)
+
     names = ("plan", "send_tokens", "return_tokens", "grouped_gemm")
     functions = {name: getattr(reference, name) for name in names}
     functions |= {"deliver": lambda x, handle, axis: x[:1, 0] + handle.row_slot[0].astype(x.dtype)}
-    portable = SimpleNamespace(**functions, dispatch_gemm=dispatch_gemm, gemm_combine=gemm_combine)
+    functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
+    portable = SimpleNamespace(**functions)
     monkeypatch.setattr(backends, "get", lambda name: portable)
-    variants = modules.moe_variants.parts(case, ["dispatch", "combine"])
+    variants = modules.moe_variants.parts(case, list(modules.moe_variants.PARTS))
     named = {name for part in modules.moe_variants.PARTS.values() for name in part}
     assert set(variants) == named | set(modules.moe_variants.MODES.values())
     samples = {}

@@ -87,16 +87,23 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
     """One launch: each row travels to its source, which adds those of a token."""
-    layout, features = handle.layout, h.shape[1]
-    config, blocks = tuning.gemm_combine(layout, features, hidden)
+    config, blocks = tuning.gemm_combine(handle.layout, h.shape[1], hidden)
+    operands, result, constants = scatter_arguments(h, w, handle, blocks, transpose_rhs)
+    return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), (result,), config, constants)[0]
+
+
+def scatter_arguments(
+    h: Array, w: Array, handle: Handle, blocks: dict[str, int], transpose_rhs: bool
+) -> tuple[tuple[Array | Descriptor, ...], jax.ShapeDtypeStruct, dict[str, int]]:
+    """Operands, result and constants of launches that store each row at its source, where the heap gets room for it."""
+    layout, features, hidden = handle.layout, h.shape[1], w.shape[1 if transpose_rhs else 2]
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)
-    results = (jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype),)
     drops = layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment)
     constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "DROPS": drops}
     matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
-    return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), results, config, constants)[0]
+    return operands, jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype), constants
 
 
 def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:

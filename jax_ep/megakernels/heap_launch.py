@@ -72,7 +72,7 @@ def launch_on_heap(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
     group: Array,
-    results: tuple[jax.ShapeDtypeStruct, ...],
+    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
     config: Config,
     constants: dict[str, int],
     after: Array | None = None,

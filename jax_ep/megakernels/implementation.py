@@ -23,6 +23,7 @@ from jax_ep.megakernels.exchange import (
 )
 from jax_ep.megakernels.fp8_operands import activate_quantized, dequantize_rows, quantize_matrices, quantize_rows
 from jax_ep.megakernels.fused import dispatch_gemm, fuses, gemm_combine, token_products
+from jax_ep.megakernels.fused_gradients import fuses_products, gemm_combine_products
 from jax_ep.megakernels.gemm import grouped_gemm, grouped_gemm_weights
 from jax_ep.megakernels.gemm_fp8 import grouped_gemm_fp8
 from jax_ep.megakernels.low_latency import low_latency_combine, low_latency_dispatch
@@ -39,7 +40,9 @@ __all__ = [
     "dispatch_gemm",
     "fuses",
     "fuses_low_latency",
+    "fuses_products",
     "gemm_combine",
+    "gemm_combine_products",
     "grouped_gemm",
     "grouped_gemm_fp8",
     "grouped_gemm_weights",

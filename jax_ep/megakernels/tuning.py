@@ -153,6 +153,19 @@ def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, di
     return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
 
 
+def gemm_combine_products(
+    layout: Layout, rows: int, columns: int, *, transpose_rhs: bool
+) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of GEMM + combine with the gradient of its matrices `[rows, columns]`."""
+    features, hidden = (columns, rows) if transpose_rhs else (rows, columns)
+    config, blocks = gemm_combine(layout, features, hidden)
+    if jax.default_backend() == "cpu":
+        tile = {"M": 32, "N": 32, "R": 16, "STAGES": 2, "PARTS": 1}
+    else:  # as many blocks in flight as there is memory beside that through which a tile is stored
+        tile = {"M": 128, "N": 256 if columns > 128 else 128, "R": 64, "STAGES": 3, "PARTS": 1}
+    return config, blocks | {f"WEIGHT_{name}": size for name, size in tile.items()}
+
+
 def _chunks(column_tiles: int, num_tiles: int) -> int:
     """Chunks of columns: what is added while the next chunk is computed. Each one costs a meeting of all programs."""
     most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * num_programs(num_tiles))
@@ -178,6 +191,11 @@ def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dic
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
+GRADIENTS, JOINED_GRADIENTS = 0.77 * 735e12, 0.70 * 735e12
+"""Operations of weight gradients in a second, by two programs of four warps on each multiprocessor and by one of eight.
+
+Shares of cuBLAS's batched product that were measured in launches of their own; not yet beside GEMM + combine.
+"""
 AMONG_TILES = 0.53e12
 """Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 CHUNK_SECONDS = 60e-6
@@ -228,6 +246,28 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
         "serial": product + max(sent, made),
         "scatter": max(product, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY,
         "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
+    }
+
+
+def backward_times(layout: Layout, features: int, hidden: int, mode: str | None) -> dict[str, float]:
+    """Seconds per token of GEMM + combine and the gradient of its matrices: its parts, and both in one launch.
+
+    Where there are parts, nothing runs beside the last rows on their way, nor where the last turn of tiles has none for
+    a program. In one launch, tiles of the gradient do, and the rows have all their time to travel; but these tiles are
+    slower than in a launch of their own. docs/performance.md tells more.
+    """
+    times, top_k, row = combine_times(layout, features, hidden), layout.top_k, 2 * hidden
+    remote = (layout.num_ranks - 1) / layout.num_ranks
+    tile, programs = _product_tile(features, hidden), all_programs()
+    elements = programs * tile["BM"] * tile["BN"]  # of a turn
+    idle = elements * features / TENSOR_CORES + 2 * elements * remote / LINK  # half a turn, and a turn's rows
+    product = _product(layout, features, hidden)
+    gradient = product * TENSOR_CORES
+    combined = min(times.values()) if mode is None else times[mode]
+    return {
+        "parts": combined + idle / layout.num_tokens + gradient / GRADIENTS,
+        "one launch": max(product + gradient / JOINED_GRADIENTS, top_k * remote * row / LINK)
+        + (top_k + 1) * row / MEMORY,
     }
 
 

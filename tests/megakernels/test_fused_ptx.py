@@ -91,6 +91,37 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
     check_flat(built, blocks, config.num_stages)
 
 
+@pytest.mark.parametrize(
+    ("capability", "shape", "transposed", "drops"),
+    [
+        (90, DEEPSEEK, True, False),
+        (90, DEEPSEEK_LONG, True, True),
+        (90, MIXTRAL, False, True),
+        (100, DEEPSEEK, True, False),
+    ],
+)
+def test_gemm_combine_weights(
+    capability: int, shape: tuple[int, ...], transposed: bool, drops: bool, on_h200: None
+) -> None:
+    tokens, hidden, features, _ = shape
+    lay = layout(tokens)
+    sides = (hidden, features) if transposed else (features, hidden)
+    config, blocks = tuning.gemm_combine_products(lay, *sides, transpose_rhs=transposed)
+    types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64"}
+    stored = f"1,{blocks['WEIGHT_M']},{blocks['WEIGHT_N'] // blocks['WEIGHT_PARTS']}"
+    types |= {"out_ptr": "*bf16", "products": f"tensordesc<bf16[{stored}]>", "b_desc": matrices(blocks, transposed)}
+    types["h_desc"] = f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"
+    for name, width in (("lhs", "WEIGHT_M"), ("rhs", "WEIGHT_N")):
+        types[name] = f"tensordesc<bf16[1, 1, {blocks['WEIGHT_R']}, {blocks[width]}]>"
+    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
+    kernel = ("gemm_combine_weights", "gemm_combine_weights")
+    built = build(*kernel, types, constants, config.num_warps, config.num_stages, capability)
+    check(built, capability)
+    check_flat(built, blocks, config.num_stages)
+    assert "serialized" not in built["report"], built["report"]  # products that do not overlap
+    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(
     ("shape", "transposed"),

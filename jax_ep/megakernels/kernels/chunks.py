@@ -22,6 +22,14 @@ def first_turn(chunk, num_tiles):
 
 
 @triton.jit
+def place_after(num_tasks):
+    """This program's place behind `num_tasks` tasks of `task_of_turn`: those with a turn less come first."""
+    programs = tl.num_programs(0)
+    full = num_tasks // programs
+    return (tl.program_id(0) + full - num_tasks % programs + programs) % programs
+
+
+@triton.jit
 def count_turns(first, end):
     """Turns from `first` to `end`, with a bound that the compiler can see.
 

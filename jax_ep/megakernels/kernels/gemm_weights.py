@@ -111,6 +111,65 @@ def find_matrix_tile(
 
 
 @triton.jit
+def multiply_flat(
+    lhs,
+    rhs,
+    out,
+    starts,
+    rows,
+    first_task,
+    active,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA_STORE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All tiles of this program, from `first_task` on in steps of the number of programs; none unless `active` is 1.
+
+    The loops over tiles and rows are one, written by hand since the number of blocks differs from tile to tile: the
+    loads of a tile begin before the one before it is stored. STAGES blocks are in flight; None: as many as the launch
+    says.
+    """
+    programs = tl.num_programs(0)
+    tiles: tl.constexpr = ((K + BM - 1) // BM) * ((N + BN - 1) // BN)
+    # Tasks of this program before the first one of each group, and before that of the next group.
+    index = tl.arange(0, GROUPS)
+    before = tl.cdiv(tl.maximum(index * tiles - first_task, 0), programs)
+    until = tl.cdiv(tl.maximum((index + 1) * tiles - first_task, 0), programs)
+    blocks_of_group = tl.maximum(tl.cdiv(rows, BR), 1)
+    num_steps = tl.sum(tl.where(index < G, (until - before) * blocks_of_group, 0), axis=0) * active
+    task = first_task
+    block = 0
+    group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
+    num_blocks = tl.maximum(tl.cdiv(end - start, BR), 1)
+    total = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, num_steps, num_stages=STAGES):
+        first = start + block * BR
+        a = load_rows(lhs, first, end, row, K, BR, BM, DESCRIPTORS)
+        b = load_rows(rhs, first, end, column, N, BR, BN, DESCRIPTORS)
+        total = tl.dot(tl.trans(a), b, total)
+        is_last = block == num_blocks - 1
+        if is_last:
+            store_matrix_tile(out, total, group, row, column, N, K, BM, BN, PARTS, TMA_STORE)
+            total = tl.zeros((BM, BN), tl.float32)
+        # Apart from the store: the compiler runs this ahead, with the loads of later steps.
+        block += 1
+        if is_last:
+            task += programs
+            group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
+            block = 0
+            num_blocks = tl.maximum(tl.cdiv(end - start, BR), 1)
+
+
+@triton.jit
 def grouped_gemm_weights(
     lhs,
     rhs,
@@ -132,43 +191,36 @@ def grouped_gemm_weights(
 ):
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[G, K, N]`, zero for empty groups.
 
-    With FLATTEN the loops over tiles and rows are one, written by hand since the number of blocks differs from tile to
-    tile: the loads of a tile begin before the one before it is stored. `out` is a pointer, or with TMA_STORE a
-    descriptor of what is stored at a time, and stores end while the next tile is computed.
+    With FLATTEN the loops over tiles and rows are one. `out` is a pointer, or with TMA_STORE a descriptor of what is
+    stored at a time, and stores end while the next tile is computed.
     """
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles: tl.constexpr = ((K + BM - 1) // BM) * ((N + BN - 1) // BN)
     if FLATTEN:
-        # Tasks of this program before the first one of each group, and before that of the next group.
-        index = tl.arange(0, GROUPS)
-        before = tl.cdiv(tl.maximum(index * tiles - program, 0), programs)
-        until = tl.cdiv(tl.maximum((index + 1) * tiles - program, 0), programs)
-        blocks_of_group = tl.maximum(tl.cdiv(rows, BR), 1)
-        num_steps = tl.sum(tl.where(index < G, (until - before) * blocks_of_group, 0), axis=0)
-        task = program
-        block = 0
-        group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
-        num_blocks = tl.maximum(tl.cdiv(end - start, BR), 1)
-        total = tl.zeros((BM, BN), tl.float32)
-        for _ in range(num_steps):
-            first = start + block * BR
-            a = load_rows(lhs, first, end, row, K, BR, BM, DESCRIPTORS)
-            b = load_rows(rhs, first, end, column, N, BR, BN, DESCRIPTORS)
-            total = tl.dot(tl.trans(a), b, total)
-            is_last = block == num_blocks - 1
-            if is_last:
-                store_matrix_tile(out, total, group, row, column, N, K, BM, BN, PARTS, TMA_STORE)
-                total = tl.zeros((BM, BN), tl.float32)
-            # Apart from the store: the compiler runs this ahead, with the loads of later steps.
-            block += 1
-            if is_last:
-                task += programs
-                group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
-                block = 0
-                num_blocks = tl.maximum(tl.cdiv(end - start, BR), 1)
+        multiply_flat(
+            lhs,
+            rhs,
+            out,
+            starts,
+            rows,
+            program,
+            1,
+            N,
+            K,
+            G,
+            GROUPS,
+            BM,
+            BN,
+            BR,
+            GROUP_M,
+            DESCRIPTORS,
+            PARTS,
+            TMA_STORE,
+            None,
+        )
     else:
+        tiles: tl.constexpr = ((K + BM - 1) // BM) * ((N + BN - 1) // BN)
         for task in range(program, G * tiles, programs):
             group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
             total = tl.zeros((BM, BN), tl.float32)

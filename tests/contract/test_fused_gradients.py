@@ -1,0 +1,158 @@
+"""The backward pass of dispatch + GEMM in one launch, where an implementation has it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from harness import compiled, run
+
+import jax_ep
+from jax_ep import backends
+from jax_ep.types import Layout
+
+# Groups end within tiles, and T is no multiple of a block.
+SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)
+TOLERANCE = 4e-2  # two products deep, each with its own rounding of what it reads and writes
+
+
+@pytest.fixture(autouse=True)
+def needs_fused_products(implementation: str) -> None:
+    run = backends.get(implementation)
+    if not run.fuses(Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
+        pytest.skip(f"{implementation} fuses no products with exchanges")
+
+
+def layer(implementation: str, shape: Shape = SHAPE, **options: Any) -> Any:
+    common = {"num_experts": shape.num_experts, "implementation": implementation, "fuse_weight_gradients": True}
+    return functools.partial(jax_ep.moe, **common | options)
+
+
+def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:
+    """x, topk_idx, topk_weights, both matrices by rank, and a cotangent of the result."""
+    topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
+    x, d_out = (reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=BF16) for _ in range(2))
+    up = reals(rng, num_ranks, shape.num_experts // num_ranks, shape.hidden, 2 * shape.intermediate)
+    down = reals(rng, num_ranks, shape.num_experts // num_ranks, shape.intermediate, shape.hidden)
+    matrices = (up / shape.hidden**0.5).astype(BF16), (down / shape.intermediate**0.5).astype(BF16)
+    return x, topk_idx, probabilities(rng, *topk_idx.shape), *matrices, d_out
+
+
+def gradients_of(call: Any) -> Any:
+    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+        primal, pull = jax.vjp(lambda x, s, w, v: call(x, topk_idx, s, w, v), x, topk_weights, w_gate_up, w_down)
+        return primal, *pull(d_out)
+
+    return fn
+
+
+def check(got: Any, args: Any, **options: Any) -> None:
+    x, topk_idx, topk_weights, *matrices, d_out = args
+    experts = matrices[0].shape[0] * matrices[0].shape[1]
+    whole = (w.reshape(experts, *w.shape[2:]) for w in matrices)
+    reference = oracle.MoE(x, topk_weights, *whole, oracle.layout(topk_idx, experts, **options))
+    wanted = (reference.forward(), *reference.gradients(d_out.astype(np.float64)))
+    for name, g, w in zip(("y", "dx", "d_weights", "d_gate_up", "d_down"), got, wanted, strict=True):
+        assert_close(g.reshape(w.shape), w, name, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_of_the_layer(implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+    """And the same bits on every run."""
+    call = compiled(gradients_of(layer(implementation)), expert_mesh(num_ranks))
+    for routing in ("uniform", "zipf", "one_hot", "empty_experts") if num_ranks == 2 else ("some_without_expert",):
+        with subtests.test(routing):
+            args = inputs(rng, routing, num_ranks)
+            got = call(*args)
+            check(got, args)
+    for first, again in zip(got, call(*args), strict=True):
+        assert_same_bits(again, first)
+
+
+def test_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
+    call = compiled(gradients_of(layer(implementation, capacity=16)), expert_mesh(2))
+    for _ in range(2):
+        args = inputs(rng, "zipf", 2)
+        check(call(*args), args, capacity=16)
+
+
+def test_one_token(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    shape = Shape(num_tokens=1, top_k=2, num_experts=4, hidden=16, intermediate=8)
+    args = inputs(rng, "uniform", 2, shape)
+    check(run(gradients_of(layer(implementation, shape)), expert_mesh(2), *args), args)
+
+
+def test_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """With rows of padding between the groups, against the same gradients from a launch each."""
+    x, topk_idx, topk_weights, w, _, _ = inputs(rng, "duplicates", 2)
+    rows = oracle.layout(topk_idx, SHAPE.num_experts, alignment=4)
+    d_hidden = reals(rng, *rows.source.shape, w.shape[-1], dtype=BF16)
+    d_hidden[rows.is_padding] = 0
+    d_weights = reals(rng, *rows.source.shape)
+
+    def fn(wanted: bool, x, topk_idx, topk_weights, w, d_hidden, d_weights):
+        def call(x, topk_weights, w):
+            options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "alignment": 4}
+            d = jax_ep.dispatch_grouped_gemm(x, topk_idx, topk_weights, w, fuse_weight_gradients=wanted, **options)
+            return d.hidden, d.weights
+
+        return jax.vjp(call, x, topk_weights, w)[1]((d_hidden, d_weights))
+
+    args = x, topk_idx, topk_weights, w, d_hidden, d_weights
+    got, wanted = (run(functools.partial(fn, one), expert_mesh(2), *args) for one in (True, False))
+    for name, g, want in zip(("dx", "d_weights", "dw"), got, wanted, strict=True):
+        assert_close(g, want.astype(np.float64), name)
+
+
+def test_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Two layers, whose gradients are those without either."""
+    x, topk_idx, topk_weights, *matrices, d_out = inputs(rng, "uniform", 2)
+    layers = [np.stack([w, np.roll(w, 1, axis=1)], axis=1) for w in matrices]
+
+    def fn(scanned: bool, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+        def block(x, w):
+            return x + layer(implementation)(x, topk_idx, topk_weights, *w), None
+
+        def forward(x, *w):
+            if scanned:
+                return jax.lax.scan(jax.checkpoint(block), x, w)[0]
+            for i in range(2):
+                x = block(x, tuple(array[i] for array in w))[0]
+            return x
+
+        return jax.vjp(forward, x, w_gate_up, w_down)[1](d_out)
+
+    args = x, topk_idx, topk_weights, *layers, d_out
+    got, wanted = (run(functools.partial(fn, scanned), expert_mesh(2), *args) for scanned in (True, False))
+    for name, g, w in zip(("dx", "d_gate_up", "d_down"), got, wanted, strict=True):
+        assert_close(g, w.astype(np.float64), name)
+
+
+def test_second_derivative(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """The backward pass differentiates again; against the portable implementation in float32."""
+    shape = Shape(num_tokens=9, top_k=2, num_experts=4, hidden=16, intermediate=8)
+    *args, _ = inputs(rng, "uniform", 2, shape)
+
+    def fn(implementation: str, wanted: bool | None, x, topk_idx, topk_weights, w_gate_up, w_down):
+        def loss(x, w):
+            y = layer(implementation, shape, fuse_weight_gradients=wanted)(x, topk_idx, topk_weights, w, w_down)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        def slope(x, w):
+            dx, dw = jax.grad(loss, (0, 1))(x, w)
+            return jnp.sum(dx.astype(jnp.float32) ** 2) + jnp.sum(dw.astype(jnp.float32) ** 2)
+
+        return jax.grad(slope, (0, 1))(x, w_gate_up)
+
+    got = run(functools.partial(fn, implementation, True), expert_mesh(2), *args)
+    single = [args[0].astype(np.float32), *args[1:3], *(w.astype(np.float32) for w in args[3:])]
+    wanted = run(functools.partial(fn, "xla", None), expert_mesh(2), *single)
+    for name, g, w in zip(("x", "w_gate_up"), got, wanted, strict=True):
+        assert_close(g, w, name, tolerance=0.1)

@@ -1,0 +1,188 @@
+"""GEMM + combine and the weight gradient in one launch: the bits of two, however divided; and where it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, ROUTINGS, Shape
+
+import jax_ep
+from jax_ep import backends
+from jax_ep.kernel import Config
+from jax_ep.layout import dropless_capacity
+from jax_ep.megakernels import fused_gradients, gemm_tuning, tuning
+from jax_ep.types import Layout
+
+SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
+LAYOUT = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=2 * 19 * 3)
+AXIS = (harness.EXPERT,)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[jax.sharding.Mesh]:
+    """Two ranks with one context for the tests of this file."""
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory")
+    yield mesh
+    jax_ep.finalize()
+
+
+def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Products of such numbers have exact sums in float32, in any order: tiles of other shapes may have others."""
+    return (rng.integers(-60, 61, shape) / 16).astype(BF16)
+
+
+def launches(layout: Layout, transposed: bool, *, parts: bool) -> Any:
+    """`fn(ids, x, h, w)`: sums and products by one launch and, with `parts`, by two."""
+    run: Any = backends.get("triton")
+
+    def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
+        handle = run.plan(ids, layout, AXIS)
+        kept = run.dispatch_gemm(x, w, handle, transpose_rhs=not transposed, keep=True)[1]
+        found = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=transposed)
+        if not parts:
+            return found
+        # One after the other: on the CPU the runtime would start what is independent in any order.
+        h = h + (found[0][0, 0] == 12345.678).astype(h.dtype)
+        sums = run.gemm_combine(h, w, handle, transpose_rhs=transposed, mode="scatter")
+        h = h + (sums[0, 0] == 12345.678).astype(h.dtype)
+        return found, (sums, run.token_products(kept, h, handle, transpose=not transposed))
+
+    return fn
+
+
+def operands(layout: Layout, transposed: bool, routing: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    sizes = (SHAPE.hidden, SHAPE.intermediate) if transposed else (SHAPE.intermediate, SHAPE.hidden)
+    ids = ROUTINGS[routing](rng, 2, dataclasses.replace(SHAPE, num_tokens=layout.num_tokens))
+    h = sixteenths(rng, 2, layout.capacity, SHAPE.intermediate)
+    if layout.alignment == 1:  # rows past the groups may hold anything
+        for rank in range(2):
+            h[rank, np.count_nonzero((ids >= 4 * rank) & (ids < 4 * rank + 4)) :] = np.nan
+    return ids, sixteenths(rng, 2, layout.num_tokens, SHAPE.hidden), h, sixteenths(rng, 2, 4, *sizes)
+
+
+ALIGNED = dropless_capacity(LAYOUT.num_slots, 4, 16)
+CASES = {
+    "uniform": (LAYOUT, False, "some_without_expert"),
+    "capacity": (dataclasses.replace(LAYOUT, capacity=24), True, "zipf"),
+    "alignment": (dataclasses.replace(LAYOUT, capacity=ALIGNED, alignment=16), True, "one_hot_every_slot"),
+    "one token": (dataclasses.replace(LAYOUT, num_tokens=1, capacity=6), True, "uniform"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_launch_gives_the_bits_of_two(name: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
+    layout, transposed, routing = CASES[name]
+    arguments = operands(layout, transposed, routing, rng)
+    joined, parts = harness.run(launches(layout, transposed, parts=True), mesh, *arguments)
+    for what, got, wanted in zip(("sums", "products"), joined, parts, strict=True):
+        assert got.dtype == wanted.dtype and np.isfinite(wanted.astype(np.float32)).all()
+        np.testing.assert_array_equal(got, wanted, err_msg=what)
+    if name != "alignment":  # where rows of padding hold numbers that no other rank knows
+        assert all(np.abs(array.astype(np.float32)).max() > 0 for array in joined)
+
+
+def test_programs_chunks_and_tiles_change_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+    """One program or several, which leave sums to the last one; other chunks and tiles."""
+    chosen, launched = tuning.gemm_combine_products, []
+    arguments = operands(LAYOUT, True, "zipf", rng)
+    wanted = harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments)
+    for num_programs, chunks, width in ((1, 6, 16), (5, 3, 64)):
+
+        def divided(*arguments: Any, choice: Any = (num_programs, chunks, width), **options: Any) -> Any:
+            launched.append(choice)
+            return Config(choice[0]), chosen(*arguments, **options)[1] | {"CHUNKS": choice[1], "WEIGHT_N": choice[2]}
+
+        monkeypatch.setattr(tuning, "gemm_combine_products", divided)
+        for got, want in zip(harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+        assert launched[-1] == (num_programs, chunks, width)
+
+
+@pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
+def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+    """By name against the model, and by the model where nothing is named."""
+    launched, launch, times = [], fused_gradients.launch_on_heap, {}
+    monkeypatch.setattr(fused_gradients, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
+    monkeypatch.setattr(tuning, "backward_times", lambda *_: times)
+    for wanted, slower, number in (
+        (True, "one launch", 1),
+        (False, "parts", 0),
+        (None, "one launch", 0),
+        (None, "parts", 1),
+    ):
+        times |= {"parts": 1.0, "one launch": 1.0} | {slower: 2.0}
+        launched.clear()
+        jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
+        assert launched == ["gemm_combine_weights"] * number
+
+
+def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:
+    """x, expert ids, router weights, and both matrices of two ranks."""
+    matrices = np.ones((2, 2, 16, 32), dtype), np.ones((2, 2, 16, 16), dtype)
+    return np.ones((2, 4, 16), dtype), np.zeros((2, 4, 1), np.int32), np.ones((2, 4, 1), np.float32), *matrices
+
+
+def gradients(function: str, **options: Any) -> Any:
+    """Gradients of tokens and of the first matrices."""
+
+    def fn(x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            common = {"num_experts": 4, "implementation": "triton", **options}
+            if function == "moe":
+                return jnp.sum(jax_ep.moe(x, ids, weights, w, w_down, **common).astype(jnp.float32))
+            return jnp.sum(jax_ep.dispatch_grouped_gemm(x, ids, None, w, **common).hidden.astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    return fn
+
+
+REFUSED = {
+    "float32 tokens": ("moe", np.float32, {}, r"tokens of float32.*matrices of \[16, 32\].*bfloat16"),
+    "a mode": ("moe", BF16, {"combine_mode": "reduce"}, r"combine_mode='reduce'.*'scatter'"),
+    "the serial mode": ("moe", BF16, {"combine_mode": "serial"}, r"combine_mode='serial'.*'scatter'"),
+    "float32": ("dispatch_grouped_gemm", np.float32, {}, r"dispatch_grouped_gemm: .*tokens of float32"),
+}
+
+
+def test_what_cannot_be_one_launch_is_refused(mesh: jax.sharding.Mesh, subtests: pytest.Subtests) -> None:
+    """With True; with None the same call takes the parts."""
+
+    def trace(function: str, dtype: Any, **options: Any) -> Any:
+        return jax.eval_shape(harness.per_rank(gradients(function, **options), mesh), *layer_inputs(dtype))
+
+    for name, (function, dtype, options, message) in REFUSED.items():
+        with subtests.test(name):
+            with pytest.raises(ValueError, match=f"{message}.*fuse_weight_gradients=None"):
+                trace(function, dtype, fuse_weight_gradients=True, **options)
+            assert jax.tree.leaves(trace(function, dtype, **options))
+
+
+def layout(ranks: int) -> Layout:
+    return Layout(ranks, 256, 4096, 8, capacity=round(1.1 * 4096 * 8))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "mode", "wanted"),
+    [
+        (2, (4096, 7168), None, False),  # the products hide what travels, and tiles of the gradient are slower
+        (8, (4096, 7168), "scatter", False),
+        (8, (512, 4096), None, True),  # narrow experts: the rows take longer than the products
+        (8, (512, 4096), "reduce", False),  # not that launch
+    ],
+)
+def test_the_model_chooses(ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, monkeypatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: True)
+    for asked, expected in ((None, wanted), (False, False), (True, mode != "reduce")):
+        assert fused_gradients.fuses_products(layout(ranks), BF16, *sizes, mode=mode, wanted=asked) == expected

@@ -191,11 +191,8 @@ def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dic
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
-GRADIENTS, JOINED_GRADIENTS = 0.77 * 735e12, 0.70 * 735e12
-"""Operations of weight gradients in a second, by two programs of four warps on each multiprocessor and by one of eight.
-
-Shares of cuBLAS's batched product that were measured in launches of their own; not yet beside GEMM + combine.
-"""
+GRADIENTS = 0.73 * 735e12
+"""Operations of weight gradients in a second, by two programs of four warps on each multiprocessor or by one of eight."""
 AMONG_TILES = 0.53e12
 """Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 CHUNK_SECONDS = 60e-6
@@ -253,8 +250,8 @@ def backward_times(layout: Layout, features: int, hidden: int, mode: str | None)
     """Seconds per token of GEMM + combine and the gradient of its matrices: its parts, and both in one launch.
 
     Where there are parts, nothing runs beside the last rows on their way, nor where the last turn of tiles has none for
-    a program. In one launch, tiles of the gradient do, and the rows have all their time to travel; but these tiles are
-    slower than in a launch of their own. docs/performance.md tells more.
+    a program. In one launch, tiles of the gradient do, and the rows have all their time to travel. docs/performance.md
+    tells more.
     """
     times, top_k, row = combine_times(layout, features, hidden), layout.top_k, 2 * hidden
     remote = (layout.num_ranks - 1) / layout.num_ranks
@@ -266,7 +263,7 @@ def backward_times(layout: Layout, features: int, hidden: int, mode: str | None)
     combined = min(times.values()) if mode is None else times[mode]
     return {
         "parts": combined + idle / layout.num_tokens + gradient / GRADIENTS,
-        "one launch": max(product + gradient / JOINED_GRADIENTS, top_k * remote * row / LINK)
+        "one launch": max(product + gradient / GRADIENTS, top_k * remote * row / LINK)
         + (top_k + 1) * row / MEMORY,
     }
 

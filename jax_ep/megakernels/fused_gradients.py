@@ -31,6 +31,12 @@ def fuses_products(
     can = mode in (None, "scatter") and fused.fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND
     if not can or wanted is not None:
         return can and bool(wanted)
+    return _is_faster(layout, features, hidden, mode)
+
+
+def _is_faster(layout: Layout, features: int, hidden: int, mode: str | None) -> bool:
+    if jax.default_backend() == "cpu":
+        return False  # nothing runs beside anything in the interpreter
     times = tuning.backward_times(layout, features, hidden, mode)
     return 1.01 * times["one launch"] < times["parts"]  # simpler is better, up to a hundredth
 

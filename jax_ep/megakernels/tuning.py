@@ -263,8 +263,7 @@ def backward_times(layout: Layout, features: int, hidden: int, mode: str | None)
     combined = min(times.values()) if mode is None else times[mode]
     return {
         "parts": combined + idle / layout.num_tokens + gradient / GRADIENTS,
-        "one launch": max(product + gradient / GRADIENTS, top_k * remote * row / LINK)
-        + (top_k + 1) * row / MEMORY,
+        "one launch": max(product + gradient / GRADIENTS, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY,
     }
 
 

@@ -192,7 +192,7 @@ def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dic
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
 GRADIENTS = 0.73 * 735e12
-"""Operations of weight gradients in a second, by two programs of four warps on each multiprocessor or by one of eight."""
+"""Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
 AMONG_TILES = 0.53e12
 """Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 CHUNK_SECONDS = 60e-6

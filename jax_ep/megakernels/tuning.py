@@ -148,7 +148,9 @@ def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, di
     """Config and tile sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     blocks = _product_tile(features, hidden)
     column_tiles = -(-hidden // blocks["BN"])
-    blocks["CHUNKS"] = _chunks(column_tiles, column_tiles * layout.capacity // blocks["BM"])
+    # Sums between the products of two chunks come at a fraction of the memory's rate (AMONG_TILES). Tests have chunks.
+    most = 4 if jax.default_backend() == "cpu" else 1
+    blocks["CHUNKS"] = next(chunks for chunks in range(most, 0, -1) if column_tiles % chunks == 0)
     sums = {"CLEAR_T": 16, "SUM_T": 8, "SUM_H": min(512, _columns(hidden, 2))}
     return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
 
@@ -164,12 +166,6 @@ def gemm_combine_products(
     else:  # as many blocks in flight as there is memory beside that through which a tile is stored
         tile = {"M": 128, "N": 256 if columns > 128 else 128, "R": 64, "STAGES": 3, "PARTS": 1}
     return config, blocks | {f"WEIGHT_{name}": size for name, size in tile.items()}
-
-
-def _chunks(column_tiles: int, num_tiles: int) -> int:
-    """Chunks of columns: what is added while the next chunk is computed. Each one costs a meeting of all programs."""
-    most = 4 if jax.default_backend() == "cpu" else num_tiles // (50 * num_programs(num_tiles))
-    return next(chunks for chunks in (4, 3, 2, 1) if column_tiles % chunks == 0 and (chunks <= most or chunks == 1))
 
 
 def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
@@ -195,6 +191,8 @@ GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
 AMONG_TILES = 0.53e12
 """Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
+MEETING_SECONDS = 50e-6
+"""What the end of GEMM + combine costs beside its sums: all programs of all ranks meet there (moe_layer.json)."""
 CHUNK_SECONDS = 60e-6
 """Products and sums of a chunk take at least as long: it costs each program some waits, and two ends of its loop."""
 
@@ -213,6 +211,11 @@ def _product(layout: Layout, features: int, hidden: int) -> float:
 def _made(layout: Layout, hidden: int) -> float:
     """Bytes per token that are moved to make sums of products: rows read, and sums written, read and added up."""
     return (layout.top_k + 2 * _holders(layout) + 1) * 2 * hidden
+
+
+def _meeting(layout: Layout) -> float:
+    """Seconds per token until all ranks have sent."""
+    return MEETING_SECONDS / layout.num_tokens if layout.num_ranks > 1 else 0.0
 
 
 def _reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
@@ -241,7 +244,7 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
     last = 1 / _reduced_chunks(layout, features, hidden)
     return {
         "serial": product + max(sent, made),
-        "scatter": max(product, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY,
+        "scatter": max(product, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY + _meeting(layout),
         "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
     }
 
@@ -261,9 +264,10 @@ def backward_times(layout: Layout, features: int, hidden: int, mode: str | None)
     product = _product(layout, features, hidden)
     gradient = product * TENSOR_CORES
     combined = min(times.values()) if mode is None else times[mode]
+    products = max(product + gradient / GRADIENTS, top_k * remote * row / LINK)
     return {
         "parts": combined + idle / layout.num_tokens + gradient / GRADIENTS,
-        "one launch": max(product + gradient / GRADIENTS, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY,
+        "one launch": products + (top_k + 1) * row / MEMORY + _meeting(layout),
     }
 
 

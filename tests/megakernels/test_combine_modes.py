@@ -67,7 +67,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
     times = {mode: 1e9 * time for mode, time in tuning.combine_times(layout(4), 2048, 7168).items()}
-    assert times == pytest.approx({"serial": 502.0, "scatter": 441.1, "reduce": 829.6}, abs=0.1)
+    assert times == pytest.approx({"serial": 502.0, "scatter": 453.3, "reduce": 829.6}, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,8 @@ LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
 GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
+FAR, FAR_MEMORY = 1 << 30, 1.5e12
+"""Rows that arrive in so many bytes or more are added at this rate, waits for the last ones included."""
 AMONG_TILES = 0.53e12
 """Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 MEETING_SECONDS = 50e-6
@@ -213,9 +215,12 @@ def _made(layout: Layout, hidden: int) -> float:
     return (layout.top_k + 2 * _holders(layout) + 1) * 2 * hidden
 
 
-def _meeting(layout: Layout) -> float:
-    """Seconds per token until all ranks have sent."""
-    return MEETING_SECONDS / layout.num_tokens if layout.num_ranks > 1 else 0.0
+def _scattered_sums(layout: Layout, hidden: int) -> float:
+    """Seconds per token to add rows that have come one by one, once all ranks have sent."""
+    row = 2 * hidden
+    rate = FAR_MEMORY if layout.num_tokens * layout.top_k * row >= FAR else MEMORY
+    meeting = MEETING_SECONDS / layout.num_tokens if layout.num_ranks > 1 else 0.0
+    return (layout.top_k + 1) * row / rate + meeting
 
 
 def _reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
@@ -244,7 +249,7 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
     last = 1 / _reduced_chunks(layout, features, hidden)
     return {
         "serial": product + max(sent, made),
-        "scatter": max(product, top_k * remote * row / LINK) + (top_k + 1) * row / MEMORY + _meeting(layout),
+        "scatter": max(product, top_k * remote * row / LINK) + _scattered_sums(layout, hidden),
         "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
     }
 
@@ -267,7 +272,7 @@ def backward_times(layout: Layout, features: int, hidden: int, mode: str | None)
     products = max(product + gradient / GRADIENTS, top_k * remote * row / LINK)
     return {
         "parts": combined + idle / layout.num_tokens + gradient / GRADIENTS,
-        "one launch": products + (top_k + 1) * row / MEMORY + _meeting(layout),
+        "one launch": products + _scattered_sums(layout, hidden),
     }
 
 

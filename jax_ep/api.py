@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.typing import DTypeLike
 
-from jax_ep import fused_gradients, operations
+from jax_ep import fused_options, operations
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
 from jax_ep.operations import Call
@@ -188,6 +188,7 @@ def dispatch_grouped_gemm(
     wire_dtype: DTypeLike | None = None,
     handle: Handle | None = None,
     fuse_weight_gradients: bool | None = None,
+    num_communicating_programs: int | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> DispatchedGemm:
     """`dispatch`, then the rows of each expert times its matrix.
@@ -206,13 +207,17 @@ def dispatch_grouped_gemm(
       fuse_weight_gradients: True: in the backward pass, the gradients of x and of w come from one launch, in which
         programs that have no more rows to send multiply for the gradient of w; it exists in `triton`, for tokens of 16
         bits without `wire_dtype`. False: from a launch each. None: what should be faster.
+      num_communicating_programs: of the launch for dispatch and product in `triton`, how many programs, of one per
+        multiprocessor, send tokens before they multiply too; fewer leave more to the first products, more send sooner.
+        None: 16.
       implementation: see `dispatch`.
 
     Returns:
       `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
 
     Raises:
-      ValueError: `fuse_weight_gradients=True` where there is no such launch; and as `dispatch` and `grouped_gemm` do.
+      ValueError: `fuse_weight_gradients=True` or `num_communicating_programs` where there is no such launch; and as
+        `dispatch` and `grouped_gemm` do.
       TypeError, NotImplementedError: as `dispatch` and `grouped_gemm` do.
 
     Example:
@@ -222,8 +227,10 @@ def dispatch_grouped_gemm(
       >>> out.hidden.shape
       (2, 3)
     """
-    wanted = fused_gradients.checked("dispatch_grouped_gemm", fuse_weight_gradients)
-    call = Call("dispatch_grouped_gemm", axis_name, wire_dtype, implementation, fuse_weight_gradients=wanted)
+    name = "dispatch_grouped_gemm"
+    wanted = fused_options.fuse_weight_gradients(name, fuse_weight_gradients)
+    communicating = fused_options.num_communicating_programs(name, num_communicating_programs)
+    call = Call(name, axis_name, wire_dtype, implementation, None, wanted, communicating)
     x = check.matrix(call.function, "x", x, "[T, H]")
     w = check.expert_weights(call.function, "w", w, (call.num_local_experts(num_experts), x.shape[1]), x.dtype)
     return operations.dispatch_gemm(

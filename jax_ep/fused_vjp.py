@@ -30,6 +30,7 @@ class FusedConfig(NamedTuple):
       mode: how every GEMM + combine runs, those of derivatives included; None: what should be fastest.
       fuse_weight_gradients: whether GEMM + combine in the backward pass of dispatch + GEMM also makes the gradient of
         the matrices; None: what should be fastest.
+      num_communicating: programs of dispatch + GEMM that send tokens before they multiply; None: what was fastest.
     """
 
     implementation: str
@@ -38,6 +39,7 @@ class FusedConfig(NamedTuple):
     keep: bool = False
     mode: str | None = None
     fuse_weight_gradients: bool | None = None
+    num_communicating: int | None = None
 
 
 class Scattered(NamedTuple):
@@ -52,7 +54,8 @@ class Scattered(NamedTuple):
 def scatter_gemm(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Scattered:
     """`[T, H]` tokens to rows, times `w [L, H, N]`; and `[T, K]` weights to `[R]`. Transpose of `gather_gemm`."""
     run = backends.get(config.implementation)
-    hidden, kept = run.dispatch_gemm(x, w, handle, transpose_rhs=config.transpose_rhs, keep=config.keep)
+    options = {"transpose_rhs": config.transpose_rhs, "keep": config.keep}
+    hidden, kept = run.dispatch_gemm(x, w, handle, **options, num_communicating=config.num_communicating)
     if weights is None:
         return Scattered(hidden, kept, None)
     return Scattered(hidden, kept, run.send_weights(weights, handle, config.axis, after=hidden))

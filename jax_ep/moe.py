@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep import fp8_layer, fused_gradients, operations
+from jax_ep import fp8_layer, fused_options, operations
 from jax_ep import validation as check
 from jax_ep.layout import sort_tokens
 from jax_ep.operations import Call
@@ -31,6 +31,7 @@ def moe(
     forward_dtype: DTypeLike | None = None,
     combine_mode: str | None = None,
     fuse_weight_gradients: bool | None = None,
+    num_communicating_programs: int | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
     """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
@@ -58,14 +59,17 @@ def moe(
         of the tokens; None: what should be fastest.
       fuse_weight_gradients: of the first product, see `dispatch_grouped_gemm`; True needs a `combine_mode` of "scatter"
         or None, and no `forward_dtype`.
+      num_communicating_programs: of the first product and of the backward pass of the second, see
+        `dispatch_grouped_gemm`; needs no `forward_dtype`.
       implementation: see `dispatch`.
 
     Returns:
       `[T, H]` in the dtype of x.
 
     Raises:
-      ValueError: shapes, sizes, axes, an activation or a mode that do not fit; `fuse_weight_gradients=True` where there
-        is no such launch; with `forward_dtype`, H or I is not a multiple of 128.
+      ValueError: shapes, sizes, axes, an activation or a mode that do not fit; `fuse_weight_gradients=True` or
+        `num_communicating_programs` where there is no such launch; with `forward_dtype`, H or I is not a multiple of
+        128.
       TypeError: unsupported or different dtypes; by the second derivative with `forward_dtype`.
       NotImplementedError: none of the implementations asked for can serve the call.
 
@@ -79,8 +83,9 @@ def moe(
     Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
     """
     mode = operations.combine_mode("moe", "combine_mode", combine_mode)
-    wanted = fused_gradients.checked("moe", fuse_weight_gradients)
-    call = Call("moe", axis_name, wire_dtype, implementation, mode, wanted)
+    wanted = fused_options.fuse_weight_gradients("moe", fuse_weight_gradients)
+    communicating = fused_options.num_communicating_programs("moe", num_communicating_programs)
+    call = Call("moe", axis_name, wire_dtype, implementation, mode, wanted, communicating)
     weights = (w_gate_up, w_down)
     return _expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, activation, capacity, forward_dtype)
 
@@ -105,11 +110,8 @@ def _expert_layer(
             " unweighted sum."
         )
     if fp8_layer.is_wanted(call.function, forward_dtype, x.shape[1], w_down.shape[1]):
-        if call.fuse_weight_gradients:
-            raise ValueError(
-                f"{call.function}: fuse_weight_gradients=True and forward_dtype={forward_dtype!r}: the layer with FP8"
-                " products keeps its tokens in another form; leave one of them None."
-            )
+        wanted = {name: getattr(call, name) for name in ("fuse_weight_gradients", "num_communicating_programs")}
+        fused_options.check_none(call.function, forward_dtype, **wanted)
         weights, kind = (w_gate_up, w_down), (activation, gated)
         y = fp8_layer.expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, *kind, capacity)
         return checkpoint_name(y, OUTPUT_NAME)

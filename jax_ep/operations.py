@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep import backends, fused_gradients, fused_vjp, vjp
+from jax_ep import backends, fused_options, fused_vjp, vjp
 from jax_ep import masked_validation as check_fp8
 from jax_ep import validation as check
 from jax_ep.layout import dropless_capacity
@@ -44,6 +44,7 @@ class Call:
       mode: of `types.COMBINE_MODES` for a product and its combine, or None.
       fuse_weight_gradients: whether the backward pass of dispatch + GEMM is one launch; None: where that should be
         faster.
+      num_communicating_programs: of dispatch + GEMM, those that send tokens before they multiply, or None.
     """
 
     function: str
@@ -52,6 +53,7 @@ class Call:
     implementation: str | Sequence[str] | None = None
     mode: str | None = None
     fuse_weight_gradients: bool | None = None
+    num_communicating_programs: int | None = None
 
     def choose(
         self,
@@ -175,12 +177,14 @@ def dispatch_gemm(
     prepared = prepare(call, x, topk_idx, topk_weights, num_experts, capacity, alignment, handle, w.shape[2])
     handle = prepared.handle
     if call.fuse_weight_gradients:
-        fused_gradients.check_served(call.function, prepared.name, handle.layout, w, call.mode, call.wire_dtype)
+        fused_options.check_gradients(call.function, prepared.name, handle.layout, w, call.mode, call.wire_dtype)
     if call.wire_dtype is None and backends.get(prepared.name).fuses(handle.layout, x.dtype, *w.shape[1:]):
         config = _fused_config(call, prepared.name)
         tokens, weights, w, handle = vary_alike((prepared.x, prepared.topk_weights, w, handle))
         hidden, _, row_weights = fused_vjp.scatter_gemm(config, tokens, weights, w, handle)
         return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
+    if call.num_communicating_programs is not None:
+        raise fused_options.no_launch_for(call.function, call.num_communicating_programs, prepared.name, x)
     d = _send(call, prepared)
     tokens = checkpoint_name(cast(Array, d.tokens), TOKENS_NAME)
     hidden = grouped_gemm(call, tokens, w, d.group_sizes, name=name)
@@ -189,7 +193,11 @@ def dispatch_gemm(
 
 def _fused_config(call: Call, name: str) -> fused_vjp.FusedConfig:
     return fused_vjp.FusedConfig(
-        name, axis_tuple(call.axis_name), mode=call.mode, fuse_weight_gradients=call.fuse_weight_gradients
+        name,
+        axis_tuple(call.axis_name),
+        mode=call.mode,
+        fuse_weight_gradients=call.fuse_weight_gradients,
+        num_communicating=call.num_communicating_programs,
     )
 
 

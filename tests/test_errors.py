@@ -277,6 +277,31 @@ COMPUTE_CASES = [
         *("fuse_weight_gradients='always'", "str", "True, False, or None"),
         error=TypeError,
     ),
+    *value(
+        ["moe", "dispatch_grouped_gemm"],
+        "communicating programs of no launch",
+        {"num_communicating_programs": 8, "implementation": "xla"},
+        *("num_communicating_programs=8", "'xla'", "float32", "'triton'", "num_communicating_programs=None"),
+    ),
+    *value(
+        ["moe", "dispatch_grouped_gemm"],
+        "no communicating program",
+        {"num_communicating_programs": 0},
+        *("num_communicating_programs", number(1), number(0), "None"),
+    ),
+    *value(
+        "moe",
+        "a share of communicating programs",
+        {"num_communicating_programs": 0.5},
+        *("num_communicating_programs=0.5", "float", "int", "None"),
+        error=TypeError,
+    ),
+    *value(
+        "moe",
+        "communicating programs and forward products in FP8",
+        {"num_communicating_programs": 8, "forward_dtype": FP8, "w_gate_up": f32(L, H, 256), "w_down": f32(L, 128, H)},
+        *("num_communicating_programs=8", "forward_dtype", "None"),
+    ),
     # the layer
     *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "reduce", "serial"),
     *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),

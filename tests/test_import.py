@@ -160,7 +160,7 @@ LEVELS = [
     {"masked_reference", "fp8_reference"},
     {"reference", "megakernels", "pallas"},
     {"backends"},
-    {"vjp", "fused_vjp", "fused_gradients"},
+    {"vjp", "fused_vjp", "fused_options"},
     {"operations", "fp8_vjp"},
     {"fp8_layer"},
     {"api", "low_latency", "masked", "moe"},

@@ -177,7 +177,7 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
 
     called = []
 
-    def dispatch_gemm(x, w, handle, *, transpose_rhs, keep):
+    def dispatch_gemm(x, w, handle, *, transpose_rhs, keep, num_communicating=None):
         rows = reference.send_tokens(x, handle, ("expert",), None)
         sizes = handle.group_sizes
         return reference.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None

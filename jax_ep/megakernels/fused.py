@@ -32,7 +32,9 @@ def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and gemm_tuning.has_tma()
 
 
-def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool) -> tuple[Array, Array | None]:
+def dispatch_gemm(
+    x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool, num_communicating: int | None = None
+) -> tuple[Array, Array | None]:
     """Tokens to the ranks of their experts, and there times the experts' matrices.
 
     Args:
@@ -41,6 +43,7 @@ def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, ke
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
       keep: also return the tokens that arrived.
+      num_communicating: programs that send tokens before they multiply; None: what was fastest.
 
     Returns:
       `[R, N]`, zero in padding rows; and, with `keep`, `[W * T, H]`: the tokens that have an expert here by source rank
@@ -49,7 +52,7 @@ def dispatch_gemm(x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, ke
     layout, hidden = handle.layout, x.shape[1]
     columns = w.shape[1 if transpose_rhs else 2]
     schedule = send_schedule(handle)
-    config, blocks = tuning.dispatch_gemm(layout, hidden, columns)
+    config, blocks = tuning.dispatch_gemm(layout, hidden, columns, num_communicating)
     context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
     kept_shape = (layout.num_ranks * layout.num_tokens if keep else 1, hidden)
     results = (

@@ -138,9 +138,16 @@ def combine(
     return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), blocks
 
 
-def dispatch_gemm(layout: Layout, hidden: int, columns: int) -> tuple[Config, dict[str, int]]:
+def dispatch_gemm(
+    layout: Layout, hidden: int, columns: int, num_communicating: int | None = None
+) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`."""
-    blocks = {"COMM": 16, "BLOCK_T": 32, "BLOCK_H": _columns(hidden, 2), **_product_tile(hidden, columns)}
+    blocks = {
+        "COMM": num_communicating or 16,
+        "BLOCK_T": 32,
+        "BLOCK_H": _columns(hidden, 2),
+        **_product_tile(hidden, columns),
+    }
     return Config(all_programs(), num_warps=8, num_stages=4), blocks
 
 

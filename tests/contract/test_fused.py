@@ -98,6 +98,23 @@ def test_float16(implementation: str, mode: str, expert_mesh: Any, rng: np.rando
     assert_close(got, oracle.MoE(x, topk_weights, w_gate_up, w_down, lay).forward(), "moe", tolerance=1e-2)
 
 
+@pytest.mark.parametrize("number", [1, 1000])
+def test_communicating_programs_change_no_bits(
+    implementation: str, number: int, expert_mesh: Any, rng: np.random.Generator
+) -> None:
+    args, mesh = inputs(rng, "zipf", 2), expert_mesh(2)
+    arrays = *args[:3], *(split(w, 2) for w in args[3:]), reals(rng, *args[0].shape, dtype=BF16)
+    call = layer_and_gradients(SHAPE, implementation, num_communicating_programs=number)
+    if implementation != "triton":
+        with pytest.raises(ValueError, match="num_communicating_programs"):
+            run(call, mesh, *arrays)
+        return
+    for got, want in zip(
+        run(call, mesh, *arrays), run(layer_and_gradients(SHAPE, implementation), mesh, *arrays), strict=True
+    ):
+        assert_same_bits(got, want)
+
+
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_halves(implementation: str, mode: str, alignment: int, mesh: Mesh, rng: np.random.Generator) -> None:
     """Row for row what dispatch and grouped_gemm give, and zero in padding."""

@@ -1,4 +1,4 @@
-"""The keyword `fuse_weight_gradients`: what it may be, and where it cannot be True."""
+"""Keywords of operations in one launch: what they may be, and where there is no such launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax_ep import backends
 from jax_ep.types import Array, Layout
 
 
-def checked(function: str, value: bool | None) -> bool | None:
+def fuse_weight_gradients(function: str, value: bool | None) -> bool | None:
     """True, False or None."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(
@@ -19,7 +19,42 @@ def checked(function: str, value: bool | None) -> bool | None:
     return value
 
 
-def check_served(
+def num_communicating_programs(function: str, value: int | None) -> int | None:
+    """A positive number or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{function}: num_communicating_programs={value!r} is a {type(value).__name__}, expected an int, or None"
+            " for the default."
+        )
+    if value < 1:
+        raise ValueError(
+            f"{function}: num_communicating_programs must be at least 1, got {value}; None takes the default."
+        )
+    return value
+
+
+def no_launch_for(function: str, num_communicating_programs: int, implementation: str, x: Array) -> ValueError:
+    """The error of a call whose dispatch and product have launches of their own."""
+    return ValueError(
+        f"{function}: num_communicating_programs={num_communicating_programs}, but {implementation!r} has no single"
+        f" launch for dispatch and product of these tokens of {x.dtype}; 'triton' has it on GPUs with TMA, for bfloat16"
+        " and float16, without wire_dtype, and sizes that are multiples of 8. Or leave num_communicating_programs=None."
+    )
+
+
+def check_none(function: str, forward_dtype: DTypeLike | None, **options: int | None) -> None:
+    """Raises ValueError where the layer with FP8 products is asked for what its launches do not have."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"{function}: {name}={value} and forward_dtype={forward_dtype!r}: the layer with FP8 products keeps its"
+                " tokens in another form, by other launches; leave one of them None."
+            )
+
+
+def check_gradients(
     function: str, implementation: str, layout: Layout, w: Array, mode: str | None, wire_dtype: DTypeLike | None
 ) -> None:
     """Raises ValueError where the backward pass of dispatch + GEMM with `w [L, H, N]` cannot be one launch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +100,36 @@ def compile_kernel(
     return _compile(kernel, parameters, tuple(options.items()), tuple(sorted(constants.items())), capability)
 
 
+class _WithoutLines:
+    """Code without the numbers of source lines: each call carries its code, which they make three times as long.
+
+    Triton has one setting for the process; the last of several threads puts back what the first has found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads, self._found = 0, False
+
+    def __enter__(self) -> None:
+        from triton import knobs
+
+        with self._lock:
+            if self._threads == 0:
+                self._found, knobs.compilation.disable_line_info = knobs.compilation.disable_line_info, True
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        from triton import knobs
+
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0:
+                knobs.compilation.disable_line_info = self._found
+
+
+_WITHOUT_LINES = _WithoutLines()
+
+
 @functools.cache
 def _compile(
     kernel: Kernel,
@@ -120,7 +151,8 @@ def _compile(
     pointers = [name for name, type_name in types.items() if type_name.startswith("*")]
     aligned = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers}
     source = ASTSource(function, signature, values, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    with _WITHOUT_LINES:
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
     if built.metadata.global_scratch_size:
         raise NotImplementedError(
             f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"

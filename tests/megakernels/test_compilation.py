@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,20 @@ def test_machine_code_is_made_once(on_hopper):
     assert compiled.name == "gather_rows" and compiled.code[:4] == b"\x7fELF" and compiled.copies == ()
     assert make(config=Config(9, num_warps=4)) is compiled, "the number of programs is no option of the compiler"
     assert make(config=Config(8, num_warps=8)).code != compiled.code
+
+
+def test_code_has_no_source_lines(on_hopper):
+    """It is part of every call; and what Triton has been told otherwise is so again, also after several threads."""
+    import triton
+
+    settings = triton.knobs.compilation
+    before = settings.disable_line_info
+    parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
+    make = lambda rows: compilation.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES | {"R": rows}, 90)  # noqa: E731
+    with ThreadPoolExecutor(4) as threads:
+        codes = [compiled.code for compiled in threads.map(make, range(33, 41))]
+    assert not any(b".debug_line" in code or b"debug_ptx_txt" in code for code in codes)
+    assert settings.disable_line_info == before
 
 
 def lowered(kernel, operands, results, config, constants, *shapes):

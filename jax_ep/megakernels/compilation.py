@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +46,9 @@ class Parameter(NamedTuple):
     @property
     def type_name(self) -> str:
         """Triton's name of the type."""
-        name = _TYPES[self.dtype]
+        name = _TYPES.get(self.dtype)
+        if name is None:
+            raise TypeError(f"kernels take no arrays of {self.dtype}, only of {', '.join(map(str, _TYPES))}")
         return f"*{name}" if self.block_shape is None else f"tensordesc<{name}{list(self.block_shape)}>"
 
 
@@ -95,39 +96,9 @@ def compile_kernel(
       capability: compute capability of the devices.
     """
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
-    # Chosen here: where nobody chooses, Triton 3.9 warns.
-    options["enable_fp_fusion"] = True
+    options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
+    options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
     return _compile(kernel, parameters, tuple(options.items()), tuple(sorted(constants.items())), capability)
-
-
-class _WithoutLines:
-    """Code without the numbers of source lines: each call carries its code, which they make three times as long.
-
-    Triton has one setting for the process; the last of several threads puts back what the first has found.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._threads, self._found = 0, False
-
-    def __enter__(self) -> None:
-        from triton import knobs
-
-        with self._lock:
-            if self._threads == 0:
-                self._found, knobs.compilation.disable_line_info = knobs.compilation.disable_line_info, True
-            self._threads += 1
-
-    def __exit__(self, *_: object) -> None:
-        from triton import knobs
-
-        with self._lock:
-            self._threads -= 1
-            if self._threads == 0:
-                knobs.compilation.disable_line_info = self._found
-
-
-_WITHOUT_LINES = _WithoutLines()
 
 
 @functools.cache
@@ -151,13 +122,14 @@ def _compile(
     pointers = [name for name, type_name in types.items() if type_name.startswith("*")]
     aligned = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers}
     source = ASTSource(function, signature, values, aligned)
-    with _WITHOUT_LINES:
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
     if built.metadata.global_scratch_size:
         raise NotImplementedError(
             f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
         )
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
+    if len(copies) != len(types) - len(pointers):
+        raise NotImplementedError(f"{kernel.function}: Triton describes {len(copies)} of its descriptors")
     return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
 
 

@@ -52,7 +52,7 @@ def dispatch_gemm(
     layout, hidden = handle.layout, x.shape[1]
     columns = w.shape[1 if transpose_rhs else 2]
     schedule = send_schedule(handle)
-    config, blocks = tuning.dispatch_gemm(layout, hidden, columns, num_communicating)
+    config, blocks = tuning.dispatch_gemm(hidden, columns, num_communicating)
     context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
     kept_shape = (layout.num_ranks * layout.num_tokens if keep else 1, hidden)
     results = (
@@ -90,7 +90,7 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
     """One launch: each row travels to its source, which adds those of a token."""
-    config, blocks = tuning.gemm_combine(handle.layout, h.shape[1], hidden)
+    config, blocks = tuning.gemm_combine(h.shape[1], hidden)
     operands, result, constants = scatter_arguments(h, w, handle, blocks, transpose_rhs)
     return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), (result,), config, constants)[0]
 

@@ -60,7 +60,7 @@ def gemm_combine_products(
       with `transpose_rhs`; zero for experts without rows.
     """
     tokens = gather_rows(kept, row_tokens(handle), handle.group_sizes)
-    config, blocks = tuning.gemm_combine_products(handle.layout, *w.shape[1:], transpose_rhs=transpose_rhs)
+    config, blocks = tuning.gemm_combine_products(*w.shape[1:], transpose_rhs=transpose_rhs)
     (lines, matrices, *others), sums, constants = fused.scatter_arguments(h, w, handle, blocks, transpose_rhs)
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
     factors = (

@@ -138,9 +138,7 @@ def combine(
     return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), blocks
 
 
-def dispatch_gemm(
-    layout: Layout, hidden: int, columns: int, num_communicating: int | None = None
-) -> tuple[Config, dict[str, int]]:
+def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = None) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`."""
     blocks = {
         "COMM": num_communicating or 16,
@@ -151,7 +149,7 @@ def dispatch_gemm(
     return Config(all_programs(), num_warps=8, num_stages=4), blocks
 
 
-def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
+def gemm_combine(features: int, hidden: int) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     blocks = _product_tile(features, hidden)
     column_tiles = -(-hidden // blocks["BN"])
@@ -162,12 +160,10 @@ def gemm_combine(layout: Layout, features: int, hidden: int) -> tuple[Config, di
     return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
 
 
-def gemm_combine_products(
-    layout: Layout, rows: int, columns: int, *, transpose_rhs: bool
-) -> tuple[Config, dict[str, int]]:
+def gemm_combine_products(rows: int, columns: int, *, transpose_rhs: bool) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine with the gradient of its matrices `[rows, columns]`."""
     features, hidden = (columns, rows) if transpose_rhs else (rows, columns)
-    config, blocks = gemm_combine(layout, features, hidden)
+    config, blocks = gemm_combine(features, hidden)
     if jax.default_backend() == "cpu":
         tile = {"M": 32, "N": 32, "R": 16, "STAGES": 2, "PARTS": 1}
     else:  # as many blocks in flight as there is memory beside that through which a tile is stored
@@ -264,23 +260,15 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
 def backward_times(layout: Layout, features: int, hidden: int, mode: str | None) -> dict[str, float]:
     """Seconds per token of GEMM + combine and the gradient of its matrices: its parts, and both in one launch.
 
-    Where there are parts, nothing runs beside the last rows on their way, nor where the last turn of tiles has none for
-    a program. In one launch, tiles of the gradient do, and the rows have all their time to travel. docs/performance.md
-    tells more.
+    In one launch the rows have the time of both products to travel. docs/performance.md tells more.
     """
-    times, top_k, row = combine_times(layout, features, hidden), layout.top_k, 2 * hidden
+    times, row = combine_times(layout, features, hidden), 2 * hidden
     remote = (layout.num_ranks - 1) / layout.num_ranks
-    tile, programs = _product_tile(features, hidden), all_programs()
-    elements = programs * tile["BM"] * tile["BN"]  # of a turn
-    idle = elements * features / TENSOR_CORES + 2 * elements * remote / LINK  # half a turn, and a turn's rows
     product = _product(layout, features, hidden)
-    gradient = product * TENSOR_CORES
+    gradient = product * TENSOR_CORES / GRADIENTS
     combined = min(times.values()) if mode is None else times[mode]
-    products = max(product + gradient / GRADIENTS, top_k * remote * row / LINK)
-    return {
-        "parts": combined + idle / layout.num_tokens + gradient / GRADIENTS,
-        "one launch": products + _scattered_sums(layout, hidden),
-    }
+    products = max(product + gradient, layout.top_k * remote * row / LINK)
+    return {"parts": combined + gradient, "one launch": products + _scattered_sums(layout, hidden)}
 
 
 def combine_mode(layout: Layout, features: int, hidden: int) -> str:

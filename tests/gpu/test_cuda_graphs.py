@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,21 @@ def test_replays_have_the_bits_of_single_launches(
         same_bits([np.asarray(result) for result in results], [wanted[i] for i in order])
     if dump:
         assert has_graphs(tmp_path), f"XLA made no graph: {sorted(path.name for path in tmp_path.iterdir())}"
+
+
+def test_a_kernel_may_run_first_while_it_is_recorded(
+    on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any
+) -> None:
+    """Its code is loaded then; no other test has kernels of this shape, so none has loaded it before."""
+    shape = dataclasses.replace(SHAPE, num_tokens=71, hidden=648)
+    rng = np.random.default_rng(0)
+    ids = np.stack([ROUTINGS["uniform"](rng, mesh.size, shape) for _ in range(2)], axis=1)
+    arguments = reals(rng, mesh.size, shape.num_tokens, shape.hidden, dtype=BF16), ids, probabilities(rng, *ids.shape)
+    fn = harness.per_rank(layers, mesh)
+    replayed = np.asarray(
+        jax.jit(lambda *arguments: fn(*arguments), compiler_options=GRAPHS["custom calls"])(*arguments)
+    )
+    same_bits([replayed], [np.asarray(jax.jit(fn, compiler_options=NO_GRAPHS)(*arguments))])
 
 
 def has_graphs(folder: Path) -> bool:

@@ -66,7 +66,7 @@ def check_flat(built: dict, blocks: dict[str, int], num_stages: int) -> None:
 def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, columns, _ = shape
     lay = layout(tokens)
-    config, blocks = tuning.dispatch_gemm(lay, hidden, columns)
+    config, blocks = tuning.dispatch_gemm(hidden, columns)
     types = dict.fromkeys([*COMMON, "order_ptr", "num_sends_ptr", "num_needed_ptr"], "*i32") | {"table_ptr": "*i64"}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "kept_ptr"], "*bf16") | {"b_desc": matrices(blocks, transposed)}
     constants = sizes(lay) | blocks | {"H": hidden, "N": columns, "TRANSPOSED": transposed, "KEEP": keep}
@@ -82,7 +82,7 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     lay = layout(tokens)
-    config, blocks = tuning.gemm_combine(lay, features, hidden)
+    config, blocks = tuning.gemm_combine(features, hidden)
     types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64", "out_ptr": "*bf16"}
     types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
@@ -106,7 +106,7 @@ def test_gemm_combine_weights(
     tokens, hidden, features, _ = shape
     lay = layout(tokens)
     sides = (hidden, features) if transposed else (features, hidden)
-    config, blocks = tuning.gemm_combine_products(lay, *sides, transpose_rhs=transposed)
+    config, blocks = tuning.gemm_combine_products(*sides, transpose_rhs=transposed)
     types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64"}
     stored = f"1,{blocks['WEIGHT_M']},{blocks['WEIGHT_N'] // blocks['WEIGHT_PARTS']}"
     types |= {"out_ptr": "*bf16", "products": f"tensordesc<bf16[{stored}]>", "b_desc": matrices(blocks, transposed)}

@@ -95,7 +95,7 @@ def test_programs_chunks_and_tiles_change_no_bits(mesh: jax.sharding.Mesh, rng: 
     chosen, launched = tuning.gemm_combine_products, []
     arguments = operands(LAYOUT, True, "zipf", rng)
     wanted = harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments)
-    for num_programs, chunks, width in ((1, 6, 16), (5, 3, 64)):
+    for num_programs, chunks, width in ((1, 6, 16), (5, 3, 64), (3, 1, 32)):
 
         def divided(*arguments: Any, choice: Any = (num_programs, chunks, width), **options: Any) -> Any:
             launched.append(choice)
@@ -170,6 +170,8 @@ def layout(ranks: int) -> Layout:
     [
         (2, (4096, 7168), None, False),  # the products hide what travels: less than a hundredth to gain
         (8, (4096, 7168), "scatter", False),
+        (4, (28672, 4096), None, False),  # Mixtral
+        (4, (3072, 4096), None, False),  # Qwen3-235B
         (8, (512, 4096), None, True),  # narrow experts: the rows take longer than the products
         (8, (512, 4096), "reduce", False),  # not that launch
     ],

@@ -7,6 +7,7 @@ namespace {
 
 constexpr unsigned kHostPortable = 0x1;   // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kHostDeviceMap = 0x2;  // CU_MEMHOSTALLOC_DEVICEMAP
+constexpr int kRelaxedCapture = 2;        // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kMaxDynamicShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kPromoteTo128Bytes = 2;     // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
@@ -28,6 +29,7 @@ struct Driver {
   int (*set_async)(DevicePointer, unsigned char, size_t, Stream);
   int (*stream_synchronize)(Stream);
   int (*context_get_current)(Context*);
+  int (*exchange_capture_mode)(int*);
   int (*module_load_data)(void**, const void*);
   int (*module_get_function)(Function*, void*, const char*);
   int (*function_set_attribute)(Function, int, int);
@@ -81,6 +83,7 @@ Driver Load() {
   Find(library, &driver, "cuMemsetD8Async", &driver.set_async);
   Find(library, &driver, "cuStreamSynchronize", &driver.stream_synchronize);
   Find(library, &driver, "cuCtxGetCurrent", &driver.context_get_current);
+  Find(library, &driver, "cuThreadExchangeStreamCaptureMode", &driver.exchange_capture_mode);
   Find(library, &driver, "cuModuleLoadData", &driver.module_load_data);
   Find(library, &driver, "cuModuleGetFunction", &driver.module_get_function);
   Find(library, &driver, "cuFuncSetAttribute", &driver.function_set_attribute);
@@ -212,10 +215,27 @@ Status CurrentContext(Context* out) {
   return {};
 }
 
+namespace {
+
+// Lets this thread make calls that a capture in progress would otherwise forbid, for its lifetime.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { driver_.exchange_capture_mode(&mode_); }
+
+ private:
+  const Driver& driver_;
+  int mode_ = kRelaxedCapture;
+};
+
+}  // namespace
+
 Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Function* out) {
   const Driver& driver = Get();
   if (!driver.status.ok()) return driver.status;
-  void* module = nullptr;  // never unloaded: captured graphs may hold its functions
+  const RelaxedCapture relaxed(driver);  // the first launch may be one that XLA records into a graph
+  void* module = nullptr;                // never unloaded: captured graphs may hold its functions
   if (int result = driver.module_load_data(&module, code)) return Failure(driver, "cuModuleLoadData", result);
   if (int result = driver.module_get_function(out, module, name)) {
     return Failure(driver, "cuModuleGetFunction", result);

@@ -32,9 +32,8 @@ constexpr size_t kHidden = 2;  // Triton adds two addresses: of scratch memory, 
 // what the driver loads.
 class Image {
  public:
-  // Keeps the references.
-  Image(const std::string& name, const std::string& code, int32_t shared_bytes)
-      : name_(name), code_(code), shared_bytes_(shared_bytes) {}
+  Image(std::string name, std::string code, int32_t shared_bytes)
+      : name_(std::move(name)), code_(std::move(code)), shared_bytes_(shared_bytes) {}
 
   int32_t shared_bytes() const { return shared_bytes_; }
 
@@ -61,7 +60,7 @@ class Image {
     return false;
   }
 
-  const std::string &name_, &code_;
+  const std::string name_, code_;
   const int32_t shared_bytes_;
   std::shared_mutex mutex_;
   std::vector<std::pair<cuda::Context, cuda::Function>> functions_;
@@ -74,9 +73,9 @@ Image* GetImage(std::string_view name, std::string_view code, int32_t shared_byt
   static auto* images = new std::map<Key, Image*>;
   Key key{std::string(name), std::string(code), shared_bytes};
   std::lock_guard lock(*mutex);
-  auto [place, added] = images->try_emplace(std::move(key), nullptr);
-  if (added) place->second = new Image(std::get<0>(place->first), std::get<1>(place->first), shared_bytes);
-  return place->second;
+  Image*& image = images->try_emplace(std::move(key), nullptr).first->second;
+  if (image == nullptr) image = new Image(std::string(name), std::string(code), shared_bytes);
+  return image;
 }
 
 // How the kernel takes an array: rank 0, by its address; else by a descriptor, which the kernel's parameters repeat as
@@ -105,6 +104,7 @@ Status ReadParameters(ffi::Span<const int64_t> numbers, std::vector<Parameter>* 
       at += 3;
       for (int64_t i = 0; i < rank; ++i) {
         const int64_t size = numbers[at + i], stride = numbers[at + rank + i], box = numbers[at + 2 * rank + i];
+        if (size < 1 || size > INT32_MAX) return wrong;
         parameter.sizes[i] = static_cast<int32_t>(size);
         parameter.strides[i] = stride;
         shape.sizes[rank - 1 - i] = static_cast<uint64_t>(size);

@@ -1,8 +1,9 @@
 """Grouped GEMM and combine in one launch: each row of the product is stored at its source at once, and added there.
 
 The columns are cut into CHUNKS. Every program computes its share of a chunk's tiles, counts itself, and helps with the
-sums of the chunk before: the rows of a chunk have one chunk's time to travel. A row goes to slot `[token, k]` of its
-source's heap; the program that counts last tells all ranks. Sums run in float32, in the order of k.
+sums of the chunk before: the rows of a chunk have one chunk's time to travel. On GPUs one chunk is best (tuning.py). A
+row goes to slot `[token, k]` of its source's heap; the program that counts last tells all ranks. Sums run in float32,
+in the order of k.
 
 Only sums wait for other ranks, and only in programs that see all programs of this launch begun; the last to begin
 always does, and so no program that has yet to begin can be what another rank waits for. So one resident program

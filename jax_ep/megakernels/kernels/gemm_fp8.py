@@ -46,7 +46,7 @@ def grouped_gemm_fp8(
         total = multiply_masked(
             lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, M, N, K, BM, BN, GROUP, False, True, True
         )
-        store_tile(out_ptr, total, row, end, column, N, BM, BN, False)
+        store_tile(out_ptr, total, row, end, column, N, BM, BN, 0)
     used = (last >> 32).to(tl.int32)
     for block in range(num_turns(tl.cdiv(M - used, ZERO_ROWS))):
         zero_rows(out_ptr, used + task_of_turn(block) * ZERO_ROWS, M, N, ZERO_ROWS, BN)

@@ -103,7 +103,7 @@ def gemm_reduce(
                     GROUP_M,
                     TRANSPOSED,
                 )
-                store_tile(y_ptr, total, row, end_row, column, H, BM, BN, False)
+                store_tile(y_ptr, total, row, end_row, column, H, BM, BN, 0)
         if step % 2 == 1:
             count_chunk(control, chunk)
         elif chunk > 0:

@@ -95,7 +95,8 @@ def compile_kernel(
       constants: `tl.constexpr` parameters.
       capability: compute capability of the devices.
     """
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options["maxnreg"] = config.max_registers
     options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
     return _compile(kernel, parameters, tuple(options.items()), tuple(sorted(constants.items())), capability)

@@ -218,6 +218,12 @@ def _made(layout: Layout, hidden: int) -> float:
     return (layout.top_k + 2 * _holders(layout) + 1) * 2 * hidden
 
 
+def _scattered(layout: Layout, hidden: int) -> float:
+    """Seconds per token to send each row of an expert on another rank by itself."""
+    remote = (layout.num_ranks - 1) / layout.num_ranks
+    return layout.top_k * remote * 2 * hidden / LINK
+
+
 def _scattered_sums(layout: Layout, hidden: int) -> float:
     """Seconds per token to add rows that have come one by one, once all ranks have sent."""
     row = 2 * hidden
@@ -245,14 +251,13 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
 
     docs/performance.md tells why.
     """
-    top_k, row = layout.top_k, 2 * hidden
     remote = (layout.num_ranks - 1) / layout.num_ranks
-    product, sent = _product(layout, features, hidden), _holders(layout) * remote * row / LINK
+    product, sent = _product(layout, features, hidden), _holders(layout) * remote * 2 * hidden / LINK
     made, between = (_made(layout, hidden) / rate for rate in (MEMORY, AMONG_TILES))
     last = 1 / _reduced_chunks(layout, features, hidden)
     return {
         "serial": product + max(sent, made),
-        "scatter": max(product, top_k * remote * row / LINK) + _scattered_sums(layout, hidden),
+        "scatter": max(product, _scattered(layout, hidden)) + _scattered_sums(layout, hidden),
         "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
     }
 
@@ -262,12 +267,11 @@ def backward_times(layout: Layout, features: int, hidden: int, mode: str | None)
 
     In one launch the rows have the time of both products to travel. docs/performance.md tells more.
     """
-    times, row = combine_times(layout, features, hidden), 2 * hidden
-    remote = (layout.num_ranks - 1) / layout.num_ranks
+    times = combine_times(layout, features, hidden)
     product = _product(layout, features, hidden)
     gradient = product * TENSOR_CORES / GRADIENTS
     combined = min(times.values()) if mode is None else times[mode]
-    products = max(product + gradient, layout.top_k * remote * row / LINK)
+    products = max(product + gradient, _scattered(layout, hidden))
     return {"parts": combined + gradient, "one launch": products + _scattered_sums(layout, hidden)}
 
 

@@ -59,7 +59,7 @@ def store_block(
 @triton.jit
 def store_matrix_tile(
     out,
-    total,
+    values,
     group,
     row,
     column,
@@ -71,20 +71,13 @@ def store_matrix_tile(
     TMA_STORE: tl.constexpr,
 ):
     """Stores a tile of one group's matrix in 1, 2 or 4 parts: shared memory then holds a part at a time."""
-    values = total.to(out.dtype if TMA_STORE else out.dtype.element_ty)
+    values = values.to(out.dtype if TMA_STORE else out.dtype.element_ty)
     if PARTS == 1:
         store_block(out, values, group, row, column, N, K, BM, BN, TMA_STORE)
     else:
         left, right = halves(values, BM, BN)
-        for side in tl.static_range(2):
-            half = right if side else left
-            first = column + side * (BN // 2)
-            if PARTS == 2:
-                store_block(out, half, group, row, first, N, K, BM, BN // 2, TMA_STORE)
-            else:
-                outer, inner = halves(half, BM, BN // 2)
-                store_block(out, outer, group, row, first, N, K, BM, BN // 4, TMA_STORE)
-                store_block(out, inner, group, row, first + BN // 4, N, K, BM, BN // 4, TMA_STORE)
+        store_matrix_tile(out, left, group, row, column, N, K, BM, BN // 2, PARTS // 2, TMA_STORE)
+        store_matrix_tile(out, right, group, row, column + BN // 2, N, K, BM, BN // 2, PARTS // 2, TMA_STORE)
 
 
 @triton.jit

@@ -1,0 +1,183 @@
+"""Random sizes of real models' order, every option drawn at random: `triton` against `xla` on the same devices.
+
+The contract suite has small named shapes and the oracle; here sizes meet tiles, blocks and tables as users' do. Inputs
+are fresh on every run: pytest shows the seed of a failure, and `--seed` brings it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, F16, F32, ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from harness import compiled, make_mesh
+
+import jax_ep
+
+ON_GPU = jax.default_backend() == "gpu"
+EXAMPLES = range(24 if ON_GPU else 2)
+MOST_BYTES = 1 << (28 if ON_GPU else 16)
+FP8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One random problem; `options` are keywords of the functions under test."""
+
+    num_ranks: int
+    shape: Shape
+    dtype: np.dtype
+    routing: str
+    options: dict[str, Any]
+
+
+def one_of(rng: np.random.Generator, *values: Any) -> Any:
+    return values[rng.integers(len(values))]
+
+
+def size(rng: np.random.Generator, largest: int, multiple: int = 1) -> int:
+    """Between 1 and `largest` multiples, small ones as often as large ones; half of them next to a power of two."""
+    largest = max(largest, 1)
+    value = int(np.exp(rng.uniform(0, np.log(largest))))
+    if rng.random() < 0.5:
+        value = 2 ** max(value.bit_length() - 1, 0) + int(rng.integers(-1, 2))
+    return multiple * int(np.clip(value, 1, largest))
+
+
+def draw_shape(rng: np.random.Generator, num_ranks: int, *, tokens: int, multiple: int) -> Shape:
+    """A shape whose tokens, rows and matrices each fit into MOST_BYTES on every rank."""
+    while True:
+        num_local = size(rng, 64 if ON_GPU else 4)
+        shape = Shape(
+            num_tokens=size(rng, tokens if ON_GPU else 9),
+            top_k=size(rng, 16 if ON_GPU else 3),
+            num_experts=num_ranks * num_local,
+            hidden=size(rng, (8192 if ON_GPU else 256) // multiple, multiple),
+            intermediate=size(rng, (4096 if ON_GPU else 64) // multiple, multiple),
+        )
+        rows = num_ranks * shape.num_tokens * shape.top_k
+        matrices = 2 * num_local * shape.hidden * shape.intermediate
+        if 4 * max(rows * max(shape.hidden, 2 * shape.intermediate), matrices) <= MOST_BYTES:
+            return shape
+
+
+def draw(rng: np.random.Generator, *, multiple: int) -> Problem:
+    num_ranks = int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
+    shape = draw_shape(rng, num_ranks, tokens=4096, multiple=multiple)
+    rows = num_ranks * shape.num_tokens * shape.top_k
+    return Problem(
+        num_ranks,
+        shape,
+        one_of(rng, BF16, BF16, F16, F32),
+        one_of(rng, *ROUTINGS),
+        {"capacity": one_of(rng, None, None, size(rng, rows)), "num_experts": shape.num_experts},
+    )
+
+
+def compare(got: dict[str, Any], want: dict[str, Any], problem: Problem, *, exact: bool) -> None:
+    for name in want:
+        check = assert_same_bits if exact else assert_close
+        check(got[name], want[name], f"{name} of {problem}")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_exchange(example: int, rng: np.random.Generator) -> None:
+    """dispatch and combine and their transposes: the same bits, for the sums are exact."""
+    problem = draw(rng, multiple=one_of(rng, 1, 8, 128))
+    shape, alignment = problem.shape, one_of(rng, 1, 1, 16, 128)
+    capacity = problem.options["capacity"]
+    options = problem.options | {
+        "alignment": alignment,
+        "capacity": None if capacity is None else -(-capacity // alignment) * alignment,
+    }
+    wire = {"wire_dtype": FP8 if shape.hidden % 128 == 0 and problem.dtype != F16 and rng.random() < 0.5 else None}
+
+    def fn(implementation: str) -> Any:
+        def body(x, ids, weights):
+            def there(x, weights):
+                sent = jax_ep.dispatch(x, ids, weights, implementation=implementation, **options, **wire)
+                return (sent.tokens, sent.weights), sent
+
+            (rows, row_weights), back, sent = jax.vjp(there, x, weights, has_aux=True)
+            y = jnp.round(rows)  # of small integers, so that every sum is exact on any wire
+            d_x, d_weights = back((y, row_weights))
+            sums = jax_ep.combine(y, sent.handle, implementation=implementation, **wire)
+            out = {"tokens": rows, "weights": row_weights, "d_x": d_x, "d_weights": d_weights, "sums": sums}
+            return out | {"group_sizes": sent.group_sizes, "dropped": sent.dropped}
+
+        return compiled(body, make_mesh((problem.num_ranks,), ("expert",)))
+
+    ids = ROUTINGS[problem.routing](rng, problem.num_ranks, shape)
+    x = integers(rng, problem.num_ranks, shape.num_tokens, shape.hidden, dtype=problem.dtype, largest=1)
+    args = x, ids, integers(rng, *ids.shape)
+    compare(fn("triton")(*args), fn("xla")(*args), problem, exact=wire["wire_dtype"] is None)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_layer(example: int, rng: np.random.Generator) -> None:
+    """moe and all of its gradients, in every mode, up to the rounding of the dtype."""
+    multiple = one_of(rng, 8, 8, 128, 1)
+    problem = draw(rng, multiple=multiple)
+    shape, dtype, gated = problem.shape, problem.dtype, bool(rng.random() < 0.8)
+    fusable = dtype != F32 and multiple > 1
+    tuned = {
+        "combine_mode": one_of(rng, None, "scatter", "reduce", "serial"),
+        "num_communicating_programs": one_of(rng, None, 1, 7, 64),
+    }
+    options = problem.options | {"activation": one_of(rng, "silu", "gelu", "relu")}
+
+    def fn(**options: Any) -> Any:
+        def body(x, ids, weights, w_gate_up, w_down, d_y):
+            def layer(x, weights, w_gate_up, w_down):
+                return jax_ep.moe(x, ids, weights, w_gate_up, w_down, **options)
+
+            y, back = jax.vjp(layer, x, weights, w_gate_up, w_down)
+            return dict(zip(("y", "d_x", "d_weights", "d_gate_up", "d_down"), (y, *back(d_y)), strict=True))
+
+        return compiled(body, make_mesh((problem.num_ranks,), ("expert",)))
+
+    ranks, local = problem.num_ranks, shape.num_experts // problem.num_ranks
+    ids = ROUTINGS[problem.routing](rng, ranks, shape)
+    columns = shape.intermediate * (2 if gated else 1)
+    w_gate_up = reals(rng, ranks, local, shape.hidden, columns) / np.sqrt(shape.hidden)
+    w_down = reals(rng, ranks, local, shape.intermediate, shape.hidden) / np.sqrt(shape.intermediate)
+    x, d_y = (reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=dtype) for _ in range(2))
+    args = x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_y
+    got = fn(**options, **(tuned if fusable else {}), implementation="triton")(*args)
+    compare(got, fn(**options, implementation="xla")(*args), problem, exact=False)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_low_latency(example: int, rng: np.random.Generator) -> None:
+    """Both functions of decode-sized batches: the same rows in the same places, the same sums."""
+    group_size = one_of(rng, 128, 64)
+    ranks = int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
+    shape = draw_shape(rng, ranks, tokens=512, multiple=group_size)
+    room = shape.num_tokens + int(rng.integers(0, 3))
+    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": room, "group_size": group_size}
+    options["quantize"] = bool(rng.random() < 0.5)
+    used = np.minimum(rng.integers(0, room + 1, ranks), shape.num_tokens).astype(np.int32)
+
+    def fn(implementation: str) -> Any:
+        def body(x, ids, weights, num_tokens):
+            out = jax_ep.low_latency_dispatch(x, ids, num_tokens=num_tokens, implementation=implementation, **options)
+            rows = out.tokens.shape[-2]
+            real = jnp.arange(rows)[None] < out.group_sizes[:, None]
+            y = jnp.where(real, (jnp.arange(rows) % 7 + 1).astype(x.dtype), jnp.nan)
+            y = jnp.broadcast_to(y[..., None], out.tokens.shape)
+            back = jax_ep.low_latency_combine(y, ids, weights, out.handle, implementation=implementation)
+            tokens = jnp.where(real[..., None], out.tokens.astype(jnp.float32), 0)
+            scales = jnp.zeros(()) if out.scales is None else jnp.where(real[..., None], out.scales, 0)
+            return {"tokens": tokens, "scales": scales, "group_sizes": out.group_sizes, "sums": back}
+
+        return compiled(body, make_mesh((ranks,), ("expert",)))
+
+    ids = ROUTINGS[one_of(rng, *ROUTINGS)](rng, ranks, shape)
+    args = reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=BF16), ids, integers(rng, *ids.shape), used
+    got, want = fn("triton")(*args), fn("xla")(*args)
+    problem = Problem(ranks, shape, BF16, "", options)
+    compare(got, want, problem, exact=True)

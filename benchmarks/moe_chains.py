@@ -43,6 +43,11 @@ MODELS = {
     "deepseek-v3": Model(7168, 2048, 256, 8),
     "qwen3-235b": Model(4096, 1536, 128, 8),
     "mixtral-8x7b": Model(4096, 14336, 8, 2),
+    "qwen3-30b": Model(2048, 768, 128, 8),
+    "gpt-oss-120b": Model(2880, 2880, 128, 4),
+    "glm-4.5": Model(5120, 1536, 160, 8),
+    "llama-4-maverick": Model(5120, 8192, 128, 1),
+    "deepseek-v2-lite": Model(2048, 1408, 64, 6),
     "tiny": Model(128, 128, 8, 2),
 }
 

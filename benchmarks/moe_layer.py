@@ -50,6 +50,7 @@ from jax_ep import backends
 QUICK_DEVICES = 4
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
+DEFAULT_SHAPES = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b"]
 DEFAULT_LAYERS = ["moe", "xla", "capacity", "ragged"]
 DIRECTIONS = {"forward": False, "forward + backward": True}
 
@@ -185,7 +186,9 @@ def measure_all(run: Run, args: argparse.Namespace) -> None:
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8)
-    parser.add_argument("--shapes", nargs="+", choices=MODELS, help="models (default: all but tiny; --quick: tiny)")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_SHAPES)}; --quick: tiny"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 4096 1024 16384)")
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
@@ -206,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (on_gpus or args.quick) or jax.device_count() < 2:
         print("moe_layer: needs two or more GPUs; nothing measured")
         return
-    args.shapes = args.shapes or (["tiny"] if args.quick else [name for name in MODELS if name != "tiny"])
+    args.shapes = args.shapes or (["tiny"] if args.quick else DEFAULT_SHAPES)
     args.tokens = args.tokens or ([16, 48] if args.quick else [4096, 1024, 16384])
     args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts

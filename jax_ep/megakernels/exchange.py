@@ -123,8 +123,9 @@ def return_tokens(
     config, blocks = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype), num_programs)
     constants = {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
     operands = (y, handle.ids, handle.slot_row)
-    sums = _exchange_rows(_COMBINE, operands, (result,), handle, config, constants, y.shape[1], wire_dtype)[0]
+    sums, _ = _exchange_rows(_COMBINE, operands, (result, lists), handle, config, constants, y.shape[1], wire_dtype)
     return sums[:, :hidden]
 
 

@@ -14,6 +14,7 @@ from jax_ep.heap import MAX_BLOCKS
 from jax_ep.kernel import Config
 from jax_ep.layout import power_of_two
 from jax_ep.megakernels.grid import all_programs, num_programs
+from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Layout
 
 BLOCK_T = 8
@@ -21,6 +22,13 @@ BLOCK_T = 8
 
 FEW = 64
 """Up to so many programs, which do not fill the GPU, each one needs more bytes in flight: larger tiles, more warps."""
+
+
+ROW_BYTES, IN_FLIGHT_BYTES = 16 * 1024, 80 * 1024
+"""Most bytes of a row that are added up at once, 64 sums for each thread of four warps; and of rows on their way there.
+
+More rows on their way bring nothing, nor do more warps: 24 programs are then held up by the copies to shared memory.
+"""
 
 
 def _columns(hidden: int, itemsize: int) -> int:
@@ -124,18 +132,25 @@ def combine(
     layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, limit: int | None = None
 ) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the combine kernel, for sums of `dtype` that travel as `wire_dtype`."""
-    block, columns = _tokens_per_task(layout.num_tokens), _columns(hidden, dtype.itemsize)
-    warps, per_processor = 8, 2
-    if limit is not None and limit <= FEW:
-        block, warps, per_processor = 16, 16, 1
-    elif wire_dtype != dtype:
-        # With many rows of a token on a rank, reading them is what takes time, and wide tiles read faster.
-        columns = columns if layout.top_k >= 4 * layout.num_ranks else min(columns, 512)
-        warps, per_processor = 4, 4
+    few = limit is not None and limit <= FEW
+    block = _tokens_per_task(layout.num_tokens)
+    if few:
+        block = min(32, power_of_two(layout.num_tokens))
+    elif layout.num_tokens <= 4 * MAX_BLOCKS:
+        block = min(4, block)
+    columns = max(GROUP_SIZE, min(power_of_two(hidden), ROW_BYTES // dtype.itemsize))
+    choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
+    blocks = {
+        "BLOCK_T": block,
+        "BLOCK_H": columns,
+        "CHOICES": choices,
+        "RANKS": ranks,
+        "LENGTH": block * max(choices, ranks),
+        "STAGES": min(10, 1 + IN_FLIGHT_BYTES // (columns * dtype.itemsize)),
+        "LAG": min(256 // block, -(-layout.num_tokens // block)),
+    }
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
-    lag = min(256 // block, -(-layout.num_tokens // block))
-    blocks = {"BLOCK_T": block, "TILE_T": block, "BLOCK_H": columns, "LAG": lag}
-    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), blocks
+    return at_most(Config(num_programs(num_tasks, 1 if few else 2), num_warps=4), limit), blocks
 
 
 def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = None) -> tuple[Config, dict[str, int]]:

@@ -41,7 +41,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     else:
         config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
         rows = {"y_ptr": element}
-    integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "after_ptr"]
+    integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "after_ptr", "lists_ptr"]
     types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
     types |= rows
     sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
@@ -49,7 +49,8 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
         places() | sizes | blocks | ({"R": 40960, "TO_ROWS": True, "QUANTIZED": False} if name == "dispatch" else {})
     )
     built = build(name, name, types, constants, config.num_warps, STAGES, capability)
-    assert re.search(r"ld\.global\.v4\.b32", built["ptx"]), "rows are not loaded 16 bytes at a time"
+    loads = r"ld\.global\.v4\.b32" if name == "dispatch" else r"cp\.async\.cg\.shared\.global \[.*\], 0x10"
+    assert re.search(loads, built["ptx"]), "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
     assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
     assert "st.release.sys" in built["ptx"] or "release.sys" in built["ptx"] or "fence.acq_rel.sys" in built["ptx"]

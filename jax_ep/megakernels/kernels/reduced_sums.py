@@ -8,7 +8,6 @@ before it, in rank order. They round as the combine kernel does.
 import triton
 import triton.language as tl
 
-from .combine import add_received, send_sums
 from .protocol import (
     DONE,
     await_block_of_all,
@@ -20,6 +19,7 @@ from .protocol import (
     publish,
     wanted_by,
 )
+from .token_sums import add_received, send_sums
 
 
 @triton.jit
@@ -57,7 +57,6 @@ def send_block(
         tokens = peer_rank * T + local
         wanted = wanted_by(ids_ptr, tokens * K, local < T, rank * L, L, K)
         slots = rank * T + local
-        # There are no scales: the second pointer is not used.
         send_sums(
             y_ptr,
             slot_row_ptr,
@@ -65,15 +64,12 @@ def send_block(
             wanted,
             slots,
             values_ptr,
-            values_ptr,
             chunk * WIDTH,
             end_column,
             H,
             K,
             TILE_T,
             SUM_H,
-            False,
-            tl.float32,
         )
     publish(table_ptr, control, me, peer, chunk * tl.cdiv(T, BLOCK_T) + block, FLAGS, D, MAX_BLOCKS)
 
@@ -117,7 +113,6 @@ def add_block(
         tokens = block * BLOCK_T + t + tl.arange(0, TILE_T)
         add_received(
             values_ptr,
-            values_ptr,
             ids_ptr,
             out_ptr,
             tokens,
@@ -131,8 +126,6 @@ def add_block(
             L,
             TILE_T,
             SUM_H,
-            False,
-            tl.float32,
         )
     return alive
 

@@ -1,0 +1,85 @@
+"""Sums of rows that a list names, one row after the other, with the next ones on their way.
+
+A program first writes the list of its task: only rows that exist, the rows of a token one after another. Then it walks
+through the list in one loop, whose loads the compiler issues several rows ahead, over the borders of tokens. What is
+in flight does not depend on how many of a token's experts are on one rank, so that few programs keep memory busy.
+"""
+
+import triton
+import triton.language as tl
+
+from .quantization import dequantize, quantize, scale_offsets
+
+
+@triton.jit
+def write_list(list_ptr, sources, exists, targets, TOKENS: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.constexpr):
+    """Writes the rows `sources [TOKENS, EACH]` that exist, with the row that their sum goes to; returns how many.
+
+    `list_ptr` has LENGTH sources, of which -1 is a row of zeros, then for each of them the target, if it is the last
+    one of its sum, or else -1.
+    """
+    flags = exists.to(tl.int32)
+    counts = tl.sum(flags, axis=1)
+    within = tl.cumsum(flags, axis=1)
+    place = (tl.cumsum(counts, axis=0) - counts)[:, None] + within - 1
+    ends = tl.where(within == counts[:, None], tl.broadcast_to(targets[:, None], (TOKENS, EACH)), -1)
+    tl.debug_barrier()  # no warp still reads the list before
+    tl.store(list_ptr + place, sources, mask=exists)
+    tl.store(list_ptr + LENGTH + place, ends, mask=exists)
+    tl.debug_barrier()
+    return tl.sum(counts, axis=0)
+
+
+@triton.jit
+def load_row(values_ptr, scales_ptr, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr):
+    """Columns from h of a row, `[1, BLOCK_H]`; FP8 with its scales; zeros of row -1."""
+    columns = h + tl.arange(0, BLOCK_H)[None, :]
+    places = tl.multiple_of(values_ptr + row.to(tl.int64) * H + columns, (16, 16))
+    values = tl.load(places, mask=(columns < H) & (row >= 0), other=0.0)
+    if values_ptr.dtype.element_ty == tl.float8e4nv:
+        offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, H, BLOCK_H)
+        scales = tl.load(scales_ptr + offsets, mask=exists & (row >= 0), other=0.0)
+        row_values = dequantize(values, scales, 1, BLOCK_H)
+    else:
+        row_values = values.to(SUM)
+    return row_values
+
+
+@triton.jit
+def store_row(values_ptr, scales_ptr, values, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The reverse, for a row that exists."""
+    columns = h + tl.arange(0, BLOCK_H)[None, :]
+    places = tl.multiple_of(values_ptr + row.to(tl.int64) * H + columns, (16, 16))
+    if values_ptr.dtype.element_ty == tl.float8e4nv:
+        quantized, scales = quantize(values, 1, BLOCK_H)
+        offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, H, BLOCK_H)
+        tl.store(scales_ptr + offsets, scales, mask=exists)
+        tl.store(places, quantized, mask=columns < H)
+    else:
+        tl.store(places, values.to(values_ptr.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def sum_listed(
+    list_ptr,
+    count,
+    values_ptr,
+    scales_ptr,
+    target_ptr,
+    target_scales_ptr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Sums rows `[., H]` as the list says; what is FP8 has scales."""
+    for h in tl.static_range(0, H, BLOCK_H):
+        total = tl.zeros((1, BLOCK_H), SUM)
+        for i in tl.range(0, count, num_stages=STAGES):
+            source = tl.load(list_ptr + i)
+            target = tl.load(list_ptr + LENGTH + i)
+            total += load_row(values_ptr, scales_ptr, source, h, H, BLOCK_H, SUM)
+            if target >= 0:
+                store_row(target_ptr, target_scales_ptr, total, target, h, H, BLOCK_H)
+                total = tl.zeros_like(total)

@@ -87,13 +87,13 @@ def device_capability() -> int:
 def compile_kernel(
     kernel: Kernel, parameters: tuple[Parameter, ...], config: Config, constants: dict[str, Any], capability: int
 ) -> Compiled:
-    """Compiles a kernel that takes arrays, then constants; once for equal arguments.
+    """Compiles a kernel; once for equal arguments.
 
     Args:
       kernel: what to compile.
-      parameters: the arrays, in the order of the kernel's parameters.
+      parameters: the arrays, in the order of the kernel's parameters that `constants` does not name.
       config: its options count, the number of programs does not.
-      constants: `tl.constexpr` parameters.
+      constants: `tl.constexpr` parameters, and None for arrays that the kernel does without.
       capability: compute capability of the devices.
     """
     config = dataclasses.replace(config, num_programs=0)

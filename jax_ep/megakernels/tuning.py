@@ -152,12 +152,9 @@ def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = Non
 def gemm_combine(features: int, hidden: int) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
     blocks = _product_tile(features, hidden)
-    column_tiles = -(-hidden // blocks["BN"])
-    # Sums between the products of two chunks come at a fraction of the memory's rate (AMONG_TILES). Tests have chunks.
-    most = 4 if jax.default_backend() == "cpu" else 1
-    blocks["CHUNKS"] = next(chunks for chunks in range(most, 0, -1) if column_tiles % chunks == 0)
+    # All at the end: sums between products come at a fraction of the memory's rate (AMONG_TILES).
     sums = {"CLEAR_T": 16, "SUM_T": 8, "SUM_H": min(512, _columns(hidden, 2))}
-    return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
+    return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8}
 
 
 def gemm_combine_products(rows: int, columns: int, *, transpose_rhs: bool) -> tuple[Config, dict[str, int]]:

@@ -97,7 +97,7 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
     """One launch: each row travels to its source, which adds those of a token."""
-    config, blocks = tuning.gemm_combine(h.shape[1], hidden)
+    config, blocks = tuning.gemm_combine(hidden)
     operands, result, constants = scatter_arguments(h, w, handle, blocks, transpose_rhs)
     constants |= _NO_GRADIENT
     return launch_on_heap(GEMM_COMBINE, operands, group_of(handle), (result,), config, constants)[0]

@@ -82,7 +82,7 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     lay = layout(tokens)
-    config, blocks = tuning.gemm_combine(features, hidden)
+    config, blocks = tuning.gemm_combine(hidden)
     types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64", "out_ptr": "*bf16"}
     types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}

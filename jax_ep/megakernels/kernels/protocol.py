@@ -83,7 +83,7 @@ def announce(table_ptr, group_ptr, control, me, rank, W: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION: tl.constexpr, D: tl.constexpr):
+def await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION: tl.constexpr, D: tl.constexpr):
     """Waits until `peer` has begun this launch; returns whether the launch is still alive."""
     epoch = tl.load(control + EPOCHS + peer) + 1
     flag = control + EPOCHS + D + (epoch % 2) * D + peer

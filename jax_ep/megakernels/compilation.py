@@ -134,8 +134,8 @@ def build(
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
-    pointers = [name for name, type_name in types.items() if type_name.startswith("*")]
-    aligned = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers}
+    pointers = [i for i, type_name in enumerate(signature.values()) if type_name.startswith("*")]
+    aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i in pointers}
     source = ASTSource(function, signature, values, aligned)
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     options["maxnreg"] = config.max_registers

@@ -8,19 +8,9 @@ Sums run in float32 (float64 for float64), are rounded once to what travels, and
 import triton
 import triton.language as tl
 
-from .protocol import (
-    announce,
-    await_block_of_all,
-    await_peers,
-    end_launch,
-    heap_rows,
-    next_task,
-    open_launch,
-    publish,
-    wanted_by,
-    wanting_ranks,
-)
+from .protocol import announce, await_block_of_all, await_peers, end_launch, heap_rows, next_task, open_launch, publish
 from .quantization import dequantize, quantize, scale_offsets
+from .wanted import wanted_by, wanting_ranks
 
 
 @triton.jit

@@ -26,9 +26,9 @@ from .protocol import (
     next_task,
     open_launch,
     publish,
-    wanted_by,
 )
 from .tiles import tile_in_grid
+from .wanted import wanted_by
 
 
 @triton.jit

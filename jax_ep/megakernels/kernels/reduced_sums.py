@@ -9,17 +9,8 @@ import triton
 import triton.language as tl
 
 from .combine import add_received, send_sums
-from .protocol import (
-    DONE,
-    await_block_of_all,
-    await_flag,
-    await_peers,
-    control_words,
-    heap_rows,
-    next_task,
-    publish,
-    wanted_by,
-)
+from .protocol import DONE, await_block_of_all, await_flag, await_peers, control_words, heap_rows, next_task, publish
+from .wanted import wanted_by
 
 
 @triton.jit

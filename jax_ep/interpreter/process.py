@@ -21,7 +21,7 @@ _ANSWER_S = 60
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What one worker is asked to run; pointers go to operands, then results, then `constants` by name."""
+    """What one worker is asked to run; parameters that `constants` does not name are operands, then results."""
 
     path: str
     function: str

@@ -120,8 +120,10 @@ class Runner:
         descriptors = launch["descriptors"] or [None] * len(buffers)
         pairs = zip(buffers, descriptors, strict=True)
         arguments = [buffer if blocks is None else describe(buffer, *blocks) for buffer, blocks in pairs]
+        constants = launch["constants"]
+        names = [name for name in kernel.arg_names if name not in constants]
         with np.errstate(all="ignore"):  # as on a GPU
-            kernel[(launch["num_programs"],)](*arguments, **launch["constants"])
+            kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
         return [result.bytes.tobytes() for result in results]
 
     def _patch(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -86,52 +87,61 @@ def device_capability() -> int:
 def compile_kernel(
     kernel: Kernel, parameters: tuple[Parameter, ...], config: Config, constants: dict[str, Any], capability: int
 ) -> Compiled:
-    """Compiles a kernel that takes arrays, then constants; once for equal arguments.
+    """Compiles a kernel; once for equal arguments.
 
     Args:
       kernel: what to compile.
-      parameters: the arrays, in the order of the kernel's parameters.
+      parameters: the arrays, in the order of the kernel's parameters that `constants` does not name.
       config: its options count, the number of programs does not.
-      constants: `tl.constexpr` parameters.
+      constants: `tl.constexpr` parameters, and None for arrays that the kernel does without.
       capability: compute capability of the devices.
     """
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    options["maxnreg"] = config.max_registers
-    options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
-    options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
-    return _compile(kernel, parameters, tuple(options.items()), tuple(sorted(constants.items())), capability)
+    config = dataclasses.replace(config, num_programs=0)
+    return _compile(kernel, parameters, config, tuple(sorted(constants.items())), capability)
 
 
 @functools.cache
 def _compile(
     kernel: Kernel,
     parameters: tuple[Parameter, ...],
-    options: tuple[tuple[str, Any], ...],
+    config: Config,
     constants: tuple[tuple[str, Any], ...],
     capability: int,
 ) -> Compiled:
+    given = {name for name, _ in constants}
+    arrays = [name for name in kernel.load().arg_names if name not in given]
+    types = {name: parameter.type_name for name, parameter in zip(arrays, parameters, strict=True)}
+    built = build(kernel, types, config, dict(constants), capability)
+    if built.metadata.global_scratch_size:
+        raise NotImplementedError(
+            f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
+        )
+    copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
+    if len(copies) != sum(parameter.block_shape is not None for parameter in parameters):
+        raise NotImplementedError(f"{kernel.function}: Triton describes {len(copies)} of its descriptors")
+    return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
+
+
+def build(
+    kernel: Kernel, types: Mapping[str, str], config: Config, constants: Mapping[str, Any], capability: int
+) -> Any:
+    """What Triton makes of a kernel, its intermediate forms included; the types of its arrays are Triton's names."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     function = kernel.load()
     names = list(function.arg_names)
-    values = {(names.index(name),): value for name, value in constants}
-    arrays = [name for i, name in enumerate(names) if (i,) not in values]
-    types = {name: parameter.type_name for name, parameter in zip(arrays, parameters, strict=True)}
+    values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
-    pointers = [name for name, type_name in types.items() if type_name.startswith("*")]
-    aligned = {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers}
+    pointers = [i for i, type_name in enumerate(signature.values()) if type_name.startswith("*")]
+    aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i in pointers}
     source = ASTSource(function, signature, values, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-    if built.metadata.global_scratch_size:
-        raise NotImplementedError(
-            f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
-        )
-    copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
-    if len(copies) != len(types) - len(pointers):
-        raise NotImplementedError(f"{kernel.function}: Triton describes {len(copies)} of its descriptors")
-    return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options["maxnreg"] = config.max_registers
+    options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
+    options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _copies(found: dict[str, Any]) -> Copies:

@@ -6,6 +6,7 @@ What lies past the groups is neither read nor written.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +113,8 @@ def _quantize_matrices(w: Array) -> Quantized:
         groups, depth, columns = w.shape
         blocks = (groups, -(-columns // GROUP_SIZE), depth // GROUP_SIZE)
         results = (jax.ShapeDtypeStruct((groups, columns, depth), FP8), jax.ShapeDtypeStruct(blocks, jnp.float32))
-        num_tasks = blocks[0] * blocks[1] * blocks[2]
-        constants = {"K": depth, "N": columns, "G": groups, "NUM_TASKS": num_tasks}
-        values, scales = launch(_MATRICES, (w,), results, matrices_config(num_tasks), constants)
+        constants = {"K": depth, "N": columns, "G": groups}
+        values, scales = launch(_MATRICES, (w,), results, matrices_config(math.prod(blocks)), constants)
         return values, scales
 
     return sequential_vmap(run)(w)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -17,8 +19,13 @@ from jax_ep.megakernels.schedule import send_schedule
 from jax_ep.types import Array, Handle, Layout
 
 _DISPATCH_GEMM = Kernel("dispatch_gemm", "dispatch_gemm")
-_GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
+GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
 _GEMM_REDUCE = Kernel("gemm_reduce", "gemm_reduce")
+
+_NO_GRADIENT = dict.fromkeys(
+    ("lhs", "rhs", "products", *(f"WEIGHT_{name}" for name in ("M", "N", "R", "STAGES", "PARTS")))
+)
+"""The parameters of GEMM_COMBINE that are for weight gradients, of a launch that makes none."""
 
 
 def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
@@ -90,14 +97,15 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
     """One launch: each row travels to its source, which adds those of a token."""
-    config, blocks = tuning.gemm_combine(h.shape[1], hidden)
+    config, blocks = tuning.gemm_combine(hidden)
     operands, result, constants = scatter_arguments(h, w, handle, blocks, transpose_rhs)
-    return launch_on_heap(_GEMM_COMBINE, operands, group_of(handle), (result,), config, constants)[0]
+    constants |= _NO_GRADIENT
+    return launch_on_heap(GEMM_COMBINE, operands, group_of(handle), (result,), config, constants)[0]
 
 
 def scatter_arguments(
     h: Array, w: Array, handle: Handle, blocks: dict[str, int], transpose_rhs: bool
-) -> tuple[tuple[Array | Descriptor, ...], jax.ShapeDtypeStruct, dict[str, int]]:
+) -> tuple[tuple[Array | Descriptor, ...], jax.ShapeDtypeStruct, dict[str, Any]]:
     """Operands, result and constants of launches that store each row at its source, where the heap gets room for it."""
     layout, features, hidden = handle.layout, h.shape[1], w.shape[1 if transpose_rhs else 2]
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep.kernel import BOUND, Descriptor, Kernel
+from jax_ep.kernel import BOUND, Descriptor
 from jax_ep.layout import row_tokens
 from jax_ep.megakernels import fused, tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.types import Array, Handle, Layout
-
-_GEMM_COMBINE_WEIGHTS = Kernel("gemm_combine_weights", "gemm_combine_weights")
 
 
 def fuses_products(
@@ -61,7 +59,7 @@ def gemm_combine_products(
     """
     tokens = gather_rows(kept, row_tokens(handle), handle.group_sizes)
     config, blocks = tuning.gemm_combine_products(*w.shape[1:], transpose_rhs=transpose_rhs)
-    (lines, matrices, *others), sums, constants = fused.scatter_arguments(h, w, handle, blocks, transpose_rhs)
+    operands, sums, constants = fused.scatter_arguments(h, w, handle, blocks, transpose_rhs)
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
     factors = (
         Descriptor(left, (blocks["WEIGHT_R"], blocks["WEIGHT_M"]), bounded=True),
@@ -69,6 +67,6 @@ def gemm_combine_products(
     )
     stored = (1, blocks["WEIGHT_M"], blocks["WEIGHT_N"] // blocks["WEIGHT_PARTS"])
     results = (sums, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), stored))
-    operands = (lines, matrices, *factors, *others)
-    found = launch_on_heap(_GEMM_COMBINE_WEIGHTS, operands, group_of(handle), results, config, constants)
+    operands = (*operands, *factors)
+    found = launch_on_heap(fused.GEMM_COMBINE, operands, group_of(handle), results, config, constants)
     return found[0], found[1]

@@ -137,7 +137,7 @@ def grouped_gemm_weights(
     """
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
         return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    tiles = tiles or gemm_tuning.weight_tiles(lhs.shape[1], rhs.shape[1], jnp.dtype(out_dtype).itemsize)
+    tiles = tiles or gemm_tuning.weight_tiles(jnp.dtype(out_dtype).itemsize)
     make_ready("grouped_gemm")
     return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)
 

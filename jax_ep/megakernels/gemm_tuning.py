@@ -137,8 +137,8 @@ def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
     return Fp8Tiles()
 
 
-def weight_tiles(rows: int, columns: int, out_itemsize: int) -> WeightTiles:
-    """Tiles for matrices of `[rows, columns]`."""
+def weight_tiles(out_itemsize: int) -> WeightTiles:
+    """Tiles for matrices whose elements have so many bytes."""
     if jax.default_backend() == "cpu":
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
     if not has_tma():

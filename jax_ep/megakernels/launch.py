@@ -26,15 +26,15 @@ def launch(
 ) -> tuple[Array, ...]:
     """Runs a kernel on the device of this shard.
 
-    The kernel's parameters are one pointer per operand, one per result, then `constants` by name. Results are not
-    initialised. They vary over the mesh axes over which an operand does.
+    The kernel's parameters that `constants` does not name are one pointer per operand, then one per result. Results are
+    not initialised. They vary over the mesh axes over which an operand does.
 
     Args:
       kernel: what to run.
       operands: arrays of this shard, or descriptors of them.
       results: shapes and dtypes of the results, or descriptors of them.
       config: grid and compilation options.
-      constants: `tl.constexpr` parameters.
+      constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
 
     Returns:
       One array per entry of `results`.

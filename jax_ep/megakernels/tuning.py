@@ -159,26 +159,22 @@ def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = Non
         "COMM": num_communicating or 16,
         "BLOCK_T": 32,
         "BLOCK_H": _columns(hidden, 2),
-        **_product_tile(hidden, columns),
+        **_product_tile(columns),
     }
     return Config(all_programs(), num_warps=8, num_stages=4), blocks
 
 
-def gemm_combine(features: int, hidden: int) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of GEMM + combine, `[., features]` times `[features, hidden]`."""
-    blocks = _product_tile(features, hidden)
-    column_tiles = -(-hidden // blocks["BN"])
-    # Sums between the products of two chunks come at a fraction of the memory's rate (AMONG_TILES). Tests have chunks.
-    most = 4 if jax.default_backend() == "cpu" else 1
-    blocks["CHUNKS"] = next(chunks for chunks in range(most, 0, -1) if column_tiles % chunks == 0)
+def gemm_combine(hidden: int) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of GEMM + combine, for rows of `hidden` columns."""
+    blocks = _product_tile(hidden)
+    # All at the end: sums between products come at a fraction of the memory's rate (AMONG_TILES).
     sums = {"CLEAR_T": 16, "SUM_T": 8, "SUM_H": min(512, _columns(hidden, 2))}
-    return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8, "FLATTEN": True}
+    return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8}
 
 
 def gemm_combine_products(rows: int, columns: int, *, transpose_rhs: bool) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine with the gradient of its matrices `[rows, columns]`."""
-    features, hidden = (columns, rows) if transpose_rhs else (rows, columns)
-    config, blocks = gemm_combine(features, hidden)
+    config, blocks = gemm_combine(rows if transpose_rhs else columns)
     if jax.default_backend() == "cpu":
         tile = {"M": 32, "N": 32, "R": 16, "STAGES": 2, "PARTS": 1}
     else:  # as many blocks in flight as there is memory beside that through which a tile is stored
@@ -188,7 +184,7 @@ def gemm_combine_products(rows: int, columns: int, *, transpose_rhs: bool) -> tu
 
 def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine with a row per rank, `[., features]` times `[features, hidden]`."""
-    tile = _product_tile(features, hidden)
+    tile = _product_tile(hidden)
     chunks = _reduced_chunks(layout, features, hidden)
     width = -(-hidden // tile["BN"]) // chunks * tile["BN"]
     columns = min(_columns(hidden, 2), width & -width)  # a power of two that divides a chunk
@@ -249,7 +245,7 @@ def _scattered_sums(layout: Layout, hidden: int) -> float:
 
 def _reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
     """Chunks of columns whose sums are made while others are multiplied."""
-    tile = _product_tile(features, hidden)
+    tile = _product_tile(hidden)
     column_tiles = -(-hidden // tile["BN"])
     if jax.default_backend() == "cpu":
         most = 4.0
@@ -296,7 +292,7 @@ def combine_mode(layout: Layout, features: int, hidden: int) -> str:
     return next(mode for mode, time in times.items() if time <= 1.01 * min(times.values()))
 
 
-def _product_tile(depth: int, columns: int) -> dict[str, int]:
+def _product_tile(columns: int) -> dict[str, int]:
     """Tile of a product on the tensor cores; narrow where the matrices are."""
     if jax.default_backend() == "cpu":
         return {"BM": 32, "BN": 16, "BK": 16}

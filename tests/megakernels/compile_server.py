@@ -1,12 +1,11 @@
 """Compiles kernels to PTX and machine code: a request per line of its input, an answer per line of its output.
 
 A process of its own, since a test process may be the parent of interpreters, in which kernels mean something else; and
-one for all requests, since importing Triton takes as long as compiling a kernel.
+one for all requests, since its imports take as long as compiling a kernel.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -15,23 +14,17 @@ import traceback
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+from jax_ep.kernel import Config, Kernel
+from jax_ep.megakernels import compilation
 
 
 def compile_kernel(module, function, types, constants, warps, stages, capability, max_registers):
-    kernel = getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{module}"), function)
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    pointers = [i for i, name in enumerate(names) if types.get(name, "").startswith("*")]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, "maxnreg": max_registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    report, code = assemble(ptx, capability)
-    metadata = {"shared": compiled.metadata.shared, "scratch": compiled.metadata.global_scratch_size}
-    return {"ptx": ptx, "report": report, "code": code, **metadata}
+    config = Config(1, warps, stages, max_registers)
+    built = compilation.build(Kernel(module, function), types, config, constants, capability)
+    report, code = assemble(built.asm["ptx"], capability)
+    metadata = {"shared": built.metadata.shared, "scratch": built.metadata.global_scratch_size}
+    return {"ptx": built.asm["ptx"], "report": report, "code": code, **metadata}
 
 
 def assemble(ptx, capability):

@@ -26,7 +26,13 @@ def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return two_ranks
 
 
-@pytest.mark.parametrize("mode", ["scatter", "reduce"])
+DIVISIONS = {
+    "scatter": [(1, {}), (2, {}), (5, {})],
+    "reduce": [(programs, {"CHUNKS": chunks}) for programs, chunks in ((1, 6), (2, 1), (2, 2), (5, 3), (5, 6))],
+}
+
+
+@pytest.mark.parametrize("mode", DIVISIONS)
 def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
     """One program or several, which leave tasks to the last one; one chunk, or as many as there are column tiles."""
     kernel = {"scatter": "gemm_combine", "reduce": "gemm_reduce"}[mode]
@@ -43,15 +49,15 @@ def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, 
 
     wanted = harness.run(fn, mesh, ids, h, w)
     assert np.abs(wanted.astype(np.float32)).max() > 0
-    for num_programs, chunks in ((1, 6), (2, 1), (2, 2), (5, 3), (5, 6)):
+    for division in DIVISIONS[mode]:
 
-        def divided(*arguments: Any, programs: int = num_programs, chunks: int = chunks) -> Any:
-            launched.append((programs, chunks))
-            return Config(programs), chosen(*arguments)[1] | {"CHUNKS": chunks}
+        def divided(*arguments: Any, division: Any = division) -> Any:
+            launched.append(division)
+            return Config(division[0]), chosen(*arguments)[1] | division[1]
 
         monkeypatch.setattr(tuning, kernel, divided)
         np.testing.assert_array_equal(harness.run(fn, mesh, ids, h, w), wanted)
-        assert launched[-1] == (num_programs, chunks)
+        assert launched[-1] == division
 
 
 def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256) -> Layout:

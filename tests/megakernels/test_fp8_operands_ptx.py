@@ -61,7 +61,7 @@ def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) 
 def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int) -> None:
     monkeypatch.setattr(fp8_operands, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "NUM_TASKS": num_tasks}
+    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS}
     types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     check(fp8_operands._MATRICES, types, constants, fp8_operands.matrices_config(num_tasks), capability)
 

@@ -9,7 +9,7 @@ import pytest
 from compiling import build
 
 from jax_ep.heap import MAX_BLOCKS, HeapLayout
-from jax_ep.megakernels import tuning
+from jax_ep.megakernels import fused, tuning
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -82,10 +82,11 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     lay = layout(tokens)
-    config, blocks = tuning.gemm_combine(features, hidden)
+    config, blocks = tuning.gemm_combine(hidden)
     types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64", "out_ptr": "*bf16"}
     types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
+    constants |= fused._NO_GRADIENT
     built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
     check(built, capability)
     check_flat(built, blocks, config.num_stages)
@@ -100,7 +101,7 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
         (100, DEEPSEEK, True, False),
     ],
 )
-def test_gemm_combine_weights(
+def test_gemm_combine_with_weights(
     capability: int, shape: tuple[int, ...], transposed: bool, drops: bool, on_h200: None
 ) -> None:
     tokens, hidden, features, _ = shape
@@ -114,8 +115,7 @@ def test_gemm_combine_weights(
     for name, width in (("lhs", "WEIGHT_M"), ("rhs", "WEIGHT_N")):
         types[name] = f"tensordesc<bf16[1, 1, {blocks['WEIGHT_R']}, {blocks[width]}]>"
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
-    kernel = ("gemm_combine_weights", "gemm_combine_weights")
-    built = build(*kernel, types, constants, config.num_warps, config.num_stages, capability)
+    built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
     check(built, capability)
     check_flat(built, blocks, config.num_stages)
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap

@@ -100,7 +100,7 @@ WEIGHT_CASES = [(80, "float16"), (90, "float16"), (90, "float32"), (100, "float1
 @pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
 def test_weights(on_architecture, compile_launch, capability, out):
     rows, k, n, groups = DEEPSEEK
-    tiles = gemm_tuning.weight_tiles(k, n, jnp.dtype(out).itemsize)
+    tiles = gemm_tuning.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
     shapes = ((rows, k), (rows, n), (groups,))
     built = compile_launch(gemm._launch_weights, capability, shapes, jnp.float16, **options)

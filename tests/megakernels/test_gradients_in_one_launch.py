@@ -90,21 +90,21 @@ def test_one_launch_gives_the_bits_of_two(name: str, mesh: jax.sharding.Mesh, rn
         assert all(np.abs(array.astype(np.float32)).max() > 0 for array in joined)
 
 
-def test_programs_chunks_and_tiles_change_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
-    """One program or several, which leave sums to the last one; other chunks and tiles."""
+def test_programs_and_tiles_change_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+    """One program or several, which leave sums to the last one; other tiles."""
     chosen, launched = tuning.gemm_combine_products, []
     arguments = operands(LAYOUT, True, "zipf", rng)
     wanted = harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments)
-    for num_programs, chunks, width in ((1, 6, 16), (5, 3, 64), (3, 1, 32)):
+    for num_programs, width in ((1, 16), (5, 64), (3, 32)):
 
-        def divided(*arguments: Any, choice: Any = (num_programs, chunks, width), **options: Any) -> Any:
+        def divided(*arguments: Any, choice: Any = (num_programs, width), **options: Any) -> Any:
             launched.append(choice)
-            return Config(choice[0]), chosen(*arguments, **options)[1] | {"CHUNKS": choice[1], "WEIGHT_N": choice[2]}
+            return Config(choice[0]), chosen(*arguments, **options)[1] | {"WEIGHT_N": choice[1]}
 
         monkeypatch.setattr(tuning, "gemm_combine_products", divided)
         for got, want in zip(harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments), wanted, strict=True):
             np.testing.assert_array_equal(got, want)
-        assert launched[-1] == (num_programs, chunks, width)
+        assert launched[-1] == (num_programs, width)
 
 
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
@@ -116,7 +116,7 @@ def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, 
         monkeypatch.setattr(fused_gradients, "_is_faster", lambda *_, faster=faster: faster)
         launched.clear()
         jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
-        assert launched == ["gemm_combine_weights"] * number
+        assert launched == ["gemm_combine"] * number
 
 
 def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:

@@ -9,17 +9,8 @@ import triton
 import triton.language as tl
 
 from .listed_sums import sum_listed, write_list
-from .protocol import (
-    announce,
-    await_block_of_all,
-    await_peers,
-    end_launch,
-    heap_rows,
-    next_task,
-    open_launch,
-    publish,
-    wanting_ranks,
-)
+from .protocol import announce, await_block_of_all, await_peers, end_launch, heap_rows, next_task, open_launch, publish
+from .wanted import wanting_ranks
 
 
 @triton.jit

@@ -20,10 +20,9 @@ from .protocol import (
     next_task,
     open_launch,
     publish_to_all,
-    wanted_by,
-    wanting_ranks,
 )
 from .quantization import dequantize, quantize, scale_offsets
+from .wanted import wanted_by, wanting_ranks
 
 
 @triton.jit

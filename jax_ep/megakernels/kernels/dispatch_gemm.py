@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .dispatch import push
 from .gemm_tile import store_tile, zero_rows
-from .product import count_row_tiles, find_group, multiply, place_in_group
+from .product import GROUP_M, count_row_tiles, find_group, multiply, row_tiles
 from .protocol import (
     QUEUE,
     STARTED,
@@ -26,8 +26,9 @@ from .protocol import (
     next_task,
     open_launch,
     publish,
-    wanted_by,
 )
+from .tiles import tile_in_grid
+from .wanted import wanted_by
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def dispatch_gemm(
                 peer = tl.load(group_ptr + peer_rank)
                 # Once even where nothing goes: no rank may run two launches ahead of another.
                 if (block == 0) | (block * BLOCK_T < num_sends):
-                    alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
+                    alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION, D)
                     if (alive != 0) & (block * BLOCK_T < num_sends):
                         place = block * BLOCK_T + tl.arange(0, BLOCK_T)
                         wanted = place < num_sends
@@ -198,7 +199,7 @@ def dispatch_gemm(
                         MAX_BLOCKS,
                     )
                 ready = expert
-            row_tile, column = place_in_group(tile - first_tile, size, column_tiles, BM)
+            row_tile, column = tile_in_grid(tile - first_tile, row_tiles(size, BM), column_tiles, GROUP_M)
             rows_left = size - row_tile * BM
             if rows_left > BM // 2:
                 product_tile(

@@ -97,14 +97,12 @@ def activate_rows(
 
 
 @triton.jit
-def quantize_matrices(
-    w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, NUM_TASKS: tl.constexpr
-):
+def quantize_matrices(w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
     """`w [G, K, N]` to values `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`, one per block of 128 by 128."""
     column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
     depth_blocks: tl.constexpr = K // GROUP
     lanes = tl.arange(0, GROUP)
-    for turn in range(num_turns(NUM_TASKS)):
+    for turn in range(num_turns(G * column_blocks * depth_blocks)):
         task = task_of_turn(turn)
         # Neighbours read neighbouring columns.
         group = (task // (column_blocks * depth_blocks)).to(tl.int64)

@@ -6,10 +6,8 @@ gemm_tile.py computes a tile, tiles.py says which one.
 import triton
 import triton.language as tl
 
-from .gemm_tile import compute_tile, zero_bounded, zero_rows
+from .gemm_tile import ZERO_ROWS, compute_tile, zero_bounded, zero_rows
 from .tiles import divide_rows, find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
-
-ZERO_ROWS = tl.constexpr(8)
 
 
 @triton.jit
@@ -161,60 +159,13 @@ def grouped_gemm(
     `[BM, BN / TMA_PARTS]`: stores then end while the next tile is computed.
     """
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
-    main, small = divide_rows(rows, BM, SM)
-    num_small = tl.sum(small, axis=0)
-    flat = 100 * num_small <= FLAT_PERCENT * (tl.sum(main, axis=0) + num_small)
-    if SM == 0 or FLAT_PERCENT >= 100:
-        compute_tiles(
-            lhs,
-            small_lhs,
-            rhs,
-            small_rhs,
-            sizes_ptr,
-            out,
-            starts,
-            rows,
-            M,
-            N,
-            K,
-            BM,
-            BN,
-            BK,
-            SM,
-            SN,
-            GROUP_M,
-            TRANSPOSE,
-            GATHER,
-            DESCRIPTORS,
-            TMA_PARTS,
-            True,
-        )
-    elif FLAT_PERCENT < 0:
-        compute_tiles(
-            lhs,
-            small_lhs,
-            rhs,
-            small_rhs,
-            sizes_ptr,
-            out,
-            starts,
-            rows,
-            M,
-            N,
-            K,
-            BM,
-            BN,
-            BK,
-            SM,
-            SN,
-            GROUP_M,
-            TRANSPOSE,
-            GATHER,
-            DESCRIPTORS,
-            TMA_PARTS,
-            False,
-        )
-    elif flat:
+    if SM == 0 or FLAT_PERCENT < 0 or FLAT_PERCENT >= 100:  # known when compiling
+        flat: tl.constexpr = SM == 0 or FLAT_PERCENT >= 100
+    else:
+        main, small = divide_rows(rows, BM, SM)
+        num_small = tl.sum(small, axis=0)
+        flat = 100 * num_small <= FLAT_PERCENT * (tl.sum(main, axis=0) + num_small)
+    if flat:
         compute_tiles(
             lhs,
             small_lhs,

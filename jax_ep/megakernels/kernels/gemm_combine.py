@@ -1,22 +1,44 @@
 """Grouped GEMM and combine in one launch: each row of the product is stored at its source at once, and added there.
 
-The columns are cut into CHUNKS. Every program computes its share of a chunk's tiles, counts itself, and helps with the
-sums of the chunk before: the rows of a chunk have one chunk's time to travel. On GPUs one chunk is best (tuning.py). A
-row goes to slot `[token, k]` of its source's heap; the program that counts last tells all ranks. Sums run in float32,
-in the order of k.
+A row goes to slot `[token, k]` of its source's heap. Every program computes its share of the tiles, counts itself, and
+helps with the sums; the program that counts last tells all ranks. Sums run in float32, in the order of k.
 
-Only sums wait for other ranks, and only in programs that see all programs of this launch begun; the last to begin
-always does, and so no program that has yet to begin can be what another rank waits for. So one resident program
-suffices. The parts are in scattered_rows.py. gemm_reduce.py is the same operation with a row per rank instead of one
-per expert on the way.
+The launch may make the weight gradient of the same rows, too: both are the backward pass of dispatch + GEMM. While the
+last rows of the product travel, and while a program would have no tile left, programs multiply tiles of the gradient,
+which need nothing of other ranks. Who had fewer tiles of the product begins with the tiles of the gradient.
+
+Only sums wait for what other ranks compute, and only in programs that see all programs of this launch begun; the last
+to begin always does, and so no program that has yet to begin can be what another rank waits for. So one resident
+program suffices. gemm_reduce.py is the same operation with a row per rank instead of one per expert on the way.
 """
 
 import triton
 import triton.language as tl
 
-from .protocol import end_launch, heap_rows, open_launch
-from .scattered_rows import begin_scatter, scatter_products, sum_chunk, tell_chunk
-from .tiles import locate_groups, number_tasks, tasks_until
+from .gemm_tile import multiply
+from .gemm_weights import multiply_flat
+from .programs import all_begun, count_stored
+from .protocol import (
+    STARTED,
+    announce,
+    await_block_of_all,
+    await_peers,
+    end_launch,
+    heap_rows,
+    next_task,
+    open_launch,
+    publish,
+)
+from .scattered_rows import add_slots, clear_dropped, row_addresses, store_rows
+from .tiles import (
+    find_tile,
+    locate_groups,
+    num_turns,
+    number_tasks,
+    place_after,
+    task_of_turn,
+    tasks_until,
+)
 
 
 @triton.jit
@@ -27,10 +49,13 @@ def gemm_combine(
     slot_row_ptr,
     row_slot_ptr,
     sizes_ptr,
+    lhs,
+    rhs,
     group_ptr,
     table_ptr,
     after_ptr,
     out_ptr,
+    products,
     W: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
@@ -42,7 +67,6 @@ def gemm_combine(
     DATA: tl.constexpr,
     FLAGS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -51,102 +75,77 @@ def gemm_combine(
     CLEAR_T: tl.constexpr,
     SUM_T: tl.constexpr,
     SUM_H: tl.constexpr,
-    FLATTEN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     DROPS: tl.constexpr,
+    WEIGHT_M: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
+    WEIGHT_R: tl.constexpr,
+    WEIGHT_STAGES: tl.constexpr,
+    WEIGHT_PARTS: tl.constexpr,
     OPERATION: tl.constexpr,
 ):
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
 
-    `ids`, `slot_row [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle. CHUNKS divides the number of
-    column tiles. DROPS: slots may have found no row.
+    `ids`, `slot_row [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle. DROPS: slots may have found no
+    row.
+
+    Unless `products` is None, also `h` and the tokens `[R, H]` by row, which are `lhs` and `rhs` (`rhs` and `lhs` if
+    TRANSPOSED), to `products`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices. Both are bounded
+    descriptors with blocks of WEIGHT_R rows, and `products` is one of blocks `[1, WEIGHT_M, WEIGHT_N / WEIGHT_PARTS]`.
     """
     rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    width: tl.constexpr = (H + BN - 1) // BN // CHUNKS * BN
     received_ptr = heap_rows(table_ptr, me, dtype, DATA)
-    alive = begin_scatter(
-        ids_ptr,
-        slot_row_ptr,
-        group_ptr,
-        table_ptr,
-        control,
-        me,
-        rank,
-        alive,
-        dtype,
-        W,
-        D,
-        T,
-        K,
-        H,
-        L,
-        DATA,
-        CLEAR_T,
-        SUM_H,
-        DROPS,
-        OPERATION,
-    )
+    if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
+        announce(table_ptr, group_ptr, control, me, rank, W, D)
+    alive = await_peers(table_ptr, group_ptr, control, rank, alive, 0, OPERATION, W, D)
+    if DROPS:  # known when compiling, unlike what follows
+        if alive != 0:
+            clear_dropped(ids_ptr, slot_row_ptr, group_ptr, table_ptr, rank, dtype, W, T, K, H, L, DATA, CLEAR_T, SUM_H)
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
-    group_ends = number_tasks(starts, rows, width, BM, BN, 0, BN)
-    # After a failure nobody may be there to receive: no more stores, whatever the sums then are.
+    group_ends = number_tasks(starts, rows, H, BM, BN, 0, BN)
+    # After a failure nobody may be there to receive: no more stores, whatever the results then are.
     num_tiles = tasks_until(tl.max(group_ends, axis=0)) * alive
-    step = 0
-    while step < 2 * CHUNKS:  # in a loop with `for` the compiler would not flatten the one over turns
-        # The products of every chunk, each with sums of the chunk before; then all sums that are left.
-        chunk = tl.minimum(step, CHUNKS)
-        scatter_products(
-            h_desc,
-            b_desc,
-            row_slot_ptr,
-            sizes_ptr,
-            group_ptr,
-            table_ptr,
-            group_ends,
-            chunk,
-            num_tiles,
-            dtype,
-            CHUNKS,
-            T,
-            K,
-            F,
-            H,
-            R,
-            DATA,
-            width,
-            BM,
-            BN,
-            BK,
+    for turn in tl.range(0, num_turns(num_tiles), flatten=True):
+        expert, row, end, column, _ = find_tile(task_of_turn(turn), group_ends, sizes_ptr, R, H, BM, BN, 0, BN, GROUP_M)
+        total = multiply(h_desc, b_desc, row, expert, column, H, F, BM, BN, BK, TRANSPOSED)
+        # Addresses that live beside the sums would spill registers in the flat loop.
+        addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
+        store_rows(total, addresses, column, dtype, H, BN)
+    if count_stored(control, 0):
+        if alive != 0:
+            for peer_rank in range(W):
+                publish(table_ptr, control, me, tl.load(group_ptr + peer_rank), 0, FLAGS, D, MAX_BLOCKS)
+    if products is not None:
+        multiply_flat(
+            lhs,
+            rhs,
+            products,
+            starts,
+            rows,
+            place_after(num_tiles),
+            alive,
+            F if TRANSPOSED else H,
+            H if TRANSPOSED else F,
+            L,
+            BLOCK_L,
+            WEIGHT_M,
+            WEIGHT_N,
+            WEIGHT_R,
             GROUP_M,
-            FLATTEN,
-            TRANSPOSED,
+            True,
+            WEIGHT_PARTS,
+            True,
+            WEIGHT_STAGES,
         )
-        if step < CHUNKS:
-            tell_chunk(group_ptr, table_ptr, control, me, chunk, alive, W, D, FLAGS, MAX_BLOCKS)
-        if step > 0:
-            alive = sum_chunk(
-                received_ptr,
-                ids_ptr,
-                out_ptr,
-                group_ptr,
-                table_ptr,
-                control,
-                rank,
-                tl.where(step < CHUNKS, step - 1, step - CHUNKS),
-                alive,
-                W,
-                D,
-                T,
-                K,
-                H,
-                L,
-                width,
-                SUM_T,
-                SUM_H,
-                FLAGS,
-                MAX_BLOCKS,
-                DROPS,
-                OPERATION,
+    if all_begun(control):
+        blocks: tl.constexpr = (T + SUM_T - 1) // SUM_T
+        block = next_task(control)
+        if block < blocks:
+            alive = await_block_of_all(
+                table_ptr, group_ptr, control, rank, 0, alive, block, OPERATION, FLAGS, W, D, MAX_BLOCKS
             )
-        step += 1
+        while block < blocks:
+            add_slots(received_ptr, ids_ptr, out_ptr, rank, block * SUM_T, T, K, H, W * L, SUM_T, SUM_H)
+            block = next_task(control)
     end_launch(control, group_ptr, W)

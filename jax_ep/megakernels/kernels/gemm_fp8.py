@@ -7,11 +7,10 @@ block of K, which are scaled before they are added, take as many registers each.
 import triton
 import triton.language as tl
 
-from .gemm_tile import store_tile, zero_rows
-from .masked_gemm import GROUP, multiply_masked
+from .gemm_tile import ZERO_ROWS, store_tile, zero_rows
+from .masked_gemm import multiply_masked
+from .quantization import GROUP
 from .tiles import find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
-
-ZERO_ROWS = tl.constexpr(8)
 
 
 @triton.jit

@@ -5,7 +5,9 @@ reduced_sums.py take it: at a point in the chunk after it, each program does its
 and of those that have arrived; at the end, what is left. These points lie apart from program to program, so that some
 of them move rows while the others multiply.
 
-Which tiles a program computes is fixed; sums are tasks of a queue. A program takes tasks once all programs have begun,
+Tiles are numbered chunk by chunk, and programs take turns over all of them: whatever the number of chunks, no program
+computes two tiles more than another. Which tiles a program computes is fixed, so that the loads of a tile can begin
+before the one before it is stored; sums are tasks of a queue. A program takes tasks once all programs have begun,
 in the order of their numbers, and those of a chunk once it has computed its own tiles of that chunk. So what a task
 waits for is a task with a smaller number, here or on a peer, or a tile of a program that runs and does only tasks with
 smaller numbers before it. One resident program suffices.
@@ -14,11 +16,23 @@ smaller numbers before it. One resident program suffices.
 import triton
 import triton.language as tl
 
-from .chunks import all_begun, count_chunk, count_turns, first_turn, turn_product
-from .gemm_tile import store_tile
+from .gemm_tile import multiply, store_tile
+from .programs import all_begun, count_stored
 from .protocol import STARTED, announce, end_launch, open_launch
 from .reduced_sums import move_sums
-from .tiles import locate_groups, number_tasks, tasks_until
+from .tiles import find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
+
+MOST_TURNS = tl.constexpr(1 << 20)  # of a program, more than any matrix has
+
+
+@triton.jit
+def count_turns(first, end):
+    """Turns from `first` to `end`, with a bound that the compiler can see.
+
+    Where a loop over them is behind a test for more than none, it knows that the loop runs, also after it has joined it
+    with the one over the depth. If it did not, the registers of a tile's sums would be in use around the loop.
+    """
+    return tl.minimum(end - first, MOST_TURNS)
 
 
 @triton.jit
@@ -77,35 +91,23 @@ def gemm_reduce(
         # Up to a point in a chunk, then to its end; the last step multiplies nothing.
         chunk = step // 2
         is_first_part = step % 2 == 0
-        first = first_turn(chunk, num_tiles)
-        end = first_turn(tl.minimum(chunk + 1, CHUNKS), num_tiles)
+        first = num_turns(chunk * num_tiles)
+        end = num_turns(tl.minimum(chunk + 1, CHUNKS) * num_tiles)
         # Other programs get there first in the next chunk, since not all need to find tasks.
         middle = first + (end - first) * ((tl.program_id(0) + chunk) % PHASES + 1) // (PHASES + 1)
         first, end = tl.where(is_first_part, first, middle), tl.where(is_first_part, middle, end)
         count = count_turns(first, end)
         if count > 0:
             for i in tl.range(0, count, flatten=True):
-                total, row, end_row, column = turn_product(
-                    h_desc,
-                    b_desc,
-                    sizes_ptr,
-                    group_ends,
-                    first + i,
-                    chunk,
-                    num_tiles,
-                    F,
-                    H,
-                    R,
-                    width,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP_M,
-                    TRANSPOSED,
+                tile = task_of_turn(first + i) - chunk * num_tiles
+                expert, row, end_row, column, _ = find_tile(
+                    tile, group_ends, sizes_ptr, R, width, BM, BN, 0, BN, GROUP_M
                 )
+                column += chunk * width
+                total = multiply(h_desc, b_desc, row, expert, column, H, F, BM, BN, BK, TRANSPOSED)
                 store_tile(y_ptr, total, row, end_row, column, H, BM, BN, 0)
         if step % 2 == 1:
-            count_chunk(control, chunk)
+            count_stored(control, chunk)
         elif chunk > 0:
             if all_begun(control):
                 # The last step does all that is left.

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .bounded import store_bounded, store_in_parts
 
+ZERO_ROWS = tl.constexpr(8)  # a block of those past the groups
+
 
 @triton.jit
 def load_rhs(

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from .low_latency_rows import load_row, store_row
-from .protocol import next_task, open_launch, wanting_ranks
+from .protocol import next_task, open_launch
 from .regions import await_flags, end_region_launch, in_set, open_regions, part_of, pick, pick_each, publish_to
+from .wanted import wanting_ranks
 
 
 @triton.jit

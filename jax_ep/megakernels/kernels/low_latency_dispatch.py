@@ -14,9 +14,10 @@ import triton.language as tl
 
 from .low_latency_places import clear_slots, count_rows, place_expert
 from .low_latency_rows import copy_tokens
-from .protocol import DONE, await_flag, next_task, open_launch, wanting_ranks
+from .protocol import DONE, await_flag, next_task, open_launch
 from .quantization import quantize
 from .regions import await_flags, end_region_launch, in_set, open_regions, part_of, pick, publish_to
+from .wanted import wanting_ranks
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from .masked_gemm import multiply_masked
 from .masked_tiles import find_masked_tile, number_masked_tasks
-from .protocol import DONE, STARTED, next_task, open_launch
+from .programs import all_begun, count_stored
+from .protocol import STARTED, next_task, open_launch
 from .regions import await_flags, end_region_launch, open_regions, part_of, pick, pick_each, publish_to
 from .tiles import num_turns, task_of_turn
 
@@ -148,12 +149,10 @@ def low_latency_gemm_combine(
         columns = (column + tl.arange(0, BN))[None, :]
         target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
         tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
-    # Stores of all threads come before the count, and those of all programs before the last one's word.
-    tl.debug_barrier()
-    if tl.atomic_add(control + DONE, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
+    if count_stored(control, 0):
         if alive != 0:
             publish_to(outgoing, epochs, (tl.full((), 1, tl.int64) << W) - 1, 0, W)
-    if tl.atomic_add(control + STARTED, 0, sem="relaxed", scope="gpu") == tl.num_programs(0):
+    if all_begun(control):
         blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
         lanes = tl.arange(0, LANES)
         begun = tl.zeros((LANES,), tl.int32)

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 
 from .masked_tiles import find_masked_tile, number_masked_tasks
+from .quantization import GROUP
 from .tiles import num_turns, task_of_turn
-
-GROUP = tl.constexpr(128)
 
 
 @triton.jit

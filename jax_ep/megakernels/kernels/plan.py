@@ -205,7 +205,7 @@ def plan(
             block = (task - 1) // peers
             peer_rank = (rank + 1 + (task - 1) % peers) % W
             peer = tl.load(group_ptr + peer_rank)
-            alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
+            alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION, D)
             if alive != 0:
                 target = heap_rows(table_ptr, peer, tl.int32, DATA) + rank.to(tl.int64) * stride + block * BLOCK
                 copy_ids(x_ptr + block * BLOCK, target, N - block * BLOCK, BLOCK, W * L)

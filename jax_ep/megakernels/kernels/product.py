@@ -44,16 +44,6 @@ def find_group(tile, group, first_tile, first_row, sizes_ptr, COLUMN_TILES: tl.c
 
 
 @triton.jit
-def place_in_group(tile, size, COLUMN_TILES: tl.constexpr, BM: tl.constexpr):
-    """Row tile and column tile of the `tile`-th tile of a group of `size` rows."""
-    total = row_tiles(size, BM)
-    band = tile // (GROUP_M * COLUMN_TILES)
-    rows = tl.minimum(total - band * GROUP_M, GROUP_M)
-    inside = tile % (GROUP_M * COLUMN_TILES)
-    return band * GROUP_M + inside % rows, inside // rows
-
-
-@triton.jit
 def multiply(
     a_ptrs,
     b_desc,

@@ -8,18 +8,9 @@ before it, in rank order. They round as the combine kernel does.
 import triton
 import triton.language as tl
 
-from .protocol import (
-    DONE,
-    await_block_of_all,
-    await_flag,
-    await_peers,
-    control_words,
-    heap_rows,
-    next_task,
-    publish,
-    wanted_by,
-)
+from .protocol import DONE, await_block_of_all, await_flag, await_peers, control_words, heap_rows, next_task, publish
 from .token_sums import add_received, send_sums
+from .wanted import wanted_by
 
 
 @triton.jit

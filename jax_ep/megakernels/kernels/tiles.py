@@ -110,3 +110,11 @@ def task_of_turn(turn):
     """
     programs = tl.num_programs(0)
     return turn * programs + (tl.program_id(0) + turn) % programs
+
+
+@triton.jit
+def place_after(num_tasks):
+    """This program's place behind `num_tasks` tasks of `task_of_turn`: those with a turn less come first."""
+    programs = tl.num_programs(0)
+    full = num_tasks // programs
+    return (tl.program_id(0) + full - num_tasks % programs + programs) % programs

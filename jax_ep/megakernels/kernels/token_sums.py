@@ -6,7 +6,7 @@ Every token takes the time of the one with most choices. listed_sums.py does bet
 import triton
 import triton.language as tl
 
-from .protocol import wanting_ranks
+from .wanted import wanting_ranks
 
 
 @triton.jit

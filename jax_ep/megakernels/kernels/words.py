@@ -49,7 +49,7 @@ def exchange_words(
             peer_rank = (rank + 1 + (task - 1) % W) % W
             peer = tl.load(group_ptr + peer_rank)
             if peer_rank != rank:
-                alive = await_ready(table_ptr, control, me, rank, peer_rank, peer, alive, task, OPERATION, D)
+                alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION, D)
             if alive != 0:
                 words = block * BLOCK + tl.arange(0, BLOCK)
                 first = peer_rank.to(tl.int64) * N if DIFFERENT else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
@@ -13,11 +13,12 @@ ALIGNMENT = 8
 _BAND = 8
 
 
-class Tiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiles:
     """Sizes of one kernel.
 
     Attributes:
-      rows: of a tile of the result, 64 or 128; each consumer has 64.
+      rows: of a tile of the result, 64 or 128, in weight gradients 128; each consumer has 64.
       columns: of a tile of the result, 128 or 256; consumers share them out where the tile has 64 rows.
       stages: steps whose operands are in shared memory.
       band: tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.

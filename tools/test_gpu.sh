@@ -51,7 +51,7 @@ shared() { # pytest in $jobs processes that share the GPUs' memory
 for part in $parts; do
   case $part in
     gpu) run gpu "$python" -m pytest "${options[@]}" tests/gpu "${more[@]}" ;;
-    contract) run contract shared tests/contract --implementation triton,pallas ;; # the last of several counts
+    contract) run contract shared tests/contract tests/pallas --implementation triton,pallas ;; # the last of several counts
     devices) run devices shared "${devices[@]}" ;;
     processes)
       gpus=$(nvidia-smi -L | wc -l)

@@ -10,6 +10,7 @@ import pytest
 import jax_ep
 from jax_ep import backends
 
+NO_TRITON = backends.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
@@ -24,8 +25,7 @@ def hopper(monkeypatch):
     def make(capability="9.0"):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        entry = backends.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
-        monkeypatch.setitem(backends._REGISTRY, "triton", entry)
+        monkeypatch.setitem(backends._REGISTRY, "triton", NO_TRITON)
 
     backends._say_once.cache_clear()
     yield make
@@ -84,6 +84,7 @@ def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monk
     entry = backends._REGISTRY["pallas"]
     served = backends.Entry("pallas", entry.load, lambda _: None, entry.operations, entry.dtypes)
     monkeypatch.setitem(backends._REGISTRY, "pallas", served)
+    monkeypatch.setitem(backends._REGISTRY, "triton", NO_TRITON)
     chosen = []
     choose = backends.choose
 

@@ -1,4 +1,4 @@
-"""The Triton grouped GEMM beside cuBLAS's batched product and the portable loop; part of grouped_gemm.py.
+"""The grouped GEMMs of Triton and Pallas beside cuBLAS and the portable loop; part of grouped_gemm.py.
 
 All rates count the rows of the problem, not those that tiles compute in vain. cuBLAS multiplies equal groups, which is
 the least work, and is in every round: ratios to it are taken within rounds.
@@ -25,6 +25,8 @@ import jax_ep
 from jax_ep import tiled_gemm
 from jax_ep.megakernels import fp8_operands, gemm, gemm_fp8
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+from jax_ep.pallas import gemm as pallas_gemm
+from jax_ep.pallas.tiling import Tiles as PallasTiles
 
 DIRECTIONS = ("forward", "input gradient", "weight gradient")
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
@@ -32,7 +34,7 @@ DISTRIBUTIONS = ("equal", "multinomial", "zipf")
 SHAPES = ((32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32), (16384, 14336, 4096, 2))
 QUICK_SHAPES = ((200, 128, 40, 4),)
 CUBLAS = "cuBLAS batched"
-TRITON = "triton"
+TRITON, PALLAS = "triton", "pallas"
 GATHERED = {f"{TRITON}, left rows gathered": False, f"{TRITON}, right rows gathered": True}
 """Weight gradients whose tokens come through a list of rows: whether these are the right operand."""
 FP8, QUANTISED = "triton, FP8", "triton, FP8, operands quantised in the same call"
@@ -70,6 +72,14 @@ def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
         return jax.jit(partial(gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))
     transpose = direction == "input gradient"
     return jax.jit(partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
+
+
+def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
+    """The kernel that needs no Triton, with its default tiles or others."""
+    if direction == "weight gradient":
+        return jax.jit(partial(pallas_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))
+    transpose = direction == "input gradient"
+    return jax.jit(partial(pallas_gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
 
 
 def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Array:
@@ -222,7 +232,8 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> list[Panel]:
     """TFLOP/s of the kernels with their default tiles."""
     with workers_on_cpu():
         for problem in problems(args):
-            products = {TRITON: triton(problem.direction), "portable loop": portable(problem.direction)}
+            products = {TRITON: triton(problem.direction), PALLAS: pallas(problem.direction)}
+            products["portable loop"] = portable(problem.direction)
             if problem.direction == "forward" and problem.shape[1] % 128 == 0:
                 products |= in_fp8(problem)
             if problem.direction == "weight gradient":

@@ -1,4 +1,4 @@
-"""The Triton grouped GEMM with many tiles, to choose those of gemm_tuning.py; part of grouped_gemm.py."""
+"""The grouped GEMMs with many tiles, to choose those of gemm_tuning.py and tiling.py; part of grouped_gemm.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import harness
-from gemm_kernels import CUBLAS, DISTRIBUTIONS, Problem, Product, measure, problems, triton, workers_on_cpu
+from gemm_kernels import CUBLAS, DISTRIBUTIONS, Problem, Product, measure, pallas, problems, triton, workers_on_cpu
 from harness import Panel, Report
 
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+from jax_ep.pallas.tiling import Tiles as PallasTiles
+
+type AnyTiles = Tiles | WeightTiles | PallasTiles
 
 _BASE = Tiles()
 _NESTED = dataclasses.replace(_BASE, flat_percent=-1)
@@ -82,6 +85,17 @@ WEIGHT_SWEEP = (
     dataclasses.replace(_PAIRS, num_stages=2, tma_store=True),
     dataclasses.replace(_WEIGHTS, descriptors=False, num_stages=3),
 )
+PALLAS_WEIGHT_SWEEP = (
+    PallasTiles(128, 256, stages=4),
+    PallasTiles(128, 256, stages=3),
+    PallasTiles(128, 256, stages=4, band=2),
+    PallasTiles(128, 256, stages=4, band=4),
+    PallasTiles(128, 256, stages=4, band=16),
+    PallasTiles(128, 256, stages=4, band=32),
+    PallasTiles(128, 128, stages=6),
+    PallasTiles(128, 128, stages=4),
+)
+PALLAS_SWEEP = (*PALLAS_WEIGHT_SWEEP, PallasTiles(64, 256, stages=4), PallasTiles(64, 128, stages=6))
 
 
 def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
@@ -104,16 +118,16 @@ def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
 
 
 def compile_all(
-    problem: Problem, tiles: dict[str, Tiles | WeightTiles], deadline: float
+    problem: Problem, tiles: dict[str, AnyTiles], deadline: float
 ) -> dict[str, tuple[Product, None] | tuple[None, str]]:
     """Programs by name, or the reasons why there is none; compilers run in several threads."""
 
-    def compile_one(item: tuple[str, Tiles | WeightTiles]) -> tuple[Product, None] | tuple[None, str]:
+    def compile_one(item: tuple[str, AnyTiles]) -> tuple[Product, None] | tuple[None, str]:
         if time.perf_counter() > deadline:
             return None, "left out, the time is over"
         try:
-            lowered = triton(problem.direction, item[1]).lower(*problem.operands["equal"])
-            return lowered.compile(), None
+            made = (pallas if isinstance(item[1], PallasTiles) else triton)(problem.direction, item[1])
+            return made.lower(*problem.operands["equal"]).compile(), None
         except Exception as error:  # whatever a compiler says
             return None, (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
 
@@ -132,18 +146,21 @@ def show_best(problem: Problem, rows: list[dict[str, Any]]) -> None:
         harness.show_table(f"{problem.title}, {distribution}: best", ["tiles", "% of cuBLAS"], table)
 
 
-def sweep(direction: str, quick: bool) -> dict[str, Tiles | WeightTiles]:
+def sweep(direction: str, quick: bool) -> dict[str, AnyTiles]:
     """What to try, by name; with `quick` small tiles, of the kind that the interpreter runs fast."""
     base, tried = (_WEIGHTS, WEIGHT_SWEEP) if direction == "weight gradient" else (_BASE, FORWARD_SWEEP)
     if quick:
         small = {"block_r": 16, "block_n": 32} if direction == "weight gradient" else {"block_k": 16, "block_n": 32}
         base = dataclasses.replace(base, **small)
         tried = (base,)
-    return {label(tiles): tiles for tiles in tried}
+    by_pallas = PALLAS_WEIGHT_SWEEP if direction == "weight gradient" else PALLAS_SWEEP
+    return {label(tiles): tiles for tiles in (*tried, *(() if quick else by_pallas))}
 
 
-def label(tiles: Tiles | WeightTiles) -> str:
+def label(tiles: AnyTiles) -> str:
     """A short name of all that decides about the kernel."""
+    if isinstance(tiles, PallasTiles):
+        return f"pallas {tiles.rows}x{tiles.columns} s{tiles.stages} b{tiles.band}"
     t = dataclasses.asdict(tiles)
     size = f"{t['block_m']}x{t['block_n']}x{t.get('block_k') or t['block_r']}"
     words = [size, f"w{t['num_warps']}", f"s{t['num_stages']}", f"g{t['group_m']}"]

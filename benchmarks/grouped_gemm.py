@@ -7,7 +7,8 @@
 Parts:
   groups      (CPU) the same rows in 1 to 256 groups, forward and backward: the cost must follow the rows.
   exchange    (CPU) dispatch + combine on 8 virtual devices with 8 to 512 experts: the cost must not follow the experts.
-  kernels     (GPU) TFLOP/s of the Triton kernels on the shapes of large models, both gradients included, beside cuBLAS.
+  kernels     (GPU) TFLOP/s of the Triton and Pallas kernels on the shapes of large models, both gradients included,
+              beside cuBLAS.
   throughput  (GPU) TFLOP/s of formulations in plain XLA on such shapes; not run by default.
   sweep       (GPU) the kernels with many tiles, to choose the defaults; has a report of its own.
 """

@@ -141,13 +141,14 @@ class Request:
       function: public function, for messages.
       dtype: dtype of the tokens.
       hidden: H, or the length of the rows that a product contracts.
-      operation: "exchange", "gemm", "low_latency", "masked_gemm" or "masked_activation".
+      operation: "exchange", "gemm", "activation", "low_latency", "masked_gemm" or "masked_activation".
       layout: sizes of the exchange, or None for operations without one.
       wire_dtype: FP8 on the wire, or of the activation's result, or None.
       mode: how a product and its combine must run, of `types.COMBINE_MODES`, or None.
       columns: of the matrices, where a product is part of the exchange.
       foreign_handle: the layout comes from a handle that has no device group, so from another implementation.
       platform: where it will run ("cpu", "gpu", ...).
+      alone: the caller named one implementation, and none to fall back to.
     """
 
     function: str
@@ -160,6 +161,7 @@ class Request:
     columns: int | None = None
     foreign_handle: bool = False
     platform: str = dataclasses.field(default_factory=jax.default_backend)
+    alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,11 +172,23 @@ class Entry:
       name: as users write it.
       load: returns the module; called on first use, so that optional packages stay optional.
       refusal: None where the implementation can serve the request, else the reason why it cannot.
+      operations: all that it was made for; None: every one.
+      dtypes: of tokens or rows, likewise.
     """
 
     name: str
     load: Callable[[], Implementation]
     refusal: Callable[[Request], str | None]
+    operations: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+
+    def foreign(self, request: Request) -> str | None:
+        """Why no machine and no option could make it serve the request, or None."""
+        if self.operations is not None and request.operation not in self.operations:
+            return f"it was made for {self.operations}, not for {request.operation!r}"
+        if self.dtypes is not None and jax.numpy.dtype(request.dtype).name not in self.dtypes:
+            return f"it was made for {self.dtypes}, not for {jax.numpy.dtype(request.dtype).name}"
+        return None
 
 
 def _load_reference() -> Any:  # it fuses nothing
@@ -193,16 +207,37 @@ def _refusal_of_triton(request: Request) -> str | None:
     return implementation.refusal(request)
 
 
+def _load_pallas() -> Any:
+    from jax_ep.pallas import implementation
+
+    return implementation
+
+
+def _refusal_of_pallas(request: Request) -> str | None:
+    from jax_ep.pallas import requirements
+
+    return requirements.refusal(request)
+
+
 # In order of preference: the first one that accepts a request is the default.
 _REGISTRY: dict[str, Entry] = {
     "triton": Entry("triton", load=_load_triton, refusal=_refusal_of_triton),
+    "pallas": Entry(
+        "pallas",
+        load=_load_pallas,
+        refusal=_refusal_of_pallas,
+        operations=("gemm",),
+        dtypes=("bfloat16", "float16"),
+    ),
     "xla": Entry("xla", load=_load_reference, refusal=reference.refusal),
 }
 
 
-def available() -> tuple[str, ...]:
-    """Names of all registered implementations, most preferred first."""
-    return tuple(_REGISTRY)
+def available(operation: str | None = None) -> tuple[str, ...]:
+    """Names of the registered implementations, most preferred first; with `operation`, of those made for it."""
+    if operation is None:
+        return tuple(_REGISTRY)
+    return tuple(name for name, entry in _REGISTRY.items() if operation in (entry.operations or (operation,)))
 
 
 def get(name: str) -> Implementation:
@@ -239,12 +274,16 @@ def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
             f"{request.function}: implementation={implementation!r} names {unknown or 'nothing'}; choose from"
             f" {available()}, or leave it None for the best one."
         )
+    if implementation is not None:
+        request = dataclasses.replace(request, alone=len(names) == 1)
     refusals = {}
     for name in names:
-        reason = _REGISTRY[name].refusal(request)
+        reason = _REGISTRY[name].foreign(request)
         if reason is None:
-            return name
-        _say_once(name, reason, request.platform)
+            reason = _REGISTRY[name].refusal(request)
+            if reason is None:
+                return name
+            _say_once(name, reason, request.platform)  # nobody waits for what it was not made for
         refusals[name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(

@@ -36,7 +36,8 @@ class Fp8Config(NamedTuple):
     Attributes:
       route: of the exchange.
       product: registered name of the implementation of products in FP8.
-      backward: of the products of the backward pass, and of the gradient of the activation.
+      backward: of the products of the backward pass.
+      gradient: of the gradient of the activation.
       fused: how the backward pass runs a product and its exchange in one launch; None: one after the other.
       activation: name of the activation.
       gated: whether hidden rows have gate and up.
@@ -45,6 +46,7 @@ class Fp8Config(NamedTuple):
     route: Route
     product: str
     backward: str
+    gradient: str
     fused: FusedConfig | None
     activation: str
     gated: bool
@@ -145,7 +147,7 @@ def _gemm_combine_backward(config: Fp8Config, residuals: Any, d_sums: Array) -> 
         d_products, _ = vjp.scatter(config.route, d_sums, None, handle)
         d_rows = vjp.grouped_gemm(gemm, d_products, w, handle.group_sizes)
         d_w = vjp.grouped_gemm_weights(gemm._replace(transpose_rhs=False), rows, d_products, handle.group_sizes)
-    activation = ActivationConfig(config.backward, config.activation, config.gated)
+    activation = ActivationConfig(config.gradient, config.activation, config.gated)
     d_hidden, d_weights = vjp.activate_gradient(activation, hidden, row_weights, d_rows, handle.group_sizes)
     return d_hidden, d_weights, d_w, None
 

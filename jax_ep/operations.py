@@ -207,7 +207,7 @@ def activate(call: Call, d: DispatchedGemm, activation: str, gated: bool) -> Arr
     `[R, 2 * I]` (or `[R, I]`) hidden rows to `[R, I]`, in float32 with one final rounding. Hidden rows and weights are
     kept for the backward pass. Rows past the groups may hold anything, as products do not read them.
     """
-    config = vjp.ActivationConfig(call.choose("gemm", d.hidden), activation, gated)
+    config = vjp.ActivationConfig(call.choose("activation", d.hidden), activation, gated)
     return vjp.activate(config, *vary_alike((d.hidden, cast(Array, d.weights), d.group_sizes)))
 
 

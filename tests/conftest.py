@@ -62,13 +62,13 @@ def pytest_report_header() -> str:
 
 
 def implementations(config: pytest.Config) -> list[str]:
-    """Those asked for, or all that run on these devices at full speed."""
+    """Those asked for, or all that run on these devices without preparations."""
     from jax_ep import backends
 
     chosen = config.getoption("implementation")
     if chosen:
         return chosen.split(",")
-    return list(backends.available()) if ON_GPU else ["xla"]
+    return list(backends.available()) if ON_GPU else ["xla", "pallas"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -90,8 +90,13 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module that is not about exchanges names its `OPERATION`, and also gets implementations made for that alone."""
+    from jax_ep import backends
+
     if "implementation" in metafunc.fixturenames:
-        metafunc.parametrize("implementation", implementations(metafunc.config), scope="session")
+        made_for = backends.available(getattr(metafunc.module, "OPERATION", "exchange"))
+        names = [name for name in implementations(metafunc.config) if name in made_for]
+        metafunc.parametrize("implementation", names, scope="session")
 
 
 @pytest.hookimpl(wrapper=True)

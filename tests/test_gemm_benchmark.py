@@ -1,4 +1,4 @@
-"""The benchmark of the Triton grouped GEMM runs whole, on small shapes, in Triton's interpreter."""
+"""The benchmark of the grouped GEMMs runs whole, on small shapes, in the interpreters of Triton and Mosaic."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: pip install 'triton>=3.9'", allow_module_level=True)
 
 
+DISTRIBUTIONS = ("equal", "multinomial", "zipf")
+VARIANTS = (
+    *((name, DISTRIBUTIONS) for name in ("triton", "pallas", "portable loop")),
+    ("cuBLAS batched", None),
+)
+
+
 def run(folder, *options):
     # Not the virtual devices of the tests: the benchmark makes its own.
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -39,8 +46,8 @@ def rows_and_output(tmp_path_factory):
 def test_every_direction_and_distribution_is_measured_beside_cublas(rows_and_output):
     rows, output = rows_and_output
     assert not [row for row in rows if "failed" in row]
-    directions, distributions = ("forward", "input gradient", "weight gradient"), ("equal", "multinomial", "zipf")
-    for variant, expected in (("triton", distributions), ("portable loop", distributions), ("cuBLAS batched", None)):
+    directions = ("forward", "input gradient", "weight gradient")
+    for variant, expected in VARIANTS:
         measured = {(row["direction"], row["distribution"]) for row in rows if row["variant"] == variant}
         assert measured == {(x, y) for x in directions for y in expected or ("equal",)}, variant
     tried = {row["variant"] for row in rows if "tiles" in row} - {"cuBLAS batched"}

@@ -99,6 +99,11 @@ def test_import_loads_no_third_party_but_jax_and_numpy():
     assert roots - allowed - set(sys.stdlib_module_names) == set()
 
 
+def test_import_loads_no_kernel_language():
+    roots = ("jax.experimental.pallas", "jax.experimental.mosaic", "jax_ep.pallas", "jax_ep.megakernels")
+    assert [name for name in _isolated_import()["new_modules"] if name.startswith(roots)] == []
+
+
 def test_import_initialises_no_backend():
     assert _isolated_import()["backends"] == []
 

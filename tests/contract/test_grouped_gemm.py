@@ -10,10 +10,11 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, reals
-from harness import check_directional_derivatives, to_numpy
+from harness import check_directional_derivatives, refusals_skip, to_numpy
 
 import jax_ep
 
+OPERATION = "gemm"
 # name: (rows M, group sizes); rows past the sum hold NaN.
 GROUPS = {
     "even": (24, [6, 6, 6, 6]),
@@ -33,7 +34,11 @@ def with_gradients(implementation: str, **options: Any):
         )
         return out, *vjp(d_out)
 
-    return lambda *args: to_numpy(fn(*args))
+    def call(*args):
+        with refusals_skip():  # here too, because a subtest would report the error before the test's own hook
+            return to_numpy(fn(*args))
+
+    return call
 
 
 def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
@@ -89,6 +94,8 @@ def test_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generat
         assert not g[group_sizes.sum() :].any(), "rows past the groups are not zero"
 
 
+# In Mosaic's interpreter NumPy multiplies, and says that it has met infinities.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_nan_stays_in_its_group(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     group_sizes = np.array([30, 0, 17, 70, 9], np.int32)

@@ -1,0 +1,1 @@
+"""The `pallas` implementation: kernels for Hopper GPUs that need nothing but JAX itself."""

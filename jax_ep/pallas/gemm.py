@@ -1,0 +1,197 @@
+"""Grouped GEMM and its weight gradient for bfloat16 and float16 on Hopper's tensor cores, accumulated in float32.
+
+The kernels are written for Pallas's Mosaic GPU backend, which gives them what these GPUs have: asynchronous products of
+warpgroups and copies by TMA. Pallas's Triton backend, which would run on more GPUs, has neither. On the CPU they run in
+Mosaic's interpreter, with the same barriers and copies.
+
+TMA moves blocks of 8 rows of 128 bytes here. Operands of other sizes are padded with zeros and the result is cut, which
+costs copies; the widths of models are multiples of 64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jax_ep import tiled_gemm
+from jax_ep.layout import round_up
+from jax_ep.mesh_axes import vary_alike, varying_axes
+from jax_ep.pallas import forward, ring, tiling, weights
+from jax_ep.pallas.memory import WARPGROUP
+from jax_ep.pallas.schedule import row_tiles
+from jax_ep.pallas.tiling import ALIGNMENT, STEP, Tiles
+from jax_ep.types import Array
+
+_MOST_ROWS = 1 << 30  # beyond the last one, coordinates of tiles must fit in 32 bits too
+_ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
+_DEFAULT_PROGRAMS = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
+_INTERPRETED_PROGRAMS = 2
+
+
+def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
+    """Whether the kernels take these operands; the portable loop takes all."""
+    return (
+        lhs.dtype == rhs.dtype
+        and lhs.dtype in (jnp.bfloat16, jnp.float16)
+        and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
+        and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
+        and lhs.shape[0] <= _MOST_ROWS
+    )
+
+
+def grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    tiles: Tiles | None = None,
+    interpret: bool | None = None,
+) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+      group_sizes: `[G]` int32.
+      transpose_rhs: contract with the last axis of rhs.
+      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+      interpret: run in the interpreter; None: where there is no GPU.
+
+    Returns:
+      `[M, N]`.
+
+    Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
+    """
+    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+        return tiled_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    columns = rhs.shape[1 if transpose_rhs else 2]
+    tiles = tiles or tiling.forward_tiles(lhs.shape[0], columns, group_sizes.shape[0])
+    interpret = jax.default_backend() == "cpu" if interpret is None else interpret
+    return _forward(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype), tiles, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))  # one compilation for eager callers
+def _forward(
+    lhs: Array, rhs: Array, group_sizes: Array, transpose: bool, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool
+) -> Array:
+    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _MATRICES), group_sizes))
+    run = functools.partial(_launch_forward, transpose=transpose, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
+    return sequential_vmap(run)(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
+
+
+def _launch_forward(
+    lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool
+) -> Array:
+    schedule = row_tiles(group_sizes, lhs.shape[0], tiles.rows)
+    columns = rhs.shape[1 if transpose else 2]
+    programs = _num_programs(schedule.group.shape[0] * -(-columns // tiles.columns), interpret)
+    right = (tiles.columns, STEP) if transpose else (STEP, tiles.columns)
+    memory = ring.scratch((tiles.rows, STEP), right, lhs.dtype, out_dtype, tiles.stages)
+    body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
+    result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
+    return _launch("grouped_gemm", body, (*schedule, lhs, rhs), result, {"ring": memory}, programs, interpret)
+
+
+def grouped_gemm_weights(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: Tiles | None = None,
+    interpret: bool | None = None,
+) -> Array:
+    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[M, N]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+      interpret: run in the interpreter; None: where there is no GPU.
+
+    Returns:
+      `[G, K, N]`; zero for empty groups.
+    """
+    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+        return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    tiles = tiles or tiling.weight_tiles(rhs.shape[1])
+    interpret = jax.default_backend() == "cpu" if interpret is None else interpret
+    return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _weights(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool) -> Array:
+    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _ROWS), group_sizes))
+    run = functools.partial(_launch_weights, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
+    return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
+
+
+def _launch_weights(
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool
+) -> Array:
+    groups = tiled_gemm.locate_groups(group_sizes, lhs.shape[0])
+    shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+    programs = _num_programs(shape[0] * -(-shape[1] // tiles.rows) * -(-shape[2] // tiles.columns), interpret)
+    memory = ring.scratch((STEP, tiles.rows), (STEP, tiles.columns), lhs.dtype, out_dtype, tiles.stages)
+    scratch = {"ring": memory, "cleared": plgpu.Barrier(num_arrivals=tiling.CONSUMERS)}
+    body = functools.partial(weights.grouped_gemm_weights, tiles=tiles, programs=programs)
+    operands = (groups.starts, groups.ends, lhs, rhs)
+    result = jax.ShapeDtypeStruct(shape, out_dtype)
+    return _launch("grouped_gemm_weights", body, operands, result, scratch, programs, interpret)
+
+
+def _launch(
+    name: str,
+    body: Callable[..., None],
+    operands: tuple[Array, ...],
+    result: jax.ShapeDtypeStruct,
+    scratch: dict[str, Any],
+    programs: int,
+    interpret: bool,
+) -> Array:
+    """Runs a kernel; its result varies over the mesh axes over which operands do."""
+    operands = vary_alike(operands)
+    kernel = plgpu.kernel(
+        body,
+        out_type=result,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=(ring.PROGRAM,),
+        num_threads=tiling.CONSUMERS + 1,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        # Nothing is reduced across warps. These semantics refuse copies of blocks that may begin within one.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
+        ),
+    )
+    out = kernel(*operands)
+    axes = tuple(sorted(varying_axes(operands[0]) - varying_axes(out)))
+    return jax.lax.pcast(out, axes, to="varying") if axes else out
+
+
+def _num_programs(num_tasks: int, interpret: bool) -> int:
+    """One per multiprocessor: they stay, and take every so-manieth task."""
+    if interpret:
+        return _INTERPRETED_PROGRAMS
+    on_gpu = jax.default_backend() == "gpu"
+    return min(num_tasks, jax.local_devices()[0].core_count if on_gpu else _DEFAULT_PROGRAMS)
+
+
+def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
+    """`x` with its sizes rounded up to multiples; a copy only where they are none."""
+    missing = [round_up(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

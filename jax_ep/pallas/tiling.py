@@ -1,0 +1,56 @@
+"""Sizes of the tiles of a product: chosen by its shape, static in its kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+CONSUMERS = 2
+"""Warpgroups that multiply; one more loads."""
+STEP = 64
+"""Length of the contraction in one step: a row of 128 bytes, the widest that shared memory swizzles."""
+ALIGNMENT = 8
+"""Rows of the blocks in which operands lie in shared memory. Copies of whole blocks begin at multiples of it."""
+_BAND = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Sizes of one kernel.
+
+    Attributes:
+      rows: of a tile of the result, 64 or 128, in weight gradients 128; each consumer has 64.
+      columns: of a tile of the result, 128 or 256; consumers share them out where the tile has 64 rows.
+      stages: steps whose operands are in shared memory.
+      band: tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    band: int = _BAND
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether the second consumer has the other columns, not the other rows."""
+        return self.rows == 64
+
+    @property
+    def consumer_columns(self) -> int:
+        """Columns of one consumer."""
+        return self.columns // CONSUMERS if self.splits_columns else self.columns
+
+
+def forward_tiles(num_rows: int, columns: int, groups: int) -> Tiles:
+    """For `[M, K]` rows in groups to `[M, N]`: groups of few rows get low tiles."""
+    return _tiles(64 if num_rows <= 64 * groups else 128, columns)
+
+
+def weight_tiles(columns: int) -> Tiles:
+    """For `[G, K, N]` out of `[M, K]` and `[M, N]`."""
+    return _tiles(128, columns)
+
+
+def _tiles(rows: int, columns: int) -> Tiles:
+    # Wide tiles read less, but not where an eighth of them would lie outside of the matrix.
+    wide = -(-columns // 256) * 256 * 7 <= columns * 8
+    return Tiles(rows, 256, stages=4) if wide else Tiles(rows, 128, stages=6)

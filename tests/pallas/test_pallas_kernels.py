@@ -1,0 +1,154 @@
+"""The Pallas kernels with all tiles beside the oracle, and their lowering for CUDA.
+
+On the CPU they run in Mosaic's interpreter, with its race detector; on Hopper GPUs as they are.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, F16, F32, assert_close, integers, reals
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ep import backends
+from jax_ep.pallas import gemm, requirements, tiling
+from jax_ep.pallas.tiling import Tiles
+
+REFUSAL = requirements.refusal(backends.Request("grouped_gemm", BF16, 64, "gemm", alone=True))
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
+
+# Chunks of a consumer's result: one, two and four, of bfloat16.
+ALL_TILES = (Tiles(64, 128, 6), Tiles(128, 128, 6), Tiles(128, 256, 4), Tiles(64, 256, 4))
+# Groups that begin within blocks of 8 rows and end at every kind of place, and rows past them.
+SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
+ROWS = 251
+
+
+@pytest.fixture
+def races(monkeypatch, capfd):
+    """Lets kernels run with the race detector; returns what it has found.
+
+    It takes the two views of the memory for results as one buffer of both consumers, so that they must not share any.
+    What orders the uses of one consumer is seen without that too: both views wait for all stores before them.
+    """
+    if jax.default_backend() != "cpu":
+        yield lambda: 0
+        return
+    checked = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(plgpu, "InterpretGPUParams", checked)
+    monkeypatch.setattr(plgpu, "RefUnion", lambda *views: views)
+    jax.clear_caches()
+    yield lambda: capfd.readouterr().out.count("RACE DETECTED")
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+def test_forward(tiles, transpose, rng, races):
+    """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
+    lhs, rhs = integers(rng, ROWS, 200, dtype=BF16), integers(rng, 7, 200, 328, dtype=BF16)
+    want = oracle.grouped_gemm(lhs, rhs, SIZES)
+    lhs[SIZES.sum() :] = np.nan
+    right = np.ascontiguousarray(np.swapaxes(rhs, 1, 2)) if transpose else rhs
+    out_dtype = BF16 if tiles.columns == 128 else F32
+    out = gemm.grouped_gemm(lhs, right, SIZES, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
+    assert races() == 0
+
+
+@pytest.mark.parametrize("tiles", [Tiles(128, 128, 6), Tiles(128, 256, 4)], ids=str)
+def test_weights(tiles, rng, races):
+    lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
+    used = slice(SIZES.sum())
+    _, want = oracle.grouped_gemm_gradients(lhs[used], np.zeros((7, 200, 328), F16), SIZES, rhs[used])
+    lhs[SIZES.sum() :], rhs[SIZES.sum() :] = np.nan, np.inf
+    out = gemm.grouped_gemm_weights(lhs, rhs, SIZES, out_dtype=F32, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(out), want)
+    assert races() == 0
+
+
+@interpreted
+def test_detector_sees_races(rng, races, monkeypatch):
+    """A consumer with one chunk per tile that lets one store run on would change what that store sends."""
+    wait = plgpu.wait_smem_to_gmem
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **options: wait(1 if options else n, **options))
+    lhs, rhs, sizes = reals(rng, 256, 64, dtype=BF16), reals(rng, 1, 64, 512, dtype=BF16), np.array([256], np.int32)
+    options = {"transpose_rhs": False, "out_dtype": BF16, "tiles": Tiles(64, 128, 6)}
+    jax.block_until_ready(gemm.grouped_gemm(lhs, rhs, sizes, **options))
+    assert races() > 0
+
+
+def test_vmap(rng):
+    lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
+    sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)
+    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=F32)
+    for got, *one in zip(jax.vmap(call)(lhs, rhs, sizes), lhs, rhs, sizes, strict=True):
+        assert_close(np.asarray(got), oracle.grouped_gemm(*one), "out")
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 64, 2), (8, 0, 64, 2), (8, 64, 0, 2), (8, 64, 64, 0)], ids=str)
+def test_empty_arrays(shape):
+    rows, depth, columns, groups = shape
+    lhs, rhs = jnp.ones((rows, depth), BF16), jnp.ones((groups, depth, columns), BF16)
+    sizes = jnp.full((groups,), rows // max(groups, 1), jnp.int32)
+    assert not gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16).any()
+    out = gemm.grouped_gemm_weights(lhs, jnp.ones((rows, columns), BF16), sizes, out_dtype=BF16)
+    assert out.shape == (groups, depth, columns)
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def lower(call, *shapes):
+    """MLIR of a call for CUDA, with all checks of layouts, of shared memory and of where copies begin."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else BF16) for shape in shapes]
+    return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+def test_forward_lowers(tiles, out_dtype, x64):
+    options = {"out_dtype": out_dtype, "tiles": tiles, "interpret": False}
+    with jax.enable_x64(x64):
+        for transpose in (False, True):
+            call = functools.partial(gemm.grouped_gemm, transpose_rhs=transpose, **options)
+            rhs = (64, 4096, 7168) if transpose else (64, 7168, 4096)
+            assert "mosaic_gpu" in lower(call, (32768, 7168), rhs, (64,))
+            assert "mosaic_gpu" in lower(call, (5, 9), (3, 8, 9) if transpose else (3, 9, 8), (3,))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("tiles", [Tiles(128, 128, 6), Tiles(128, 256, 4)], ids=str)
+def test_weights_lower(tiles, out_dtype):
+    call = functools.partial(gemm.grouped_gemm_weights, out_dtype=out_dtype, tiles=tiles, interpret=False)
+    assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
+    assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
+
+
+def test_large_results_lower():
+    """More than 2**31 elements: positions are pairs of a row and a column, never one number."""
+    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16, interpret=False)
+    assert "mosaic_gpu" in lower(call, (1 << 20, 64), (8, 64, 4096), (8,))
+
+
+def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
+    """They would bring the wrong rows, which the interpreter does not see: the lowering must."""
+    monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)
+    jax.clear_caches()
+    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16, interpret=False)
+    with pytest.raises(ValueError, match="divisibility"):
+        lower(call, (32768, 7168), (64, 7168, 4096), (64,))
+    jax.clear_caches()
+
+
+def test_tables_fit_in_shared_memory():
+    """All tiles that the tables give have been lowered above."""
+    given = {tiling.forward_tiles(rows, columns, 64) for rows in (64, 32768) for columns in (64, 128, 384, 4096)}
+    given |= {tiling.weight_tiles(columns) for columns in (64, 384, 4096)}
+    assert given <= set(ALL_TILES)

@@ -1,0 +1,107 @@
+"""What `pallas` refuses, with which reason, and when that is worth a word."""
+
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_ep
+from jax_ep import backends
+
+NO_TRITON = backends.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+def request(dtype=BF16, operation="gemm", platform="gpu", **options):
+    return backends.Request("grouped_gemm", dtype, 64, operation, platform=platform, **options)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """GPUs of this compute capability, as far as refusals look; Triton is not installed."""
+
+    def make(capability="9.0"):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        monkeypatch.setitem(backends._REGISTRY, "triton", NO_TRITON)
+
+    backends._say_once.cache_clear()
+    yield make
+    backends._say_once.cache_clear()
+
+
+def test_order():
+    assert backends.available() == ("triton", "pallas", "xla")
+    assert backends.available("exchange") == ("triton", "xla")
+    assert backends.available("gemm") == backends.available()
+
+
+def test_serves_products_on_hopper_without_triton(hopper, caplog):
+    hopper()
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        assert backends.choose(None, request()) == "pallas"
+        for operation in ("exchange", "activation", "low_latency", "masked_gemm", "masked_activation"):
+            assert backends.choose(None, request(operation=operation)) == "xla"
+        assert backends.choose(None, request(F32)) == "xla"
+    assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
+
+
+def test_other_gpus(hopper, caplog):
+    hopper("10.0")
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        assert backends.choose(None, request()) == "xla"
+    reason = "its kernels are for compute capability 9.0 (Hopper), that of these GPUs is 10.0"
+    assert caplog.records[-1].getMessage() == f"implementation pallas is not used: {reason}"
+    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
+        backends.choose("pallas", request())
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("made for .*'gemm'.*, not for 'exchange'", {"operation": "exchange"}),
+        ("made for .*'bfloat16', 'float16'.*, not for float32", {"dtype": F32}),
+        ("not for float8_e4m3fn", {"dtype": jnp.dtype(jnp.float8_e4m3fn)}),
+        ("the platform is tpu", {"platform": "tpu"}),
+    ],
+)
+def test_reasons(reason, options):
+    with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
+        backends.choose("pallas", request(**options))
+
+
+def test_on_the_cpu_only_where_it_is_named_alone():
+    assert backends.choose(None, request(platform="cpu")) == "xla"
+    assert backends.choose(("pallas", "xla"), request(platform="cpu")) == "xla"
+    assert backends.choose("pallas", request(platform="cpu")) == "pallas"
+    assert backends.choose(["pallas"], request(platform="cpu")) == "pallas"
+
+
+def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
+    """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
+    entry = backends._REGISTRY["pallas"]
+    served = backends.Entry("pallas", entry.load, lambda _: None, entry.operations, entry.dtypes)
+    monkeypatch.setitem(backends._REGISTRY, "pallas", served)
+    monkeypatch.setitem(backends._REGISTRY, "triton", NO_TRITON)
+    chosen = []
+    choose = backends.choose
+
+    def choose_and_tell(implementation, asked):
+        chosen.append((asked.operation, choose(implementation, asked)))
+        return chosen[-1][1]
+
+    monkeypatch.setattr(backends, "choose", choose_and_tell)
+    x, idx, weights = jnp.ones((4, 64), BF16), jnp.array([[0], [1], [1], [0]], jnp.int32), jnp.ones((4, 1), F32)
+    w_gate_up, w_down = jnp.ones((2, 64, 64), BF16), jnp.ones((2, 32, 64), BF16)
+
+    def layer(**options):
+        chosen.clear()
+        call = jax.jit(lambda *args: jax_ep.fused_moe(*args, **options))
+        call.trace(x, idx, weights, w_gate_up, w_down)
+        return set(chosen)
+
+    assert layer() == {("exchange", "xla"), ("gemm", "pallas"), ("activation", "xla")}
+    assert layer(implementation="xla") == {("exchange", "xla"), ("gemm", "xla"), ("activation", "xla")}
+    assert layer(implementation=("pallas", "xla")) == layer()

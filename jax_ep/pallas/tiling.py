@@ -10,7 +10,6 @@ STEP = 64
 """Length of the contraction in one step: a row of 128 bytes, the widest that shared memory swizzles."""
 ALIGNMENT = 8
 """Rows of the blocks in which operands lie in shared memory. Copies of whole blocks begin at multiples of it."""
-_BAND = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Tiles:
     rows: int
     columns: int
     stages: int
-    band: int = _BAND
+    band: int = 8
 
     @property
     def splits_columns(self) -> bool:
@@ -41,16 +40,20 @@ class Tiles:
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int) -> Tiles:
-    """For `[M, K]` rows in groups to `[M, N]`: groups of few rows get low tiles."""
-    return _tiles(64 if num_rows <= 64 * groups else 128, columns)
+    """For `[M, K]` rows in groups to `[M, N]`: groups of few rows get low tiles.
+
+    Bands of four tiles: programs whose groups have remainders stay closer together, so that they share what the L2
+    cache holds. What would let some of them run ahead costs more than it saves (docs/performance.md).
+    """
+    return _tiles(64 if num_rows <= 64 * groups else 128, columns, band=4)
 
 
 def weight_tiles(columns: int) -> Tiles:
     """For `[G, K, N]` out of `[M, K]` and `[M, N]`."""
-    return _tiles(128, columns)
+    return _tiles(128, columns, band=8)
 
 
-def _tiles(rows: int, columns: int) -> Tiles:
+def _tiles(rows: int, columns: int, band: int) -> Tiles:
     # Wide tiles read less, but not where an eighth of them would lie outside of the matrix.
     wide = -(-columns // 256) * 256 * 7 <= columns * 8
-    return Tiles(rows, 256, stages=4) if wide else Tiles(rows, 128, stages=6)
+    return Tiles(rows, 256, 4, band) if wide else Tiles(rows, 128, 6, band)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.kernel import Descriptor, Kernel
+from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, tuning
 from jax_ep.megakernels.exchange import return_tokens
@@ -97,16 +97,19 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
     """One launch: each row travels to its source, which adds those of a token."""
-    config, blocks = tuning.gemm_combine(hidden)
-    operands, result, constants = scatter_arguments(h, w, handle, blocks, transpose_rhs)
+    config, blocks = tuning.gemm_combine(handle.layout, hidden)
+    operands, results, constants = scatter_arguments(h, w, handle, config, blocks, transpose_rhs)
     constants |= _NO_GRADIENT
-    return launch_on_heap(GEMM_COMBINE, operands, group_of(handle), (result,), config, constants)[0]
+    return launch_on_heap(GEMM_COMBINE, operands, group_of(handle), results, config, constants)[0]
 
 
 def scatter_arguments(
-    h: Array, w: Array, handle: Handle, blocks: dict[str, int], transpose_rhs: bool
-) -> tuple[tuple[Array | Descriptor, ...], jax.ShapeDtypeStruct, dict[str, Any]]:
-    """Operands, result and constants of launches that store each row at its source, where the heap gets room for it."""
+    h: Array, w: Array, handle: Handle, config: Config, blocks: dict[str, int], transpose_rhs: bool
+) -> tuple[tuple[Array | Descriptor, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
+    """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
+
+    The results are the sums and scratch memory.
+    """
     layout, features, hidden = handle.layout, h.shape[1], w.shape[1 if transpose_rhs else 2]
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)
     drops = layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment)
@@ -114,7 +117,9 @@ def scatter_arguments(
     matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
-    return operands, jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype), constants
+    sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
+    return operands, (sums, lists), constants
 
 
 def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:

@@ -58,15 +58,15 @@ def gemm_combine_products(
       with `transpose_rhs`; zero for experts without rows.
     """
     tokens = gather_rows(kept, row_tokens(handle), handle.group_sizes)
-    config, blocks = tuning.gemm_combine_products(*w.shape[1:], transpose_rhs=transpose_rhs)
-    operands, sums, constants = fused.scatter_arguments(h, w, handle, blocks, transpose_rhs)
+    config, blocks = tuning.gemm_combine_products(handle.layout, *w.shape[1:], transpose_rhs=transpose_rhs)
+    operands, results, constants = fused.scatter_arguments(h, w, handle, config, blocks, transpose_rhs)
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
     factors = (
         Descriptor(left, (blocks["WEIGHT_R"], blocks["WEIGHT_M"]), bounded=True),
         Descriptor(right, (blocks["WEIGHT_R"], blocks["WEIGHT_N"]), bounded=True),
     )
     stored = (1, blocks["WEIGHT_M"], blocks["WEIGHT_N"] // blocks["WEIGHT_PARTS"])
-    results = (sums, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), stored))
+    results = (*results, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), stored))
     operands = (*operands, *factors)
-    found = launch_on_heap(fused.GEMM_COMBINE, operands, group_of(handle), results, config, constants)
-    return found[0], found[1]
+    sums, _, products = launch_on_heap(fused.GEMM_COMBINE, operands, group_of(handle), results, config, constants)
+    return sums, products

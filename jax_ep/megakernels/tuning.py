@@ -41,6 +41,12 @@ def _columns(hidden: int, itemsize: int) -> int:
     return columns
 
 
+def _summed_rows(hidden: int, itemsize: int) -> tuple[int, int]:
+    """Columns that are added up at once, and depth of the pipeline through which rows come; see `ROW_BYTES`."""
+    columns = max(GROUP_SIZE, min(power_of_two(hidden), ROW_BYTES // itemsize))
+    return columns, min(10, 1 + IN_FLIGHT_BYTES // (columns * itemsize))
+
+
 def at_most(config: Config, limit: int | None) -> Config:
     """The config with no more programs than `limit`, as for a launch beside other work; None sets no limit."""
     if limit is None:
@@ -138,7 +144,7 @@ def combine(
         block = min(32, power_of_two(layout.num_tokens))
     elif layout.num_tokens <= 4 * MAX_BLOCKS:
         block = min(4, block)
-    columns = max(GROUP_SIZE, min(power_of_two(hidden), ROW_BYTES // dtype.itemsize))
+    columns, stages = _summed_rows(hidden, dtype.itemsize)
     choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
     blocks = {
         "BLOCK_T": block,
@@ -146,7 +152,7 @@ def combine(
         "CHOICES": choices,
         "RANKS": ranks,
         "LENGTH": block * max(choices, ranks),
-        "STAGES": min(10, 1 + IN_FLIGHT_BYTES // (columns * dtype.itemsize)),
+        "STAGES": stages,
         "LAG": min(256 // block, -(-layout.num_tokens // block)),
     }
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
@@ -164,17 +170,26 @@ def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = Non
     return Config(all_programs(), num_warps=8, num_stages=4), blocks
 
 
-def gemm_combine(hidden: int) -> tuple[Config, dict[str, int]]:
+def gemm_combine(layout: Layout, hidden: int) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine, for rows of `hidden` columns."""
-    blocks = _product_tile(hidden)
-    # All at the end: sums between products come at a fraction of the memory's rate (AMONG_TILES).
-    sums = {"CLEAR_T": 16, "SUM_T": 8, "SUM_H": min(512, _columns(hidden, 2))}
-    return Config(all_programs(), num_warps=8, num_stages=3), {**blocks, **sums, "GROUP_M": 8}
+    # Sums all at the end: between products they come at a fraction of the memory's rate (AMONG_TILES).
+    tokens, choices = 4, power_of_two(layout.top_k)
+    columns, stages = _summed_rows(hidden, 2)
+    sums = {"SUM_T": tokens, "SUM_H": columns, "SUM_STAGES": stages, "CHOICES": choices, "LENGTH": tokens * choices}
+    clearing = {"CLEAR_T": 16, "CLEAR_H": min(512, _columns(hidden, 2))}
+    return Config(all_programs(), num_warps=8, num_stages=3), {
+        **_product_tile(hidden),
+        **sums,
+        **clearing,
+        "GROUP_M": 8,
+    }
 
 
-def gemm_combine_products(rows: int, columns: int, *, transpose_rhs: bool) -> tuple[Config, dict[str, int]]:
+def gemm_combine_products(
+    layout: Layout, rows: int, columns: int, *, transpose_rhs: bool
+) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine with the gradient of its matrices `[rows, columns]`."""
-    config, blocks = gemm_combine(rows if transpose_rhs else columns)
+    config, blocks = gemm_combine(layout, rows if transpose_rhs else columns)
     if jax.default_backend() == "cpu":
         tile = {"M": 32, "N": 32, "R": 16, "STAGES": 2, "PARTS": 1}
     else:  # as many blocks in flight as there is memory beside that through which a tile is stored

@@ -82,8 +82,8 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     lay = layout(tokens)
-    config, blocks = tuning.gemm_combine(hidden)
-    types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64", "out_ptr": "*bf16"}
+    config, blocks = tuning.gemm_combine(lay, hidden)
+    types = dict.fromkeys([*COMMON, "slot_row_ptr", "lists_ptr"], "*i32") | {"table_ptr": "*i64", "out_ptr": "*bf16"}
     types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
     constants |= fused._NO_GRADIENT
@@ -107,8 +107,8 @@ def test_gemm_combine_with_weights(
     tokens, hidden, features, _ = shape
     lay = layout(tokens)
     sides = (hidden, features) if transposed else (features, hidden)
-    config, blocks = tuning.gemm_combine_products(*sides, transpose_rhs=transposed)
-    types = dict.fromkeys([*COMMON, "slot_row_ptr"], "*i32") | {"table_ptr": "*i64"}
+    config, blocks = tuning.gemm_combine_products(lay, *sides, transpose_rhs=transposed)
+    types = dict.fromkeys([*COMMON, "slot_row_ptr", "lists_ptr"], "*i32") | {"table_ptr": "*i64"}
     stored = f"1,{blocks['WEIGHT_M']},{blocks['WEIGHT_N'] // blocks['WEIGHT_PARTS']}"
     types |= {"out_ptr": "*bf16", "products": f"tensordesc<bf16[{stored}]>", "b_desc": matrices(blocks, transposed)}
     types["h_desc"] = f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"

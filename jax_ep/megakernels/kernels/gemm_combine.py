@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .gemm_tile import multiply
 from .gemm_weights import multiply_flat
+from .listed_sums import sum_listed
 from .programs import all_begun, count_stored
 from .protocol import (
     STARTED,
@@ -29,7 +30,7 @@ from .protocol import (
     open_launch,
     publish,
 )
-from .scattered_rows import add_slots, clear_dropped, row_addresses, store_rows
+from .scattered_rows import clear_dropped, list_slots, row_addresses, store_rows
 from .tiles import (
     find_tile,
     locate_groups,
@@ -55,6 +56,7 @@ def gemm_combine(
     table_ptr,
     after_ptr,
     out_ptr,
+    lists_ptr,
     products,
     W: tl.constexpr,
     D: tl.constexpr,
@@ -73,8 +75,12 @@ def gemm_combine(
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
     CLEAR_T: tl.constexpr,
+    CLEAR_H: tl.constexpr,
     SUM_T: tl.constexpr,
     SUM_H: tl.constexpr,
+    SUM_STAGES: tl.constexpr,
+    CHOICES: tl.constexpr,
+    LENGTH: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     DROPS: tl.constexpr,
     WEIGHT_M: tl.constexpr,
@@ -87,7 +93,7 @@ def gemm_combine(
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
 
     `ids`, `slot_row [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle. DROPS: slots may have found no
-    row.
+    row. `lists` is scratch.
 
     Unless `products` is None, also `h` and the tokens `[R, H]` by row, which are `lhs` and `rhs` (`rhs` and `lhs` if
     TRANSPOSED), to `products`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices. Both are bounded
@@ -101,7 +107,9 @@ def gemm_combine(
     alive = await_peers(table_ptr, group_ptr, control, rank, alive, 0, OPERATION, W, D)
     if DROPS:  # known when compiling, unlike what follows
         if alive != 0:
-            clear_dropped(ids_ptr, slot_row_ptr, group_ptr, table_ptr, rank, dtype, W, T, K, H, L, DATA, CLEAR_T, SUM_H)
+            clear_dropped(
+                ids_ptr, slot_row_ptr, group_ptr, table_ptr, rank, dtype, W, T, K, H, L, DATA, CLEAR_T, CLEAR_H
+            )
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     group_ends = number_tasks(starts, rows, H, BM, BN, 0, BN)
     # After a failure nobody may be there to receive: no more stores, whatever the results then are.
@@ -140,12 +148,26 @@ def gemm_combine(
         )
     if all_begun(control):
         blocks: tl.constexpr = (T + SUM_T - 1) // SUM_T
+        list_ptr = lists_ptr + tl.program_id(0) * 2 * LENGTH
         block = next_task(control)
         if block < blocks:
             alive = await_block_of_all(
                 table_ptr, group_ptr, control, rank, 0, alive, block, OPERATION, FLAGS, W, D, MAX_BLOCKS
             )
         while block < blocks:
-            add_slots(received_ptr, ids_ptr, out_ptr, rank, block * SUM_T, T, K, H, W * L, SUM_T, SUM_H)
+            count = list_slots(list_ptr, ids_ptr, rank, block * SUM_T, T, K, W * L, SUM_T, CHOICES, LENGTH)
+            sum_listed(
+                list_ptr,
+                count,
+                received_ptr,
+                received_ptr,
+                out_ptr,
+                out_ptr,
+                H,
+                SUM_H,
+                LENGTH,
+                SUM_STAGES,
+                tl.float32,
+            )
             block = next_task(control)
     end_launch(control, group_ptr, W)

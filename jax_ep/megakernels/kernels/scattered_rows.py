@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .listed_sums import write_list
 from .protocol import heap_rows
 
 
@@ -74,29 +75,25 @@ def clear_dropped(
 
 
 @triton.jit
-def add_slots(
-    received_ptr,
+def list_slots(
+    list_ptr,
     ids_ptr,
-    out_ptr,
     rank,
     first_token,
     T: tl.constexpr,
     K: tl.constexpr,
-    H: tl.constexpr,
     E: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
-    """Adds the K rows of each of ROWS tokens."""
-    tokens = first_token + tl.arange(0, ROWS)
-    for h in range(0, H, COLUMNS):
-        columns = h + tl.arange(0, COLUMNS)[None, :]
-        inside = columns < H
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in tl.static_range(K):
-            expert = tl.load(ids_ptr + (rank * T + tokens) * K + k, mask=tokens < T, other=-1)
-            chosen = (expert >= 0) & (expert < E)
-            source = tl.multiple_of(received_ptr + (tokens * K + k).to(tl.int64)[:, None] * H + columns, (16, 16))
-            total += tl.load(source, mask=chosen[:, None] & inside, other=0.0).to(tl.float32)
-        target = tl.multiple_of(out_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & inside)
+    """Lists the slots of TOKENS tokens of this rank that have an expert, in order of k; returns how many."""
+    tokens = first_token + tl.arange(0, TOKENS)
+    k = tl.arange(0, CHOICES)[None, :]
+    slots = tokens[:, None] * K + k
+    inside = (tokens < T)[:, None] & (k < K)
+    expert = tl.load(ids_ptr + rank * T * K + slots, mask=inside, other=-1)
+    chosen = (expert >= 0) & (expert < E)
+    without = tl.max(chosen.to(tl.int32), axis=1) == 0
+    exists = chosen | ((k == 0) & inside & without[:, None])
+    return write_list(list_ptr, tl.where(chosen, slots, -1), exists, tokens, TOKENS, CHOICES, LENGTH)

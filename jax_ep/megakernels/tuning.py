@@ -216,6 +216,8 @@ def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dic
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
+COMBINE_MEMORY = 3.8e12
+"""The second of them for combine by itself (dispatch_combine.json); with GEMM + combine, tiles are stored later, too."""
 GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12
@@ -279,7 +281,7 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
     """
     remote = (layout.num_ranks - 1) / layout.num_ranks
     product, sent = _product(layout, features, hidden), _holders(layout) * remote * 2 * hidden / LINK
-    made, between = (_made(layout, hidden) / rate for rate in (MEMORY, AMONG_TILES))
+    made, between = (_made(layout, hidden) / rate for rate in (COMBINE_MEMORY, AMONG_TILES))
     last = 1 / _reduced_chunks(layout, features, hidden)
     return {
         "serial": product + max(sent, made),

@@ -79,7 +79,8 @@ def grouped_gemm(
             width = chunk_columns(out.dtype)
             return out.at[pl.ds(origin + first, height), pl.ds(column + int32(offset), width)]
 
-        storing.store(ring.store, result, target, (start[tile] - origin, end[tile] - origin))
+        limit = int32(out.shape[1]) - column if out.shape[1] % tiles.columns else None
+        storing.store(ring.store, result, target, (start[tile] - origin, end[tile] - origin), limit)
         return after
 
     rings.run_tasks(ring, tiles, num_tiles * int32(num_columns), programs, load, multiply)

@@ -99,7 +99,10 @@ def grouped_gemm_weights(
             to_rows, to_columns = row + more_rows + below, column + more_columns + int32(offset)
             return out.at[group, pl.ds(to_rows, height), pl.ds(to_columns, width)]
 
-        storing.store_whole(ring.store, result, target)
+        limit = int32(out.shape[2]) - column - more_columns if out.shape[2] % tiles.columns else None
+        # Sizes are multiples of a consumer's rows: it stores all of them, or none.
+        has_rows = row + more_rows < int32(out.shape[1])
+        pl.when(has_rows)(lambda: storing.store_whole(ring.store, result, target, limit))
         return after
 
     rings.run_tasks(ring, tiles, int32(num_groups * num_tall * num_wide), programs, load, multiply)

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
 
 # Chunks of a consumer's result: one, two and four, of bfloat16.
-ALL_TILES = (Tiles(64, 128, 6), Tiles(128, 128, 6), Tiles(128, 256, 4), Tiles(64, 256, 4))
+ALL_TILES = (
+    *(Tiles(64, 128, 6, 4), Tiles(128, 128, 6, 4), Tiles(128, 256, 4, 4), Tiles(64, 256, 4, 4)),
+    *(Tiles(128, 128, 6), Tiles(128, 256, 4)),
+)
 # Groups that begin within blocks of 8 rows and end at every kind of place, and rows past them.
 SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
 ROWS = 251
@@ -81,6 +84,20 @@ def test_detector_sees_races(rng, races, monkeypatch):
     options = {"transpose_rhs": False, "out_dtype": BF16, "tiles": Tiles(64, 128, 6)}
     jax.block_until_ready(gemm.grouped_gemm(lhs, rhs, sizes, **options))
     assert races() > 0
+
+
+@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+def test_one_chunk_wide(tiles, rng):
+    """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
+    sizes = np.array([5, 0, 12, 100], np.int32)
+    lhs, rhs = integers(rng, 120, 64, dtype=BF16), integers(rng, 4, 64, 64, dtype=BF16)
+    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes).astype(BF16))
+    if tiles.rows == 128:
+        d_out = integers(rng, 120, 64, dtype=BF16)
+        out = gemm.grouped_gemm_weights(lhs, d_out, sizes, out_dtype=BF16, tiles=tiles)
+        want = oracle.grouped_gemm_gradients(lhs, rhs, sizes, d_out)[1]
+        np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
 
 
 def test_vmap(rng):

@@ -2,7 +2,7 @@
 # Runs the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
 # Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies. Parts (default: all):
 #   gpu        tests/gpu: what only GPUs show
-#   contract   the contract suite on 1, 2 and 4 GPUs, with the implementation triton, and products with pallas
+#   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
 #   processes  contract tests and part of tests/gpu in 2 processes, and in as many as there are GPUs
 # Environment:
@@ -27,6 +27,7 @@ read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
 together=("${contract[@]/#/tests/contract/test_}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
+random=tests/gpu/test_random_sizes.py # mostly compiles
 devices=(ffi ffi_status sharding flax fuzz training_equivalence)
 devices=("${devices[@]/#/tests/test_}")
 devices=("${devices[@]/%/.py}")
@@ -50,8 +51,8 @@ shared() { # pytest in $jobs processes that share the GPUs' memory
 
 for part in $parts; do
   case $part in
-    gpu) run gpu "$python" -m pytest "${options[@]}" tests/gpu "${more[@]}" ;;
-    contract) run contract shared tests/contract tests/pallas --implementation triton,pallas ;; # the last of several counts
+    gpu) run gpu "$python" -m pytest "${options[@]}" tests/gpu --ignore "$random" "${more[@]}" ;;
+    contract) run contract shared tests/contract tests/pallas "$random" --implementation triton,pallas ;; # the last of several counts
     devices) run devices shared "${devices[@]}" ;;
     processes)
       gpus=$(nvidia-smi -L | wc -l)

@@ -217,7 +217,7 @@ def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dic
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
 COMBINE_MEMORY = 3.8e12
-"""The second of them for combine by itself (dispatch_combine.json); with GEMM + combine, tiles are stored later, too."""
+"""The second of them for combine by itself (dispatch_combine.json)."""
 GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12

@@ -66,7 +66,8 @@ def gemm_combine_products(
         Descriptor(right, (blocks["WEIGHT_R"], blocks["WEIGHT_N"]), bounded=True),
     )
     stored = (1, blocks["WEIGHT_M"], blocks["WEIGHT_N"] // blocks["WEIGHT_PARTS"])
-    results = (*results, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), stored))
+    products = Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), stored)
     operands = (*operands, *factors)
-    sums, _, products = launch_on_heap(fused.GEMM_COMBINE, operands, group_of(handle), results, config, constants)
-    return sums, products
+    group = group_of(handle)
+    found = launch_on_heap(fused.GEMM_COMBINE, operands, group, (*results, products), config, constants)
+    return found[0], found[2]

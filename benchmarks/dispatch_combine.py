@@ -170,6 +170,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ragged-tokens", type=int, nargs="*", default=[4096], help=f"where to measure {RAGGED}, which is slow"
     )
+    parser.add_argument("--suffix", default="", help="of the report's name, as _2_gpus")
     processes.add_option(parser)
     return parser
 
@@ -191,7 +192,7 @@ def main() -> None:
     lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
     settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
     settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
-    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}", args.out, settings)
+    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}{args.suffix}", args.out, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
     panels = []
     for num_ranks in ranks:

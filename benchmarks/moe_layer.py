@@ -197,6 +197,7 @@ def options() -> argparse.ArgumentParser:
         "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no case that would end later")
+    parser.add_argument("--suffix", default="", help="of the report's name, as _combine")
     parser.add_argument("--add", action="store_true", help="keep what the file holds of other cases and variants")
     return parser
 
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts
     if args.parts and not on_gpus:
         jax_ep.init(transport="shared_memory")
-    run = Run(args.out, {"rounds": args.rounds, "quick": args.quick}, add=args.add)
+    run = Run(args.out, {"rounds": args.rounds, "quick": args.quick}, add=args.add, suffix=args.suffix)
     measure_all(run, args)
     print(run.report.path)
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jax_ep import context, ffi
 from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
-from jax_ep.megakernels import gemm_tuning, tuning
+from jax_ep.megakernels import gemm_tuning, mode_times, tuning
 from jax_ep.megakernels.exchange import return_tokens
 from jax_ep.megakernels.gemm import gathered_gemm_weights, grouped_gemm
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
@@ -87,7 +87,7 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
       `[T, H]`.
     """
     hidden = w.shape[1 if transpose_rhs else 2]
-    mode = mode or tuning.combine_mode(handle.layout, h.shape[1], hidden)
+    mode = mode or mode_times.combine_mode(handle.layout, h.shape[1], hidden)
     if mode == "serial":
         y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return return_tokens(y, handle, (), None)

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.kernel import BOUND, Descriptor
 from jax_ep.layout import row_tokens
-from jax_ep.megakernels import fused, tuning
+from jax_ep.megakernels import fused, mode_times, tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.types import Array, Handle, Layout
@@ -35,7 +35,7 @@ def fuses_products(
 def _is_faster(layout: Layout, features: int, hidden: int, mode: str | None) -> bool:
     if jax.default_backend() == "cpu":
         return False  # nothing runs beside anything in the interpreter
-    times = tuning.backward_times(layout, features, hidden, mode)
+    times = mode_times.backward_times(layout, features, hidden, mode)
     return 1.01 * times["one launch"] < times["parts"]  # simpler is better, up to a hundredth
 
 

@@ -147,3 +147,10 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
         # Two programs of narrow tiles: while one stores its tile, the other multiplies.
         return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2)
     return WeightTiles(block_n=128)
+
+
+def product_tile(columns: int) -> dict[str, int]:
+    """Tile of a product on the tensor cores; narrow where the matrices are."""
+    if jax.default_backend() == "cpu":
+        return {"BM": 32, "BN": 16, "BK": 16}
+    return {"BM": 128, "BN": 256 if columns > 128 else 128, "BK": 64}

@@ -14,7 +14,7 @@ from cases import BF16, ROUTINGS, Shape, reals
 import jax_ep
 from jax_ep import backends
 from jax_ep.kernel import Config
-from jax_ep.megakernels import fused, tuning
+from jax_ep.megakernels import fused, mode_times, tuning
 from jax_ep.types import COMBINE_MODES, Layout
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=24)
@@ -34,7 +34,7 @@ DIVISIONS = {
 
 @pytest.mark.parametrize("mode", DIVISIONS)
 def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
-    """One program or several, which leave tasks to the last one; one chunk, or as many as there are column tiles."""
+    """One program or several, which leave tasks to the last one; for "reduce" one chunk of columns, or several."""
     kernel = {"scatter": "gemm_combine", "reduce": "gemm_reduce"}[mode]
     chosen, launched = getattr(tuning, kernel), []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
@@ -67,12 +67,13 @@ def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+    for module in (mode_times, tuning):
+        monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
-    times = {mode: 1e9 * time for mode, time in tuning.combine_times(layout(4), 2048, 7168).items()}
+    times = {mode: 1e9 * time for mode, time in mode_times.combine_times(layout(4), 2048, 7168).items()}
     assert times == pytest.approx({"serial": 502.0, "scatter": 453.3, "reduce": 829.6}, abs=0.1)
 
 
@@ -88,15 +89,15 @@ def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     ],
 )
 def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
-    assert tuning.combine_mode(layout(ranks), *sizes) == wanted
+    assert mode_times.combine_mode(layout(ranks), *sizes) == wanted
 
 
 def test_a_single_chunk_hides_nothing(on_h200: None) -> None:
     """Then one launch does what two do, and two are simpler."""
     few = layout(8, tokens=256)
-    times = tuning.combine_times(few, 768, 2048)
-    assert tuning._reduced_chunks(few, 768, 2048) == 1 and times["reduce"] >= times["serial"]
-    assert tuning.combine_mode(few, 768, 2048) != "reduce"
+    times = mode_times.combine_times(few, 768, 2048)
+    assert mode_times.reduced_chunks(few, 768, 2048) == 1 and times["reduce"] >= times["serial"]
+    assert mode_times.combine_mode(few, 768, 2048) != "reduce"
 
 
 def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
@@ -113,7 +114,7 @@ def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> N
         return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, implementation="triton")
 
     for mode in COMBINE_MODES:
-        monkeypatch.setattr(tuning, "combine_mode", lambda *_, mode=mode: mode)
+        monkeypatch.setattr(mode_times, "combine_mode", lambda *_, mode=mode: mode)
         np.testing.assert_array_equal(harness.run(fn, mesh, x, ids, w).astype(np.float32), 16)
     assert ran == list(COMBINE_MODES)
 

@@ -9,7 +9,7 @@ import pytest
 from compiling import build
 
 from jax_ep.heap import MAX_BLOCKS, HeapLayout
-from jax_ep.megakernels import fused, tuning
+from jax_ep.megakernels import fused, mode_times, tuning
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -26,7 +26,8 @@ COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "after_ptr", "ids_ptr"]
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
-    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+    for module in (mode_times, tuning):
+        monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 def layout(tokens: int) -> Layout:

@@ -61,6 +61,18 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     assert int(spilled) <= allowed, built["report"]
 
 
+@pytest.mark.parametrize("hidden", [256, 512, 2048])
+def test_combine_of_narrow_rows(hidden):
+    """Each thread still copies 16 bytes."""
+    config, blocks = tuning.combine(LAYOUT, hidden, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "group_ptr", "after_ptr", "lists_ptr"], "*i32")
+    types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "table_ptr": "*i64"}
+    sizes = {"W": 4, "T": 4096, "K": 8, "H": hidden, "L": 64, "SCALES": 1 << 29, "FP8": False}
+    built = build("combine", "combine", types, places() | sizes | blocks, config.num_warps, STAGES, 90)
+    assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", built["ptx"])
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_word_kernel(capability):
     config, block = tuning.words(4, 4096 * 8)

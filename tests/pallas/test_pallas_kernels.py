@@ -82,12 +82,12 @@ def test_detector_sees_races(rng, races, monkeypatch):
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **options: wait(1 if options else n, **options))
     lhs, rhs, sizes = reals(rng, 256, 64, dtype=BF16), reals(rng, 1, 64, 512, dtype=BF16), np.array([256], np.int32)
     options = {"transpose_rhs": False, "out_dtype": BF16, "tiles": Tiles(64, 128, 6)}
+    raised = ""
     try:
         jax.block_until_ready(gemm.grouped_gemm(lhs, rhs, sizes, **options))
     except jax.errors.JaxRuntimeError as error:  # so JAX 0.12 reports a race; 0.11 prints it
-        assert "RACE DETECTED" in str(error)
-    else:
-        assert races() > 0
+        raised = str(error)
+    assert "RACE DETECTED" in raised or races() > 0
 
 
 @pytest.mark.parametrize("tiles", ALL_TILES, ids=str)

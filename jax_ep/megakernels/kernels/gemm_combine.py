@@ -120,8 +120,8 @@ def gemm_combine(
         # Addresses that live beside the sums would spill registers in the flat loop.
         addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
         store_rows(total, addresses, column, dtype, H, BN)
-    if count_stored(control, 0):
-        if alive != 0:
+    if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
+        if count_stored(control, 0):
             for peer_rank in range(W):
                 publish(table_ptr, control, me, tl.load(group_ptr + peer_rank), 0, FLAGS, D, MAX_BLOCKS)
     if products is not None:

@@ -14,6 +14,7 @@ from kernel_calls import HEAP_BYTES, W
 
 import jax_ep
 from jax_ep import interpreter
+from jax_ep.megakernels import mode_times, tuning
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,15 @@ def needs_triton(request: pytest.FixtureRequest) -> None:
         pytest.skip("the interpreter stands for GPUs on the CPU")
     if jax.process_count() > 1:
         pytest.skip("a context of several processes is not made anew")
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and choices are those of an H200; nothing can run there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
+    for module in (mode_times, tuning):
+        monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 @pytest.fixture(scope="module")

@@ -64,13 +64,6 @@ def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256
     return Layout(ranks, experts, tokens, top_k, capacity=round(1.1 * tokens * top_k))
 
 
-@pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for module in (mode_times, tuning):
-        monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
-
-
 def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
     times = {mode: 1e9 * time for mode, time in mode_times.combine_times(layout(4), 2048, 7168).items()}

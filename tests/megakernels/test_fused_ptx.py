@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-import jax
 import pytest
 from compiling import build
 
 from jax_ep.heap import MAX_BLOCKS, HeapLayout
-from jax_ep.megakernels import fused, mode_times, tuning
+from jax_ep.megakernels import fused, tuning
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -20,14 +19,6 @@ PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
 DEEPSEEK_SHORT, QWEN = (1024, 7168, 4096, 2048), (4096, 2048, 1536, 768)
 COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "after_ptr", "ids_ptr"]
-
-
-@pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
-    for module in (mode_times, tuning):
-        monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 def layout(tokens: int) -> Layout:

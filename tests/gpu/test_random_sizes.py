@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import (
     BF16,
@@ -77,8 +78,13 @@ def draw_shape(rng: np.random.Generator, num_ranks: int, *, tokens: int, multipl
             return shape
 
 
+def draw_ranks(rng: np.random.Generator) -> int:
+    """Any number of the devices; all of them where others belong to other processes."""
+    return int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
+
+
 def draw(rng: np.random.Generator, *, multiple: int) -> Problem:
-    num_ranks = int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
+    num_ranks = draw_ranks(rng)
     shape = draw_shape(rng, num_ranks, tokens=4096, multiple=multiple)
     rows = num_ranks * shape.num_tokens * shape.top_k
     return Problem(
@@ -108,7 +114,7 @@ def test_exchange(example: int, rng: np.random.Generator) -> None:
     capacity = problem.options["capacity"]
     options = problem.options | {
         "alignment": alignment,
-        "capacity": None if capacity is None else -(-capacity // alignment) * alignment,
+        "capacity": None if capacity is None else oracle.round_up(capacity, alignment),
     }
     wire = {"wire_dtype": FP8 if shape.hidden % 128 == 0 and problem.dtype != F16 and rng.random() < 0.5 else None}
 
@@ -171,7 +177,7 @@ def test_layer(example: int, rng: np.random.Generator) -> None:
 def test_low_latency(example: int, rng: np.random.Generator) -> None:
     """Both functions of decode-sized batches: the same rows in the same places, the same sums."""
     group_size = one_of(rng, 128, 64)
-    ranks = int(rng.integers(1, jax.device_count() + 1)) if jax.process_count() == 1 else jax.device_count()
+    ranks = draw_ranks(rng)
     shape = draw_shape(rng, ranks, tokens=512, multiple=group_size)
     room = shape.num_tokens + int(rng.integers(0, 3))
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": room, "group_size": group_size}

@@ -39,9 +39,7 @@ def list_rows(
     expert = tl.load(ids_ptr + slots, mask=inside, other=-1)
     wanted = tl.max(((expert >= rank * L) & (expert < rank * L + L)).to(tl.int32), axis=1) > 0
     rows = tl.load(slot_row_ptr + slots, mask=inside & wanted[:, None], other=-1)
-    kept = tl.max(rows, axis=1) >= 0
-    exists = (rows >= 0) | ((k == 0) & (wanted & (kept == 0))[:, None])
-    return write_list(list_ptr, rows, exists, rank * T + local, BLOCK_T, CHOICES, LENGTH)
+    return write_list(list_ptr, rows, rows >= 0, rank * T + local, wanted, BLOCK_T, CHOICES, LENGTH)
 
 
 @triton.jit
@@ -63,9 +61,8 @@ def list_arrivals(
     senders = wanting_ranks(ids_ptr, (rank * T + tokens) * K, tokens < T, W, L, K)[:, None]
     source_rank = tl.arange(0, RANKS)[None, :]
     sends = ((senders >> source_rank.to(tl.int64)) & 1) > 0
-    slots = tl.where(sends, source_rank * T + tokens[:, None], -1)
-    exists = sends | ((source_rank == 0) & (senders == 0) & (tokens < T)[:, None])
-    return write_list(list_ptr, slots, exists, tokens, BLOCK_T, RANKS, LENGTH)
+    slots = source_rank * T + tokens[:, None]
+    return write_list(list_ptr, slots, sends, tokens, tokens < T, BLOCK_T, RANKS, LENGTH)
 
 
 @triton.jit

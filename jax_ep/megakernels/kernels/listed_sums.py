@@ -12,12 +12,17 @@ from .quantization import dequantize, quantize, scale_offsets
 
 
 @triton.jit
-def write_list(list_ptr, sources, exists, targets, TOKENS: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.constexpr):
+def write_list(
+    list_ptr, sources, exists, targets, needed, TOKENS: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.constexpr
+):
     """Writes the rows `sources [TOKENS, EACH]` that exist, with the row that their sum goes to; returns how many.
 
     `list_ptr` has LENGTH sources, of which -1 is a row of zeros, then for each of them the target, if it is the last
-    one of its sum, or else -1.
+    one of its sum, or else -1. Tokens that are `needed` have a sum also where no row exists: zero.
     """
+    without = needed & (tl.max(exists.to(tl.int32), axis=1) == 0)
+    sources = tl.where(exists, sources, -1)
+    exists = exists | ((tl.arange(0, EACH)[None, :] == 0) & without[:, None])
     flags = exists.to(tl.int32)
     counts = tl.sum(flags, axis=1)
     within = tl.cumsum(flags, axis=1)

@@ -94,6 +94,4 @@ def list_slots(
     inside = (tokens < T)[:, None] & (k < K)
     expert = tl.load(ids_ptr + rank * T * K + slots, mask=inside, other=-1)
     chosen = (expert >= 0) & (expert < E)
-    without = tl.max(chosen.to(tl.int32), axis=1) == 0
-    exists = chosen | ((k == 0) & inside & without[:, None])
-    return write_list(list_ptr, tl.where(chosen, slots, -1), exists, tokens, TOKENS, CHOICES, LENGTH)
+    return write_list(list_ptr, slots, chosen, tokens, tokens < T, TOKENS, CHOICES, LENGTH)

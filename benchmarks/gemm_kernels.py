@@ -26,7 +26,8 @@ from jax_ep import tiled_gemm
 from jax_ep.megakernels import fp8_operands, gemm, gemm_fp8
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.pallas import gemm as pallas_gemm
-from jax_ep.pallas.tiling import Tiles as PallasTiles
+from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
+from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 
 DIRECTIONS = ("forward", "input gradient", "weight gradient")
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
@@ -74,7 +75,7 @@ def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
     return jax.jit(partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
 
 
-def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
+def pallas(direction: str, tiles: PallasForwardTiles | PallasWeightTiles | None = None) -> Product:
     """The kernel that needs no Triton, with its default tiles or others."""
     if direction == "weight gradient":
         return jax.jit(partial(pallas_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))

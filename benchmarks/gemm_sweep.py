@@ -13,8 +13,10 @@ from gemm_kernels import CUBLAS, DISTRIBUTIONS, Problem, Product, measure, palla
 from harness import Panel, Report
 
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
-from jax_ep.pallas.tiling import Tiles as PallasTiles
+from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
+from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 
+type PallasTiles = PallasForwardTiles | PallasWeightTiles
 type AnyTiles = Tiles | WeightTiles | PallasTiles
 
 _BASE = Tiles()
@@ -86,16 +88,15 @@ WEIGHT_SWEEP = (
     dataclasses.replace(_WEIGHTS, descriptors=False, num_stages=3),
 )
 PALLAS_WEIGHT_SWEEP = (
-    PallasTiles(128, 256, stages=4),
-    PallasTiles(128, 256, stages=3),
-    PallasTiles(128, 256, stages=4, band=2),
-    PallasTiles(128, 256, stages=4, band=4),
-    PallasTiles(128, 256, stages=4, band=16),
-    PallasTiles(128, 256, stages=4, band=32),
-    PallasTiles(128, 128, stages=6),
-    PallasTiles(128, 128, stages=4),
+    *(PallasWeightTiles(256, 4, band) for band in (4, 8, 16)),
+    PallasWeightTiles(128, 6),
 )
-PALLAS_SWEEP = (*PALLAS_WEIGHT_SWEEP, PallasTiles(64, 256, stages=4), PallasTiles(64, 128, stages=6))
+_HEIGHTS = PallasForwardTiles().heights
+PALLAS_SWEEP = (
+    *(PallasForwardTiles(band=band) for band in (2, 4, 8, 16)),
+    PallasForwardTiles(stages=3),
+    PallasForwardTiles((16, *_HEIGHTS)),
+)
 
 
 def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
@@ -126,7 +127,9 @@ def compile_all(
         if time.perf_counter() > deadline:
             return None, "left out, the time is over"
         try:
-            made = (pallas if isinstance(item[1], PallasTiles) else triton)(problem.direction, item[1])
+            made = (pallas if isinstance(item[1], PallasForwardTiles | PallasWeightTiles) else triton)(
+                problem.direction, item[1]
+            )
             return made.lower(*problem.operands["equal"]).compile(), None
         except Exception as error:  # whatever a compiler says
             return None, (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
@@ -159,8 +162,11 @@ def sweep(direction: str, quick: bool) -> dict[str, AnyTiles]:
 
 def label(tiles: AnyTiles) -> str:
     """A short name of all that decides about the kernel."""
-    if isinstance(tiles, PallasTiles):
-        return f"pallas {tiles.rows}x{tiles.columns} s{tiles.stages} b{tiles.band}"
+    if isinstance(tiles, PallasForwardTiles):
+        heights = f"{len(tiles.heights)} heights to {tiles.heights[-1]}"
+        return f"pallas, {heights}, s{tiles.stages} b{tiles.band}"
+    if isinstance(tiles, PallasWeightTiles):
+        return f"pallas 128x{tiles.columns} s{tiles.stages} b{tiles.band}"
     t = dataclasses.asdict(tiles)
     size = f"{t['block_m']}x{t['block_n']}x{t.get('block_k') or t['block_r']}"
     words = [size, f"w{t['num_warps']}", f"s{t['num_stages']}", f"g{t['group_m']}"]

@@ -141,7 +141,7 @@ class Request:
       function: public function, for messages.
       dtype: dtype of the tokens.
       hidden: H, or the length of the rows that a product contracts.
-      operation: "exchange", "gemm", "activation", "low_latency", "masked_gemm" or "masked_activation".
+      operation: "exchange", "gemm", "gemm_weights", "activation", "low_latency", "masked_gemm" or "masked_activation".
       layout: sizes of the exchange, or None for operations without one.
       wire_dtype: FP8 on the wire, or of the activation's result, or None.
       mode: how a product and its combine must run, of `types.COMBINE_MODES`, or None.
@@ -219,25 +219,28 @@ def _refusal_of_pallas(request: Request) -> str | None:
     return requirements.refusal(request)
 
 
-# In order of preference: the first one that accepts a request is the default.
+# In order of preference, but for _FASTEST: the first one that accepts a request is the default.
 _REGISTRY: dict[str, Entry] = {
     "triton": Entry("triton", load=_load_triton, refusal=_refusal_of_triton),
     "pallas": Entry(
         "pallas",
         load=_load_pallas,
         refusal=_refusal_of_pallas,
-        operations=("gemm",),
+        operations=("gemm", "gemm_weights"),
         dtypes=("bfloat16", "float16"),
     ),
     "xla": Entry("xla", load=_load_reference, refusal=reference.refusal),
 }
+_FASTEST = {"gemm": "pallas"}
+"""What is preferred to all others for an operation (docs/performance.md has the figures)."""
 
 
 def available(operation: str | None = None) -> tuple[str, ...]:
     """Names of the registered implementations, most preferred first; with `operation`, of those made for it."""
     if operation is None:
         return tuple(_REGISTRY)
-    return tuple(name for name, entry in _REGISTRY.items() if operation in (entry.operations or (operation,)))
+    names = [name for name, entry in _REGISTRY.items() if operation in (entry.operations or (operation,))]
+    return tuple(sorted(names, key=lambda name: name != _FASTEST.get(operation)))
 
 
 def get(name: str) -> Implementation:
@@ -259,7 +262,7 @@ def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
       ValueError: a name that is not registered.
       NotImplementedError: none can serve it; the message gives every reason.
     """
-    names: Sequence[str] = available()
+    names: Sequence[str] = available(request.operation)
     if implementation is not None:
         names = (implementation,) if isinstance(implementation, str) else implementation
         if not isinstance(names, Sequence):

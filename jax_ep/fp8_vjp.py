@@ -36,7 +36,7 @@ class Fp8Config(NamedTuple):
     Attributes:
       route: of the exchange.
       product: registered name of the implementation of products in FP8.
-      backward: of the products of the backward pass.
+      backward: those of the products of the backward pass.
       gradient: of the gradient of the activation.
       fused: how the backward pass runs a product and its exchange in one launch; None: one after the other.
       activation: name of the activation.
@@ -45,7 +45,7 @@ class Fp8Config(NamedTuple):
 
     route: Route
     product: str
-    backward: str
+    backward: vjp.Gemms
     gradient: str
     fused: FusedConfig | None
     activation: str

@@ -79,6 +79,10 @@ class Call:
         )
         return backends.choose(self.implementation, request)
 
+    def choose_gemms(self, rows: Array) -> vjp.Gemms:
+        """The implementations of grouped GEMMs of `rows [N, H]`, and of their gradients."""
+        return vjp.Gemms(self.choose("gemm", rows), self.choose("gemm_weights", rows))
+
     def num_local_experts(self, num_experts: int) -> int:
         """L = E / W."""
         return num_experts // check.ranks(self.function, num_experts, self.axis_name)
@@ -264,7 +268,7 @@ def grouped_gemm(
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     out_dtype = check.result_dtype(function, preferred_element_type, lhs.dtype)
-    config = vjp.GemmConfig(call.choose("gemm", lhs), False, out_dtype)
+    config = vjp.GemmConfig(call.choose_gemms(lhs), False, out_dtype)
     return vjp.grouped_gemm(config, *vary_alike((lhs, rhs, group_sizes)))
 
 

@@ -82,10 +82,17 @@ for _function, _transpose in ((scatter, gather), (scatter_weights, gather_weight
     _transposes(_transpose, _function)
 
 
+class Gemms(NamedTuple):
+    """Implementations of grouped GEMMs: of products, and of the gradients of their matrices."""
+
+    products: str
+    weights: str
+
+
 class GemmConfig(NamedTuple):
     """Static arguments of a grouped GEMM."""
 
-    implementation: str
+    implementation: Gemms
     transpose_rhs: bool
     out_dtype: DTypeLike
 
@@ -93,14 +100,14 @@ class GemmConfig(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_gemm(config: GemmConfig, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
-    run = backends.get(config.implementation).grouped_gemm
+    run = backends.get(config.implementation.products).grouped_gemm
     return run(lhs, rhs, group_sizes, transpose_rhs=config.transpose_rhs, out_dtype=config.out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_gemm_weights(config: GemmConfig, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     """`[M, K]` and `[M, N]` rows to `[G, K, N]`, one product per group; `transpose_rhs` is not used."""
-    run = backends.get(config.implementation).grouped_gemm_weights
+    run = backends.get(config.implementation.weights).grouped_gemm_weights
     return run(lhs, rhs, group_sizes, out_dtype=config.out_dtype)
 
 

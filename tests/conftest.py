@@ -1,7 +1,8 @@
 """Devices, strictness, and the fixtures that every test shares.
 
 `JAX_EP_TEST_DEVICES=gpu` runs the suite on the machine's GPUs; otherwise it runs on eight CPU devices. run_processes.py
-runs it in several processes in step, with one device each.
+runs it in several processes in step, with one device each; with `JAX_EP_TEST_GPUS=N` they share N GPUs, where they take
+turns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests in subfolders find harness, cases and oracle
 
 NUM_PROCESSES = int(os.environ.get("JAX_EP_TEST_PROCESSES", "1"))
+NUM_GPUS = int(os.environ.get("JAX_EP_TEST_GPUS", NUM_PROCESSES))
 NUM_CPU_DEVICES = 8 if NUM_PROCESSES == 1 else 1
 ON_GPU = os.environ.get("JAX_EP_TEST_DEVICES", "cpu") == "gpu"
 # Set before JAX is imported: it reads both when it is first used.
@@ -51,9 +53,11 @@ def pytest_configure() -> None:
     if NUM_PROCESSES > 1:
         process = int(os.environ["JAX_EP_TEST_PROCESS"])
         address = os.environ["JAX_EP_TEST_COORDINATOR"]
+        if NUM_GPUS < NUM_PROCESSES:
+            os.environ["NCCL_HOSTID"] = str(process)  # NCCL refuses processes of one host that share a GPU
         # A test that hangs in one process must not keep the others from their end.
         times = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
-        own = {"local_device_ids": [process] if ON_GPU else None, "cluster_detection_method": "deactivate"}
+        own = {"local_device_ids": [process % NUM_GPUS] if ON_GPU else None, "cluster_detection_method": "deactivate"}
         jax.distributed.initialize(address, NUM_PROCESSES, process, **own, **times)
 
 

@@ -5,6 +5,7 @@
 #   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
 #   processes  contract tests and part of tests/gpu in 2 processes, and in as many as there are GPUs
+#   sharing    contract tests in 4 and 8 processes on fewer GPUs, where they take turns; not by default
 # Environment:
 #   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
 #   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1)
@@ -59,6 +60,14 @@ for part in $parts; do
       for count in $(printf '%s\n' 2 "$gpus" | sort -nu); do
         ((count >= 2 && count <= gpus)) &&
           run "$count processes" "$python" tests/run_processes.py "$count" "${options[@]}" "${together[@]}" "${more[@]}"
+      done
+      ;;
+    sharing)
+      for count in 4 8; do # a wait for another process lasts until that one has its turn
+        memory=$(printf '0.%02d' $((50 / count)))
+        run "$count processes that share" env "JAX_EP_TEST_GPUS=$(nvidia-smi -L | wc -l)" \
+          "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/run_processes.py "$count" "${options[@]}" \
+          "${together[@]:0:4}" "${more[@]}"
       done
       ;;
     *)

@@ -79,11 +79,11 @@ def refusal(request: Any) -> str | None:
         return "the context was initialised with transport='xla'"
     if request.operation in ("masked_gemm", "masked_activation"):
         return masked.refusal(request)
-    if request.operation not in ("exchange", "gemm", "activation", "low_latency"):
+    if request.operation not in ("exchange", "gemm", "gemm_weights", "activation", "low_latency"):
         return f"it has no {request.operation} kernels"
     if request.operation == "activation":
         return None
-    if request.operation == "gemm":
+    if request.operation in ("gemm", "gemm_weights"):
         return gemm_fp8.refusal(request) if request.dtype == FP8 else None
     if request.operation == "low_latency" and (reason := low_latency.refusal(request)) is not None:
         return reason

@@ -1,11 +1,18 @@
 """The kernel of `out[rows of g] = lhs[rows of g] @ rhs[g]`.
 
-The first and the last tile of a group reach into its neighbours, whose rows they compute in vain and do not store:
-other programs write them at the same time. Rows past the groups are a group without steps, so that zeros are stored
-there and what they hold is never read.
+Tensor cores multiply 64 rows at a time, but any multiple of 8 columns. So the result is computed transposed: its
+columns, which come in whole tiles, take the place of rows, and its rows, whose number the routing decides, that of
+columns. Tiles have as many rows as their group needs, in steps of 16; the kernel has a loop for each such height.
+
+Tiles may reach into their neighbours, whose rows they compute in vain and do not store: other programs write them at
+the same time. Rows past the groups are a group without steps, so that zeros are stored there and what they hold is
+never read.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,73 +21,105 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import storing
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, chunk_columns, int32
-from jax_ep.pallas.ring import Ring
-from jax_ep.pallas.tiling import ALIGNMENT, STEP, Tiles
+from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas.ring import Copy, Ring
+from jax_ep.pallas.schedule import RowTiles
+from jax_ep.pallas.tiling import ALIGNMENT, COLUMNS, CONSUMER_COLUMNS, STEP, ForwardTiles
 from jax_ep.types import Array
 
 
+class Place(NamedTuple):
+    """A tile of the result: fields of `RowTiles`, its first column, and number of steps."""
+
+    group: Array
+    row: Array
+    height: Array
+    start: Array
+    end: Array
+    column: Array
+    steps: Array
+
+
 def grouped_gemm(
-    group: Ref,
-    row: Ref,
-    start: Ref,
-    end: Ref,
-    total: Ref,
+    rows: RowTiles,
     lhs: Ref,
     rhs: Ref,
     out: Ref,
     ring: Ring,
     *,
-    tiles: Tiles,
+    tiles: ForwardTiles,
     transpose: bool,
     programs: int,
 ) -> None:
-    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; the first five are a `RowTiles`."""
-    num_groups, num_columns = rhs.shape[0], -(-out.shape[1] // tiles.columns)
-    steps_of_rows = -(-lhs.shape[1] // STEP)
-    num_tiles, consumer = total[0], lax.axis_index(WARPGROUP)
+    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`."""
+    num_groups = rhs.shape[0]
+    steps_of_rows = int32(-(-lhs.shape[1] // STEP))
+    tiles_per_row = int32(-(-out.shape[1] // COLUMNS))
+    consumer = lax.axis_index(WARPGROUP)
 
-    def locate(task: Array) -> tuple[Array, Array, Array]:
-        """Index of the tile of rows, first column, and number of steps."""
-        tile, column = rings.row_and_column(task, num_tiles, num_columns, tiles.band)
-        steps = jnp.where(group[tile] < int32(num_groups), int32(steps_of_rows), int32(0))
-        return tile, column * int32(tiles.columns), steps
+    def locate(task: Array) -> Place:
+        any_of_band = lax.div(task, tiles_per_row)
+        first, count = rows.band[any_of_band], rows.band_size[any_of_band]
+        within = task - first * tiles_per_row
+        tile, column = first + lax.rem(within, count), lax.div(within, count)
+        group = rows.group[tile]
+        steps = jnp.where(group < int32(num_groups), steps_of_rows, int32(0))
+        return Place(
+            group,
+            rows.row[tile],
+            rows.height[tile],
+            rows.start[tile],
+            rows.end[tile],
+            column * int32(COLUMNS),
+            steps,
+        )
 
-    def load(task: Array, step: Array) -> Array:
-        tile, column, steps = locate(task)
-        rows, columns = pl.ds(pl.multiple_of(row[tile], ALIGNMENT), tiles.rows), pl.ds(column, tiles.columns)
-        matrix = group[tile]
+    def load(place: Place, step: Array) -> Array:
+        columns = pl.ds(pl.multiple_of(place.column, COLUMNS), COLUMNS)
 
-        def sources(k: Array) -> tuple[Ref, Ref]:
-            depth = pl.ds(k * int32(STEP), STEP)
-            return lhs.at[rows, depth], rhs.at[(matrix, columns, depth) if transpose else (matrix, depth, columns)]
+        def load_rows(height: int) -> Array:
+            own_rows = pl.ds(pl.multiple_of(place.row, ALIGNMENT), height)
 
-        return rings.load_steps(ring, tiles, step, steps, sources)
+            def copies(k: Array, slot: Array) -> tuple[Copy, Copy]:
+                depth = pl.ds(k * int32(STEP), STEP)
+                block = rhs.at[(place.group, columns, depth) if transpose else (place.group, depth, columns)]
+                return (
+                    Copy(lhs.at[own_rows, depth], ring.lhs.at[slot, pl.ds(0, height)]),
+                    Copy(block, ring.rhs.at[slot]),
+                )
 
-    def multiply(task: Array, step: Array) -> Array:
-        tile, column, steps = locate(task)
-        rows, columns = rings.consumer_part(tiles, consumer)
+            return rings.load_steps(ring, tiles.stages, step, place.steps, copies)
 
-        def operands(slot: Array) -> tuple[Ref, Ref]:
-            right = ring.rhs.at[slot, columns].transpose((1, 0)) if transpose else ring.rhs.at[slot, :, columns]
-            return ring.lhs.at[slot, rows], right
+        return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
 
-        def product(accumulator: Ref) -> Array:
-            rings.multiply_steps(ring, tiles, step, (int32(0), steps), accumulator, operands)
-            return accumulator[...]
+    def multiply(place: Place, step: Array) -> Array:
+        first = consumer * int32(CONSUMER_COLUMNS)
+        columns = pl.ds(pl.multiple_of(first, CONSUMER_COLUMNS), CONSUMER_COLUMNS)
+        after = step + place.steps
 
-        result = pl.run_scoped(product, plgpu.ACC((64, tiles.consumer_columns)))
-        after = step + steps
-        pl.when(steps > int32(0))(lambda: rings.release(ring, tiles, after))
-        more_rows, more_columns = rings.consumer_origin(tiles, consumer)
-        origin, column = pl.multiple_of(row[tile], ALIGNMENT) + more_rows, column + more_columns
+        def multiply_rows(height: int) -> None:
+            def operands(slot: Array) -> tuple[Ref, Ref]:
+                matrix = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
+                return matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0))
 
-        def target(first: Scalar, height: int, offset: int) -> Ref:
-            width = chunk_columns(out.dtype)
-            return out.at[pl.ds(origin + first, height), pl.ds(column + int32(offset), width)]
+            def product(accumulator: Ref) -> Array:
+                rings.multiply_steps(ring, tiles.stages, step, (int32(0), place.steps), accumulator, operands)
+                return accumulator[...]
 
-        limit = int32(out.shape[1]) - column if out.shape[1] % tiles.columns else None
-        storing.store(ring.store, result, target, (start[tile] - origin, end[tile] - origin), limit)
+            result = pl.run_scoped(product, plgpu.ACC((CONSUMER_COLUMNS, height)))
+            pl.when(place.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
+            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, COLUMNS)
+            bounds = place.start - origin, place.end - origin
+
+            def target(below: Array, height: int) -> Ref:
+                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CONSUMER_COLUMNS)]
+
+            # Sizes are multiples of a consumer's columns: it stores all of them, or none.
+            has_columns = column + first < int32(out.shape[1])
+            pl.when(has_columns)(lambda: storing.store_columns(ring.store, result, target, bounds))
+
+        lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after
 
-    rings.run_tasks(ring, tiles, num_tiles * int32(num_columns), programs, load, multiply)
+    num_tasks = rows.total[0] * tiles_per_row
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply)

@@ -23,10 +23,10 @@ from jax.typing import DTypeLike
 from jax_ep import tiled_gemm
 from jax_ep.layout import round_up
 from jax_ep.mesh_axes import vary_alike, varying_axes
-from jax_ep.pallas import forward, ring, tiling, weights
+from jax_ep.pallas import forward, ring, storing, tiling, weights
 from jax_ep.pallas.memory import WARPGROUP
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ALIGNMENT, STEP, Tiles
+from jax_ep.pallas.tiling import ALIGNMENT, COLUMNS, STEP, ForwardTiles, WeightTiles
 from jax_ep.types import Array
 
 _MOST_ROWS = 1 << 30  # beyond the last one, coordinates of tiles must fit in 32 bits too
@@ -53,7 +53,7 @@ def grouped_gemm(
     *,
     transpose_rhs: bool,
     out_dtype: DTypeLike,
-    tiles: Tiles | None = None,
+    tiles: ForwardTiles | None = None,
     interpret: bool | None = None,
 ) -> Array:
     """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
@@ -74,15 +74,20 @@ def grouped_gemm(
     """
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
         return tiled_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-    columns = rhs.shape[1 if transpose_rhs else 2]
-    tiles = tiles or tiling.forward_tiles(lhs.shape[0], columns, group_sizes.shape[0])
+    tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     interpret = jax.default_backend() == "cpu" if interpret is None else interpret
     return _forward(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype), tiles, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))  # one compilation for eager callers
 def _forward(
-    lhs: Array, rhs: Array, group_sizes: Array, transpose: bool, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    transpose: bool,
+    out_dtype: jnp.dtype,
+    tiles: ForwardTiles,
+    interpret: bool,
 ) -> Array:
     operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _MATRICES), group_sizes))
     run = functools.partial(_launch_forward, transpose=transpose, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
@@ -90,16 +95,24 @@ def _forward(
 
 
 def _launch_forward(
-    lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose: bool,
+    out_dtype: jnp.dtype,
+    tiles: ForwardTiles,
+    interpret: bool,
 ) -> Array:
-    schedule = row_tiles(group_sizes, lhs.shape[0], tiles.rows)
+    schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
     columns = rhs.shape[1 if transpose else 2]
-    programs = _num_programs(schedule.group.shape[0] * -(-columns // tiles.columns), interpret)
-    right = (tiles.columns, STEP) if transpose else (STEP, tiles.columns)
-    memory = ring.scratch((tiles.rows, STEP), right, lhs.dtype, out_dtype, tiles.stages)
+    programs = _num_programs(schedule.group.shape[0] * -(-columns // COLUMNS), interpret)
+    right = (COLUMNS, STEP) if transpose else (STEP, COLUMNS)
+    store = storing.columns_scratch(out_dtype)
+    memory = ring.scratch((tiles.heights[-1], STEP), right, lhs.dtype, store, tiles.stages)
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
-    return _launch("grouped_gemm", body, (*schedule, lhs, rhs), result, {"ring": memory}, programs, interpret)
+    return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, {"ring": memory}, programs, interpret)
 
 
 def grouped_gemm_weights(
@@ -108,7 +121,7 @@ def grouped_gemm_weights(
     group_sizes: Array,
     *,
     out_dtype: DTypeLike,
-    tiles: Tiles | None = None,
+    tiles: WeightTiles | None = None,
     interpret: bool | None = None,
 ) -> Array:
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
@@ -132,19 +145,23 @@ def grouped_gemm_weights(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _weights(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool) -> Array:
+def _weights(
+    lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool
+) -> Array:
     operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _ROWS), group_sizes))
     run = functools.partial(_launch_weights, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
     return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
 def _launch_weights(
-    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: jnp.dtype, tiles: Tiles, interpret: bool
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool
 ) -> Array:
     groups = tiled_gemm.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-    programs = _num_programs(shape[0] * -(-shape[1] // tiles.rows) * -(-shape[2] // tiles.columns), interpret)
-    memory = ring.scratch((STEP, tiles.rows), (STEP, tiles.columns), lhs.dtype, out_dtype, tiles.stages)
+    num_tasks = shape[0] * -(-shape[1] // weights.ROWS) * -(-shape[2] // tiles.columns)
+    programs = _num_programs(num_tasks, interpret)
+    store = storing.rows_scratch(out_dtype)
+    memory = ring.scratch((STEP, weights.ROWS), (STEP, tiles.columns), lhs.dtype, store, tiles.stages)
     scratch = {"ring": memory, "cleared": plgpu.Barrier(num_arrivals=tiling.CONSUMERS)}
     body = functools.partial(weights.grouped_gemm_weights, tiles=tiles, programs=programs)
     operands = (groups.starts, groups.ends, lhs, rhs)
@@ -155,7 +172,7 @@ def _launch_weights(
 def _launch(
     name: str,
     body: Callable[..., None],
-    operands: tuple[Array, ...],
+    operands: tuple[Any, ...],
     result: jax.ShapeDtypeStruct,
     scratch: dict[str, Any],
     programs: int,
@@ -179,7 +196,7 @@ def _launch(
         ),
     )
     out = kernel(*operands)
-    axes = tuple(sorted(varying_axes(operands[0]) - varying_axes(out)))
+    axes = tuple(sorted(varying_axes(operands[-1]) - varying_axes(out)))
     return jax.lax.pcast(out, axes, to="varying") if axes else out
 
 
@@ -188,7 +205,8 @@ def _num_programs(num_tasks: int, interpret: bool) -> int:
     if interpret:
         return _INTERPRETED_PROGRAMS
     on_gpu = jax.default_backend() == "gpu"
-    return min(num_tasks, jax.local_devices()[0].core_count if on_gpu else _DEFAULT_PROGRAMS)
+    cores = jax.local_devices()[0].core_count if on_gpu else _DEFAULT_PROGRAMS
+    return min(num_tasks, cores)
 
 
 def _pad(x: Array, multiples: tuple[int, ...]) -> Array:

@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 WARPGROUP = "warpgroup"
-CHUNK_ROWS = 64
-"""Rows of a consumer, and of the part of a result that is stored at once."""
+CHUNK = 64
+"""Rows of the accumulators of a consumer; it stores them some columns at a time, see `line`."""
 _LINE_BYTES = 128
 
 Ref = Any
@@ -19,13 +19,12 @@ Scalar = Any  # int32, known or not
 int32 = np.int32  # all scalars of a kernel, also where JAX makes int64 of Python's
 
 
-def chunk_columns(out_dtype: DTypeLike) -> int:
-    """Columns of the part of a result that is stored at once."""
-    return _LINE_BYTES // jnp.dtype(out_dtype).itemsize
+def line(dtype: DTypeLike) -> int:
+    """How many elements a line of shared memory has, of 128 bytes."""
+    return _LINE_BYTES // jnp.dtype(dtype).itemsize
 
 
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory in the layout that the tensor cores read without conflicts."""
-    width = _LINE_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(_LINE_BYTES))  # type: ignore[abstract]
+    transforms = (plgpu.TilingTransform((8, line(dtype))), plgpu.SwizzleTransform(_LINE_BYTES))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)

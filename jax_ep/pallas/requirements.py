@@ -17,6 +17,11 @@ def refusal(request: Any) -> str | None:
         return None if request.alone else "it runs on GPUs; on CPU devices only for tests that name it alone"
     if request.platform != "gpu":
         return f"the platform is {request.platform}, it needs NVIDIA GPUs"
+    return missing()
+
+
+def missing() -> str | None:
+    """What these GPUs, or this JAX, lack, or None."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if capability != _CAPABILITY:
         return f"its kernels are for compute capability {_CAPABILITY} (Hopper), that of these GPUs is {capability}"

@@ -15,13 +15,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.pallas import storing
-from jax_ep.pallas.memory import CHUNK_ROWS, WARPGROUP, Ref, Scalar, int32, swizzled
-from jax_ep.pallas.tiling import CONSUMERS, Tiles
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, swizzled
+from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
 PROGRAM = "program"
 _LOADING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232  # per thread: the accumulators of a wide tile alone are 128
+
+
+class Copy(NamedTuple):
+    """What the loading warpgroup copies in one step.
+
+    Attributes:
+      source: in global memory.
+      target: in a slot.
+    """
+
+    source: Ref
+    target: Ref
 
 
 class Ring(NamedTuple):
@@ -41,73 +52,84 @@ class Ring(NamedTuple):
     store: Ref
 
 
-def scratch(lhs: tuple[int, int], rhs: tuple[int, int], dtype: DTypeLike, out_dtype: DTypeLike, stages: int) -> Ring:
+def scratch(lhs: tuple[int, int], rhs: tuple[int, int], dtype: DTypeLike, store: Any, stages: int) -> Ring:
     """Declares a ring for operands of these shapes per step."""
-    return Ring(
-        swizzled((stages, *lhs), dtype),
-        swizzled((stages, *rhs), dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        storing.scratch(out_dtype),
-    )
+    full = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+    return Ring(swizzled((stages, *lhs), dtype), swizzled((stages, *rhs), dtype), full, empty, store)
 
 
 # --- roles ----------------------------------------------------------------------------------------------------------
 
 
-def run_tasks(
+def run_tasks[Place](
     ring: Ring,
-    tiles: Tiles,
+    stages: int,
     num_tasks: Scalar,
     programs: int,
-    load: Callable[..., Array],
-    multiply: Callable[..., Array],
+    locate: Callable[[Array], Place],
+    load: Callable[[Place, Array], Array],
+    multiply: Callable[[Place, Array], Array],
 ) -> None:
     """Shares tasks out among programs, and in a program the work on each of them among its warpgroups.
 
     Args:
       ring: scratch memory.
-      tiles: sizes.
-      num_tasks: of all programs.
+      stages: of the ring.
+      num_tasks: of all programs, at least one.
       programs: how many there are.
-      load: `(task, step)` to the step after the task; called by one warpgroup.
+      locate: all that the others read of tables about a task. It is asked one task ahead: a microsecond of waiting for
+        memory is a tenth of a short task.
+      load: `(place, step)` to the step after the task; called by one warpgroup.
       multiply: likewise; called by the others.
     """
     program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
-    count = lax.div(num_tasks - program + int32(programs - 1), int32(programs))
+    rounds = lax.div(num_tasks, int32(programs))
 
-    def for_each_task(role: Callable[..., Array]) -> None:
-        def one(i: Array, step: Array) -> Array:
-            return role(program + i * int32(programs), step)
+    def task_of(turn: Array) -> Array:
+        """Every other round runs backwards: where tasks become shorter and shorter, all programs get as much."""
+        forwards = lax.rem(turn, int32(2)) == int32(0)
+        return turn * int32(programs) + jnp.where(forwards, program, int32(programs - 1) - program)
 
-        lax.fori_loop(int32(0), count, one, int32(0))
+    count = rounds + (task_of(rounds) < num_tasks).astype(jnp.int32)
+
+    def for_each_task(role: Callable[[Place, Array], Array]) -> None:
+        def place_of(turn: Array) -> Place:
+            return locate(jnp.minimum(task_of(turn), num_tasks - int32(1)))
+
+        def one(turn: Array, state: tuple[Array, Place]) -> tuple[Array, Place]:
+            step, place = state
+            following = place_of(turn + int32(1))
+            return role(place, step), following
+
+        lax.fori_loop(int32(0), count, one, (int32(0), place_of(jnp.int32(0))))
 
     @pl.when(warpgroup == CONSUMERS)
     def _loading() -> None:
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
         for_each_task(load)
-        for slot in range(tiles.stages):  # nobody may leave while others still signal
+        for slot in range(stages):  # nobody may leave while others still signal
             plgpu.barrier_wait(ring.empty.at[slot])
 
     @pl.when(warpgroup < CONSUMERS)
     def _multiplying() -> None:
         plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
-        for slot in range(tiles.stages):
+        for slot in range(stages):
             plgpu.barrier_arrive(ring.empty.at[slot])
         for_each_task(multiply)
         plgpu.wait_smem_to_gmem(0)
 
 
 def load_steps(
-    ring: Ring, tiles: Tiles, step: Array, count: Array, sources: Callable[[Array], tuple[Ref, Ref]]
+    ring: Ring, stages: int, step: Array, count: Array, copies: Callable[[Array, Array], tuple[Copy, Copy]]
 ) -> Array:
-    """Fills slots with `count` steps, of which `sources(k)` are the operands; returns the step after them."""
+    """Fills slots with `count` steps, by `copies(k, slot)`; returns the step after them."""
 
     def one(k: Array, step: Array) -> Array:
-        slot = lax.rem(step, int32(tiles.stages))
+        slot = lax.rem(step, int32(stages))
         plgpu.barrier_wait(ring.empty.at[slot])
-        for source, buffer in zip(sources(k), (ring.lhs, ring.rhs), strict=True):
-            plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
+        for copy in copies(k, slot):
+            plgpu.copy_gmem_to_smem(copy.source, copy.target, ring.full.at[slot])
         return step + int32(1)
 
     return lax.fori_loop(int32(0), count, one, step)
@@ -115,7 +137,7 @@ def load_steps(
 
 def multiply_steps(
     ring: Ring,
-    tiles: Tiles,
+    stages: int,
     step: Array,
     bounds: tuple[Scalar, Scalar],
     accumulator: Ref,
@@ -129,40 +151,21 @@ def multiply_steps(
     """
 
     def one(k: Array, step: Array) -> Array:
-        slot = lax.rem(step, int32(tiles.stages))
+        slot = lax.rem(step, int32(stages))
         plgpu.barrier_wait(ring.full.at[slot])
         if prepare is not None:
             prepare(k, slot)
         plgpu.wgmma(accumulator, *operands(slot))
         plgpu.wgmma_wait(1)
-        pl.when(k > int32(0))(lambda: release(ring, tiles, step))
+        pl.when(k > int32(0))(lambda: release(ring, stages, step))
         return step + int32(1)
 
     return lax.fori_loop(*bounds, one, step)
 
 
-def release(ring: Ring, tiles: Tiles, step: Array) -> None:
+def release(ring: Ring, stages: int, step: Array) -> None:
     """This consumer has read the slot of the step before `step`."""
-    plgpu.barrier_arrive(ring.empty.at[lax.rem(step + int32(tiles.stages - 1), int32(tiles.stages))])
-
-
-def consumer_part(tiles: Tiles, consumer: Array) -> tuple[Any, Any]:
-    """Rows and columns of a tile of the result that a consumer computes, as slices."""
-    every = slice(None)
-    if tiles.splits_columns:
-        return every, _part(consumer, tiles.consumer_columns)
-    return _part(consumer, CHUNK_ROWS), every
-
-
-def _part(consumer: Array, size: int) -> Any:
-    return pl.ds(pl.multiple_of(consumer * int32(size), size), size)
-
-
-def consumer_origin(tiles: Tiles, consumer: Array) -> tuple[Scalar, Scalar]:
-    """First row and column of `consumer_part`."""
-    if tiles.splits_columns:
-        return int32(0), consumer * int32(tiles.consumer_columns)
-    return consumer * int32(CHUNK_ROWS), int32(0)
+    plgpu.barrier_arrive(ring.empty.at[lax.rem(step + int32(stages - 1), int32(stages))])
 
 
 # --- order of tasks -------------------------------------------------------------------------------------------------

@@ -2,42 +2,93 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_ep.pallas.tiling import ALIGNMENT
+from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles
 from jax_ep.tiled_gemm import locate_groups
 from jax_ep.types import Array
 
+_MOST_EQUAL_TILES = 3
+
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, group after group; the rows past the groups are one more group, G.
+    """Tiles of rows, all of a group one after another; the rows past the groups are one more group, G.
 
     Attributes:
       group: `[P]` int32.
-      row: `[P]` int32, first row: the first tile of a group begins up to `ALIGNMENT - 1` rows before it.
-      start, end: `[P]` int32, rows of the group.
+      row: `[P]` int32, first row, which may be one of another tile or group.
+      height: `[P]` int32, place in `ForwardTiles.heights`.
+      start, end: `[P]` int32, rows that are the tile's, but for those behind its height.
+      band, band_size: `[P]` int32, first tile of those that are visited together, all of one group, and how many.
       total: `[1]` int32, how many tiles there are; those behind hold anything.
     """
 
-    group: Array
-    row: Array
-    start: Array
-    end: Array
-    total: Array
+    group: Any
+    row: Any
+    height: Any
+    start: Any
+    end: Any
+    band: Any
+    band_size: Any
+    total: Any
 
 
-def row_tiles(group_sizes: Array, num_rows: int, tile: int) -> RowTiles:
-    """Tiles of `tile` rows for groups of `group_sizes [G]` int32."""
+def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles) -> RowTiles:
+    """Tiles for groups of `group_sizes [G]` int32.
+
+    A group has as few tiles as possible. Up to three are of one height: they read the same matrix, and stay in step
+    only where they take equally long. The last one then begins up to two units within the one before, which stores
+    these rows. Tiles of more than three differ by a unit of rows at most.
+
+    Groups with the tallest tiles come first, so that programs which run at the same time have tiles of like heights.
+    """
     groups = locate_groups(group_sizes, num_rows)
     starts = jnp.concatenate([groups.starts, groups.ends[-1:]])
     ends = jnp.concatenate([groups.ends, jnp.full_like(groups.ends[-1:], num_rows)])
-    rows = starts & -ALIGNMENT
-    num_tiles = jnp.where(ends > starts, (ends - rows + (tile - 1)) // tile, 0)
-    behind = jnp.cumsum(num_tiles, dtype=jnp.int32)
-    most = (num_rows + starts.shape[0] * (tile + ALIGNMENT - 2)) // tile
-    index = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.sum(index[:, None] >= behind[None, :-1], axis=1, dtype=jnp.int32)
-    first = (behind - num_tiles)[group]
-    return RowTiles(group, rows[group] + (index - first) * tile, starts[group], ends[group], behind[-1:])
+    origins = starts & -ALIGNMENT
+    units = jnp.where(ends > starts, _divide(ends - origins, ROW_UNIT), 0)
+    counts = _divide(units, tiles.heights[-1] // ROW_UNIT)
+    order = _decreasing(_divide(units, jnp.maximum(counts, 1)))
+    starts, ends, origins, units, counts = (x[order] for x in (starts, ends, origins, units, counts))
+
+    behind = jnp.cumsum(counts, dtype=jnp.int32)
+    most = (num_rows + starts.shape[0] * (tiles.heights[-1] + ALIGNMENT - 2)) // tiles.heights[-1]
+    tile = jnp.arange(most, dtype=jnp.int32)
+    place = jnp.sum(tile[:, None] >= behind[None, :-1], axis=1, dtype=jnp.int32)
+    count, unit = jnp.maximum(counts, 1)[place], units[place]
+    number = tile - (behind - counts)[place]
+
+    equal, tallest, more = count <= _MOST_EQUAL_TILES, _divide(unit, count), unit % count
+    shorter = ~equal & (more > 0) & (number >= more)
+    height = tallest - shorter.astype(jnp.int32)
+    first = number * tallest - jnp.where(shorter, number - more, 0)
+    row = origins[place] + jnp.minimum(first, unit - height) * ROW_UNIT
+    start = jnp.maximum(starts[place], origins[place] + first * ROW_UNIT)
+    limits = jnp.array(tiles.heights, jnp.int32) // ROW_UNIT
+    kind = jnp.sum(height[:, None] > limits[None, :-1], axis=1, dtype=jnp.int32)
+    band = number // tiles.band * tiles.band
+    return RowTiles(
+        order[place],
+        row,
+        kind,
+        start,
+        ends[place],
+        tile - number + band,
+        jnp.minimum(count - band, tiles.band),
+        behind[-1:],
+    )
+
+
+def _divide(a: Array, b: Any) -> Array:
+    """Rounded up."""
+    return (a + (b - 1)) // b
+
+
+def _decreasing(keys: Array) -> Array:
+    """Places of `keys` in decreasing order: for some hundreds a comparison of all pairs is faster than a sort."""
+    place = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    earlier = (keys[None] > keys[:, None]) | ((keys[None] == keys[:, None]) & (place[None] < place[:, None]))
+    rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""How results leave: from accumulators through shared memory by TMA, all rows of a consumer or some."""
+"""How results leave: from accumulators through shared memory by TMA, a chunk of lines of 128 bytes at a time."""
 
 from __future__ import annotations
 
@@ -12,86 +12,124 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.pallas.memory import CHUNK_ROWS, WARPGROUP, Ref, Scalar, chunk_columns, int32, swizzled
+from jax_ep.pallas.memory import CHUNK, WARPGROUP, Ref, Scalar, int32, line, swizzled
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
-type Target = Callable[[Scalar, int, int], Ref]
+_SLOTS = 2  # chunks of a consumer on their way out: more leave no room for operands, which cost more than they gained
+_BOX = 8  # rows
+
+type Target = Callable[[Scalar, int], Ref]
 
 
-def scratch(out_dtype: DTypeLike) -> Any:
-    """Declares two chunks of each consumer, in two views.
+# --- whole tiles, as they are ----------------------------------------------------------------------------------------
+
+
+def rows_scratch(out_dtype: DTypeLike) -> Any:
+    """Declares chunks of each consumer for `store_rows`."""
+    return swizzled((CONSUMERS, _SLOTS, CHUNK, line(out_dtype)), out_dtype)
+
+
+def store_rows(buffer: Ref, result: Array, target: Callable[[int], Ref], limit: Scalar | None) -> None:
+    """Stores the `[64, columns]` float32 of a consumer, some columns at a time.
+
+    Args:
+      buffer: see `rows_scratch`.
+      result: accumulators.
+      target: to the part of the result that begins with this column of the accumulators.
+      limit: how many columns the result has from the first of the accumulators on; None: as many as they or more. A
+        copy to columns behind the last one is not cut off where the result is one chunk wide: it reaches the next row.
+    """
+    consumer, width = lax.axis_index(WARPGROUP), line(buffer.dtype)
+
+    def copy(number: int, column: int) -> None:
+        plgpu.copy_smem_to_gmem(buffer.at[consumer, number], target(column))
+
+    for first in range(0, result.shape[1], _SLOTS * width):
+        columns = range(first, min(first + _SLOTS * width, result.shape[1]), width)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for number, column in enumerate(columns):
+            buffer[consumer, number] = result[:, column : column + width].astype(buffer.dtype)
+        plgpu.commit_smem()
+        for number, column in enumerate(columns):
+            if limit is None:
+                copy(number, column)
+            else:
+                pl.when(int32(column) < limit)(partial(copy, number, column))
+
+
+# --- transposed tiles, of which some rows belong to other programs ---------------------------------------------------
+
+
+def columns_scratch(out_dtype: DTypeLike) -> Any:
+    """Declares chunks of each consumer for `store_columns`, in two views.
 
     Whole chunks leave swizzled. Single rows can be addressed only where they lie one after another. Both views have one
     shape, so that each consumer has the same memory in both.
     """
-    chunks = (CONSUMERS, 2, CHUNK_ROWS, chunk_columns(out_dtype))
+    chunks = (CONSUMERS, _SLOTS, line(out_dtype), CHUNK)
     return plgpu.RefUnion(swizzled(chunks, out_dtype), plgpu.SMEM(chunks, out_dtype))
 
 
-def store(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array], limit: Scalar | None) -> None:
-    """Stores rows `bounds` of the `[64, columns]` float32 of a consumer; others belong to other programs.
+def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> None:
+    """Stores the transposed `[64, rows]` float32 of a consumer, but for rows out of `bounds`.
 
     Args:
-      views: see `scratch`.
+      views: see `columns_scratch`.
       result: accumulators.
-      target: `(first, height, column)` to the part of the result that begins with this row and column of the
-        accumulators.
-      bounds: may lie outside of the 64 rows.
-      limit: how many columns the result has from the first of the accumulators on; None: as many as they or more. A
-        copy to columns behind the last one is not cut off where the result is one chunk wide: it reaches the next row.
+      target: `(first, height)` to rows of the result.
+      bounds: first row and end; only the first chunk and the last one may have other rows.
     """
-    start, end = jnp.maximum(bounds[0], int32(0)), jnp.minimum(bounds[1], int32(CHUNK_ROWS))
-    rows = end - start
-    pl.when(rows == int32(CHUNK_ROWS))(lambda: store_whole(views, result, target, limit))
-    pl.when((rows > int32(0)) & (rows < int32(CHUNK_ROWS)))(
-        lambda: _store_rows(views, result, target, start, rows, limit)
-    )
+    swizzled_view, _ = views
+    chunk = swizzled_view.shape[2]
+    firsts = range(0, result.shape[1], chunk)
+    for number, first in enumerate(firsts):
+        height = min(chunk, result.shape[1] - first)
+        values = result[:, first : first + height].astype(swizzled_view.dtype)
+        whole = partial(_store_chunk, views, values, number, partial(target, int32(first), height))
+        if number in (0, len(firsts) - 1):
+            start = jnp.maximum(bounds[0] - int32(first), int32(0))
+            rows = jnp.minimum(bounds[1] - int32(first), int32(height)) - start
+            pl.when(rows == int32(height))(whole)
+            part = partial(_store_part, views, values, target, int32(first), start, rows)
+            pl.when(rows < int32(height))(part)
+        else:
+            whole()
 
 
-def store_whole(views: Ref, result: Array, target: Target, limit: Scalar | None) -> None:
-    """`store` of all rows, which come in whole blocks."""
+def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Ref]) -> None:
     buffer, _ = views
-    consumer, width = lax.axis_index(WARPGROUP), chunk_columns(buffer.dtype)
-    columns = range(0, result.shape[1], width)
-
-    def store_chunk(number: int, column: int) -> None:
-        slot = number % 2
-        # The other slot may still be read. It is this one, of the tile before, where there is one chunk in a tile, or
-        # may be where tiles have different numbers of them.
-        alone = len(columns) == 1 or (limit is not None and number == 0)
-        plgpu.wait_smem_to_gmem(0 if alone else 1, wait_read_only=True)
-        buffer[consumer, slot] = result[:, column : column + width].astype(buffer.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer.at[consumer, slot], target(int32(0), CHUNK_ROWS, column))
-
-    for number, column in enumerate(columns):
-        _where_inside(column, limit, partial(store_chunk, number, column))
+    consumer, slot = lax.axis_index(WARPGROUP), number % _SLOTS
+    # Other slots may still be read. At the first chunk it may be this one: tiles have any number of them.
+    plgpu.wait_smem_to_gmem(0 if number == 0 else _SLOTS - 1, wait_read_only=True)
+    chunk = buffer.at[consumer, slot, pl.ds(0, values.shape[1])]
+    if values.dtype.itemsize > 2:  # shared memory itself transposes 16-bit elements as they are stored
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    chunk.transpose((1, 0))[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(chunk, target())
 
 
-def _store_rows(views: Ref, result: Array, target: Target, start: Array, rows: Array, limit: Scalar | None) -> None:
-    """The boxes of TMA have static heights: 32 rows, 16, ... as the bits of `rows` say."""
+def _store_part(views: Ref, values: Array, target: Target, first: Scalar, start: Array, rows: Array) -> None:
+    """Stores `rows` rows from `start` on, both of a chunk that begins with row `first`.
+
+    The boxes of TMA have static heights: as many as possible have `_BOX` rows, the others one.
+    """
     _, buffer = views
-    consumer, width = lax.axis_index(WARPGROUP), chunk_columns(buffer.dtype)
+    consumer = lax.axis_index(WARPGROUP)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    chunk = buffer.at[consumer, 0, pl.ds(0, values.shape[1])]
+    chunk.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
 
-    def store_box(height: int, column: int) -> None:
-        first = start + (rows & int32(-2 * height))
-        plgpu.copy_smem_to_gmem(buffer.at[consumer, 0, pl.ds(first, height)], target(first, height, column))
+    def store_boxes(height: int, start: Array, count: Array) -> None:
+        def one(i: Array, _: None) -> None:
+            here = start + i * int32(height)
+            plgpu.copy_smem_to_gmem(buffer.at[consumer, 0, pl.ds(here, height)], target(first + here, height))
 
-    def store_chunk(column: int) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[consumer, 0] = result[:, column : column + width].astype(buffer.dtype)
-        plgpu.commit_smem()
-        for height in (32, 16, 8, 4, 2, 1):
-            pl.when((rows & int32(height)) != int32(0))(partial(store_box, height, column))
+        lax.fori_loop(int32(0), count, one, None)
 
-    for column in range(0, result.shape[1], width):
-        _where_inside(column, limit, partial(store_chunk, column))
+    tall = lax.div(rows, int32(_BOX))
+    store_boxes(_BOX, start, tall)
+    store_boxes(1, start + tall * int32(_BOX), rows - tall * int32(_BOX))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
-
-
-def _where_inside(column: int, limit: Scalar | None, run: Callable[[], None]) -> None:
-    if limit is None:
-        run()
-    else:
-        pl.when(int32(column) < limit)(run)

@@ -10,50 +10,55 @@ STEP = 64
 """Length of the contraction in one step: a row of 128 bytes, the widest that shared memory swizzles."""
 ALIGNMENT = 8
 """Rows of the blocks in which operands lie in shared memory. Copies of whole blocks begin at multiples of it."""
+ROW_UNIT = 16
+"""Heights of forward tiles are multiples of it."""
+CONSUMER_COLUMNS = 64
+"""Columns of a forward tile that one warpgroup multiplies: its tensor cores take 64 at a time."""
+COLUMNS = CONSUMERS * CONSUMER_COLUMNS
+"""Columns of a forward tile."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Sizes of one kernel.
+class ForwardTiles:
+    """Sizes of the forward kernel.
 
     Attributes:
-      rows: of a tile of the result, 64 or 128, in weight gradients 128; each consumer has 64.
-      columns: of a tile of the result, 128 or 256; consumers share them out where the tile has 64 rows.
+      heights: how many rows a tile may have, multiples of `ROW_UNIT` in increasing order. Each has a loop of its own in
+        the kernel, which takes time to compile. All multiples above half of the last one are there, so that several
+        tiles of a group can have the height that it needs; below, where one tile serves a group, reading its matrix
+        takes longer than multiplying, and every other does. Rows that a tile is too high by must lie in the last chunk
+        that it stores, of 32 rows in float32.
       stages: steps whose operands are in shared memory.
-      band: tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
+      band: most tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
     """
 
-    rows: int
+    heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+    stages: int = 4
+    band: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """Sizes of the kernel of weight gradients.
+
+    Attributes:
+      columns: of a tile of the result, 128 or 256; it has 128 rows, 64 for each consumer.
+      stages: see `ForwardTiles`.
+      band: see `ForwardTiles`.
+    """
+
     columns: int
     stages: int
     band: int = 8
 
-    @property
-    def splits_columns(self) -> bool:
-        """Whether the second consumer has the other columns, not the other rows."""
-        return self.rows == 64
 
-    @property
-    def consumer_columns(self) -> int:
-        """Columns of one consumer."""
-        return self.columns // CONSUMERS if self.splits_columns else self.columns
+def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
+    """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
+    return ForwardTiles((32, 64, 80, 96, 112, 128)) if num_rows <= 64 * groups else ForwardTiles()
 
 
-def forward_tiles(num_rows: int, columns: int, groups: int) -> Tiles:
-    """For `[M, K]` rows in groups to `[M, N]`: groups of few rows get low tiles.
-
-    Bands of four tiles: programs whose groups have remainders stay closer together, so that they share what the L2
-    cache holds. What would let some of them run ahead costs more than it saves (docs/performance.md).
-    """
-    return _tiles(64 if num_rows <= 64 * groups else 128, columns, band=4)
-
-
-def weight_tiles(columns: int) -> Tiles:
+def weight_tiles(columns: int) -> WeightTiles:
     """For `[G, K, N]` out of `[M, K]` and `[M, N]`."""
-    return _tiles(128, columns, band=8)
-
-
-def _tiles(rows: int, columns: int, band: int) -> Tiles:
     # Wide tiles read less, but not where an eighth of them would lie outside of the matrix.
     wide = -(-columns // 256) * 256 * 7 <= columns * 8
-    return Tiles(rows, 256, 4, band) if wide else Tiles(rows, 128, 6, band)
+    return WeightTiles(256, 4) if wide else WeightTiles(128, 6)

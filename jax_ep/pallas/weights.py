@@ -1,10 +1,13 @@
 """The kernel of `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
 The first and the last step of a group may reach into its neighbours, or past all groups, where anything may lie: those
-rows of both operands are set to zero in shared memory, since zero times NaN is not zero.
+rows of both operands are set to zero in shared memory, since zero times NaN is not zero. These steps come behind the
+others, so that the tensor cores are busy meanwhile.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,12 +16,58 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import storing
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, chunk_columns, int32
-from jax_ep.pallas.ring import Ring
-from jax_ep.pallas.tiling import ALIGNMENT, CONSUMERS, STEP, Tiles
+from jax_ep.pallas.memory import CHUNK, WARPGROUP, Ref, Scalar, int32, line
+from jax_ep.pallas.ring import Copy, Ring
+from jax_ep.pallas.tiling import ALIGNMENT, CONSUMERS, STEP, WeightTiles
 from jax_ep.types import Array
 
-_PART = 64  # columns that a consumer clears at once
+ROWS = CONSUMERS * CHUNK
+"""Rows of a tile, columns of the left operand."""
+# How a warpgroup holds blocks of rows: 8 bytes per thread and 64 columns, half a warp per row.
+_BLOCKS = plgpu.Layout.TILED(
+    plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+class Place(NamedTuple):
+    """A tile of the result: its group, first row and column there, and first row and end of the operands."""
+
+    group: Array
+    row: Array
+    column: Array
+    start: Array
+    end: Array
+
+
+class Steps(NamedTuple):
+    """Of a tile: whole ones come first, then that at the begin of the group, then that at its end.
+
+    Attributes:
+      total: all of them.
+      whole: those that have rows of the group alone.
+      begin: how many, none or one, have rows of others before the group.
+      first: the row at which blocks of `STEP` rows begin.
+    """
+
+    total: Array
+    whole: Array
+    begin: Array
+    first: Array
+
+    def row(self, k: Array) -> Array:
+        """First row of step `k`."""
+        behind = jnp.where(k < self.whole + self.begin, int32(0), k)
+        return self.first + jnp.where(k < self.whole, k + self.begin, behind) * int32(STEP)
+
+
+def steps_of(place: Place) -> Steps:
+    """The steps of a tile."""
+    first = place.start & int32(-ALIGNMENT)
+    total = lax.div(place.end - first + int32(STEP - 1), int32(STEP))
+    total = jnp.where(place.end > place.start, total, int32(0))
+    begin = jnp.where(place.start > first, jnp.minimum(total, int32(1)), int32(0))
+    whole = jnp.clip(lax.div(place.end - first, int32(STEP)) - begin, int32(0), total - begin)
+    return Steps(total, whole, begin, first)
 
 
 def grouped_gemm_weights(
@@ -30,91 +79,89 @@ def grouped_gemm_weights(
     ring: Ring,
     cleared: Ref,
     *,
-    tiles: Tiles,
+    tiles: WeightTiles,
     programs: int,
 ) -> None:
     """`[M, K]` and `[M, N]` to `[G, K, N]`; groups have rows `[start, end)`, both `[G]`.
 
     `cleared` is the barrier at which consumers meet after each has cleared its half of the rows of others.
     """
-    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // tiles.rows), -(-out.shape[2] // tiles.columns)
+    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // ROWS), -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
 
-    def locate(task: Array) -> tuple[Array, Array, Array]:
-        """Group, and first row and column in its matrix."""
+    def locate(task: Array) -> Place:
         group = lax.div(task, int32(num_tall * num_wide))
         within = lax.rem(task, int32(num_tall * num_wide))
         row, column = rings.row_and_column(within, int32(num_tall), num_wide, tiles.band)
-        return group, row * int32(tiles.rows), column * int32(tiles.columns)
+        return Place(group, row * int32(ROWS), column * int32(tiles.columns), start[group], end[group])
 
-    def contracted(group: Array) -> tuple[Array, Array]:
-        """First row of the first step, and number of steps."""
-        first = start[group] & int32(-ALIGNMENT)
-        steps = lax.div(end[group] - first + int32(STEP - 1), int32(STEP))
-        return pl.multiple_of(first, ALIGNMENT), jnp.where(end[group] > start[group], steps, int32(0))
+    def load(place: Place, step: Array) -> Array:
+        steps = steps_of(place)
+        row, column = pl.multiple_of(place.row, ROWS), pl.multiple_of(place.column, tiles.columns)
 
-    def load(task: Array, step: Array) -> Array:
-        group, row, column = locate(task)
-        first, steps = contracted(group)
+        def copies(k: Array, slot: Array) -> tuple[Copy, Copy]:
+            rows = pl.ds(pl.multiple_of(steps.row(k), ALIGNMENT), STEP)
+            left, right = lhs.at[rows, pl.ds(row, ROWS)], rhs.at[rows, pl.ds(column, tiles.columns)]
+            return Copy(left, ring.lhs.at[slot]), Copy(right, ring.rhs.at[slot])
 
-        def sources(k: Array) -> tuple[Ref, Ref]:
-            rows = pl.ds(first + k * int32(STEP), STEP)
-            return lhs.at[rows, pl.ds(row, tiles.rows)], rhs.at[rows, pl.ds(column, tiles.columns)]
+        return rings.load_steps(ring, tiles.stages, step, steps.total, copies)
 
-        return rings.load_steps(ring, tiles, step, steps, sources)
-
-    def multiply(task: Array, step: Array) -> Array:
-        group, row, column = locate(task)
-        rows, columns = rings.consumer_part(tiles, consumer)
-        first, steps = contracted(group)
-        # Steps [0, begin) and [whole, steps) have rows of others; there is at most one of each.
-        begin = jnp.where(start[group] > first, jnp.minimum(steps, int32(1)), int32(0))
-        whole = jnp.maximum(begin, lax.div(end[group] - first, int32(STEP)))
-        whole = jnp.minimum(whole, steps)
+    def multiply(place: Place, step: Array) -> Array:
+        steps = steps_of(place)
+        row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
+        column = pl.multiple_of(place.column, tiles.columns)
+        own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
 
         def operands(slot: Array) -> tuple[Ref, Ref]:
-            return ring.lhs.at[slot, :, rows].transpose((1, 0)), ring.rhs.at[slot, :, columns]
+            return ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot]
 
         def clear(k: Array, slot: Array) -> None:
-            here = first + k * int32(STEP)
+            here = steps.row(k)
             for buffer in (ring.lhs, ring.rhs):
-                _clear_rows(buffer.at[slot], (start[group] - here, end[group] - here), consumer)
+                _clear_rows(buffer.at[slot], (place.start - here, place.end - here), consumer)
             plgpu.commit_smem()
             plgpu.barrier_arrive(cleared)
             plgpu.barrier_wait(cleared)
 
         def product(accumulator: Ref) -> Array:
-            now = rings.multiply_steps(ring, tiles, step, (int32(0), begin), accumulator, operands, clear)
-            now = rings.multiply_steps(ring, tiles, now, (begin, whole), accumulator, operands)
-            rings.multiply_steps(ring, tiles, now, (whole, steps), accumulator, operands, clear)
+            now = rings.multiply_steps(ring, tiles.stages, step, (int32(0), steps.whole), accumulator, operands)
+            rings.multiply_steps(ring, tiles.stages, now, (steps.whole, steps.total), accumulator, operands, clear)
             return accumulator[...]
 
-        result = pl.run_scoped(product, plgpu.ACC((64, tiles.consumer_columns)))
-        after = step + steps
-        pl.when(steps > int32(0))(lambda: rings.release(ring, tiles, after))
-        more_rows, more_columns = rings.consumer_origin(tiles, consumer)
+        result = pl.run_scoped(product, plgpu.ACC((CHUNK, tiles.columns)))
+        after = step + steps.total
+        pl.when(steps.total > int32(0))(lambda: rings.release(ring, tiles.stages, after))
 
-        def target(below: Scalar, height: int, offset: int) -> Ref:
-            width = chunk_columns(out.dtype)
-            to_rows, to_columns = row + more_rows + below, column + more_columns + int32(offset)
-            return out.at[group, pl.ds(to_rows, height), pl.ds(to_columns, width)]
+        def target(offset: int) -> Ref:
+            return out.at[place.group, pl.ds(row, CHUNK), pl.ds(column + int32(offset), line(out.dtype))]
 
-        limit = int32(out.shape[2]) - column - more_columns if out.shape[2] % tiles.columns else None
+        limit = int32(out.shape[2]) - column if out.shape[2] % tiles.columns else None
         # Sizes are multiples of a consumer's rows: it stores all of them, or none.
-        has_rows = row + more_rows < int32(out.shape[1])
-        pl.when(has_rows)(lambda: storing.store_whole(ring.store, result, target, limit))
+        pl.when(row < int32(out.shape[1]))(lambda: storing.store_rows(ring.store, result, target, limit))
         return after
 
-    rings.run_tasks(ring, tiles, int32(num_groups * num_tall * num_wide), programs, load, multiply)
+    rings.run_tasks(ring, tiles.stages, int32(num_groups * num_tall * num_wide), programs, locate, load, multiply)
 
 
 def _clear_rows(buffer: Ref, bounds: tuple[Array, Array], consumer: Array) -> None:
     """Sets the rows of `buffer [STEP, columns]` outside of `bounds` to zero, in one consumer's half of the columns."""
-    half = buffer.shape[1] // CONSUMERS
-    shape = (STEP, _PART)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    kept = (row >= bounds[0]) & (row < bounds[1])
-    for column in range(0, half, _PART):
-        columns = pl.ds(pl.multiple_of(consumer * int32(half) + int32(column), _PART), _PART)
-        values = plgpu.load(buffer.at[:, columns], layout=plgpu.Layout.WGMMA)
-        buffer[:, columns] = jnp.where(kept, values, jnp.zeros((), buffer.dtype))
+    width = buffer.shape[1] // CONSUMERS
+    columns = pl.ds(pl.multiple_of(consumer * int32(width), width), width)
+    shape = (ALIGNMENT, width)
+    start, end = jnp.clip(bounds[0], 0, STEP), jnp.clip(bounds[1], 0, STEP)
+
+    def clear_some(first: Scalar) -> None:
+        block = buffer.at[pl.ds(first, ALIGNMENT), columns]
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_BLOCKS) + first
+        values = plgpu.load(block, layout=_BLOCKS)
+        block[...] = jnp.where((row >= start) & (row < end), values, jnp.zeros((), buffer.dtype))
+
+    def clear_all(i: Array, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * int32(ALIGNMENT), ALIGNMENT), ALIGNMENT)
+        buffer[rows, columns] = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), _BLOCKS)
+
+    pl.when(start > int32(0))(lambda: clear_some(0))  # groups begin less than a block behind their first step
+    last = pl.multiple_of(end & int32(-ALIGNMENT), ALIGNMENT)
+    pl.when(end > last)(lambda: clear_some(last))
+    behind = lax.div(end + int32(ALIGNMENT - 1), int32(ALIGNMENT))
+    lax.fori_loop(behind, int32(STEP // ALIGNMENT), clear_all, None)

@@ -16,17 +16,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep import backends
 from jax_ep.pallas import gemm, requirements, tiling
-from jax_ep.pallas.tiling import Tiles
+from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
 
 REFUSAL = requirements.refusal(backends.Request("grouped_gemm", BF16, 64, "gemm", alone=True))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
 
-# Chunks of a consumer's result: one, two and four, of bfloat16.
-ALL_TILES = (
-    *(Tiles(64, 128, 6, 4), Tiles(128, 128, 6, 4), Tiles(128, 256, 4, 4), Tiles(64, 256, 4, 4)),
-    *(Tiles(128, 128, 6), Tiles(128, 256, 4)),
-)
+# One tile for a group, some of one height, and many, visited in bands; one, two and four chunks of results.
+LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
+FORWARD = (LOW, HALF, HIGH)
+WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
 # Groups that begin within blocks of 8 rows and end at every kind of place, and rows past them.
 SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
 ROWS = 251
@@ -51,20 +50,20 @@ def races(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+@pytest.mark.parametrize("tiles", FORWARD, ids=str)
 def test_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
     lhs, rhs = integers(rng, ROWS, 200, dtype=BF16), integers(rng, 7, 200, 328, dtype=BF16)
     want = oracle.grouped_gemm(lhs, rhs, SIZES)
     lhs[SIZES.sum() :] = np.nan
     right = np.ascontiguousarray(np.swapaxes(rhs, 1, 2)) if transpose else rhs
-    out_dtype = BF16 if tiles.columns == 128 else F32
+    out_dtype = F32 if tiles is HALF else BF16
     out = gemm.grouped_gemm(lhs, right, SIZES, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
 
-@pytest.mark.parametrize("tiles", [Tiles(128, 128, 6), Tiles(128, 256, 4)], ids=str)
+@pytest.mark.parametrize("tiles", WEIGHTS, ids=str)
 def test_weights(tiles, rng, races):
     lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
     used = slice(SIZES.sum())
@@ -77,11 +76,11 @@ def test_weights(tiles, rng, races):
 
 @interpreted
 def test_detector_sees_races(rng, races, monkeypatch):
-    """A consumer with one chunk per tile that lets one store run on would change what that store sends."""
+    """A consumer that does not wait for its stores would change what they send."""
     wait = plgpu.wait_smem_to_gmem
-    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **options: wait(1 if options else n, **options))
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **options: wait(4 if options else n, **options))
     lhs, rhs, sizes = reals(rng, 256, 64, dtype=BF16), reals(rng, 1, 64, 512, dtype=BF16), np.array([256], np.int32)
-    options = {"transpose_rhs": False, "out_dtype": BF16, "tiles": Tiles(64, 128, 6)}
+    options = {"transpose_rhs": False, "out_dtype": BF16, "tiles": LOW}
     raised = ""
     try:
         jax.block_until_ready(gemm.grouped_gemm(lhs, rhs, sizes, **options))
@@ -90,18 +89,31 @@ def test_detector_sees_races(rng, races, monkeypatch):
     assert "RACE DETECTED" in raised or races() > 0
 
 
-@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+@pytest.mark.parametrize("tiles", [*FORWARD, *WEIGHTS], ids=str)
 def test_one_chunk_wide(tiles, rng):
     """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
     sizes = np.array([5, 0, 12, 100], np.int32)
-    lhs, rhs = integers(rng, 120, 64, dtype=BF16), integers(rng, 4, 64, 64, dtype=BF16)
-    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16, tiles=tiles)
-    np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes).astype(BF16))
-    if tiles.rows == 128:
-        d_out = integers(rng, 120, 64, dtype=BF16)
+    lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((120, 64), (4, 64, 64), (120, 64)))
+    if isinstance(tiles, ForwardTiles):
+        out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16, tiles=tiles)
+        want = oracle.grouped_gemm(lhs, rhs, sizes)
+    else:
         out = gemm.grouped_gemm_weights(lhs, d_out, sizes, out_dtype=BF16, tiles=tiles)
         want = oracle.grouped_gemm_gradients(lhs, rhs, sizes, d_out)[1]
-        np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
+    np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
+
+
+@pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
+def test_groups_of_all_heights(end, rng):
+    """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
+    sizes = np.array([5, end, 255 - end], np.int32)
+    lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((267, 64), (3, 64, 64), (267, 64)))
+    lhs[260:] = d_out[260:] = np.nan
+    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=F32)
+    np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes))
+    out = gemm.grouped_gemm_weights(lhs, d_out, sizes, out_dtype=F32)
+    want = oracle.grouped_gemm_gradients(lhs[:260], rhs, sizes, d_out[:260])[1]
+    np.testing.assert_array_equal(np.asarray(out), want)
 
 
 def test_vmap(rng):
@@ -133,7 +145,7 @@ def lower(call, *shapes):
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+@pytest.mark.parametrize("tiles", FORWARD, ids=str)
 def test_forward_lowers(tiles, out_dtype, x64):
     options = {"out_dtype": out_dtype, "tiles": tiles, "interpret": False}
     with jax.enable_x64(x64):
@@ -145,7 +157,7 @@ def test_forward_lowers(tiles, out_dtype, x64):
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("tiles", [Tiles(128, 128, 6), Tiles(128, 256, 4)], ids=str)
+@pytest.mark.parametrize("tiles", WEIGHTS, ids=str)
 def test_weights_lower(tiles, out_dtype):
     call = functools.partial(gemm.grouped_gemm_weights, out_dtype=out_dtype, tiles=tiles, interpret=False)
     assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
@@ -170,6 +182,5 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
 
 def test_tables_fit_in_shared_memory():
     """All tiles that the tables give have been lowered above."""
-    given = {tiling.forward_tiles(rows, columns, 64) for rows in (64, 32768) for columns in (64, 128, 384, 4096)}
-    given |= {tiling.weight_tiles(columns) for columns in (64, 384, 4096)}
-    assert given <= set(ALL_TILES)
+    assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
+    assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)

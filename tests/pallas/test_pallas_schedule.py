@@ -6,39 +6,65 @@ import pytest
 
 from jax_ep.pallas import tiling
 from jax_ep.pallas.schedule import row_tiles
+from jax_ep.pallas.tiling import ForwardTiles
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
+ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
+CHUNK = 32  # rows of float32 that are stored at once
 
 
-@pytest.mark.parametrize("tile", [64, 128])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_row_has_one_tile(sizes, tile):
+def make(sizes, num_rows, tiles):
+    """The tiles that exist, and their heights."""
+    made = [np.asarray(x) for x in row_tiles(jnp.array(sizes, jnp.int32), num_rows, tiles)]
+    assert 0 < made[-1][0] <= len(made[0])
+    *made, _ = (x[: made[-1][0]] for x in made)
+    return made, np.array(tiles.heights)[made[2]]
+
+
+@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, "random"], ids=str)
+def test_every_row_has_one_tile(sizes, tiles, rng):
+    sizes = rng.multinomial(380, rng.dirichlet(np.ones(9))) if sizes == "random" else sizes
     num_rows = 400
-    group, row, start, end, count = (np.asarray(x) for x in row_tiles(jnp.array(sizes, jnp.int32), num_rows, tile))
-    assert 0 < count[0] <= len(group) == len(row)
+    (group, row, _, start, end, band, band_size), heights = make(sizes, num_rows, tiles)
     owner = np.full(num_rows, -1)
-    for i in range(count[0]):
+    for i, height in enumerate(heights):
         assert row[i] % tiling.ALIGNMENT == 0
-        rows = slice(max(row[i], start[i]), min(row[i] + tile, end[i]))
+        assert row[i] >= 0
+        rows = slice(max(row[i], start[i]), min(row[i] + height, end[i]))
         assert rows.start < rows.stop
         assert (owner[rows] == -1).all()
         owner[rows] = group[i]
+        # Rows of others are in the first chunk and the last one alone.
+        last = (height - 1) % CHUNK + 1
+        assert rows.start - row[i] <= CHUNK
+        assert row[i] + height - rows.stop < last
+        assert band[i] <= i < band[i] + band_size[i]
+        assert len({*group[band[i] : band[i] + band_size[i]]}) == 1
+        assert band_size[i] <= tiles.band
     wanted = np.repeat(np.arange(len(sizes)), np.maximum(sizes, 0).clip(max=num_rows))[:num_rows]
     np.testing.assert_array_equal(owner, np.pad(wanted, (0, num_rows - len(wanted)), constant_values=len(sizes)))
 
 
+def test_heights_follow_groups():
+    """As few tiles as possible, of one height up to three of them; the tallest come first."""
+    (group, *_), heights = make([100, 530, 250, 1300, 20], 2200, ForwardTiles())
+    assert [(g, [*heights[group == g]]) for g in dict.fromkeys(group.tolist())] == [
+        (2, [256]),
+        (3, [224] * 4 + [208] * 2),
+        (1, [192] * 3),
+        (0, [128]),
+        (4, [32]),
+    ]
+
+
 def test_list_of_tiles_is_long_enough():
     """The most tiles that sizes can need: every group begins with the last row of a block."""
-    num_rows, tile = 1024, 64
-    sizes = jnp.array([7] + [64] * 15, jnp.int32)
-    tiles = row_tiles(sizes, num_rows, tile)
-    assert int(tiles.total[0]) <= tiles.group.shape[0]
-    assert int(tiles.total[0]) == 1 + 2 * 15 + 1
+    tiles = ForwardTiles((16, 32))
+    made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles)
+    assert 1 + 2 * 15 == int(made.total[0]) <= made.group.shape[0]
 
 
-def test_tiles_follow_the_shape():
-    assert tiling.forward_tiles(32768, 4096, 64).rows == 128
-    assert tiling.forward_tiles(512, 4096, 64).rows == 64
-    assert tiling.forward_tiles(32768, 4096, 64).columns == 256
-    assert tiling.forward_tiles(32768, 128, 64).columns == 128
-    assert tiling.forward_tiles(32768, 384, 64).columns == 128  # 256 would compute a third in vain
+def test_weight_tiles_follow_the_shape():
+    assert tiling.weight_tiles(4096).columns == 256
+    assert tiling.weight_tiles(384).columns == 128  # 256 would compute a third in vain

@@ -1,0 +1,24 @@
+"""Products that run between exchanges, not in their launches: by the fastest kernel there is."""
+
+from __future__ import annotations
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep.megakernels import gemm
+from jax_ep.pallas import requirements
+from jax_ep.types import Array
+
+
+def by_pallas() -> bool:
+    """Whether the kernels of `jax_ep.pallas` run here: tiles as high as groups need make them the faster ones."""
+    return jax.default_backend() == "gpu" and requirements.missing() is None
+
+
+def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
+    """See `megakernels.gemm.grouped_gemm`."""
+    if not by_pallas():
+        return gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    from jax_ep.pallas.gemm import grouped_gemm as run
+
+    return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)

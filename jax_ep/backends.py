@@ -146,6 +146,7 @@ class Request:
       wire_dtype: FP8 on the wire, or of the activation's result, or None.
       mode: how a product and its combine must run, of `types.COMBINE_MODES`, or None.
       columns: of the matrices, where a product is part of the exchange.
+      product: number of rows, their length, columns and number of the matrices, where the operation is a product.
       foreign_handle: the layout comes from a handle that has no device group, so from another implementation.
       platform: where it will run ("cpu", "gpu", ...).
       alone: the caller named one implementation, and none to fall back to.
@@ -159,6 +160,7 @@ class Request:
     wire_dtype: DTypeLike | None = None
     mode: str | None = None
     columns: int | None = None
+    product: tuple[int, int, int, int] | None = None
     foreign_handle: bool = False
     platform: str = dataclasses.field(default_factory=jax.default_backend)
     alone: bool = False
@@ -174,6 +176,7 @@ class Entry:
       refusal: None where the implementation can serve the request, else the reason why it cannot.
       operations: all that it was made for; None: every one.
       dtypes: of tokens or rows, likewise.
+      fastest: whether it can serve a request, and is preferred to those before it.
     """
 
     name: str
@@ -181,6 +184,7 @@ class Entry:
     refusal: Callable[[Request], str | None]
     operations: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
+    fastest: Callable[[Request], bool] = lambda _: False
 
     def foreign(self, request: Request) -> str | None:
         """Why no machine and no option could make it serve the request, or None."""
@@ -219,7 +223,13 @@ def _refusal_of_pallas(request: Request) -> str | None:
     return requirements.refusal(request)
 
 
-# In order of preference, but for _FASTEST: the first one that accepts a request is the default.
+def _pallas_is_fastest(request: Request) -> bool:
+    from jax_ep.pallas import requirements
+
+    return requirements.fastest(request)
+
+
+# In order of preference, behind those that are the fastest: the first one that accepts a request is the default.
 _REGISTRY: dict[str, Entry] = {
     "triton": Entry("triton", load=_load_triton, refusal=_refusal_of_triton),
     "pallas": Entry(
@@ -228,19 +238,17 @@ _REGISTRY: dict[str, Entry] = {
         refusal=_refusal_of_pallas,
         operations=("gemm", "gemm_weights"),
         dtypes=("bfloat16", "float16"),
+        fastest=_pallas_is_fastest,
     ),
     "xla": Entry("xla", load=_load_reference, refusal=reference.refusal),
 }
-_FASTEST = {"gemm": "pallas"}
-"""What is preferred to all others for an operation (docs/performance.md has the figures)."""
 
 
 def available(operation: str | None = None) -> tuple[str, ...]:
     """Names of the registered implementations, most preferred first; with `operation`, of those made for it."""
     if operation is None:
         return tuple(_REGISTRY)
-    names = [name for name, entry in _REGISTRY.items() if operation in (entry.operations or (operation,))]
-    return tuple(sorted(names, key=lambda name: name != _FASTEST.get(operation)))
+    return tuple(name for name, entry in _REGISTRY.items() if operation in (entry.operations or (operation,)))
 
 
 def get(name: str) -> Implementation:
@@ -262,7 +270,7 @@ def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
       ValueError: a name that is not registered.
       NotImplementedError: none can serve it; the message gives every reason.
     """
-    names: Sequence[str] = available(request.operation)
+    names: Sequence[str] = sorted(_REGISTRY, key=lambda name: not _REGISTRY[name].fastest(request))
     if implementation is not None:
         names = (implementation,) if isinstance(implementation, str) else implementation
         if not isinstance(names, Sequence):

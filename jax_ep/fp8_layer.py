@@ -38,11 +38,12 @@ def expert_layer(
     axis = axis_tuple(call.axis_name)
     route = vjp.Route(name, axis, check.wire(call.function, call.wire_dtype, x))
     product = backends.choose(call.implementation, backends.Request(call.function, FP8, x.shape[1], "gemm"))
-    backward, gradient = call.choose_gemms(x), call.choose("activation", x)
+    gradient = call.choose("activation", x)
 
     def config(w: Array) -> fp8_vjp.Fp8Config:
         fuses = route.wire_dtype is None and backends.get(name).fuses(handle.layout, x.dtype, *w.shape[1:])
         fused = fused_vjp.FusedConfig(name, axis, mode=call.mode) if fuses else None
+        backward = call.choose_gemms(x, w, handle.layout.capacity)
         return fp8_vjp.Fp8Config(route, product, backward, gradient, fused, activation, gated)
 
     operands = (prepared.x, prepared.topk_weights, w_gate_up, w_down, handle)

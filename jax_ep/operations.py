@@ -62,9 +62,10 @@ class Call:
         layout: Layout | None = None,
         handle: Handle | None = None,
         columns: int | None = None,
+        product: tuple[int, int, int, int] | None = None,
     ) -> str:
         """The implementation of `operation` for `rows [N, H]`, for the handle that it must work with, and for matrices
-        of so many columns.
+        of so many columns or a product of such sizes, see `backends.Request`.
         """
         request = backends.Request(
             self.function,
@@ -75,13 +76,16 @@ class Call:
             self.wire_dtype,
             self.mode,
             columns,
+            product,
             foreign_handle=handle is not None and handle.group is None,
         )
         return backends.choose(self.implementation, request)
 
-    def choose_gemms(self, rows: Array) -> vjp.Gemms:
-        """The implementations of grouped GEMMs of `rows [N, H]`, and of their gradients."""
-        return vjp.Gemms(self.choose("gemm", rows), self.choose("gemm_weights", rows))
+    def choose_gemms(self, lhs: Array, rhs: Array, num_rows: int) -> vjp.Gemms:
+        """The implementations of grouped GEMMs of `num_rows` rows like those of lhs, and of their gradients."""
+        groups, depth, columns = rhs.shape
+        product = (num_rows, depth, columns, groups)
+        return vjp.Gemms(self.choose("gemm", lhs, product=product), self.choose("gemm_weights", lhs, product=product))
 
     def num_local_experts(self, num_experts: int) -> int:
         """L = E / W."""
@@ -268,7 +272,7 @@ def grouped_gemm(
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     out_dtype = check.result_dtype(function, preferred_element_type, lhs.dtype)
-    config = vjp.GemmConfig(call.choose_gemms(lhs), False, out_dtype)
+    config = vjp.GemmConfig(call.choose_gemms(lhs, rhs, lhs.shape[0]), False, out_dtype)
     return vjp.grouped_gemm(config, *vary_alike((lhs, rhs, group_sizes)))
 
 

@@ -10,15 +10,12 @@ from jax_ep.pallas import requirements
 from jax_ep.types import Array
 
 
-def by_pallas() -> bool:
-    """Whether the kernels of `jax_ep.pallas` run here: tiles as high as groups need make them the faster ones."""
-    return jax.default_backend() == "gpu" and requirements.missing() is None
-
-
 def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
     """See `megakernels.gemm.grouped_gemm`."""
-    if not by_pallas():
-        return gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-    from jax_ep.pallas.gemm import grouped_gemm as run
+    num_rows, depth = lhs.shape
+    groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    if jax.default_backend() == "gpu" and requirements.is_fastest(num_rows, depth, columns, groups):
+        from jax_ep.pallas.gemm import grouped_gemm as run
 
-    return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    return gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)

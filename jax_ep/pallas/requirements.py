@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 
+from jax_ep.pallas.tiling import ALIGNMENT, STEP
+
 _CAPABILITY = "9.0"
+_ROWS_PER_GROUP = 256
 _COMPILER = "jax.experimental.mosaic.gpu"
 
 
@@ -18,6 +21,26 @@ def refusal(request: Any) -> str | None:
     if request.platform != "gpu":
         return f"the platform is {request.platform}, it needs NVIDIA GPUs"
     return missing()
+
+
+def fastest(request: Any) -> bool:
+    """Whether this implementation is the fastest for a request; see `backends.Entry`."""
+    known = request.operation == "gemm" and request.product is not None and request.dtype.itemsize == 2
+    return known and request.platform == "gpu" and is_fastest(*request.product)
+
+
+def is_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
+    """Whether these GPUs have no faster product of `[num_rows, depth]` rows and `[groups, depth, columns]` matrices.
+
+    That is so where groups have hundreds of rows (docs/performance.md), and nothing must be padded.
+    """
+    return (
+        missing() is None
+        and num_rows >= _ROWS_PER_GROUP * groups
+        and num_rows % ALIGNMENT == 0
+        and depth % STEP == 0
+        and columns % STEP == 0
+    )
 
 
 def missing() -> str | None:

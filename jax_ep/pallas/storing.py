@@ -119,7 +119,7 @@ def _store_part(views: Ref, values: Array, target: Target, first: Scalar, start:
     consumer = lax.axis_index(WARPGROUP)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     chunk = buffer.at[consumer, 0, pl.ds(0, values.shape[1])]
-    chunk.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    _store_slowly(chunk.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
     plgpu.commit_smem()
 
     def store_boxes(height: int, start: Array, count: Array) -> None:
@@ -133,3 +133,11 @@ def _store_part(views: Ref, values: Array, target: Target, first: Scalar, start:
     store_boxes(_BOX, start, tall)
     store_boxes(1, start + tall * int32(_BOX), rows - tall * int32(_BOX))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
+
+
+def _store_slowly(target: Ref, values: Array) -> None:
+    """Stores where rows lie one after another, which takes a warp several turns at the same banks."""
+    if hasattr(plgpu, "store"):  # since JAX 0.12, where other stores must take one turn
+        plgpu.store(target, values, optimized=False)
+    else:
+        target[...] = values

@@ -35,8 +35,33 @@ def hopper(monkeypatch):
 def test_order():
     assert backends.available() == ("triton", "pallas", "xla")
     assert backends.available("exchange") == ("triton", "xla")
-    assert backends.available("gemm") == ("pallas", "triton", "xla")
-    assert backends.available("gemm_weights") == backends.available()
+    assert backends.available("gemm") == backends.available("gemm_weights") == backends.available()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [
+        ("pallas", {"product": (32768, 7168, 4096, 64)}),
+        ("triton", {"product": (32768, 7168, 4096, 64), "operation": "gemm_weights"}),
+        ("triton", {"product": (32768, 7168, 4096, 256)}),  # few rows
+        ("triton", {"product": (32764, 7168, 4096, 64)}),  # copies of rows
+        ("triton", {"product": (32768, 7160, 4096, 64)}),  # copies of matrices
+        ("triton", {"product": (32768, 7168, 4104, 64)}),
+        ("triton", {"product": (32768, 7168, 4096, 64), "dtype": F32}),
+        ("triton", {}),
+    ],
+    ids=str,
+)
+def test_fastest(wanted, options, hopper, caplog, monkeypatch):
+    hopper()
+    served = backends.Entry("triton", NO_TRITON.load, lambda _: None)
+    monkeypatch.setitem(backends._REGISTRY, "triton", served)
+    assert backends.choose(None, request(**options)) == wanted
+    assert backends.choose(("triton", "pallas"), request(**options)) == "triton"
+    hopper("8.0")
+    monkeypatch.setitem(backends._REGISTRY, "triton", served)
+    assert backends.choose(None, request(**options)) == "triton"
+    assert not caplog.records  # nobody expected another one
 
 
 def test_serves_products_on_hopper_without_triton(hopper, caplog):

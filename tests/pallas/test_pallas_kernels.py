@@ -176,7 +176,7 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)
     jax.clear_caches()
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16, interpret=False)
-    with pytest.raises(ValueError, match="divisibility|Failed to infer"):
+    with pytest.raises(ValueError, match=r"divisibility|Failed to infer"):
         lower(call, (32768, 7168), (64, 7168, 4096), (64,))
     jax.clear_caches()
 

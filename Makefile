@@ -6,7 +6,7 @@
 #   PIP_ARGS     more arguments for pip install
 #   PYTEST_ARGS  more arguments for pytest
 #   RESULTS      folder for the outcome of test-gpu (default: benchmarks/results)
-#   PARTS        of test-gpu, see tools/test_gpu.sh (default: all)
+#   PARTS        of test-gpu, see tools/test_gpu.sh (default: all but sharing)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -66,7 +66,7 @@ def order_groups(starts: Array, ends: Array) -> Groups:
 def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
     """Groups one after another; negative sizes are empty groups, and none reaches past the last row."""
     sizes = jnp.clip(group_sizes, 0, num_rows)
-    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, num_rows), sizes)  # sums of any sizes fit in int32
+    ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, num_rows - a), sizes)  # no sum leaves int32
     return order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
 
 

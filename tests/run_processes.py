@@ -4,7 +4,7 @@
 
 Each process runs the same pytest command on the same random inputs, through `jax.distributed`, and compares all
 results. The output is that of process 0; of a process that fails, its last lines. With `JAX_EP_TEST_DEVICES=gpu`
-process i drives GPU i, otherwise a CPU device.
+process i drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise a CPU device.
 """
 
 from __future__ import annotations

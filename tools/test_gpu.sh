@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
-# Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies. Parts (default: all):
+# Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies. Parts (default: all but the last):
 #   gpu        tests/gpu: what only GPUs show
 #   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
@@ -64,6 +64,7 @@ for part in $parts; do
       ;;
     sharing)
       for count in 4 8; do # a wait for another process lasts until that one has its turn
+        (($(nvidia-smi -L | wc -l) < count)) || continue
         memory=$(printf '0.%02d' $((50 / count)))
         run "$count processes that share" env "JAX_EP_TEST_GPUS=$(nvidia-smi -L | wc -l)" \
           "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/run_processes.py "$count" "${options[@]}" \

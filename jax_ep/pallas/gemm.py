@@ -29,7 +29,7 @@ from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, COLUMNS, STEP, ForwardTiles, WeightTiles
 from jax_ep.types import Array
 
-_MOST_ROWS = 1 << 30  # beyond the last one, coordinates of tiles must fit in 32 bits too
+_MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
 _ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
 _DEFAULT_PROGRAMS = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
 _INTERPRETED_PROGRAMS = 2
@@ -42,7 +42,7 @@ def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike
         and lhs.dtype in (jnp.bfloat16, jnp.float16)
         and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
         and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
-        and lhs.shape[0] <= _MOST_ROWS
+        and lhs.shape[0] < _MOST_ROWS
     )
 
 

@@ -42,7 +42,7 @@ class Ring(NamedTuple):
       lhs, rhs: `[stages, ...]` operands of one step.
       full: barriers of the slots, which open when both operands are there.
       empty: barriers of the slots, which open when both consumers have read them.
-      store: parts of the result on their way out, see `storing.scratch`.
+      store: parts of the result on their way out, see `storing.rows_scratch` and `columns_scratch`.
     """
 
     lhs: Ref

@@ -7,6 +7,7 @@ import pytest
 from jax_ep.pallas import tiling
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ForwardTiles
+from jax_ep.tiled_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
 ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
@@ -63,6 +64,13 @@ def test_list_of_tiles_is_long_enough():
     tiles = ForwardTiles((16, 32))
     made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles)
     assert 1 + 2 * 15 == int(made.total[0]) <= made.group.shape[0]
+
+
+def test_sizes_whose_sum_leaves_int32():
+    rows = 1 << 30
+    groups = locate_groups(jnp.array([rows, rows, 5], jnp.int32), rows)
+    np.testing.assert_array_equal(groups.starts, [0, rows, rows])
+    np.testing.assert_array_equal(groups.ends, [rows, rows, rows])
 
 
 def test_weight_tiles_follow_the_shape():

@@ -29,6 +29,8 @@ from jax_ep.pallas import gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 
+PallasTiles = PallasForwardTiles | PallasWeightTiles
+
 DIRECTIONS = ("forward", "input gradient", "weight gradient")
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
 # rows, K, N, groups: DeepSeek-V3 up and down, Qwen3-30B up (32 of its experts), Mixtral down (2 of its experts).
@@ -75,7 +77,7 @@ def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
     return jax.jit(partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
 
 
-def pallas(direction: str, tiles: PallasForwardTiles | PallasWeightTiles | None = None) -> Product:
+def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
     """The kernel that needs no Triton, with its default tiles or others."""
     if direction == "weight gradient":
         return jax.jit(partial(pallas_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))

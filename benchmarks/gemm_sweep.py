@@ -9,14 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import harness
-from gemm_kernels import CUBLAS, DISTRIBUTIONS, Problem, Product, measure, pallas, problems, triton, workers_on_cpu
+from gemm_kernels import (
+    CUBLAS,
+    DISTRIBUTIONS,
+    PallasTiles,
+    Problem,
+    Product,
+    measure,
+    pallas,
+    problems,
+    triton,
+    workers_on_cpu,
+)
 from harness import Panel, Report
 
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 
-type PallasTiles = PallasForwardTiles | PallasWeightTiles
 type AnyTiles = Tiles | WeightTiles | PallasTiles
 
 _BASE = Tiles()
@@ -127,9 +137,7 @@ def compile_all(
         if time.perf_counter() > deadline:
             return None, "left out, the time is over"
         try:
-            made = (pallas if isinstance(item[1], PallasForwardTiles | PallasWeightTiles) else triton)(
-                problem.direction, item[1]
-            )
+            made = (pallas if isinstance(item[1], PallasTiles) else triton)(problem.direction, item[1])
             return made.lower(*problem.operands["equal"]).compile(), None
         except Exception as error:  # whatever a compiler says
             return None, (str(error).strip().splitlines() or [type(error).__name__])[0][:150]

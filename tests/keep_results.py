@@ -95,7 +95,9 @@ class _Recorder:
     def _write(self) -> None:
         count = jax.process_count()
         shared = int(os.environ.get("JAX_EP_TEST_GPUS", count))
-        devices = f"sharing {shared} GPU{'s' * (shared > 1)}" if shared < count else f"{jax.device_count()} devices"
+        total = jax.device_count()
+        own = f"{total} device{'s' * (total > 1)}"
+        devices = f"sharing {shared} GPU{'s' * (shared > 1)}" if shared < count else own
         run = self._runs.setdefault(f"{count} process{'es' * (count > 1)}, {devices}", {})
         files = run.get("files", {}) | self._files
         run.update(date=header()["date"], files=files)

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
-# Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies. Parts (default: all but the last):
+# Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies.
+# Parts (default: all but sharing):
 #   gpu        tests/gpu: what only GPUs show
 #   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
 #   processes  contract tests and part of tests/gpu in 2 processes, and in as many as there are GPUs
-#   sharing    contract tests in 4 and 8 processes on fewer GPUs, where they take turns; not by default
+#   sharing    contract tests in 4 and 8 processes on fewer GPUs, where they take turns
 # Environment:
 #   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
 #   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1)
@@ -63,10 +64,11 @@ for part in $parts; do
       done
       ;;
     sharing)
+      gpus=$(nvidia-smi -L | wc -l)
       for count in 4 8; do # a wait for another process lasts until that one has its turn
-        (($(nvidia-smi -L | wc -l) < count)) || continue
+        ((gpus < count)) || continue
         memory=$(printf '0.%02d' $((50 / count)))
-        run "$count processes that share" env "JAX_EP_TEST_GPUS=$(nvidia-smi -L | wc -l)" \
+        run "$count processes that share" env "JAX_EP_TEST_GPUS=$gpus" \
           "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/run_processes.py "$count" "${options[@]}" \
           "${together[@]:0:4}" "${more[@]}"
       done

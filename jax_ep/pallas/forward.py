@@ -24,7 +24,7 @@ from jax_ep.pallas import storing
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Copy, Ring
 from jax_ep.pallas.schedule import RowTiles
-from jax_ep.pallas.tiling import ALIGNMENT, COLUMNS, CONSUMER_COLUMNS, STEP, ForwardTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array
 
 
@@ -54,7 +54,7 @@ def grouped_gemm(
     """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`."""
     num_groups = rhs.shape[0]
     steps_of_rows = int32(-(-lhs.shape[1] // STEP))
-    tiles_per_row = int32(-(-out.shape[1] // COLUMNS))
+    tiles_per_row = int32(-(-out.shape[1] // TILE))
     consumer = lax.axis_index(WARPGROUP)
 
     def locate(task: Array) -> Place:
@@ -70,12 +70,12 @@ def grouped_gemm(
             rows.height[tile],
             rows.start[tile],
             rows.end[tile],
-            column * int32(COLUMNS),
+            column * int32(TILE),
             steps,
         )
 
     def load(place: Place, step: Array) -> Array:
-        columns = pl.ds(pl.multiple_of(place.column, COLUMNS), COLUMNS)
+        columns = pl.ds(pl.multiple_of(place.column, TILE), TILE)
 
         def load_rows(height: int) -> Array:
             own_rows = pl.ds(pl.multiple_of(place.row, ALIGNMENT), height)
@@ -93,8 +93,8 @@ def grouped_gemm(
         return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
 
     def multiply(place: Place, step: Array) -> Array:
-        first = consumer * int32(CONSUMER_COLUMNS)
-        columns = pl.ds(pl.multiple_of(first, CONSUMER_COLUMNS), CONSUMER_COLUMNS)
+        first = consumer * int32(CHUNK)
+        columns = pl.ds(pl.multiple_of(first, CHUNK), CHUNK)
         after = step + place.steps
 
         def multiply_rows(height: int) -> None:
@@ -106,13 +106,13 @@ def grouped_gemm(
                 rings.multiply_steps(ring, tiles.stages, step, (int32(0), place.steps), accumulator, operands)
                 return accumulator[...]
 
-            result = pl.run_scoped(product, plgpu.ACC((CONSUMER_COLUMNS, height)))
+            result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
             pl.when(place.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
-            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, COLUMNS)
+            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, TILE)
             bounds = place.start - origin, place.end - origin
 
             def target(below: Array, height: int) -> Ref:
-                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CONSUMER_COLUMNS)]
+                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CHUNK)]
 
             # Sizes are multiples of a consumer's columns: it stores all of them, or none.
             has_columns = column + first < int32(out.shape[1])

@@ -26,13 +26,14 @@ from jax_ep.mesh_axes import vary_alike, varying_axes
 from jax_ep.pallas import forward, ring, storing, tiling, weights
 from jax_ep.pallas.memory import WARPGROUP
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ALIGNMENT, COLUMNS, STEP, ForwardTiles, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
 from jax_ep.types import Array
 
 _MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
 _ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
 _DEFAULT_PROGRAMS = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
 _INTERPRETED_PROGRAMS = 2
+_STATIC = ("transpose", "out_dtype", "tiles", "interpret")
 
 
 def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
@@ -76,22 +77,15 @@ def grouped_gemm(
         return tiled_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     interpret = jax.default_backend() == "cpu" if interpret is None else interpret
-    return _forward(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype), tiles, interpret)
+    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    return _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))  # one compilation for eager callers
-def _forward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    transpose: bool,
-    out_dtype: jnp.dtype,
-    tiles: ForwardTiles,
-    interpret: bool,
-) -> Array:
+@functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
+def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
     operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _MATRICES), group_sizes))
-    run = functools.partial(_launch_forward, transpose=transpose, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
-    return sequential_vmap(run)(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
+    run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
+    return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
 
 
 def _launch_forward(
@@ -106,8 +100,8 @@ def _launch_forward(
 ) -> Array:
     schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
     columns = rhs.shape[1 if transpose else 2]
-    programs = _num_programs(schedule.group.shape[0] * -(-columns // COLUMNS), interpret)
-    right = (COLUMNS, STEP) if transpose else (STEP, COLUMNS)
+    programs = _num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
+    right = (TILE, STEP) if transpose else (STEP, TILE)
     store = storing.columns_scratch(out_dtype)
     memory = ring.scratch((tiles.heights[-1], STEP), right, lhs.dtype, store, tiles.stages)
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
@@ -141,16 +135,15 @@ def grouped_gemm_weights(
         return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or tiling.weight_tiles(rhs.shape[1])
     interpret = jax.default_backend() == "cpu" if interpret is None else interpret
-    return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles, interpret)
+    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    return _weights(lhs, rhs, group_sizes, **static)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _weights(
-    lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool
-) -> Array:
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _weights(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
     operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _ROWS), group_sizes))
-    run = functools.partial(_launch_weights, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
-    return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
+    run = sequential_vmap(functools.partial(_launch_weights, **static))
+    return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
 def _launch_weights(
@@ -158,10 +151,10 @@ def _launch_weights(
 ) -> Array:
     groups = tiled_gemm.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-    num_tasks = shape[0] * -(-shape[1] // weights.ROWS) * -(-shape[2] // tiles.columns)
+    num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
     programs = _num_programs(num_tasks, interpret)
     store = storing.rows_scratch(out_dtype)
-    memory = ring.scratch((STEP, weights.ROWS), (STEP, tiles.columns), lhs.dtype, store, tiles.stages)
+    memory = ring.scratch((STEP, TILE), (STEP, tiles.columns), lhs.dtype, store, tiles.stages)
     scratch = {"ring": memory, "cleared": plgpu.Barrier(num_arrivals=tiling.CONSUMERS)}
     body = functools.partial(weights.grouped_gemm_weights, tiles=tiles, programs=programs)
     operands = (groups.starts, groups.ends, lhs, rhs)

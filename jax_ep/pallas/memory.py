@@ -10,8 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 WARPGROUP = "warpgroup"
-CHUNK = 64
-"""Rows of the accumulators of a consumer; it stores them some columns at a time, see `line`."""
 _LINE_BYTES = 128
 
 Ref = Any

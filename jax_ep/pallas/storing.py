@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jax_ep.pallas.memory import CHUNK, WARPGROUP, Ref, Scalar, int32, line, swizzled
-from jax_ep.pallas.tiling import CONSUMERS
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, line, swizzled
+from jax_ep.pallas.tiling import CHUNK, CONSUMERS
 from jax_ep.types import Array
 
 _SLOTS = 2  # chunks of a consumer on their way out: more leave no room for operands, which cost more than they gained

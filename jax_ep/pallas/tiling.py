@@ -12,10 +12,10 @@ ALIGNMENT = 8
 """Rows of the blocks in which operands lie in shared memory. Copies of whole blocks begin at multiples of it."""
 ROW_UNIT = 16
 """Heights of forward tiles are multiples of it."""
-CONSUMER_COLUMNS = 64
-"""Columns of a forward tile that one warpgroup multiplies: its tensor cores take 64 at a time."""
-COLUMNS = CONSUMERS * CONSUMER_COLUMNS
-"""Columns of a forward tile."""
+CHUNK = 64
+"""Rows of the accumulators of a consumer, as many as tensor cores take at a time; it stores some columns at once."""
+TILE = CONSUMERS * CHUNK
+"""Rows of the accumulators of a program: columns of a forward tile, and rows of one of weight gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WeightTiles:
     """Sizes of the kernel of weight gradients.
 
     Attributes:
-      columns: of a tile of the result, 128 or 256; it has 128 rows, 64 for each consumer.
+      columns: of a tile of the result, 128 or 256; it has `TILE` rows, a part of them for each consumer.
       stages: see `ForwardTiles`.
       band: see `ForwardTiles`.
     """

@@ -16,13 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import storing
-from jax_ep.pallas.memory import CHUNK, WARPGROUP, Ref, Scalar, int32, line
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, line
 from jax_ep.pallas.ring import Copy, Ring
-from jax_ep.pallas.tiling import ALIGNMENT, CONSUMERS, STEP, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
-ROWS = CONSUMERS * CHUNK
-"""Rows of a tile, columns of the left operand."""
 # How a warpgroup holds blocks of rows: 8 bytes per thread and 64 columns, half a warp per row.
 _BLOCKS = plgpu.Layout.TILED(
     plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
@@ -86,22 +84,22 @@ def grouped_gemm_weights(
 
     `cleared` is the barrier at which consumers meet after each has cleared its half of the rows of others.
     """
-    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // ROWS), -(-out.shape[2] // tiles.columns)
+    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
 
     def locate(task: Array) -> Place:
         group = lax.div(task, int32(num_tall * num_wide))
         within = lax.rem(task, int32(num_tall * num_wide))
         row, column = rings.row_and_column(within, int32(num_tall), num_wide, tiles.band)
-        return Place(group, row * int32(ROWS), column * int32(tiles.columns), start[group], end[group])
+        return Place(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
     def load(place: Place, step: Array) -> Array:
         steps = steps_of(place)
-        row, column = pl.multiple_of(place.row, ROWS), pl.multiple_of(place.column, tiles.columns)
+        row, column = pl.multiple_of(place.row, TILE), pl.multiple_of(place.column, tiles.columns)
 
         def copies(k: Array, slot: Array) -> tuple[Copy, Copy]:
             rows = pl.ds(pl.multiple_of(steps.row(k), ALIGNMENT), STEP)
-            left, right = lhs.at[rows, pl.ds(row, ROWS)], rhs.at[rows, pl.ds(column, tiles.columns)]
+            left, right = lhs.at[rows, pl.ds(row, TILE)], rhs.at[rows, pl.ds(column, tiles.columns)]
             return Copy(left, ring.lhs.at[slot]), Copy(right, ring.rhs.at[slot])
 
         return rings.load_steps(ring, tiles.stages, step, steps.total, copies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def enter(count: int, figure: Callable[[], float]) -> float | None:
 
 
 def _run_copies(count: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the copies must end too
     with socket.socket() as probe, tempfile.TemporaryDirectory() as elsewhere:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -22,6 +22,7 @@ import pytest
 NAME = "test_gpu"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "nvshmem4py-cu13", "numpy", "pytest")
 _MOST_REASONS = 20
+_MOST_TEXT = 2000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +81,8 @@ class _Recorder:
         is_part = type(report).__name__ == "SubtestReport"
         if report.failed:
             found["failed"] += 1
-            found.setdefault("failures", []).append(report.nodeid.split("::", 1)[-1])
+            found.setdefault("failures", {})[report.nodeid.split("::", 1)[-1]] = report.longreprtext[-_MOST_TEXT:]
+            self._write()  # a run that is stopped does not print why its tests failed
         elif report.skipped and not is_part:
             found["skipped"] += 1
             reasons = collections.Counter(found.get("reasons", {}))

@@ -120,6 +120,8 @@ def main() -> int:
     if not any(argument.split("=")[0] == "--seed" for argument in arguments):
         arguments += ["--seed", "0" if os.environ.get("CI") else str(secrets.randbits(32))]
     address = f"127.0.0.1:{free_port()}"
+    # The signal of `timeout`, after which nobody may stay behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes = [Process(i, options.num_processes, address, arguments) for i in range(options.num_processes)]
     try:
         problem = wait(processes, options.timeout, options.grace)

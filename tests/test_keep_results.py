@@ -18,6 +18,7 @@ def test_skipped(): pass
 SECOND = """
 import os
 def test_good(): pass
+def test_bad(): assert False
 def test_that_ends_the_process(): os._exit(7)
 """
 CONFTEST = 'pytest_plugins = ["keep_results"]\n'
@@ -40,10 +41,10 @@ def test_outcomes_are_kept_by_file_and_by_number_of_processes(tmp_path):
     kept = run(tmp_path, "test_first.py", "test_second.py")  # the second file ends the process
     ((name, found),) = kept["runs"].items()
     assert name.startswith("1 process, ")
-    assert set(found["files"]) == {"test_first.py"}
+    assert set(found["files"]) == {"test_first.py", "test_second.py"}  # the second as far as its last failure
     first = found["files"]["test_first.py"]
     assert (first["passed"], first["failed"], first["skipped"]) == (1, 1, 1)
-    assert first["failures"] == ["test_bad"]
+    assert list(first["failures"]) == ["test_bad"] and "assert False" in first["failures"]["test_bad"]
     assert list(first["reasons"]) == ["Skipped: not today"]
     assert {"jax", "jaxlib", "pytest"} <= set(kept["versions"]) and kept["device"]["platform"] == "cpu"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,26 @@ def test_outcomes(name: str, tmp_path: Path) -> None:
     assert code == expected, output
     for text in texts:
         assert text in output
+
+
+def test_nobody_stays_behind_when_it_is_ended(tmp_path: Path) -> None:
+    """By the signal that `timeout` sends: orphans would keep the GPUs."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    body = "def test_hangs():\n    open(os.environ['PIDS'] + str(ME), 'w').write(str(os.getpid()))\n    time.sleep(100)"
+    (tmp_path / "test_case.py").write_text(HEAD + body + "\n")
+    environment = os.environ | {"JAX_EP_TEST_DEVICES": "cpu", "PIDS": str(tmp_path / "pid")}
+    command = [sys.executable, str(LAUNCHER), "2", "-q", str(tmp_path)]
+    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    launcher.terminate()
+    assert launcher.wait(30) == 128 + signal.SIGTERM
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
 
 
 BENCHMARK = """

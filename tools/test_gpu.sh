@@ -27,7 +27,8 @@ export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 options=(-q -p no:cacheprovider -p no:benchmark --timeout-method thread -o timeout=150 --implementation triton --results "$results")
 read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
-together=("${contract[@]/#/tests/contract/test_}")
+low_latency=(low_latency low_latency_moe low_latency_gemm_combine)
+together=("${contract[@]/#/tests/contract/test_}" "${low_latency[@]/#/tests/contract/test_}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
 random=tests/gpu/test_random_sizes.py # mostly compiles
 devices=(ffi ffi_status sharding flax fuzz training_equivalence)

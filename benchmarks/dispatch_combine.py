@@ -10,13 +10,13 @@ that chain the calls, which the variant "chain alone" shows. They matter below a
 Logical bytes count every (token, other rank) pair once, in bfloat16; wire bytes are what a variant sends: FP8 with its
 scales, or padding as well. Both are those that a rank sends, on average over the ranks. The peak is what the copy
 engine moves from one GPU to another in the same run; the floor is what the rank that sends or receives most needs at
-that peak.
+that peak. The report also says what each GPU sends while the copy engines of all copy to all others.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,6 +86,19 @@ def copy_engine_peak(num_bytes: int = PEAK_BYTES) -> float:
 
     times = harness.measure_interleaved({1: copies(1), 9: copies(9)}, 8)
     return 8 * num_bytes / (times[9].median - times[1].median)
+
+
+def copy_engines_together(devices: Sequence[jax.Device], num_bytes: int = PEAK_BYTES) -> float:
+    """Bytes per second that each GPU sends while every GPU copies to all others, one large copy for each pair."""
+    data = [jax.device_put(jnp.zeros((num_bytes,), jnp.uint8), device) for device in devices]
+    others = range(1, len(devices))
+
+    def copies(n: int) -> Callable[[], list[jax.Array]]:
+        pairs = [(i, (i + step) % len(devices)) for _ in range(n) for step in others for i in range(len(devices))]
+        return lambda: [jax.device_put(data[source], devices[target]) for source, target in pairs]
+
+    times = harness.measure_interleaved({1: copies(1), 5: copies(5)}, 8)
+    return 4 * len(others) * num_bytes / (times[5].median - times[1].median)
 
 
 def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
@@ -184,7 +197,8 @@ def main() -> None:
     if not (on_gpus or args.quick) or (args.processes == 1 and jax.device_count() < 2):
         print("dispatch_combine: needs two or more GPUs; nothing measured")
         return
-    peak = processes.enter(args.processes, copy_engine_peak if on_gpus else partial(copy_engine_peak, 1 << 22))
+    copied_bytes = PEAK_BYTES if on_gpus else 1 << 22
+    peak = processes.enter(args.processes, copy_engine_peak if on_gpus else partial(copy_engine_peak, copied_bytes))
     if peak is None:
         return
     ranks = [n for n in args.ranks if n <= jax.device_count()] if args.processes == 1 else [jax.device_count()]
@@ -194,11 +208,13 @@ def main() -> None:
     settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
     report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}{args.suffix}", args.out, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
-    panels = []
+    panels, together = [], {}
     for num_ranks in ranks:
         devices = jax.devices()[:num_ranks]
         mesh = jax.make_mesh((num_ranks,), AXIS, axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
         if args.processes == 1:
+            together[str(num_ranks)] = copy_engines_together(devices, copied_bytes)
+            report.summarise(copy_engines_together_bytes_per_s=together)
             jax_ep.finalize()
             jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
         for kind in args.routing:

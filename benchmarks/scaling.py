@@ -1,6 +1,6 @@
 """How dispatch and combine scale with the number of ranks: bytes, measured times, and what they predict for more ranks.
 
-    python benchmarks/scaling.py [--ranks 2 4 8] [--results benchmarks/results/dispatch_combine.json]
+    python benchmarks/scaling.py [--ranks 2 4 8] [--results dispatch_combine_2_gpus.json ...]
 
 Needs no GPU: it reads the published results of dispatch_combine.py and says for every number of ranks what a rank
 sends, how long that takes at the copy engine's rate, the measured time where one is published, and the model's.
@@ -32,6 +32,7 @@ VARIANTS = (
     "triton dispatch, cached handle, FP8 wire",
     "triton combine, FP8 wire",
 )
+RESULTS = tuple(harness.RESULTS / f"dispatch_combine_{ranks}_gpus.json" for ranks in (2, 4))
 GROUP = 128  # columns that share a float32 scale in FP8
 
 
@@ -61,6 +62,15 @@ def predict(lines: Mapping[int, Line], link_bytes: Mapping[int, float], num_rank
     fewest, most = min(lines), max(lines)
     link = link_bytes[num_ranks] * lines[most].per_token / link_bytes[most]
     return lines[most].start + tokens * max(link, lines[fewest].per_token)
+
+
+def read(paths: Iterable[Path]) -> dict[str, Any]:
+    """Reports of one model on different numbers of ranks as one: what the first one says, and the rows of all."""
+    contents = [json.loads(path.read_text()) for path in paths]
+    models = {tuple(content["settings"][size] for size in ("experts", "top_k")) for content in contents}
+    if len(models) > 1:
+        raise ValueError(f"these reports have experts and top-k of {sorted(models)}; pass those of one model.")
+    return contents[0] | {"rows": [row for content in contents for row in content["rows"]]}
 
 
 def measured_times(content: Mapping[str, Any], variant: str) -> dict[int, dict[int, float]]:
@@ -105,10 +115,13 @@ def main() -> None:
     """Prints a table for each variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--results", type=Path, default=harness.RESULTS / "dispatch_combine.json")
+    parser.add_argument("--results", type=Path, nargs="+", default=RESULTS, help="of two or more numbers of ranks")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, metavar="VARIANT")
     args = parser.parse_args()
-    content = json.loads(args.results.read_text())
+    try:
+        content = read(args.results)
+    except ValueError as error:
+        parser.error(f"--results: {error}")
     experts = content["settings"]["experts"]
     if unfit := [n for n in args.ranks if n < 2 or experts % n]:
         parser.error(f"--ranks {unfit[0]}: {experts} experts need two or more ranks, a number that divides them")
@@ -123,7 +136,8 @@ def main() -> None:
     ]
     for variant in args.variants:
         if len(measured_times(content, variant)) < 2:
-            parser.error(f"{args.results} has not two numbers of ranks for {variant!r}: run dispatch_combine.py")
+            names = ", ".join(map(str, args.results))
+            parser.error(f"{names}: not two numbers of ranks for {variant!r}; run dispatch_combine.py")
         harness.show_table(f"{variant} ({content['date'][:10]})", columns, table(content, variant, args.ranks))
 
 

@@ -461,14 +461,15 @@ def test_quick_run_of_the_exchange(tmp_path):
 
 
 def test_published_exchange_is_complete():
-    content = published("dispatch_combine")
-    if "chain_lengths" not in content["settings"]:
-        pytest.skip("published by an earlier version of the script")
-    check_exchange(content)
-    assert {2, 4} <= set(content["settings"]["ranks"])
-    assert {128, 4096, 32768} <= set(content["settings"]["tokens"])
-    assert set(content["settings"]["routing"]) == {"uniform", "zipf"}
-    assert any(row["variant"] == RAGGED and "seconds" in row for row in content["rows"])
+    contents = [published(f"dispatch_combine{name}") for name in ("_2_gpus", "_4_gpus", "_4_gpus_zipf", "")]
+    for content in contents:
+        check_exchange(content)
+    for content, ranks in zip(contents, (2, 4), strict=False):
+        assert content["settings"]["ranks"] == [ranks]
+        assert {128, 4096, 32768} <= set(content["settings"]["tokens"])
+    for content in contents[2:]:
+        assert content["settings"]["routing"] == ["uniform", "zipf"]
+        assert any(row["variant"] == RAGGED and "seconds" in row for row in content["rows"])
 
 
 def test_figures_are_published():

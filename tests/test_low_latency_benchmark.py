@@ -84,6 +84,9 @@ def check_low_latency(content: dict) -> None:
     for row in content["rows"]:
         shape = row["shape"]
         cases.setdefault((shape["ranks"], shape["tokens_per_rank"]), set()).add(row["variant"])
+        if "failed" in row:
+            assert row["variant"] in BASELINES
+            continue
         assert row["wire_bytes_per_s"] == pytest.approx(row["wire_bytes"] / row["seconds"]["median"])
         assert row["floor_seconds"] >= 0.99 * row["wire_bytes"] / (content["summary"]["copy_engine_bytes_per_s"])
     wanted = {(int(ranks), tokens) for ranks, counts in content["settings"]["tokens"].items() for tokens in counts}
@@ -103,7 +106,8 @@ def test_quick_run(tmp_path):
         assert (tmp_path / "low_latency.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_published_figures_are_complete():
-    content = published("low_latency")
+@pytest.mark.parametrize("name", ["low_latency", "low_latency_4_gpus"])
+def test_published_figures_are_complete(name):
+    content = published(name)
     check_low_latency(content)
     assert all({1, 128} <= set(counts) for counts in content["settings"]["tokens"].values())

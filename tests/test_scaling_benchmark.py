@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -53,3 +54,13 @@ def test_ranks_must_divide_the_experts(scaling, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         scaling.main()
     assert "--ranks 3: 256 experts" in capsys.readouterr().err
+
+
+def test_reports_of_different_models_do_not_mix(scaling, tmp_path, monkeypatch, capsys):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, experts in zip(paths, (256, 128), strict=True):
+        path.write_text(json.dumps({"settings": {"experts": experts, "top_k": 8}, "rows": []}))
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--results", *map(str, paths)])
+    with pytest.raises(SystemExit):
+        scaling.main()
+    assert "[(128, 8), (256, 8)]; pass those of one model" in capsys.readouterr().err

@@ -15,9 +15,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ON_GPU = jax.default_backend() == "gpu"
 STEPS = 60 if ON_GPU else 3
 TINY = "" if ON_GPU else "--layers 1 --hidden 32 --intermediate 32 --heads 2 --batch-size 8 --length 16"
-# Largest and mean difference of the losses in nats. In bfloat16 a rounding sends a token to another expert sooner or
-# later: spreading `xla` alone over other devices moved this curve by up to 0.07, by 0.007 on average; float32 by 5e-7.
-TOLERANCES = {"bfloat16": (0.2, 0.02), "float32": (5e-3, 1e-3)}
+# Largest and mean difference of the losses in nats. A rounding sends a token to another expert sooner or later, and
+# from then on the difference grows. In bfloat16 soon: spreading `xla` alone over other devices moved this curve by up
+# to 0.07, by 0.007 on average. In float32 on four GPUs after 42 steps: 5e-7 until then, 0.004 at the end.
+TOLERANCES = {"bfloat16": (0.2, 0.02), "float32": (5e-2, 5e-3)}
+EXACT_STEPS, EXACT = 10, 1e-5  # of float32
 
 
 def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
@@ -58,4 +60,7 @@ def test_loss_curves_are_the_same(one_process: None, tmp_path: Path, request: py
         most, mean = TOLERANCES[dtype]
         assert curve["largest_difference"] <= most, (dtype, curve)
         assert curve["mean_difference"] <= mean, (dtype, curve)
+        if dtype == "float32":
+            first = np.subtract(curve["triton"], curve["xla"])[:EXACT_STEPS]
+            assert np.abs(first).max() <= EXACT, (dtype, curve)
         assert curve["xla"][-1] < curve["xla"][0] - (2 if ON_GPU else 0), "nothing was learned: nothing is compared"

@@ -279,7 +279,7 @@ def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
                 " expected a"
                 f" name, a sequence of names, or None; choose from {available()}."
             )
-    unknown = [name for name in names if name not in _REGISTRY]
+    unknown = [name for name in names if not isinstance(name, str) or name not in _REGISTRY]
     if unknown or not names:
         raise ValueError(
             f"{request.function}: implementation={implementation!r} names {unknown or 'nothing'}; choose from"

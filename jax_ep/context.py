@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_ep import nvshmem
+from jax_ep import context_validation, nvshmem
 from jax_ep.mesh_axes import axis_tuple
 from jax_ep.types import AxisName
 
@@ -93,8 +93,9 @@ def init(
 
     Raises:
       ValueError: an axis that the mesh lacks, an unknown transport, one that does not fit the platform or the number
-        of processes, `heap_bytes` for a transport without a heap, or a second `init` with other arguments before
-        `finalize`.
+        of processes, `heap_bytes` for a transport without a heap, numbers out of range, or a second `init` with other
+        arguments before `finalize`.
+      TypeError: a mesh, `heap_bytes` or `timeout_s` of another type.
       jax.errors.JaxRuntimeError: another process has not come in time, or has failed; the message says which.
 
     Example:
@@ -144,8 +145,8 @@ def _checked(
     transport = _checked_transport(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
-    if not timeout_s > 0:
-        raise ValueError(f"init: timeout_s={timeout_s}, expected a positive number of seconds; the default is 30.")
+    context_validation.heap_bytes(heap_bytes)
+    context_validation.timeout_s(timeout_s, default=_TIMEOUT_S)
     num_ranks = 1
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
@@ -191,6 +192,7 @@ def _best_transport() -> str:
 
 def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sharding.Mesh:
     if mesh is not None:
+        context_validation.mesh(mesh)
         return mesh
     current = jax.sharding.get_mesh()
     if not current.empty:
@@ -200,6 +202,10 @@ def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sh
 
 def _all_devices(axis_name: AxisName) -> jax.sharding.Mesh:
     axes = axis_tuple(axis_name)
+    if not axes:
+        raise ValueError(
+            "init: axis_name=() names no axis, expected at least one; pass the axis that carries the experts."
+        )
     return jax.make_mesh((jax.device_count(),) + (1,) * (len(axes) - 1), axes)
 
 

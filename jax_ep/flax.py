@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jax_ep
+from jax_ep import validation as check
 from jax_ep.activations import ACTIVATIONS
 from jax_ep.mesh_axes import rearrange
 from jax_ep.moe_metrics import MoEMetrics, count_assignments, update_router_bias
@@ -162,15 +163,14 @@ class MoE(nnx.Module):
         Where a device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `serving` (see `serving_weights`)
         replaces the experts' matrices, for inference, and the path is `jax_ep.low_latency_moe`.
         """
-        if x.ndim < 1 or x.shape[-1] != self.hidden_size:
+        x = check.rows("MoE", "x", x, "[..., hidden_size]")
+        if x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         mesh = self._active_mesh()
-        if mesh is None:
-            y, metrics = self._on_one_device(x.astype(self.dtype), serving)
-        else:
-            y, metrics = self._on_mesh(x.astype(self.dtype), mesh, serving)
+        tokens = x.astype(self.dtype)
+        y, metrics = self._on_one_device(tokens, serving) if mesh is None else self._on_mesh(tokens, mesh, serving)
         if self.shared_gate_up is not None and self.shared_down is not None:
-            hidden = x.astype(self.dtype) @ self.shared_gate_up.astype(self.dtype)
+            hidden = tokens @ self.shared_gate_up.astype(self.dtype)
             y = y + self._activate(hidden) @ self.shared_down.astype(self.dtype)
         return y.astype(x.dtype), metrics
 

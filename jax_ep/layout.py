@@ -152,5 +152,7 @@ def row_tokens(handle: Handle) -> Array:
 
 def gather_rows(source: Array, index: Array) -> Array:
     """`source[index]` along the first axis, with zeros where `index` is -1."""
+    if source.shape[0] == 0:  # no index but -1
+        return jnp.zeros_like(source, shape=(*index.shape, *source.shape[1:]))
     in_range = jnp.where(index < 0, source.shape[0], index)
     return source.at[in_range].get(mode="fill", fill_value=0)

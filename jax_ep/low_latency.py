@@ -6,9 +6,11 @@ Symbols: M = max_tokens_per_rank; the others as in api.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep import backends, vjp
@@ -66,7 +68,7 @@ def low_latency_dispatch(
     """
     function = "low_latency_dispatch"
     x = check.tokens(function, x)
-    num_ranks = check.ranks(function, num_experts, axis_name)
+    num_experts, num_ranks = check.experts(function, num_experts, axis_name)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
     max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
     topk_idx = check.expert_ids(function, topk_idx, actual, num_experts)
@@ -76,7 +78,7 @@ def low_latency_dispatch(
         dtype = x[0].dtype
     else:
         dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
-    num_tokens = checked_count(function, num_tokens)
+    num_tokens = checked_count(function, num_tokens, actual)
     capacity = num_experts // num_ranks * num_ranks * max_tokens
     layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity)
     name = backends.choose(implementation, backends.Request(function, dtype, hidden, "low_latency", layout))
@@ -97,14 +99,19 @@ def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int)
     return max_tokens
 
 
-def checked_count(function: str, num_tokens: Array | int | None) -> Array | None:
-    """`num_tokens` as an integer scalar."""
+def checked_count(function: str, num_tokens: Array | int | None, most: int) -> Array | None:
+    """`num_tokens` as an int32 scalar. Any integer is one: more than `most` are as good as that many."""
     if num_tokens is None:
         return None
-    num_tokens = check.array(function, "num_tokens", jnp.asarray(num_tokens), 0, "[], an int32 scalar")
-    if not jnp.issubdtype(num_tokens.dtype, jnp.integer):
-        raise TypeError(f"{function}: num_tokens has dtype {num_tokens.dtype}, expected int32; use .astype(jnp.int32).")
-    return num_tokens
+    value: Any = num_tokens
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        value = np.asarray(min(max(int(value), 0), most), np.int32)
+    value = check.array(function, "num_tokens", value, 0, "[], an int32 scalar")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
+    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:
+        return value.astype(jnp.int32)
+    return jnp.clip(value, 0, most).astype(jnp.int32)  # in its own dtype, which has room for `most`
 
 
 def low_latency_combine(

@@ -58,6 +58,18 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
     return jax.tree.unflatten(treedef, cast)
 
 
+def explicit_part(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: jax.sharding.PartitionSpec
+) -> jax.sharding.PartitionSpec:
+    """`spec` without the axes that are not explicit: types name no others."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def kept(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return tuple(name for name in axis_tuple(entry or ()) if kinds[name] == jax.sharding.AxisType.Explicit) or None
+
+    return jax.sharding.PartitionSpec(*(kept(entry) for entry in spec))
+
+
 def rearrange(
     function: Callable[[Array], Array],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
@@ -70,4 +82,5 @@ def rearrange(
     """
     if mesh.are_all_axes_auto:
         return function
+    spec = explicit_part(mesh, spec)
     return jax.sharding.auto_axes(function, out_sharding=jax.sharding.NamedSharding(mesh, spec))

@@ -89,12 +89,13 @@ class Call:
 
     def num_local_experts(self, num_experts: int) -> int:
         """L = E / W."""
-        return num_experts // check.ranks(self.function, num_experts, self.axis_name)
+        num_experts, num_ranks = check.experts(self.function, num_experts, self.axis_name)
+        return num_experts // num_ranks
 
 
 def combine_mode(function: str, argument: str, mode: str | None) -> str | None:
     """A known way to run a product and its combine, or None."""
-    if mode is not None and mode not in COMBINE_MODES:
+    if mode is not None and (not isinstance(mode, str) or mode not in COMBINE_MODES):
         raise ValueError(
             f"{function}: {argument}={mode!r}, expected one of {COMBINE_MODES}, or None for the one that should be"
             " fastest."
@@ -126,7 +127,7 @@ def prepare(
     function, axis = call.function, axis_tuple(call.axis_name)
     x = check.tokens(function, x)
     num_tokens = (x[0] if isinstance(x, tuple) else x).shape[0]
-    num_ranks = check.ranks(function, num_experts, call.axis_name)
+    num_experts, num_ranks = check.experts(function, num_experts, call.axis_name)
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, num_tokens, num_experts)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]

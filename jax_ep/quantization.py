@@ -47,7 +47,7 @@ def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
       >>> values.dtype.name, scales.shape
       ('float8_e4m3fn', (2, 2))
     """
-    x = check.floating("quantize_fp8", "x", x)
+    x = check.floating("quantize_fp8", "x", check.rows("quantize_fp8", "x", x, "[..., H]"))
     check.fp8_columns("quantize_fp8", x.shape[-1], group_size)
     remedy = "quantize_fp8 has no gradient: dispatch and combine with wire_dtype=float8_e4m3fn have one."
     return call_without_gradient(remedy, partial(_quantize_rows, group_size), x)
@@ -95,7 +95,9 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
       >>> float(dequantize_fp8(*quantize_fp8(jnp.ones((2, 128))), jnp.float32)[0, 0])
       1.0
     """
-    values, scales = check.quantized("dequantize_fp8", values, scales, jnp.ndim(values))
+    values = check.rows("dequantize_fp8", "values", values, "[..., H]")
+    values, scales = check.quantized("dequantize_fp8", values, scales, values.ndim)
+    dtype = check.dtype("dequantize_fp8", "dtype", dtype, "one of the result, as jnp.bfloat16")
     groups = values.reshape(*scales.shape, values.shape[-1] // scales.shape[-1]).astype(jnp.float32)
     return (groups * scales[..., None]).astype(dtype).reshape(values.shape)
 
@@ -161,6 +163,7 @@ def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Ar
       1.0
     """
     values, scales = quantized_matrices("dequantize_fp8_weights", values, scales)
+    dtype = check.dtype("dequantize_fp8_weights", "dtype", dtype, "one of the result, as jnp.bfloat16")
     columns = values.shape[-2]
     scales = jnp.repeat(scales, GROUP_SIZE, axis=-2)[..., :columns, :]
     groups = values.reshape(*scales.shape, GROUP_SIZE).astype(jnp.float32)

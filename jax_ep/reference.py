@@ -139,7 +139,7 @@ def low_latency_dispatch(
     Args:
       x: tokens, or a quantised pair; T is at most the `num_tokens` of the layout, M.
       topk_idx: expert ids.
-      num_tokens: `[]` integer, how many tokens count; None: all.
+      num_tokens: `[]` int32, how many tokens count; None: all.
       layout: static sizes.
       axis: expert axis.
       group_size: columns per FP8 scale, or None to send x as it is.
@@ -150,7 +150,7 @@ def low_latency_dispatch(
     if group_size is not None and not isinstance(x, tuple):
         x = quantization.quantize_fp8(x, group_size=group_size)
     if num_tokens is not None:
-        index = jnp.arange(topk_idx.shape[0], dtype=num_tokens.dtype)
+        index = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)
         topk_idx = jnp.where((index < num_tokens)[:, None], topk_idx, -1)
     handle = low_latency_plan(_pad_rows(topk_idx, layout.num_tokens, -1), layout, axis)
     values, scales = x if isinstance(x, tuple) else (x, None)
@@ -185,11 +185,15 @@ def low_latency_combine(
     partial = jnp.zeros((), dtype)
     for k in range(handle.layout.top_k):
         row = rows.gather_rows(flat, handle.slot_row[:, :, k]).astype(dtype)
-        partial = partial + row * weights[:, :, k, None]
+        # The weight of a slot without a row here may be anything.
+        weight = jnp.where(handle.slot_row[:, :, k] < 0, jnp.zeros((), dtype), weights[:, :, k])
+        partial = partial + row * weight[:, :, None]
     return sum_in_order(exchange(partial, axis)).astype(y.dtype)[: topk_weights.shape[0]]
 
 
 def _pad_rows(x: Array, num_rows: int, fill: int) -> Array:
-    """Extends the first axis to `num_rows`."""
+    """Extends the first axis of a matrix to `num_rows`."""
+    if x.shape[0] == 0:  # XLA's partitioner fails at programs all of whose operands are empty
+        return jnp.full_like(x, fill, shape=(num_rows, x.shape[1]))
     value = jnp.asarray(fill, x.dtype)
     return jnp.pad(x, ((0, num_rows - x.shape[0]), (0, 0)), constant_values=value) if num_rows > x.shape[0] else x

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep import router_validation
 from jax_ep import validation as check
 from jax_ep.dtypes import accumulation_dtype
 from jax_ep.types import Array, AxisName, Routing
@@ -65,7 +66,7 @@ def topk_router(
 
     Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
     """
-    check.router_arguments(logits, k, score, bias, num_groups, topk_groups, group_score)
+    router_validation.router_arguments(logits, k, score, bias, num_groups, topk_groups, group_score, scale)
     logits = logits.astype(accumulation_dtype(logits.dtype))
     scores = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
     selection = lax.stop_gradient(scores)
@@ -114,7 +115,7 @@ def load_balancing_loss(scores: Array, topk_idx: Array, *, axis_name: AxisName |
 
     Source: Switch Transformers (arXiv:2101.03961, equation 4), DeepSeek-V3 (arXiv:2412.19437, equation 17).
     """
-    check.loss_arguments(scores, topk_idx, axis_name)
+    router_validation.loss_arguments(scores, topk_idx, axis_name)
     num_experts = scores.shape[-1]
     scores = scores.astype(accumulation_dtype(scores.dtype))
     normalised = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _SMALLEST_SUM)

@@ -78,12 +78,19 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
         check_masked.matrices(function, name, w, whole=False)
         for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
     )
+    check.same_dtype(function, "w_down", w_down, "w_gate_up", w_gate_up.dtype)
+    if w_gate_up.shape[:-2] != w_down.shape[:-2]:
+        raise ValueError(
+            f"{function}: w_gate_up has shape {w_gate_up.shape} and w_down {w_down.shape}, expected the same axes"
+            " before the last two; pass both matrices of the same experts."
+        )
     inner, hidden = w_down.shape[-2:]
     remedy = "pass gate and up side by side, [..., E, H, 2 * I], for w_down [..., E, I, H]"
     check.size(function, "axis -1 of w_gate_up", w_gate_up.shape[-1], 2 * inner, remedy)
     check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, remedy)
     if not fp8:
         return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2))
+    check_masked.whole_blocks(function, "H, axis -2 of w_gate_up,", hidden)
     missing = -inner % GROUP_SIZE
     halves = w_gate_up.reshape(*w_gate_up.shape[:-1], 2, inner)
     halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 1) + [(0, missing)])
@@ -147,11 +154,11 @@ def low_latency_moe(
     """
     function = "low_latency_moe"
     x = check.matrix(function, "x", x, "[T, H]")
-    num_ranks = check.ranks(function, num_experts, axis_name)
+    num_experts, num_ranks = check.experts(function, num_experts, axis_name)
     check.activation(function, activation)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
-    num_tokens = checked_count(function, num_tokens)
+    num_tokens = checked_count(function, num_tokens, x.shape[0])
     if max_tokens_per_rank is None:
         max_tokens_per_rank = max(1, x.shape[0])
     max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)

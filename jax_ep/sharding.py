@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -92,8 +93,9 @@ def sharded_moe(
       different sharding is an error, because moving data there is the caller's decision (`jax.sharding.reshard`).
 
     Raises:
-      ValueError: axes that the mesh lacks, N not divisible by the token axes, an explicit sharding that differs, or
-        a `w_gate_up` of the wrong rank; by the returned function.
+      ValueError: axes that the mesh lacks, N, E or I not divisible by the axes they are spread over, arrays of other
+        shapes, an explicit sharding that differs; by the returned function.
+      TypeError: arguments that are no arrays, or of other dtypes; likewise.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -111,9 +113,9 @@ def sharded_moe(
 
     def apply(x: Array, topk_idx: Array, topk_weights: Array, w_gate_up: Array, w_down: Array) -> Array:
         the_mesh = _mesh(mesh, specs)
-        check.expert_ids("sharded_moe", topk_idx, None, num_experts)
-        _check_global(the_mesh, specs, x, w_gate_up, tensor_axis, num_experts)
         arguments = (x, topk_idx, topk_weights, w_gate_up, w_down)
+        _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
+        _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
         in_specs = (specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down)
         for name, argument, spec in zip(_ARGUMENTS, arguments, in_specs, strict=True):
             _check_explicit(the_mesh, name, argument, spec)
@@ -132,12 +134,17 @@ def sharded_moe(
     return apply
 
 
+_FUNCTION = "sharded_moe"
 _ARGUMENTS = ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down")
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractMesh:
     """The given mesh, or the one of `jax.set_mesh`; it must have all axes of the specs."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{_FUNCTION}: mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
+        )
     if mesh.empty:
         raise ValueError(
             "sharded_moe: mesh=None and no mesh is set, expected one; pass mesh=, or call jax.set_mesh(mesh)."
@@ -155,28 +162,50 @@ def _names(*specs: P) -> set[str]:
     return {name for spec in specs for entry in spec if entry is not None for name in axis_tuple(entry)}
 
 
-def _check_global(
-    mesh: Mesh | AbstractMesh, specs: MoESpecs, x: Array, w_gate_up: Array, tensor_axis: str | None, num_experts: int
+def _num_shards(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _check_tokens(
+    mesh: Mesh | AbstractMesh, specs: MoESpecs, x: Any, topk_idx: Any, topk_weights: Any, num_experts: Any
 ) -> None:
-    num_shards = 1
-    for name in _names(specs.tokens):
-        num_shards *= mesh.shape[name]
+    check.positive(_FUNCTION, "num_experts", num_experts)
+    x = check.matrix(_FUNCTION, "x", x, "[N, H]")
+    num_shards = _num_shards(mesh, _names(specs.tokens))
     if x.shape[0] % num_shards:
         raise ValueError(
-            f"sharded_moe: x has {x.shape[0]} tokens, expected a multiple of the {num_shards} shards of"
-            f" {specs.tokens}; pad"
-            " the batch (expert id -1 costs nothing)."
+            f"{_FUNCTION}: x has {x.shape[0]} tokens, expected a multiple of the {num_shards} shards of {specs.tokens};"
+            " pad the batch (expert id -1 costs nothing)."
         )
-    check.size(
-        "sharded_moe", "axis 0 of w_gate_up", w_gate_up.shape[0], num_experts, "pass the matrices of all experts"
-    )
-    rank = 3 if tensor_axis is None else 4
-    if w_gate_up.ndim != rank:
-        shape = "[E, H, 2 * I]" if tensor_axis is None else "[E, H, 2, I], so that gate and up are split alike"
-        raise ValueError(
-            f"sharded_moe: w_gate_up has shape {w_gate_up.shape}, expected rank {rank}, {shape}, for"
-            f" tensor_axis={tensor_axis!r}; reshape it."
-        )
+    topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts)
+    check.router_weights(_FUNCTION, topk_weights, topk_idx.shape, x)
+
+
+def _check_matrices(
+    mesh: Mesh | AbstractMesh,
+    w_gate_up: Any,
+    w_down: Any,
+    num_experts: int,
+    axis_name: AxisName,
+    tensor_axis: str | None,
+) -> None:
+    check.divisible_experts(_FUNCTION, num_experts, _num_shards(mesh, axis_tuple(axis_name)), axis_name)
+    rank, shape = 3, "[E, H, 2 * I]"
+    if tensor_axis is not None:
+        rank, shape = 4, "[E, H, 2, I], so that gate and up are split alike"
+    w_gate_up = check.array(_FUNCTION, "w_gate_up", w_gate_up, rank, f"{shape}, for tensor_axis={tensor_axis!r}")
+    w_down = check.array(_FUNCTION, "w_down", w_down, 3, "[E, I, H]")
+    for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        remedy = "pass the matrices of all experts"
+        check.size(_FUNCTION, f"axis 0 of {name}", value.shape[0], num_experts, remedy)
+    if tensor_axis is None:
+        return
+    for name, columns in (("axis -1 of w_gate_up", w_gate_up.shape[-1]), ("axis 1 of w_down", w_down.shape[1])):
+        if columns % mesh.shape[tensor_axis]:
+            raise ValueError(
+                f"{_FUNCTION}: {name}, I, is {columns}, expected a multiple of the {mesh.shape[tensor_axis]} ranks of"
+                f" tensor_axis={tensor_axis!r}; pad I with zeros, which changes no result."
+            )
 
 
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:

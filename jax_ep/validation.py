@@ -26,6 +26,16 @@ def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
     return jnp.asarray(value)
 
 
+def rows(function: str, name: str, value: Any, shape: str) -> Array:
+    """`value` as a JAX array with a last axis, whatever comes before."""
+    if not isinstance(value, jax.Array | np.ndarray) or value.ndim < 1:
+        what = (
+            f"has shape {value.shape}" if isinstance(value, jax.Array | np.ndarray) else f"is a {type(value).__name__}"
+        )
+        raise TypeError(f"{function}: {name} {what}, expected a JAX or NumPy array {shape}; pass one.")
+    return jnp.asarray(value)
+
+
 def matrix(function: str, name: str, value: Any, shape: str = "[T, E]") -> Array:
     """A floating matrix."""
     value = array(function, name, value, 2, shape)
@@ -47,6 +57,14 @@ def same_dtype(function: str, name: str, value: Array, other_name: str, other: D
             f"{function}: {name} has dtype {value.dtype} but {other_name} has {jnp.dtype(other)}; cast one of them with"
             " astype."
         )
+
+
+def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
+    """What is, or names, a dtype."""
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name}={value!r} is no dtype, expected {examples}; pass one of them.") from None
 
 
 def size(function: str, what: str, actual: int, expected: int, remedy: str) -> None:
@@ -151,17 +169,21 @@ def router_weights(
     return topk_weights
 
 
-def ranks(function: str, num_experts: Any, axis_name: AxisName) -> int:
-    """Number of ranks on the axis, which must divide the experts."""
+def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
+    """Number of experts as a Python int, and of ranks on the axis, which must divide it."""
     num_experts = positive(function, "num_experts", num_experts)
     num_ranks = axis_size(axis_name, function=function)
+    divisible_experts(function, num_experts, num_ranks, axis_name)
+    return num_experts, num_ranks
+
+
+def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name: AxisName) -> None:
+    """As many experts on each rank."""
     if num_experts % num_ranks:
         raise ValueError(
             f"{function}: num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis"
-            f" {axis_name!r}; every"
-            " rank owns the same number of experts, so change one of the two."
+            f" {axis_name!r}; every rank owns the same number of experts, so change one of the two."
         )
-    return num_ranks
 
 
 def wire(function: str, wire_dtype: DTypeLike | None, x: Array | Quantized) -> DTypeLike | None:
@@ -251,7 +273,7 @@ def group_sizes(function: str, value: Any) -> Array:
 
 def activation(function: str, name: str) -> None:
     """A known activation."""
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
             f"{function}: activation={name!r}, expected one of {tuple(ACTIVATIONS)}; apply others yourself"
             " between the two products."
@@ -277,53 +299,12 @@ def expert_weights(
     return value
 
 
-def result_dtype(function: str, preferred: DTypeLike | None, dtype: DTypeLike) -> jnp.dtype:
+def result_dtype(function: str, preferred: DTypeLike | None, own: DTypeLike) -> jnp.dtype:
     """The dtype of a product: `preferred`, which must be floating, or that of the tokens."""
-    result = jnp.dtype(dtype if preferred is None else preferred)
+    names = ", ".join(d.name for d in TOKEN_DTYPES)
+    result = dtype(function, "preferred_element_type", own if preferred is None else preferred, names)
     if result not in TOKEN_DTYPES:
-        names = ", ".join(d.name for d in TOKEN_DTYPES)
         raise TypeError(
             f"{function}: preferred_element_type={result}, expected one of {names}; cast the result instead."
         )
     return result
-
-
-def router_arguments(
-    logits: Any, k: Any, score: str, bias: Any, num_groups: Any, topk_groups: Any, group_score: str
-) -> None:
-    """Arguments of `topk_router`."""
-    function = "topk_router"
-    num_experts = matrix(function, "logits", logits).shape[1]
-    for name, value in (("k", k), ("num_groups", num_groups), ("topk_groups", topk_groups)):
-        positive(function, name, value)
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"{function}: score={score!r}, expected 'softmax' or 'sigmoid'; pass one of them.")
-    if group_score not in ("top2_sum", "max"):
-        raise ValueError(f"{function}: group_score={group_score!r}, expected 'top2_sum' or 'max'; pass one of them.")
-    if num_experts % num_groups:
-        raise ValueError(
-            f"{function}: {num_experts} experts do not divide into num_groups={num_groups}; change either."
-        )
-    if topk_groups > num_groups:
-        raise ValueError(f"{function}: topk_groups={topk_groups} exceeds num_groups={num_groups}; lower topk_groups.")
-    selectable = num_experts // num_groups * topk_groups if num_groups > 1 else num_experts
-    if k > selectable:
-        raise ValueError(
-            f"{function}: k={k} exceeds the {selectable} experts that can be chosen; lower k or raise topk_groups."
-        )
-    if bias is not None:
-        bias = floating(function, "bias", array(function, "bias", bias, 1, "[E]"))
-        size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
-
-
-def loss_arguments(scores: Any, topk_idx: Any, axis_name: AxisName | None) -> None:
-    """Arguments of `load_balancing_loss`."""
-    function = "load_balancing_loss"
-    scores = matrix(function, "scores", scores)
-    topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
-    remedy = "pass the ids of the same tokens"
-    size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
-    if axis_name is not None:
-        axis_size(axis_name, function=function)

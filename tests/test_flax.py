@@ -298,3 +298,19 @@ def test_forward_products_in_fp8(on_mesh: bool) -> None:
     for want, got in zip(*(jax.tree.leaves(g) for g in gradients), strict=True):
         want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
         assert np.linalg.norm(got - want) < 0.15 * np.linalg.norm(want)
+
+
+def test_input_that_is_no_array() -> None:
+    with pytest.raises(TypeError, match="MoE: x is a list, expected a JAX or NumPy array"):
+        MoE(**SIZES, rngs=nnx.Rngs(0))([[1.0]])
+
+
+def test_explicit_and_automatic_axes_in_one_mesh(rng: np.random.Generator) -> None:
+    """Flax makes no parameters on such a mesh; a layer that was made elsewhere runs on it."""
+    layer = MoE(**SIZES, batch_axes="data", rngs=nnx.Rngs(0))
+    x = jnp.asarray(rng.normal(size=(6, H)), jnp.float32)
+    want, _ = layer(x)
+    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "expert"), axis_types=kinds, devices=jax.devices()[:4])):
+        got, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -157,9 +157,9 @@ def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
 LEVELS = [
     {"types", "dtypes", "no_gradient", "kernel"},
     {"mesh_axes", "layout", "ffi", "processes", "activations"},
-    {"heap", "interpreter", "nvshmem"},
+    {"heap", "interpreter", "nvshmem", "context_validation"},
     {"validation", "context"},
-    {"masked_validation"},
+    {"masked_validation", "router_validation"},
     {"routing", "quantization"},
     {"tiled_gemm", "tuning", "tracing", "collectives", "moe_metrics"},
     {"masked_reference", "fp8_reference"},

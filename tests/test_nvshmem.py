@@ -232,7 +232,7 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     backends._say_once.cache_clear()
 
 
-MESH = jax.sharding.AbstractMesh((2,), ("expert",))
+MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 
 def test_several_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,10 +89,35 @@ def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.G
     [
         ((2, 128, 64), (2, 64, 128), True, r"axis -1 of w_gate_up is 64, expected 128; pass gate and up"),
         ((2, 64, 128), (2, 64, 128), True, r"axis -2 of w_gate_up is 64, expected 128"),
-        ((2, 96, 256), (2, 128, 96), True, r"K, is 96, expected a multiple of 128"),
+        (
+            (2, 96, 256),
+            (2, 128, 96),
+            True,
+            r"serving_weights: H, axis -2 of w_gate_up, is 96, expected a multiple of 128",
+        ),
+        ((4, 128, 384), (2, 192, 128), True, r"\(4, 128, 384\) and w_down \(2, 192, 128\), expected the same axes"),
         ((256,), (2, 128, 96), False, r"w_gate_up has shape \(256,\), expected \[..., K, N\]"),
     ],
 )
 def test_serving_weights_of_wrong_shapes(up: tuple, down: tuple, fp8: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serving_weights(jnp.ones(up), jnp.ones(down), fp8=fp8)
+
+
+def test_serving_weights_of_different_dtypes() -> None:
+    with pytest.raises(TypeError, match="w_down has dtype bfloat16 but w_gate_up has float32"):
+        serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize_fp8([1.0]), "quantize_fp8: x is a list, expected a JAX or NumPy array"),
+        (lambda: quantize_fp8(jnp.float32(1)), r"quantize_fp8: x has shape \(\), expected a JAX or NumPy array"),
+        (lambda: dequantize_fp8(None, None, jnp.float32), "dequantize_fp8: values is a NoneType, expected"),
+        (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is no dtype"),
+    ],
+)
+def test_what_is_no_array_or_dtype(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()

@@ -130,6 +130,38 @@ def test_automatic_sharding_that_differs_is_moved(rng):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({0: [[1.0]]}, {}, TypeError, r"x is a list, not an array; pass .* \[N, H\]"),
+        ({0: np.ones((), np.float32)}, {}, ValueError, r"x has shape \(\), expected rank 2"),
+        ({1: np.zeros((N // 2, K), np.int32)}, {}, ValueError, f"number of rows of topk_idx is {N // 2}, expected {N}"),
+        ({2: None}, {}, TypeError, "topk_weights is a NoneType"),
+        ({3: None}, {}, TypeError, "w_gate_up is a NoneType"),
+        ({4: np.ones((4, INNER, H), np.float32)}, {}, ValueError, f"axis 0 of w_down is 4, expected {E}"),
+        ({}, {"num_experts": 6}, ValueError, "num_experts=6 is not divisible by the 4 ranks of axis 'expert'"),
+        ({}, {"num_experts": "8"}, TypeError, "num_experts is a str, expected a Python int"),
+        ({}, {"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
+    ],
+)
+def test_mistakes(changes, options, error, message, rng):
+    values = arguments(rng)
+    if options.get("num_experts") == 6:
+        values[1] = np.minimum(values[1], 5)
+    for place_of, value in changes.items():
+        values[place_of] = value
+    with pytest.raises(error, match=f"^sharded_moe: .*{message}"):
+        sharded_moe(**{"mesh": harness.make_mesh((4,), ("expert",)), "num_experts": E, **options})(*values)
+
+
+def test_columns_that_the_tensor_axis_does_not_divide(rng):
+    mesh = harness.make_mesh((1, 4), ("expert", "tensor"))
+    x, ids, weights, _, _ = arguments(rng)
+    w_gate_up, w_down = np.ones((E, H, 2, 6), np.float32), np.ones((E, 6, H), np.float32)
+    with pytest.raises(ValueError, match="axis -1 of w_gate_up, I, is 6, expected a multiple of the 4 ranks"):
+        sharded_moe(mesh, num_experts=E, tensor_axis="tensor")(x, ids, weights, w_gate_up, w_down)
+
+
 def test_specs():
     specs = moe_specs(("a", "b"), batch_axes=("data",), tensor_axis="tensor")
     assert specs.tokens == P(("data", "a", "b"))
@@ -150,3 +182,23 @@ def test_init_is_idempotent_and_finalize_releases():
     with jax.set_mesh(mesh):
         assert jax_ep.init(axis_name=("expert",)).mesh.shape == mesh.shape
     jax_ep.finalize()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mesh": "expert"}, TypeError, "mesh is a str, expected a jax.sharding.Mesh"),
+        ({"axis_name": ()}, ValueError, "names no axis"),
+        ({"timeout_s": "3"}, TypeError, "timeout_s is a str, expected a number"),
+        ({"timeout_s": float("inf")}, ValueError, "timeout_s=inf, expected seconds between 0 and"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan, expected seconds between 0 and"),
+        ({"transport": "shared_memory", "heap_bytes": "x"}, TypeError, "heap_bytes is a str, expected an int"),
+        ({"transport": "shared_memory", "heap_bytes": 0}, ValueError, "heap_bytes=0, expected at least 1"),
+    ],
+)
+def test_init_explains_mistakes(options, error, message):
+    if options.get("transport") == "shared_memory" and jax.default_backend() != "cpu":
+        pytest.skip("needs CPU devices")
+    jax_ep.finalize()
+    with pytest.raises(error, match=f"^init: .*{message}"):
+        jax_ep.init(**options)

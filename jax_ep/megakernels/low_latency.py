@@ -72,7 +72,7 @@ def low_latency_dispatch(
     options = {"G": num_scales, "GROUP": made, "COUNTED": num_tokens is not None}
     constants = {**_sizes(layout, actual, hidden), **options, **places, **blocks}
     constants["OPERATION"] = int(ffi.Operation.LOW_LATENCY_DISPATCH)
-    operands = (values, values if scales is None else scales, topk_idx, _counted(num_tokens, actual, topk_idx))
+    operands = (values, values if scales is None else scales, topk_idx, topk_idx if num_tokens is None else num_tokens)
     group, results = group_on(axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
     context.reserve(_DISPATCH.function, 0, region_bytes)
     tokens, sent_scales, sizes, token, start, count, slot_row, own_ids, num_invalid = launch_on_heap(
@@ -121,15 +121,6 @@ def low_latency_combine(
 
 def _add_row(x: Array) -> Array:
     return jnp.zeros_like(x, shape=(1, *x.shape[1:])) if x.shape[0] == 0 else x
-
-
-def _counted(num_tokens: Array | None, actual: int, topk_idx: Array) -> Array:
-    """`[]` or `[1]` int32 for the kernel; any array where all tokens count."""
-    if num_tokens is None:
-        return topk_idx
-    if num_tokens.dtype == jnp.int32:
-        return num_tokens
-    return jnp.clip(num_tokens, 0, actual).astype(jnp.int32)
 
 
 def _sizes(layout: Layout, actual: int, hidden: int) -> dict[str, int]:

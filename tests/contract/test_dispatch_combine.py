@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -122,6 +123,24 @@ def test_capacity_and_alignment(
         with subtests.test(routing):
             problem = Problem(rng, routing, 2, BASE, **options)
             problem.check(*call(*problem.args))
+
+
+def test_no_tokens(implementation: str, expert_mesh: Any) -> None:
+    """With a capacity too, whose rows are then all padding."""
+    shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=8)
+    x, ids, weights = np.zeros((2, 0, 8), F32), np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), F32)
+    call = round_trip(shape, implementation, capacity=6)
+    out, back = run(call, expert_mesh(2), x, ids, weights, np.full((2, 6, 8), np.nan, F32))
+    assert out.tokens.shape == (2, 6, 8) and not out.tokens.any() and not out.weights.any()
+    assert not out.group_sizes.any() and back.shape == (2, 0, 8)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
+def test_numbers_of_numpy(implementation: str, expert_mesh: Any, rng: np.random.Generator, kind: Any) -> None:
+    """As static sizes they are as good as Python's, and have no dtype that could reach an array."""
+    problem = Problem(rng, "uniform", 2, BASE)
+    shape = dataclasses.replace(BASE, num_experts=kind(BASE.num_experts))
+    problem.check(*run(round_trip(shape, implementation), expert_mesh(2), *problem.args))
 
 
 def test_handle_is_reused(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:

@@ -154,6 +154,53 @@ def test_num_tokens_on_the_device(implementation: str, expert_mesh: Any, rng: An
             problem.check_routes(*rest)
 
 
+@pytest.mark.parametrize("count", [np.int8(3), np.uint8(3), np.uint32(3), 3, np.int64(2**40), 2**40, -1], ids=repr)
+def test_number_of_tokens_of_any_integer_dtype(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
+    """Of more tokens than int8 can count; a number past them is as good as all."""
+    shape = Shape(num_tokens=300, top_k=1, num_experts=2, hidden=16)
+
+    # As an array where JAX has the dtype.
+    on_device = isinstance(count, np.generic) and count.dtype.itemsize <= 4
+
+    def fn(x, topk_idx):
+        options = {"num_experts": 2, "max_tokens_per_rank": 300, "quantize": False}
+        options["num_tokens"] = jnp.asarray(count) if on_device else count
+        return jax_ep.low_latency_dispatch(x, topk_idx, implementation=implementation, **options).group_sizes
+
+    ids = ROUTINGS["uniform"](rng, 1, shape)
+    sizes = run(fn, expert_mesh(1), reals(rng, 1, shape.num_tokens, shape.hidden, dtype=BF16), ids)
+    assert int(sizes.sum()) == min(max(int(count), 0), shape.num_tokens)
+
+
+def test_weights_of_slots_without_expert(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """They may be anything, as the softmax of a row that is masked entirely is."""
+    problem = Problem(rng, "some_without_expert", 2)
+    clean = np.where(problem.topk_idx < 0, 0, problem.topk_weights)
+    problem.topk_weights = clean.astype(np.float32)
+    x, ids, weights, y = problem.args
+    unused = np.argwhere(ids < 0)
+    assert len(unused) > 1
+    weights = weights.copy()
+    weights[tuple(unused.T)] = np.where(np.arange(len(unused)) % 2, np.nan, np.inf)
+    _, _, *rest = run(round_trip(implementation, quantize=False), expert_mesh(2), x, ids, weights, y)
+    problem.check_routes(*rest)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_no_tokens(implementation: str, quantize: bool, expert_mesh: Any) -> None:
+    shape = Shape(num_tokens=0, top_k=2, num_experts=4, hidden=128)
+
+    def fn(x, topk_idx, topk_weights, y):
+        return round_trip(implementation, shape=shape, quantize=quantize)(x, topk_idx, topk_weights, y)
+
+    rows = 2 * MAX_TOKENS
+    x, y = np.zeros((2, 0, 128), BF16), np.zeros((2, 2, rows, 128), BF16)
+    ids, weights = np.zeros((2, 0, 2), np.int32), np.zeros((2, 0, 2), np.float32)
+    tokens, _, sizes, handle, back = run(fn, expert_mesh(2), x, ids, weights, y)
+    assert tokens.shape == (2, 2, rows, 128) and back.shape == (2, 0, 128)
+    assert not sizes.any() and (handle[0] == -1).all()
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "max_tokens"),
     [

@@ -124,6 +124,17 @@ def test_library_without_sources_beside_it_is_checked_by_version_only(tmp_path, 
         library.open_library([library_path()], tmp_path)
 
 
+def test_library_for_a_newer_jaxlib_is_refused(tmp_path, monkeypatch):
+    """XLA's own words at registration name neither the file nor a remedy."""
+    offered = library.xla_api_version()
+    assert offered >= library.load().jax_ep_ffi_xla_api_version() >= 1
+    monkeypatch.setattr(library, "xla_api_version", lambda: 2)
+    with pytest.raises(
+        ffi.LibraryError, match=r"newer jaxlib \(XLA FFI 0\.\d\) than .*\(XLA FFI 0\.2\) takes; upgrade jaxlib"
+    ):
+        library.open_library([library_path()], tmp_path)
+
+
 def test_unloadable_and_foreign_files_are_named(tmp_path, csrc):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF")

@@ -8,11 +8,13 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import jaxlib
 
 NAME = "libjax_ep_ffi.so"
 ABI_VERSION = 3  # kAbiVersion of csrc/abi.h
@@ -112,9 +114,35 @@ def _mismatch(library: ctypes.CDLL, expected_hash: str | None) -> str | None:
         return "has no version stamp"
     if version != ABI_VERSION:
         return f"has ABI version {version}, this Python code needs {ABI_VERSION}"
+    built_for, offered = int(library.jax_ep_ffi_xla_api_version()), xla_api_version()
+    if offered is not None and built_for > offered:
+        return (
+            f"was built with headers of a newer jaxlib (XLA FFI {_dotted(built_for)}) than the installed"
+            f" {jaxlib.__version__} (XLA FFI {_dotted(offered)}) takes; upgrade jaxlib, or build it here with"
+            " `pip install --no-build-isolation`"
+        )
     if expected_hash is not None and built_from != expected_hash:
         return f"is stale: built from sources {built_from[:12]}, the sources here are {expected_hash[:12]}"
     return None
+
+
+def _dotted(version: int) -> str:
+    return "{}.{}".format(*divmod(version, 1000))
+
+
+@functools.cache
+def xla_api_version() -> int | None:
+    """XLA FFI's version in the installed jaxlib, major * 1000 + minor; None where its headers are missing.
+
+    XLA refuses custom calls of a newer version than its own and takes all older ones.
+    """
+    header = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text()
+    found = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)$", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(match[1]) if match else None for match in found)
+    return None if major is None or minor is None else major * 1000 + minor
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep import reference
+from jax_ep import mesh_axes, reference
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Quantized
 
 Axis = tuple[str, ...]
@@ -162,7 +162,7 @@ class Request:
     columns: int | None = None
     product: tuple[int, int, int, int] | None = None
     foreign_handle: bool = False
-    platform: str = dataclasses.field(default_factory=jax.default_backend)
+    platform: str = dataclasses.field(default_factory=mesh_axes.platform)
     alone: bool = False
 
 

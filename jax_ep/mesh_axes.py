@@ -26,6 +26,15 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     return tuple(names)
 
 
+def platform() -> str:
+    """Where the function that is being traced will run ("cpu", "gpu", ...).
+
+    That is JAX's default backend, or the CPU in a mesh of CPU devices, which programs with GPUs have, too.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "cpu" if device is not None and device.platform == "cpu" else jax.default_backend()
+
+
 def axis_size(axis_name: AxisName, *, function: str) -> int:
     """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank."""
     if not axis_tuple(axis_name):

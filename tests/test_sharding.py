@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import backends
 from jax_ep.sharding import moe_specs, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
@@ -202,3 +203,18 @@ def test_init_explains_mistakes(options, error, message):
     jax_ep.finalize()
     with pytest.raises(error, match=f"^init: .*{message}"):
         jax_ep.init(**options)
+
+
+def test_a_mesh_of_cpu_devices_in_a_program_with_gpus(monkeypatch):
+    """Kernels for GPUs are neither offered nor missed there; the GPUs are a pretence."""
+    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices("cpu")[:2])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    platforms = []
+
+    def body(x):
+        platforms.append(backends.Request("dispatch", x.dtype, x.shape[-1], "exchange").platform)
+        return x
+
+    jax.eval_shape(body, jnp.ones((2, 8)))
+    jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P()), jnp.ones((2, 8)))
+    assert platforms == ["gpu", "cpu"]

@@ -221,7 +221,7 @@ def repeated(call: Callable[[], Array]) -> tuple[Callable[[], Array], int]:
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
-    count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 1, 20)) + 1
+    count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 0, 20)) + 1
 
     def run() -> Array:
         for _ in range(count - 1):

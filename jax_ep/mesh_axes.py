@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -35,19 +36,23 @@ def platform() -> str:
     return "cpu" if device is not None and device.platform == "cpu" else jax.default_backend()
 
 
-def axis_size(axis_name: AxisName, *, function: str) -> int:
-    """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank."""
-    if not axis_tuple(axis_name):
+def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> int:
+    """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank.
+
+    Sums may go over an axis of `jax.vmap`, too; experts are on devices.
+    """
+    names = axis_tuple(axis_name)
+    if not names:
         return 1
-    try:
-        return int(lax.axis_size(axis_tuple(axis_name)))
-    except NameError:
-        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
-        raise ValueError(
-            f"{function}: axis_name={axis_name!r}, but {where}. Call it inside jax.shard_map over a mesh that has"
-            f" the axis {axis_name!r}, or pass the axis_name of that mesh."
-        ) from None
+    bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if of_vmap or set(names) <= set(bound):
+        with contextlib.suppress(NameError):
+            return int(lax.axis_size(names))
+    where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+    raise ValueError(
+        f"{function}: axis_name={axis_name!r}, but {where}. Call it inside jax.shard_map over a mesh that has"
+        f" the axis {axis_name!r}, or pass the axis_name of that mesh."
+    )
 
 
 def varying_axes(x: Array) -> frozenset[str]:

@@ -54,4 +54,4 @@ def loss_arguments(scores: Any, topk_idx: Any, axis_name: AxisName | None) -> No
     remedy = "pass the ids of the same tokens"
     check.size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
     if axis_name is not None:
-        axis_size(axis_name, function=function)
+        axis_size(axis_name, function=function, of_vmap=True)

@@ -52,6 +52,15 @@ def test_an_axis_that_the_mesh_lacks(name):
     check(ValueError, ["'ep'", "'expert'", "axis_name", r"shard_map|mesh"], trace, name, axis_name="ep")
 
 
+def test_an_axis_of_vmap_carries_no_experts():
+    def body(x, ids, weights):
+        return jax_ep.dispatch(x, ids, weights, num_experts=E).tokens
+
+    shapes = f32(W, T, H), i32(W, T, K), f32(W, T, K)
+    fragments = ["dispatch", "expert", r"jax\.shard_map"]
+    check(ValueError, fragments, lambda: jax.eval_shape(jax.vmap(body, axis_name="expert"), *shapes))
+
+
 def test_load_balancing_loss_needs_its_axis():
     fragments = ["load_balancing_loss", "expert", r"jax\.shard_map"]
     check(ValueError, fragments, trace, "load_balancing_loss", inside=False, axis_name="expert")

@@ -139,6 +139,22 @@ def test_exchange(example: int, rng: np.random.Generator) -> None:
     compare(fn("triton")(*args), fn("xla")(*args), problem, exact=wire["wire_dtype"] is None)
 
 
+def gate_operands(
+    rng: np.random.Generator, problem: Problem, columns: int, *, exact: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and the first matrix; `exact`: of small integers, so that sums are the same in any order.
+
+    The derivative of relu jumps at zero: of millions of sums some are so near to it that the order of their terms
+    decides their sign, and a gradient that one such term carries is then another.
+    """
+    shape, ranks = problem.shape, problem.num_ranks
+    sizes = (ranks, shape.num_tokens, shape.hidden), (ranks, shape.num_experts // ranks, shape.hidden, columns)
+    if exact:
+        x, w = (integers(rng, *size, largest=1) for size in sizes)
+        return x.astype(problem.dtype), w * 2.0 ** -(shape.hidden.bit_length() // 2)
+    return reals(rng, *sizes[0], dtype=problem.dtype), reals(rng, *sizes[1]) / np.sqrt(shape.hidden)
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_layer(example: int, rng: np.random.Generator) -> None:
     """moe and all of its gradients, in every mode, up to the rounding of the dtype."""
@@ -165,9 +181,9 @@ def test_layer(example: int, rng: np.random.Generator) -> None:
     ranks, local = problem.num_ranks, shape.num_experts // problem.num_ranks
     ids = ROUTINGS[problem.routing](rng, ranks, shape)
     columns = shape.intermediate * (2 if gated else 1)
-    w_gate_up = reals(rng, ranks, local, shape.hidden, columns) / np.sqrt(shape.hidden)
+    x, w_gate_up = gate_operands(rng, problem, columns, exact=options["activation"] == "relu")
     w_down = reals(rng, ranks, local, shape.intermediate, shape.hidden) / np.sqrt(shape.intermediate)
-    x, d_y = (reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=dtype) for _ in range(2))
+    d_y = reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     args = x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_y
     got = fn(**options, **(tuned if fusable else {}), implementation="triton")(*args)
     compare(got, fn(**options, implementation="xla")(*args), problem, exact=False)

@@ -55,9 +55,11 @@ FUSED := tests/contract/test_fused.py::test_
 FP8 := tests/contract/test_moe_fp8.py::test_
 LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[reduce-triton-4]' \
   $(FUSED)capacity $(FP8)forward $(FP8)capacity $(FP8)fused_moe $(FP8)nan_stays_with_its_token
+# Neighbouring tests share what they compile, so each process begins with a part of them in order.
+PYTEST := "$(BIN)/python" -m pytest -n auto --dist worksteal -q
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
-	"$(BIN)/python" -m pytest -n auto -q $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
-	"$(BIN)/python" -m pytest -n auto -q $(PYTEST_ARGS)
+	$(PYTEST) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)

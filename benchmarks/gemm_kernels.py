@@ -203,7 +203,7 @@ def measure(report: Report, rounds: int, problem: Problem, products: dict[str, P
                 break
             errors[Run(name, distribution)] = error
             timed[Run(name, distribution)] = repeated(partial(product, *arguments))
-    times = harness.measure_interleaved({run: call for run, (call, _) in timed.items()}, rounds, warmup=1, budget_s=4.0)
+    times = harness.measure_interleaved({run: call for run, (call, _) in timed.items()}, rounds, warmup=0, budget_s=4.0)
     times = {run: harness.Timing(tuple(s / timed[run][1] for s in timing.samples)) for run, timing in times.items()}
     baseline = times.get(Run(CUBLAS, "equal"))
     for run, timing in times.items():
@@ -217,8 +217,7 @@ def measure(report: Report, rounds: int, problem: Problem, products: dict[str, P
 
 
 def repeated(call: Callable[[], Array]) -> tuple[Callable[[], Array], int]:
-    """A call made so often, without waiting in between, that launches do not count; and how often."""
-    jax.block_until_ready(call())
+    """A compiled call, made so often, without waiting in between, that launches do not count; and how often."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 0, 20)) + 1

@@ -7,10 +7,10 @@ Writes results/moe_layer.json and a plot. `--quick` without GPUs runs the layers
 in Triton's interpreter.
 
 Parts: `deliver` is dispatch without rows of its own, which is what fusing hides; fused kernels are compared with the
-longer of exchange and product, and with both in sequence. GEMM 2 + combine runs as the package chooses, and in each
-mode by name; the sequence is its mode "serial". "gradients" is the backward pass of dispatch + GEMM 1: GEMM + combine,
-as the package chooses, and the weight gradient, each alone, one after the other, and in one launch. The batched einsum
-has as many rows in equal groups.
+longer of exchange and product, and with both in sequence, dispatch + GEMM 1 with the product of `pallas`, too. GEMM 2 +
+combine runs as the package chooses, and in each mode by name; the sequence is its mode "serial". "gradients" is the
+backward pass of dispatch + GEMM 1: GEMM + combine, as the package chooses, and the weight gradient, each alone, one
+after the other, and in one launch. The batched einsum has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
@@ -42,7 +42,7 @@ from exchange_chains import AXIS
 from harness import Panel, Report
 from moe_chains import MODELS, Case, make_case, make_weights
 from moe_run import Run, label, ratio_to_longer, shape_of
-from moe_variants import LAYERS, MODES, PARTS, layers, parts
+from moe_variants import LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
 
 import jax_ep
 from jax_ep import backends
@@ -67,17 +67,23 @@ def chain_lengths(tokens: int, *, layer: bool, quick: bool) -> tuple[int, int]:
 def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
     """The halves of the layer."""
     lengths = chain_lengths(case.layout.num_tokens, layer=False, quick=args.quick)
-    times = run.measure(case, "forward", parts(case, args.parts), lengths)
-    for part in (PARTS[name] for name in args.parts):
+    on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter takes one device at a time
+    variants = parts(case, args.parts, programs=args.programs, pallas=on_gpus)
+    times = run.measure(case, "forward", variants, lengths)
+    for key in args.parts:
+        part = PARTS[key]
         ratios = {}
-        fused = [part.fused, *MODES.values()] if part is PARTS["combine"] else [part.fused]
+        others = {"combine": [*MODES.values()], "dispatch": [with_programs(n) for n in args.programs]}
+        fused = [part.fused, *others.get(key, [])]
         for name in fused:
-            overlaps = part is not PARTS["gradients"]  # there both parts multiply
+            overlaps = key != "gradients"  # there both parts multiply
             if overlaps and {name, part.exchange, part.product} <= set(times):
                 both = times[part.exchange], times[part.product]
                 ratios[f"{name} / longer of both"] = ratio_to_longer(times[name], *both)
             if {name, part.sequence} <= set(times):
                 ratios[f"{name} / sequence"] = times[name].ratio_to(times[part.sequence])
+        if key == "dispatch" and {PALLAS.fused, PALLAS.sequence} <= set(times):
+            ratios["dispatch + GEMM 1, fused / sequence, pallas"] = times[PALLAS.fused].ratio_to(times[PALLAS.sequence])
         if {part.product, part.einsum} <= set(times):
             ratios[f"{part.product} / einsum"] = times[part.product].ratio_to(times[part.einsum])
         run.summarise(case, **ratios)
@@ -183,6 +189,13 @@ def measure_all(run: Run, args: argparse.Namespace) -> None:
         draw(run.report)
 
 
+def positive(text: str) -> int:
+    """A number of programs."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of at least 1")
+    return int(text)
+
+
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8)
@@ -192,6 +205,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 4096 1024 16384)")
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
+    numbers = "communicating programs of dispatch + GEMM 1, to try beside the package's choice"
+    parser.add_argument("--programs", type=positive, nargs="*", default=[], help=numbers)
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
     parser.add_argument(
         "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"

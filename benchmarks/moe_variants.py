@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,17 +51,30 @@ PARTS = {
 }
 
 
+# The same two launches with the product of `pallas`, which layers take where groups are large.
+PALLAS = PARTS["dispatch"]._replace(product="GEMM 1, pallas", sequence="dispatch, then GEMM 1, pallas")
+
 # GEMM 2 + combine in one launch, by mode; `Part.fused` is what the package chooses, `Part.sequence` the third mode.
 MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES if mode != "serial"}
 
 
-def parts(case: Case, chosen: list[str], name: str = "triton") -> dict[str, Variant]:
-    """The halves of the layer by the functions of implementation `name`, which has `deliver` and the fused ones."""
-    run: Any = backends.get(name)
+def with_programs(num_communicating: int) -> str:
+    """The name of dispatch + GEMM 1 with so many communicating programs instead of the package's choice."""
+    return f"{PARTS['dispatch'].fused}, {num_communicating} communicating programs"
+
+
+def parts(case: Case, chosen: list[str], *, programs: Sequence[int] = (), pallas: bool = True) -> dict[str, Variant]:
+    """The halves of the layer by the functions of `triton`.
+
+    Dispatch + GEMM 1 in one launch is there once more for each of `programs`, and in two with the product of `pallas`.
+    """
+    run: Any = backends.get("triton")
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS))))(case.inputs[2])
     found: dict[str, Variant] = {}
     if "dispatch" in chosen:
-        found |= _dispatch_part(case, run, handle)
+        found |= _dispatch_part(case, run, handle, programs)
+        for left_out in () if pallas else (PALLAS.product, PALLAS.sequence):
+            del found[left_out]
     if "combine" in chosen:
         found |= _combine_part(case, run, handle)
     if "gradients" in chosen:
@@ -74,20 +87,23 @@ def _fresh(handle: Handle, zero: Array) -> Handle:
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
 
 
-def _dispatch_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
+def _dispatch_part(case: Case, run: Any, handle: Handle, programs: Sequence[int]) -> dict[str, Variant]:
     x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
-    gemm = partial(run.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+    own, other = (
+        partial(which.grouped_gemm, transpose_rhs=False, out_dtype=BF16) for which in (run, backends.get("pallas"))
+    )
 
     def deliver(_: Any, fixed: Any, zero: Array) -> Array:
         return run.deliver(fixed[1], _fresh(fixed[0], zero), AXIS)
 
-    def product(_: Any, fixed: Any, zero: Array) -> Array:
+    def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
 
-    def fused(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.dispatch_gemm(fixed[1], fixed[2], _fresh(fixed[0], zero), transpose_rhs=False, keep=False)[0]
+    def fused(num_communicating: int | None, _: Any, fixed: Any, zero: Array) -> Array:
+        options = {"transpose_rhs": False, "keep": False, "num_communicating": num_communicating}
+        return run.dispatch_gemm(fixed[1], fixed[2], _fresh(fixed[0], zero), **options)[0]
 
-    def sequence(_: Any, fixed: Any, zero: Array) -> Array:
+    def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = _fresh(fixed[0], zero)
         return gemm(run.send_tokens(fixed[1], fresh, AXIS, None), fixed[2], fresh.group_sizes)
 
@@ -95,9 +111,14 @@ def _dispatch_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
     return {
         part.exchange: Variant(deliver, (), (handle, x)),
-        part.product: Variant(product, (), (handle, rows, w), flops, part.sequence),
-        part.fused: Variant(fused, (), (handle, x, w), flops, part.sequence),
-        part.sequence: Variant(sequence, (), (handle, x, w), flops),
+        part.product: Variant(partial(product, own), (), (handle, rows, w), flops, part.sequence),
+        PALLAS.product: Variant(partial(product, other), (), (handle, rows, w), flops, part.sequence),
+        **{
+            name: Variant(partial(fused, number), (), (handle, x, w), flops, part.sequence)
+            for number, name in {None: part.fused, **{n: with_programs(n) for n in programs}}.items()
+        },
+        part.sequence: Variant(partial(sequence, own), (), (handle, x, w), flops),
+        PALLAS.sequence: Variant(partial(sequence, other), (), (handle, x, w), flops, part.sequence),
         part.einsum: _einsum(case, w, flops),
     }
 

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -167,6 +168,21 @@ def test_eval_shape_and_ahead_of_time_compilation(implementation: str, expert_me
     executable = jax.jit(fn).lower(*shapes).compile()
     got = executable(*(jax.device_put(a, sharding) for a in args))
     assert_close(to_numpy(got), stack.layer(0).forward(), "moe")
+
+
+def test_export(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """What `jax.export` makes computes the same, gradients included."""
+    if implementation != "xla":
+        pytest.skip("kernels use the memory of the process that has compiled them")
+    mesh, stack = expert_mesh(2), Stack(rng, 2, layers=1)
+    sharding = NamedSharding(mesh, PartitionSpec(EXPERT))
+    args = [jax.device_put(array, sharding) for array in (stack.x, *(array[:, 0] for array in stack.layers))]
+    forward = jax.jit(per_rank(moe(implementation), mesh))
+    backward = jax.jit(jax.grad(lambda *args: jnp.sum(forward(*args) ** 2), argnums=(0, 2, 3, 4)))
+    for fn in (forward, backward):
+        again = jax.jit(jax.export.export(fn)(*args).call)
+        for got, want in zip(*(jax.tree.leaves(to_numpy(f(*args))) for f in (again, fn)), strict=True):
+            assert_same_bits(got, want)
 
 
 def test_no_effects(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:

@@ -18,7 +18,7 @@ TINY = "" if ON_GPU else "--layers 1 --hidden 32 --intermediate 32 --heads 2 --b
 # Largest and mean difference of the losses in nats. A rounding sends a token to another expert sooner or later, and
 # from then on the difference grows. In bfloat16 soon: spreading `xla` alone over other devices moved this curve by up
 # to 0.07, by 0.007 on average. In float32 on four GPUs after 42 steps: 5e-7 until then, 0.004 at the end.
-TOLERANCES = {"bfloat16": (0.2, 0.02), "float32": (5e-2, 5e-3)}
+TOLERANCES = {"bfloat16": (0.2, 0.02), "float32": (5e-3, 1e-3)}
 EXACT_STEPS, EXACT = 10, 1e-5  # of float32
 
 

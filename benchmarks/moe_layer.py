@@ -70,10 +70,9 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
     on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter takes one device at a time
     variants = parts(case, args.parts, programs=args.programs, pallas=on_gpus)
     times = run.measure(case, "forward", variants, lengths)
+    others = {"combine": [*MODES.values()], "dispatch": [with_programs(n) for n in args.programs]}
     for key in args.parts:
-        part = PARTS[key]
-        ratios = {}
-        others = {"combine": [*MODES.values()], "dispatch": [with_programs(n) for n in args.programs]}
+        part, ratios = PARTS[key], {}
         fused = [part.fused, *others.get(key, [])]
         for name in fused:
             overlaps = key != "gradients"  # there both parts multiply

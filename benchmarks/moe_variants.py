@@ -63,18 +63,16 @@ def with_programs(num_communicating: int) -> str:
     return f"{PARTS['dispatch'].fused}, {num_communicating} communicating programs"
 
 
-def parts(case: Case, chosen: list[str], *, programs: Sequence[int] = (), pallas: bool = True) -> dict[str, Variant]:
+def parts(case: Case, chosen: list[str], *, programs: Sequence[int], pallas: bool) -> dict[str, Variant]:
     """The halves of the layer by the functions of `triton`.
 
-    Dispatch + GEMM 1 in one launch is there once more for each of `programs`, and in two with the product of `pallas`.
+    Dispatch + GEMM 1 in one launch is there once more for each of `programs`; with `pallas`, in two with its product.
     """
     run: Any = backends.get("triton")
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS))))(case.inputs[2])
     found: dict[str, Variant] = {}
     if "dispatch" in chosen:
-        found |= _dispatch_part(case, run, handle, programs)
-        for left_out in () if pallas else (PALLAS.product, PALLAS.sequence):
-            del found[left_out]
+        found |= _dispatch_part(case, run, handle, programs, pallas=pallas)
     if "combine" in chosen:
         found |= _combine_part(case, run, handle)
     if "gradients" in chosen:
@@ -87,17 +85,16 @@ def _fresh(handle: Handle, zero: Array) -> Handle:
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
 
 
-def _dispatch_part(case: Case, run: Any, handle: Handle, programs: Sequence[int]) -> dict[str, Variant]:
+def _dispatch_part(
+    case: Case, run: Any, handle: Handle, programs: Sequence[int], *, pallas: bool
+) -> dict[str, Variant]:
     x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
-    own, other = (
-        partial(which.grouped_gemm, transpose_rhs=False, out_dtype=BF16) for which in (run, backends.get("pallas"))
-    )
 
     def deliver(_: Any, fixed: Any, zero: Array) -> Array:
         return run.deliver(fixed[1], _fresh(fixed[0], zero), AXIS)
 
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
-        return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
+        return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
 
     def fused(num_communicating: int | None, _: Any, fixed: Any, zero: Array) -> Array:
         options = {"transpose_rhs": False, "keep": False, "num_communicating": num_communicating}
@@ -105,22 +102,19 @@ def _dispatch_part(case: Case, run: Any, handle: Handle, programs: Sequence[int]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = _fresh(fixed[0], zero)
-        return gemm(run.send_tokens(fixed[1], fresh, AXIS, None), fixed[2], fresh.group_sizes)
+        rows = run.send_tokens(fixed[1], fresh, AXIS, None)
+        return gemm(rows, fixed[2], fresh.group_sizes, transpose_rhs=False, out_dtype=BF16)
 
     rows = jax.jit(case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None)))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
-    return {
-        part.exchange: Variant(deliver, (), (handle, x)),
-        part.product: Variant(partial(product, own), (), (handle, rows, w), flops, part.sequence),
-        PALLAS.product: Variant(partial(product, other), (), (handle, rows, w), flops, part.sequence),
-        **{
-            name: Variant(partial(fused, number), (), (handle, x, w), flops, part.sequence)
-            for number, name in {None: part.fused, **{n: with_programs(n) for n in programs}}.items()
-        },
-        part.sequence: Variant(partial(sequence, own), (), (handle, x, w), flops),
-        PALLAS.sequence: Variant(partial(sequence, other), (), (handle, x, w), flops, part.sequence),
-        part.einsum: _einsum(case, w, flops),
-    }
+    found = {part.exchange: Variant(deliver, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
+    for number, name in {None: part.fused, **{n: with_programs(n) for n in programs}}.items():
+        found[name] = Variant(partial(fused, number), (), (handle, x, w), flops, part.sequence)
+    for names, which in ((part, run), (PALLAS, backends.get("pallas")))[: 2 if pallas else 1]:
+        gemm = which.grouped_gemm
+        found[names.product] = Variant(partial(product, gemm), (), (handle, rows, w), flops, part.sequence)
+        found[names.sequence] = Variant(partial(sequence, gemm), (), (handle, x, w), flops, part.sequence)
+    return found
 
 
 def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:

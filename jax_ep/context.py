@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jax_ep import context_validation, nvshmem
-from jax_ep.mesh_axes import axis_tuple
+from jax_ep.mesh_axes import axis_tuple, check_mesh
 from jax_ep.types import AxisName
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _best_transport() -> str:
 
 def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sharding.Mesh:
     if mesh is not None:
-        context_validation.mesh(mesh)
+        check_mesh("init", mesh, jax.sharding.Mesh)
         return mesh
     current = jax.sharding.get_mesh()
     if not current.empty:

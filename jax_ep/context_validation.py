@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
 _MOST_TIMEOUT_S = 1e6  # nanoseconds in an int64
-
-
-def mesh(value: Any) -> None:
-    """A mesh of devices."""
-    if not isinstance(value, jax.sharding.Mesh):
-        raise TypeError(
-            f"init: mesh is a {type(value).__name__}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
-        )
 
 
 def heap_bytes(value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import UnionType
 
 import jax
 from jax import lax
@@ -25,6 +26,14 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
             f"axis_name={axis_name!r} names an axis twice; expected different axes: remove the repeated one."
         )
     return tuple(names)
+
+
+def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
+    """A mesh of one of these kinds."""
+    if not isinstance(mesh, kinds):
+        raise TypeError(
+            f"{function}: mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
+        )
 
 
 def platform() -> str:
@@ -72,7 +81,7 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
     return jax.tree.unflatten(treedef, cast)
 
 
-def explicit_part(
+def _explicit_part(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: jax.sharding.PartitionSpec
 ) -> jax.sharding.PartitionSpec:
     """`spec` without the axes that are not explicit: types name no others."""
@@ -96,5 +105,5 @@ def rearrange(
     """
     if mesh.are_all_axes_auto:
         return function
-    spec = explicit_part(mesh, spec)
+    spec = _explicit_part(mesh, spec)
     return jax.sharding.auto_axes(function, out_sharding=jax.sharding.NamedSharding(mesh, spec))

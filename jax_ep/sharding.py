@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import validation as check
-from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.moe import moe
 from jax_ep.types import Array, AxisName
 
@@ -141,10 +141,7 @@ _ARGUMENTS = ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down")
 def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractMesh:
     """The given mesh, or the one of `jax.set_mesh`; it must have all axes of the specs."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"{_FUNCTION}: mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
-        )
+    check_mesh(_FUNCTION, mesh, Mesh | AbstractMesh)
     if mesh.empty:
         raise ValueError(
             "sharded_moe: mesh=None and no mesh is set, expected one; pass mesh=, or call jax.set_mesh(mesh)."

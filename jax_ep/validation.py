@@ -28,12 +28,13 @@ def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
 
 def rows(function: str, name: str, value: Any, shape: str) -> Array:
     """`value` as a JAX array with a last axis, whatever comes before."""
-    if not isinstance(value, jax.Array | np.ndarray) or value.ndim < 1:
-        what = (
-            f"has shape {value.shape}" if isinstance(value, jax.Array | np.ndarray) else f"is a {type(value).__name__}"
-        )
-        raise TypeError(f"{function}: {name} {what}, expected a JAX or NumPy array {shape}; pass one.")
-    return jnp.asarray(value)
+    if not isinstance(value, jax.Array | np.ndarray):
+        what = f"is a {type(value).__name__}"
+    elif value.ndim < 1:
+        what = f"has shape {value.shape}"
+    else:
+        return jnp.asarray(value)
+    raise TypeError(f"{function}: {name} {what}, expected a JAX or NumPy array {shape}; pass one.")
 
 
 def matrix(function: str, name: str, value: Any, shape: str = "[T, E]") -> Array:

@@ -201,7 +201,7 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
     portable = SimpleNamespace(**functions)
     monkeypatch.setattr(backends, "get", lambda name: portable)
-    variants = modules.moe_variants.parts(case, list(modules.moe_variants.PARTS), programs=[3])
+    variants = modules.moe_variants.parts(case, list(modules.moe_variants.PARTS), programs=[3], pallas=True)
     named = {name for part in (*modules.moe_variants.PARTS.values(), modules.moe_variants.PALLAS) for name in part}
     assert set(variants) == named | set(modules.moe_variants.MODES.values()) | {modules.moe_variants.with_programs(3)}
     samples = {}

@@ -130,7 +130,6 @@ def _dotted(version: int) -> str:
     return "{}.{}".format(*divmod(version, 1000))
 
 
-@functools.cache
 def xla_api_version() -> int | None:
     """XLA FFI's version in the installed jaxlib, major * 1000 + minor; None where its headers are missing.
 
@@ -139,10 +138,8 @@ def xla_api_version() -> int | None:
     header = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
-    text = header.read_text()
-    found = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)$", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
-    major, minor = (int(match[1]) if match else None for match in found)
-    return None if major is None or minor is None else major * 1000 + minor
+    parts = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)$", header.read_text(), re.MULTILINE))
+    return int(parts["MAJOR"]) * 1000 + int(parts["MINOR"]) if len(parts) == 2 else None
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

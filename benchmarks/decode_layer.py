@@ -154,6 +154,7 @@ def options() -> argparse.ArgumentParser:
     parser = harness.parser(__doc__ or "", rounds=8)
     parser.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {TOKENS})")
     parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
+    parser.add_argument("--suffix", default="", help="of the report's name, as _4_gpus")
     return parser
 
 
@@ -172,7 +173,7 @@ def main() -> None:
     model = Model(8, 2, 256, 128) if args.quick else Model()
     tokens = args.tokens or ([2] if args.quick else TOKENS)
     settings = {"rounds": args.rounds, "quick": args.quick, "tokens": tokens, "lengths": LENGTHS, **model._asdict()}
-    report = Report("decode_layer", args.out, settings)
+    report = Report(f"decode_layer{args.suffix}", args.out, settings)
     measure(report, args, mesh, model, tokens)
     print(report.path)
 

@@ -10,12 +10,14 @@ Parts: `deliver` is dispatch without rows of its own, which is what fusing hides
 longer of exchange and product, and with both in sequence, dispatch + GEMM 1 with the product of `pallas`, too. GEMM 2 +
 combine runs as the package chooses, and in each mode by name; the sequence is its mode "serial". "gradients" is the
 backward pass of dispatch + GEMM 1: GEMM + combine, as the package chooses, and the weight gradient, each alone, one
-after the other, and in one launch. The batched einsum has as many rows in equal groups.
+after the other, and with the gradient in the launch of GEMM + combine, or in that of combine alone. The batched einsum
+has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
 any routing, and does the same work with W times the rows. `--layers scatter reduce serial` is the layer in each mode of
-GEMM + combine, and `--layers moe "fused gradients"` compares it with `fuse_weight_gradients=True`. `--layers moe wire
+GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
+apart" with `fuse_weight_gradients`. `--layers moe wire
 fp8 "fp8 and wire" xla` compares the layer in bfloat16 with those that send, or multiply forward, in FP8; the
 quantisation of the matrices is in their time. The other baseline drops, and the report says how much. TFLOP/s are those
 of a GPU on average and count real rows only, with three times the forward's for both ways.
@@ -42,7 +44,7 @@ from exchange_chains import AXIS
 from harness import Panel, Report
 from moe_chains import MODELS, Case, make_case, make_weights
 from moe_run import Run, label, ratio_to_longer, shape_of
-from moe_variants import LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
+from moe_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
 
 import jax_ep
 from jax_ep import backends
@@ -70,7 +72,9 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
     on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter takes one device at a time
     variants = parts(case, args.parts, programs=args.programs, pallas=on_gpus)
     times = run.measure(case, "forward", variants, lengths)
-    others = {"combine": [*MODES.values()], "dispatch": [with_programs(n) for n in args.programs]}
+    others = {"combine": [*MODES.values()]}
+    others["dispatch"] = [DISPATCHED[None], *(with_programs(n) for n in args.programs)]
+    others["gradients"] = [GRADIENT_MODES["serial"]]
     for key in args.parts:
         part, ratios = PARTS[key], {}
         fused = [part.fused, *others.get(key, [])]
@@ -81,8 +85,9 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
                 ratios[f"{name} / longer of both"] = ratio_to_longer(times[name], *both)
             if {name, part.sequence} <= set(times):
                 ratios[f"{name} / sequence"] = times[name].ratio_to(times[part.sequence])
-        if key == "dispatch" and {PALLAS.fused, PALLAS.sequence} <= set(times):
-            ratios["dispatch + GEMM 1, fused / sequence, pallas"] = times[PALLAS.fused].ratio_to(times[PALLAS.sequence])
+        if key == "dispatch" and PALLAS.sequence in times:
+            for name in DISPATCHED.values():
+                ratios[f"{name} / sequence, pallas"] = times[name].ratio_to(times[PALLAS.sequence])
         if {part.product, part.einsum} <= set(times):
             ratios[f"{part.product} / einsum"] = times[part.product].ratio_to(times[part.einsum])
         run.summarise(case, **ratios)

@@ -16,7 +16,7 @@ from moe_chains import BF16, CAPACITY_FACTOR, Case, Variant, on_ranks
 
 import jax_ep
 from jax_ep import backends
-from jax_ep.types import COMBINE_MODES, Handle
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle
 
 FP8 = jnp.float8_e4m3fn
 
@@ -53,6 +53,15 @@ PARTS = {
 
 # The same two launches with the product of `pallas`, which layers take where groups are large.
 PALLAS = PARTS["dispatch"]._replace(product="GEMM 1, pallas", sequence="dispatch, then GEMM 1, pallas")
+
+# The weight gradient in the launch of an exchange, by mode of GEMM + combine.
+GRADIENT_MODES = {
+    "scatter": PARTS["gradients"].fused,
+    "serial": "GEMM, then combine and weight gradients in one launch",
+}
+
+# Dispatch + GEMM 1 in one launch, and as the package chooses.
+DISPATCHED = {"fused": PARTS["dispatch"].fused, None: "dispatch + GEMM 1, as chosen"}
 
 # GEMM 2 + combine in one launch, by mode; `Part.fused` is what the package chooses, `Part.sequence` the third mode.
 MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES if mode != "serial"}
@@ -96,8 +105,8 @@ def _dispatch_part(
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
 
-    def fused(num_communicating: int | None, _: Any, fixed: Any, zero: Array) -> Array:
-        options = {"transpose_rhs": False, "keep": False, "num_communicating": num_communicating}
+    def fused(mode: str | None, num_communicating: int | None, _: Any, fixed: Any, zero: Array) -> Array:
+        options = {"transpose_rhs": False, "keep": None, "num_communicating": num_communicating, "mode": mode}
         return run.dispatch_gemm(fixed[1], fixed[2], _fresh(fixed[0], zero), **options)[0]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
@@ -108,8 +117,9 @@ def _dispatch_part(
     rows = jax.jit(case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None)))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
     found = {part.exchange: Variant(deliver, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
-    for number, name in {None: part.fused, **{n: with_programs(n) for n in programs}}.items():
-        found[name] = Variant(partial(fused, number), (), (handle, x, w), flops, part.sequence)
+    launches = {(mode, None): name for mode, name in DISPATCHED.items()}
+    for (mode, number), name in (launches | {("fused", n): with_programs(n) for n in programs}).items():
+        found[name] = Variant(partial(fused, mode, number), (), (handle, x, w), flops, part.sequence)
     for names, which in ((part, run), (PALLAS, backends.get("pallas")))[: 2 if pallas else 1]:
         gemm = which.grouped_gemm
         found[names.product] = Variant(partial(product, gemm), (), (handle, rows, w), flops, part.sequence)
@@ -159,11 +169,12 @@ def _gradients_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
 
     def products(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, kept, _ = fixed
-        return run.token_products(kept, d_hidden, _fresh(handle, zero), transpose=False)
+        return run.token_products(kept, d_hidden, _fresh(handle, zero), transpose=False, kept_as="tokens")
 
-    def fused(_: Any, fixed: Any, zero: Array) -> Any:
+    def fused(mode: str, _: Any, fixed: Any, zero: Array) -> Any:
         handle, d_hidden, kept, w = fixed
-        return run.gemm_combine_products(d_hidden, w, kept, _fresh(handle, zero), transpose_rhs=True)
+        options = {"transpose_rhs": True, "mode": mode, "kept_as": "tokens"}
+        return run.gemm_combine_products(d_hidden, w, kept, _fresh(handle, zero), **options)
 
     def sequence(*arguments: Any) -> Any:
         return combined(*arguments), products(*arguments)
@@ -175,7 +186,10 @@ def _gradients_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
     return {
         part.exchange: Variant(combined, (), fixed, flops),
         part.product: Variant(products, (), fixed, flops),
-        part.fused: Variant(fused, (), fixed, 2 * flops, part.sequence),
+        **{
+            name: Variant(partial(fused, mode), (), fixed, 2 * flops, part.sequence)
+            for mode, name in GRADIENT_MODES.items()
+        },
         part.sequence: Variant(sequence, (), fixed, 2 * flops),
         part.einsum: _einsum_of_gradients(case, w, flops),
     }
@@ -209,14 +223,17 @@ LAYERS = {
     "fp8": "jax_ep.moe, FP8 forward",
     "fp8 and wire": "jax_ep.moe, FP8 forward and on the wire",
     **{mode: f"jax_ep.moe, combine_mode {mode}" for mode in COMBINE_MODES},
-    "fused gradients": "jax_ep.moe, weight gradients in one launch",
+    "fused gradients": "jax_ep.moe, weight gradients in the launch of an exchange",
+    "gradients apart": "jax_ep.moe, weight gradients in launches of their own",
+    **{f"{mode} dispatch": f"jax_ep.moe, dispatch_mode {mode}" for mode in DISPATCH_MODES},
     "xla": "jax_ep.moe, implementation xla",
     "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
     "ragged": "ragged_all_to_all + ragged_dot",
 }
 
 
-OURS = ("moe", "dropless", "wire", "fp8", "fp8 and wire", *COMBINE_MODES, "fused gradients")
+BASELINES = ("xla", "capacity", "ragged")
+OURS = tuple(key for key in LAYERS if key not in BASELINES)
 FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm, several times that of single elements
 
 
@@ -230,6 +247,11 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
         "fp8 and wire": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8, wire_dtype=FP8),
         **{mode: partial(jax_ep.moe, capacity=case.layout.capacity, combine_mode=mode) for mode in COMBINE_MODES},
         "fused gradients": partial(jax_ep.moe, capacity=case.layout.capacity, fuse_weight_gradients=True),
+        "gradients apart": partial(jax_ep.moe, capacity=case.layout.capacity, fuse_weight_gradients=False),
+        **{
+            f"{mode} dispatch": partial(jax_ep.moe, capacity=case.layout.capacity, dispatch_mode=mode)
+            for mode in DISPATCH_MODES
+        },
         "xla": partial(jax_ep.moe, capacity=case.layout.capacity, implementation="xla"),
         "capacity": partial(moe_baselines.capacity_layer, capacity=case.slot_capacity),
         "ragged": partial(moe_baselines.ragged_layer, capacity=case.layout.capacity),

@@ -189,6 +189,7 @@ def dispatch_grouped_gemm(
     handle: Handle | None = None,
     fuse_weight_gradients: bool | None = None,
     num_communicating_programs: int | None = None,
+    mode: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> DispatchedGemm:
     """`dispatch`, then the rows of each expert times its matrix.
@@ -204,21 +205,26 @@ def dispatch_grouped_gemm(
       alignment: rows at whose multiples experts start.
       wire_dtype: FP8 on the wire.
       handle: layout to be used again.
-      fuse_weight_gradients: True: in the backward pass, the gradients of x and of w come from one launch, in which
-        programs that have no more rows to send multiply for the gradient of w; it exists in `triton`, for tokens of 16
-        bits without `wire_dtype`. False: from a launch each. None: what should be faster.
+      fuse_weight_gradients: True: in the backward pass, the gradient of w comes from the launch that sends the gradient
+        of x, whose other programs multiply meanwhile; it exists in `triton`, for tokens of 16 bits without
+        `wire_dtype`. False: from a launch of its own. None: what should be faster.
       num_communicating_programs: of the launch for dispatch and product in `triton`, how many programs, of one per
         multiprocessor, send tokens before they multiply too; fewer leave more to the first products, more send sooner.
         None: 16.
+      mode: "fused": one kernel, in which tokens travel while the rows of those that have arrived are multiplied;
+        "serial": a kernel for the dispatch and one for the product; None: the one that should be faster for these
+        sizes. "fused" exists in `triton`, for tokens of 16 bits without `wire_dtype`. The backward pass of
+        `grouped_gemm_combine` has the same choice, for itself.
       implementation: see `dispatch`.
 
     Returns:
       `DispatchedGemm(hidden [R, N], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`.
 
     Raises:
-      ValueError: `fuse_weight_gradients=True` or `num_communicating_programs` where there is no such launch; and as
-        `dispatch` and `grouped_gemm` do.
-      TypeError, NotImplementedError: as `dispatch` and `grouped_gemm` do.
+      ValueError: an unknown mode; `fuse_weight_gradients=True` or `num_communicating_programs` where there is no such
+        launch; and as `dispatch` and `grouped_gemm` do.
+      TypeError: as `dispatch` and `grouped_gemm` do.
+      NotImplementedError: none of the implementations asked for can serve the call, in this mode.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -230,7 +236,8 @@ def dispatch_grouped_gemm(
     name = "dispatch_grouped_gemm"
     wanted = fused_options.fuse_weight_gradients(name, fuse_weight_gradients)
     communicating = fused_options.num_communicating_programs(name, num_communicating_programs)
-    call = Call(name, axis_name, wire_dtype, implementation, None, wanted, communicating)
+    mode = operations.dispatch_mode(name, "mode", mode, communicating)
+    call = Call(name, axis_name, wire_dtype, implementation, None, wanted, communicating, mode)
     x = check.matrix(call.function, "x", x, "[T, H]")
     w = check.expert_weights(call.function, "w", w, (call.num_local_experts(num_experts), x.shape[1]), x.dtype)
     return operations.dispatch_gemm(

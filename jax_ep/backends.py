@@ -70,11 +70,12 @@ class Implementation(Protocol):
         handle: Handle,
         *,
         transpose_rhs: bool,
-        keep: bool,
+        keep: str | None,
         num_communicating: int | None,
+        mode: str | None,
     ) -> tuple[Array, Array | None]: ...
     def gemm_combine(self, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mode: str | None) -> Array: ...
-    def token_products(self, kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array: ...
+    def token_products(self, kept: Array, rows: Array, handle: Handle, *, transpose: bool, kept_as: str) -> Array: ...
     def fuses_products(
         self,
         layout: Layout,
@@ -86,7 +87,15 @@ class Implementation(Protocol):
         wanted: bool | None,
     ) -> bool: ...
     def gemm_combine_products(
-        self, h: Array, w: Array, kept: Array, handle: Handle, *, transpose_rhs: bool
+        self,
+        h: Array,
+        w: Array,
+        kept: Array,
+        handle: Handle,
+        *,
+        transpose_rhs: bool,
+        mode: str | None,
+        kept_as: str,
     ) -> tuple[Array, Array]: ...
     def low_latency_dispatch(
         self,
@@ -150,6 +159,7 @@ class Request:
       foreign_handle: the layout comes from a handle that has no device group, so from another implementation.
       platform: where it will run ("cpu", "gpu", ...).
       alone: the caller named one implementation, and none to fall back to.
+      dispatch_mode: how a dispatch and its product must run, of `types.DISPATCH_MODES`, or None.
     """
 
     function: str
@@ -164,6 +174,7 @@ class Request:
     foreign_handle: bool = False
     platform: str = dataclasses.field(default_factory=mesh_axes.platform)
     alone: bool = False
+    dispatch_mode: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

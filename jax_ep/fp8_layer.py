@@ -42,7 +42,7 @@ def expert_layer(
 
     def config(w: Array) -> fp8_vjp.Fp8Config:
         fuses = route.wire_dtype is None and backends.get(name).fuses(handle.layout, x.dtype, *w.shape[1:])
-        fused = fused_vjp.FusedConfig(name, axis, mode=call.mode) if fuses else None
+        fused = fused_vjp.FusedConfig(name, axis, mode=call.mode, dispatch_mode=call.dispatch_mode) if fuses else None
         backward = call.choose_gemms(x, w, handle.layout.capacity)
         return fp8_vjp.Fp8Config(route, product, backward, gradient, fused, activation, gated)
 

@@ -139,7 +139,7 @@ def _gemm_combine_forward(config: Fp8Config, hidden: Array, row_weights: Array, 
 def _gemm_combine_backward(config: Fp8Config, residuals: Any, d_sums: Array) -> Any:
     hidden, row_weights, rows, w, handle = residuals
     if config.fused is not None:
-        back = config.fused._replace(transpose_rhs=True, keep=True)
+        back = config.fused._replace(transpose_rhs=True, keep="rows")
         d_rows, kept, _ = fused_vjp.scatter_gemm(back, d_sums, None, w, handle)
         d_w = fused_vjp.token_products(back, d_sums, kept, rows, handle)
     else:

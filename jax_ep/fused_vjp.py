@@ -26,24 +26,32 @@ class FusedConfig(NamedTuple):
       implementation: registered name.
       axis: mesh axes of the exchange.
       transpose_rhs: contract with the last axis of the matrices.
-      keep: return the dispatched tokens, for `token_products`.
+      keep: the dispatched tokens that are returned, for `token_products`, and that this gets: "tokens", `[W * T, H]` by
+        source rank and token; "rows", `[R, H]`; None, neither.
       mode: how every GEMM + combine runs, those of derivatives included; None: what should be fastest.
       fuse_weight_gradients: whether GEMM + combine in the backward pass of dispatch + GEMM also makes the gradient of
         the matrices; None: what should be fastest.
       num_communicating: programs of dispatch + GEMM that send tokens before they multiply; None: what was fastest.
+      dispatch_mode: how every dispatch + GEMM runs, those of derivatives included; None: what should be faster.
     """
 
     implementation: str
     axis: tuple[str, ...]
     transpose_rhs: bool = False
-    keep: bool = False
+    keep: str | None = None
     mode: str | None = None
     fuse_weight_gradients: bool | None = None
     num_communicating: int | None = None
+    dispatch_mode: str | None = None
+
+    @property
+    def kept_as(self) -> str:
+        """What is kept for the backward pass: tokens, of which there are fewer than rows, unless rows are wanted."""
+        return self.keep or "tokens"
 
 
 class Scattered(NamedTuple):
-    """`hidden [R, N]`, `kept [W * T, H]` or None, `row_weights [R]` or None."""
+    """`hidden [R, N]`, `kept` as `FusedConfig.keep` says, `row_weights [R]` or None."""
 
     hidden: Array
     kept: Array | None
@@ -54,8 +62,15 @@ class Scattered(NamedTuple):
 def scatter_gemm(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Scattered:
     """`[T, H]` tokens to rows, times `w [L, H, N]`; and `[T, K]` weights to `[R]`. Transpose of `gather_gemm`."""
     run = backends.get(config.implementation)
-    options = {"transpose_rhs": config.transpose_rhs, "keep": config.keep}
-    hidden, kept = run.dispatch_gemm(x, w, handle, **options, num_communicating=config.num_communicating)
+    hidden, kept = run.dispatch_gemm(
+        x,
+        w,
+        handle,
+        transpose_rhs=config.transpose_rhs,
+        keep=config.keep,
+        num_communicating=config.num_communicating,
+        mode=config.dispatch_mode,
+    )
     if weights is None:
         return Scattered(hidden, kept, None)
     return Scattered(hidden, kept, run.send_weights(weights, handle, config.axis, after=hidden))
@@ -79,7 +94,8 @@ def token_products(config: FusedConfig, x: Array, kept: Array, rows: Array, hand
 
     `kept` holds what became of the tokens `x` on the way; gradients go to `x`.
     """
-    return backends.get(config.implementation).token_products(kept, rows, handle, transpose=config.transpose_rhs)
+    run = backends.get(config.implementation)
+    return run.token_products(kept, rows, handle, transpose=config.transpose_rhs, kept_as=config.kept_as)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -88,18 +104,19 @@ def gather_gemm_products(
 ) -> tuple[Array, Array | None, Array]:
     """`gather_gemm`, and `token_products` of the same rows in the shape of `w`, by one launch."""
     run = backends.get(config.implementation)
-    sums, products = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=config.transpose_rhs)
+    turn, form = config.transpose_rhs, config.kept_as
+    sums, products = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=turn, mode=config.mode, kept_as=form)
     if row_weights is None:
         return sums, None, products
     return sums, run.return_weights(row_weights, handle, config.axis, after=sums), products
 
 
-def _turned(config: FusedConfig, *, keep: bool = False) -> FusedConfig:
+def _turned(config: FusedConfig, *, keep: str | None = None) -> FusedConfig:
     return config._replace(transpose_rhs=not config.transpose_rhs, keep=keep)
 
 
 def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Any:
-    found = scatter_gemm(config._replace(keep=True), x, weights, w, handle)
+    found = scatter_gemm(config._replace(keep=config.kept_as), x, weights, w, handle)
     kept = checkpoint_name(found.kept, TOKENS_NAME)
     return found._replace(kept=kept if config.keep else None), (x, kept, w, handle)
 
@@ -107,7 +124,7 @@ def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, 
 def _scatter_gemm_backward(config: FusedConfig, residuals: Any, cotangents: Scattered) -> Any:
     x, kept, w, handle = residuals
     d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
-    back, sizes = _turned(config), (d_hidden.shape[1], x.shape[1])
+    back, sizes = _turned(config, keep=config.kept_as), (d_hidden.shape[1], x.shape[1])
     run, wanted = backends.get(config.implementation), config.fuse_weight_gradients
     if run.fuses_products(handle.layout, x.dtype, *sizes, mode=config.mode, wanted=wanted):
         return *gather_gemm_products(back, d_hidden, d_row_weights, x, kept, w, handle), None
@@ -122,8 +139,10 @@ def _gather_gemm_forward(config: FusedConfig, h: Array, row_weights: Array | Non
 def _gather_gemm_backward(config: FusedConfig, residuals: Any, cotangents: tuple[Array, Array | None]) -> Any:
     h, w, handle = residuals
     d_sums, d_slots = cotangents
-    back = scatter_gemm(_turned(config, keep=True), d_sums, d_slots, w, handle)
-    d_w = token_products(_turned(config), d_sums, back.kept, h, handle)
+    # The tokens are needed at once, as rows, and not kept.
+    turned = _turned(config, keep="rows")
+    back = scatter_gemm(turned, d_sums, d_slots, w, handle)
+    d_w = token_products(turned, d_sums, back.kept, h, handle)
     return back.hidden, back.row_weights, d_w, None
 
 
@@ -134,7 +153,7 @@ def _token_products_forward(config: FusedConfig, x: Array, kept: Array, rows: Ar
 def _token_products_backward(config: FusedConfig, residuals: Any, cotangent: Array) -> Any:
     x, kept, rows, handle = residuals
     d_x, _ = gather_gemm(_turned(config), rows, None, cotangent, handle)
-    d_rows = scatter_gemm(config._replace(keep=False), x, None, cotangent, handle).hidden
+    d_rows = scatter_gemm(config._replace(keep=None), x, None, cotangent, handle).hidden
     return d_x, jnp.zeros_like(kept), d_rows, None
 
 
@@ -149,7 +168,8 @@ def _gather_gemm_products_backward(
     h, x, kept, w, handle = residuals
     d_sums, d_slots, d_products = cotangents
     d_h, d_row_weights, d_w, _ = _gather_gemm_backward(config, (h, w, handle), (d_sums, d_slots))
-    d_x, d_kept, d_rows, _ = _token_products_backward(_turned(config), (x, kept, h, handle), d_products)
+    turned = _turned(config, keep=config.keep)
+    d_x, d_kept, d_rows, _ = _token_products_backward(turned, (x, kept, h, handle), d_products)
     return d_h + d_rows, d_row_weights, d_x, d_kept, d_w, None
 
 

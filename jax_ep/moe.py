@@ -32,6 +32,7 @@ def moe(
     combine_mode: str | None = None,
     fuse_weight_gradients: bool | None = None,
     num_communicating_programs: int | None = None,
+    dispatch_mode: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
     """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
@@ -57,10 +58,12 @@ def moe(
         the identity. Tokens that travel in FP8 too (`wire_dtype`) are quantised once. None: the dtype of x.
       combine_mode: the `mode` of `grouped_gemm_combine` for the second product and the way back, and for the gradient
         of the tokens; None: what should be fastest.
-      fuse_weight_gradients: of the first product, see `dispatch_grouped_gemm`; True needs a `combine_mode` of "scatter"
-        or None, and no `forward_dtype`.
+      fuse_weight_gradients: of the first product, see `dispatch_grouped_gemm`; True needs a `combine_mode` that is not
+        "reduce", and no `forward_dtype`.
       num_communicating_programs: of the first product and of the backward pass of the second, see
         `dispatch_grouped_gemm`; needs no `forward_dtype`.
+      dispatch_mode: the `mode` of `dispatch_grouped_gemm` for the first product, and for the backward pass of the
+        second; None: what should be faster.
       implementation: see `dispatch`.
 
     Returns:
@@ -85,7 +88,8 @@ def moe(
     mode = operations.combine_mode("moe", "combine_mode", combine_mode)
     wanted = fused_options.fuse_weight_gradients("moe", fuse_weight_gradients)
     communicating = fused_options.num_communicating_programs("moe", num_communicating_programs)
-    call = Call("moe", axis_name, wire_dtype, implementation, mode, wanted, communicating)
+    dispatching = operations.dispatch_mode("moe", "dispatch_mode", dispatch_mode, communicating)
+    call = Call("moe", axis_name, wire_dtype, implementation, mode, wanted, communicating, dispatching)
     weights = (w_gate_up, w_down)
     return _expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, activation, capacity, forward_dtype)
 

@@ -21,6 +21,7 @@ from jax_ep.mesh_axes import axis_tuple, vary_alike
 from jax_ep.no_gradient import call_without_gradient
 from jax_ep.types import (
     COMBINE_MODES,
+    DISPATCH_MODES,
     TOKENS_NAME,
     Array,
     AxisName,
@@ -45,6 +46,7 @@ class Call:
       fuse_weight_gradients: whether the backward pass of dispatch + GEMM is one launch; None: where that should be
         faster.
       num_communicating_programs: of dispatch + GEMM, those that send tokens before they multiply, or None.
+      dispatch_mode: of `types.DISPATCH_MODES` for a dispatch and its product, or None.
     """
 
     function: str
@@ -54,6 +56,7 @@ class Call:
     mode: str | None = None
     fuse_weight_gradients: bool | None = None
     num_communicating_programs: int | None = None
+    dispatch_mode: str | None = None
 
     def choose(
         self,
@@ -78,6 +81,7 @@ class Call:
             columns,
             product,
             foreign_handle=handle is not None and handle.group is None,
+            dispatch_mode=self.dispatch_mode,
         )
         return backends.choose(self.implementation, request)
 
@@ -95,10 +99,26 @@ class Call:
 
 def combine_mode(function: str, argument: str, mode: str | None) -> str | None:
     """A known way to run a product and its combine, or None."""
-    if mode is not None and (not isinstance(mode, str) or mode not in COMBINE_MODES):
+    return _mode(function, argument, mode, COMBINE_MODES)
+
+
+def dispatch_mode(function: str, argument: str, mode: str | None, num_communicating: int | None) -> str | None:
+    """A known way to run a dispatch and its product, or None; a number of communicating programs asks for one."""
+    mode = _mode(function, argument, mode, DISPATCH_MODES)
+    if num_communicating is None:
+        return mode
+    if mode == "serial":
         raise ValueError(
-            f"{function}: {argument}={mode!r}, expected one of {COMBINE_MODES}, or None for the one that should be"
-            " fastest."
+            f"{function}: {argument}='serial' and num_communicating_programs={num_communicating}: only the launch of"
+            f" {argument}='fused' has such programs; leave one of them None."
+        )
+    return "fused"
+
+
+def _mode(function: str, argument: str, mode: str | None, known: tuple[str, ...]) -> str | None:
+    if mode is not None and (not isinstance(mode, str) or mode not in known):
+        raise ValueError(
+            f"{function}: {argument}={mode!r}, expected one of {known}, or None for the one that should be fastest."
         )
     return mode
 
@@ -207,6 +227,7 @@ def _fused_config(call: Call, name: str) -> fused_vjp.FusedConfig:
         mode=call.mode,
         fuse_weight_gradients=call.fuse_weight_gradients,
         num_communicating=call.num_communicating_programs,
+        dispatch_mode=call.dispatch_mode,
     )
 
 

@@ -36,6 +36,8 @@ def refusal(request: Any) -> str | None:
     """Why this implementation cannot serve a request, or None; see `backends.Request`."""
     if request.operation == "exchange" and request.mode not in (None, "serial"):
         return f"it fuses nothing, so that mode={request.mode!r} does not exist there; 'serial' does"
+    if request.operation == "exchange" and request.dispatch_mode == "fused":
+        return "it fuses nothing, so that a dispatch with its product in mode='fused' does not exist there"
     return None
 
 

@@ -16,6 +16,7 @@ TOKENS_NAME = "jax_ep.tokens"
 HIDDEN_NAME = "jax_ep.hidden"
 """And the results of the first product."""
 COMBINE_MODES = ("scatter", "reduce", "serial")
+DISPATCH_MODES = ("fused", "serial")
 """How a product and the combine after it run: see `jax_ep.grouped_gemm_combine`."""
 AxisName = str | tuple[str, ...]
 Array = jax.Array

@@ -177,7 +177,7 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
 
     called = []
 
-    def dispatch_gemm(x, w, handle, *, transpose_rhs, keep, num_communicating=None):
+    def dispatch_gemm(x, w, handle, *, transpose_rhs, keep, num_communicating, mode):
         rows = reference.send_tokens(x, handle, ("expert",), None)
         sizes = handle.group_sizes
         return reference.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
@@ -187,13 +187,13 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
         y = reference.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return reference.return_tokens(y, handle, ("expert",), None)
 
-    def token_products(kept, rows, handle, *, transpose):
+    def token_products(kept, rows, handle, *, transpose, kept_as):
         tokens = layout.gather_rows(kept, layout.row_tokens(handle))
         return reference.grouped_gemm_weights(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
 
-    def gemm_combine_products(h, w, kept, handle, *, transpose_rhs):
+    def gemm_combine_products(h, w, kept, handle, *, transpose_rhs, mode, kept_as):
         sums = gemm_combine(h, w, handle, transpose_rhs=transpose_rhs, mode=None)
-        return sums, token_products(kept, h, handle, transpose=not transpose_rhs)
+        return sums, token_products(kept, h, handle, transpose=not transpose_rhs, kept_as=kept_as)
 
     names = ("plan", "send_tokens", "return_tokens", "grouped_gemm")
     functions = {name: getattr(reference, name) for name in names}
@@ -203,7 +203,9 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     monkeypatch.setattr(backends, "get", lambda name: portable)
     variants = modules.moe_variants.parts(case, list(modules.moe_variants.PARTS), programs=[3], pallas=True)
     named = {name for part in (*modules.moe_variants.PARTS.values(), modules.moe_variants.PALLAS) for name in part}
-    assert set(variants) == named | set(modules.moe_variants.MODES.values()) | {modules.moe_variants.with_programs(3)}
+    found = modules.moe_variants
+    modes = {*found.MODES.values(), *found.GRADIENT_MODES.values(), *found.DISPATCHED.values(), found.with_programs(3)}
+    assert set(variants) == named | modes
     samples = {}
     for name, variant in variants.items():
         fn, arguments = modules.moe_chains.chain(case, variant)(2)

@@ -61,12 +61,21 @@ def send_rows(x: Array, handle: Handle, axis: Axis) -> Array:
 
 
 def send_tokens(
-    x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None, *, num_programs: int | None = None
+    x: Array,
+    handle: Handle,
+    axis: Axis,
+    wire_dtype: DTypeLike | None,
+    *,
+    num_programs: int | None = None,
+    clear: bool = True,
 ) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so, by at most `num_programs` programs."""
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so, by at most `num_programs` programs.
+
+    Rows without a token are zero, or with `clear=False` of unspecified value.
+    """
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    sent, _ = _dispatch(padded, handle, result, wire_dtype, num_programs, to_rows=True)
+    sent, _ = _dispatch(padded, handle, result, wire_dtype, num_programs, to_rows=True, clear=clear)
     return sent[:, : x.shape[1]]
 
 
@@ -98,6 +107,7 @@ def _dispatch(
     num_programs: int | None,
     *,
     to_rows: bool,
+    clear: bool = False,
 ) -> tuple[Array, Array]:
     """Launches the dispatch kernel, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden = handle.layout, x.shape[1]
@@ -105,7 +115,7 @@ def _dispatch(
     config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "QUANTIZED": quantized, **blocks}
+    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
     constants["OPERATION"] = int(ffi.Operation.DISPATCH)
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
     rows, row_scales = _exchange_rows(

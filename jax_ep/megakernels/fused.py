@@ -12,10 +12,11 @@ from jax_ep import context, ffi
 from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, mode_times, tuning
-from jax_ep.megakernels.exchange import return_tokens
-from jax_ep.megakernels.gemm import gathered_gemm_weights
+from jax_ep.megakernels.exchange import return_tokens, send_tokens
+from jax_ep.megakernels.gemm import gathered_gemm_weights, grouped_gemm_weights
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.products import grouped_gemm
+from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.schedule import send_schedule
 from jax_ep.types import Array, Handle, Layout
 
@@ -41,7 +42,14 @@ def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
 
 
 def dispatch_gemm(
-    x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, keep: bool, num_communicating: int | None = None
+    x: Array,
+    w: Array,
+    handle: Handle,
+    *,
+    transpose_rhs: bool,
+    keep: str | None,
+    num_communicating: int | None = None,
+    mode: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Tokens to the ranks of their experts, and there times the experts' matrices.
 
@@ -50,15 +58,49 @@ def dispatch_gemm(
       w: `[L, H, N]`, or `[L, N, H]` with `transpose_rhs`.
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
-      keep: also return the tokens that arrived.
+      keep: also return the tokens that arrived, as "tokens" or as "rows"; or None.
       num_communicating: programs that send tokens before they multiply; None: what was fastest.
+      mode: one of `DISPATCH_MODES`; None: what should be faster.
 
     Returns:
-      `[R, N]`, zero in padding rows; and, with `keep`, `[W * T, H]`: the tokens that have an expert here by source rank
-      and token, of unspecified value elsewhere. Else None.
+      `[R, N]`, zero in padding rows; and the tokens that have an expert here, "tokens": `[W * T, H]` by source rank and
+      token; "rows": `[R, H]`; both of unspecified value elsewhere. Else None.
     """
-    layout, hidden = handle.layout, x.shape[1]
     columns = w.shape[1 if transpose_rhs else 2]
+    mode = mode or mode_times.dispatch_mode(handle.layout, x.shape[1], columns, keep)
+    if mode == "serial":
+        return _dispatch_then_gemm(x, w, handle, transpose_rhs, keep)
+    rows, kept = _fused_dispatch_gemm(x, w, handle, columns, transpose_rhs, keep is not None, num_communicating)
+    if keep == "rows":
+        kept = gather_rows(kept, row_tokens(handle), handle.group_sizes)
+    return rows, None if keep is None else kept
+
+
+def _dispatch_then_gemm(
+    x: Array, w: Array, handle: Handle, transpose_rhs: bool, keep: str | None
+) -> tuple[Array, Array | None]:
+    """Two launches, and one that copies a row of each token where tokens are to be kept."""
+    layout = handle.layout
+    # Only rows between groups must be zero: a product reads none past them.
+    rows = send_tokens(x, handle, (), None, clear=layout.alignment > 1)
+    hidden = grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
+    if keep != "tokens":
+        return hidden, rows if keep == "rows" else None
+    a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
+    return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype))
+
+
+def _fused_dispatch_gemm(
+    x: Array,
+    w: Array,
+    handle: Handle,
+    columns: int,
+    transpose_rhs: bool,
+    keep: bool,
+    num_communicating: int | None,
+) -> tuple[Array, Array]:
+    """One launch; with `keep` also the tokens by source rank and token."""
+    layout, hidden = handle.layout, x.shape[1]
     schedule = send_schedule(handle)
     config, blocks = tuning.dispatch_gemm(hidden, columns, num_communicating)
     context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
@@ -69,9 +111,9 @@ def dispatch_gemm(
     )
     constants = {"H": hidden, "N": columns, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "KEEP": keep}
     operands = (x, _matrices(w, blocks, transpose_rhs), handle.ids, handle.row_slot, handle.group_sizes, *schedule)
-    constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.DISPATCH), **blocks}
     hidden_rows, kept = launch_on_heap(_DISPATCH_GEMM, operands, group_of(handle), results, config, constants)
-    return hidden_rows, kept if keep else None
+    return hidden_rows, kept
 
 
 def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mode: str | None) -> Array:
@@ -117,7 +159,7 @@ def scatter_arguments(
     constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "DROPS": drops}
     matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
-    constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
     return operands, (sums, lists), constants
@@ -133,7 +175,7 @@ def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs:
     constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs}
     matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.group_sizes)
-    constants |= _sizes(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
     return launch_on_heap(_GEMM_REDUCE, operands, group_of(handle), results, config, constants)[0]
 
 
@@ -143,7 +185,8 @@ def _matrices(w: Array, blocks: dict[str, int], transpose_rhs: bool) -> Descript
     return Descriptor(w, (1, *block))
 
 
-def _sizes(handle: Handle) -> dict[str, int]:
+def sizes_of(handle: Handle) -> dict[str, int]:
+    """Constants of kernels that exchange rows and know the groups."""
     layout = handle.layout
     return {
         "W": layout.num_ranks,
@@ -154,18 +197,22 @@ def _sizes(handle: Handle) -> dict[str, int]:
     }
 
 
-def token_products(kept: Array, rows: Array, handle: Handle, *, transpose: bool) -> Array:
-    """Weight gradients: per local expert, dispatched tokens times rows; the tokens are read where they were kept.
+def token_products(kept: Array, rows: Array, handle: Handle, *, transpose: bool, kept_as: str) -> Array:
+    """Weight gradients: per local expert, dispatched tokens times rows.
 
     Args:
-      kept: `[W * T, H]` from `dispatch_gemm`.
+      kept: from `dispatch_gemm`.
       rows: `[R, N]`.
       handle: of this implementation.
       transpose: rows first.
+      kept_as: "tokens" or "rows".
 
     Returns:
       `[L, H, N]`, or `[L, N, H]` with `transpose`; zero for experts without rows.
     """
+    if kept_as == "rows":
+        lhs, rhs = (rows, kept) if transpose else (kept, rows)
+        return grouped_gemm_weights(lhs, rhs, handle.group_sizes, out_dtype=kept.dtype)
     return gathered_gemm_weights(
         kept, row_tokens(handle), rows, handle.group_sizes, transpose=transpose, out_dtype=kept.dtype
     )

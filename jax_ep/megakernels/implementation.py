@@ -95,9 +95,10 @@ def refusal(request: Any) -> str | None:
         return f"W={request.layout.num_ranks} exceeds {_MOST_RANKS} ranks"
     if request.foreign_handle:
         return "the handle was made by another implementation"
-    if request.mode not in (None, "serial") and not _fuses(request):
+    fused = request.mode if request.mode not in (None, "serial") else request.dispatch_mode
+    if fused not in (None, "serial") and not _fuses(request):
         return (
-            f"mode={request.mode!r} takes bfloat16 and float16 without FP8 on the wire, and matrices whose sizes are"
+            f"mode={fused!r} takes bfloat16 and float16 without FP8 on the wire, and matrices whose sizes are"
             f" multiples of 8, on GPUs with TMA; here tokens of {request.dtype}, wire_dtype={request.wire_dtype} and"
             f" matrices of [{request.hidden}, {request.columns}]"
         )

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 
 from jax_ep.megakernels import gemm_tuning
 from jax_ep.megakernels.grid import all_programs
+from jax_ep.pallas import requirements
 from jax_ep.types import Layout
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
 """What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
+ALONE = 1.08
+"""How much faster `pallas` makes a product by itself than a launch of `triton`, which may exchange rows too, does."""
+DEEP = 4096
+"""From this depth on; below, the end of a tile takes its share (grouped_gemm_gpu.json)."""
 COMBINE_MEMORY = 3.8e12
 """The second of them for combine by itself (dispatch_combine_2_gpus.json, moe_layer_combine.json)."""
+SHOWN = 0.6
+"""Part of the exchange by which dispatch + GEMM takes longer than the product (moe_layer_4_gpus.json)."""
+COPIES = 3.8e12
+"""Bytes that a copy of rows moves in a second."""
 GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12
@@ -68,33 +79,77 @@ def reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
     return next(chunks for chunks in range(8, 0, -1) if column_tiles % chunks == 0 and chunks <= max(1, most))
 
 
+def _product_alone(layout: Layout, features: int, hidden: int) -> float:
+    """Seconds per token to compute the products in a launch of their own."""
+    time = _product(layout, features, hidden)
+    num_local = layout.num_local_experts
+    if jax.default_backend() == "gpu" and requirements.is_fastest(layout.capacity, features, hidden, num_local):
+        time /= 1 + (ALONE - 1) * min(1.0, features / DEEP)
+    return time
+
+
+def _summed(layout: Layout, hidden: int) -> tuple[float, float]:
+    """Seconds per token of combine by itself: to send the sums, and to move what they are made of."""
+    remote = (layout.num_ranks - 1) / layout.num_ranks
+    return _holders(layout) * remote * 2 * hidden / LINK, _made(layout, hidden) / COMBINE_MEMORY
+
+
 def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float]:
     """Seconds per token that each mode of GEMM + combine should take, the simplest mode first.
 
     docs/performance.md tells why.
     """
-    remote = (layout.num_ranks - 1) / layout.num_ranks
-    product, sent = _product(layout, features, hidden), _holders(layout) * remote * 2 * hidden / LINK
-    made, between = (_made(layout, hidden) / rate for rate in (COMBINE_MEMORY, AMONG_TILES))
+    product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
+    between = _made(layout, hidden) / AMONG_TILES
     last = 1 / reduced_chunks(layout, features, hidden)
     return {
-        "serial": product + max(sent, made),
+        "serial": _product_alone(layout, features, hidden) + max(sent, made),
         "scatter": max(product, _scattered(layout, hidden)) + _scattered_sums(layout, hidden),
         "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
     }
 
 
-def backward_times(layout: Layout, features: int, hidden: int, mode: str | None) -> dict[str, float]:
-    """Seconds per token of GEMM + combine and the gradient of its matrices: its parts, and both in one launch.
+def dispatch_mode(layout: Layout, hidden: int, columns: int, keep: str | None) -> str:
+    """Of the modes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`, the simpler one unless it is slower.
 
-    In one launch the rows have the time of both products to travel. docs/performance.md tells more.
+    In one launch a part of the exchange shows in spite of the products; in two the kept tokens, in the other the kept
+    rows, are a copy.
     """
-    times = combine_times(layout, features, hidden)
-    product = _product(layout, features, hidden)
+    sent, _ = _summed(layout, hidden)
+    token = 2 * 2 * hidden / COPIES  # to read and write one
+    rows, tokens = layout.top_k * token, _holders(layout) * token
+    serial = _product_alone(layout, hidden, columns) + sent + (tokens if keep == "tokens" else 0.0)
+    fused = _product(layout, hidden, columns) + SHOWN * sent + (rows if keep == "rows" else 0.0)
+    return "serial" if serial <= 1.01 * fused else "fused"
+
+
+class BackwardTimes(NamedTuple):
+    """Seconds per token of GEMM + combine and the gradient of its matrices, by mode of the first.
+
+    Attributes:
+      apart: the gradient in a launch of its own.
+      beside: the gradient in the launch of the exchange, where there is one.
+    """
+
+    apart: dict[str, float]
+    beside: dict[str, float]
+
+
+def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
+    """How long each way should take; docs/performance.md tells why.
+
+    What travels has the time of the gradient, too, or, in mode "scatter", that of both products.
+    """
+    product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
     gradient = product * TENSOR_CORES / GRADIENTS
-    combined = min(times.values()) if mode is None else times[mode]
     products = max(product + gradient, _scattered(layout, hidden))
-    return {"parts": combined + gradient, "one launch": products + _scattered_sums(layout, hidden)}
+    return BackwardTimes(
+        {mode: time + gradient for mode, time in combine_times(layout, features, hidden).items()},
+        {
+            "scatter": products + _scattered_sums(layout, hidden),
+            "serial": _product_alone(layout, features, hidden) + max(gradient + made, sent),
+        },
+    )
 
 
 def combine_mode(layout: Layout, features: int, hidden: int) -> str:

@@ -24,6 +24,9 @@ BLOCK_T = 8
 FEW = 64
 """Up to so many programs, which do not fill the GPU, each has a multiprocessor to itself and larger blocks."""
 
+BESIDE = 24
+"""Programs of combine beside the gradient of matrices: few leave more of the GPU to that, and have its time."""
+
 ROW_BYTES, IN_FLIGHT_BYTES = 16 * 1024, 80 * 1024
 """Most bytes of a row that are added up at once, 64 sums for each thread of four warps; and of rows on their way there.
 
@@ -196,6 +199,18 @@ def gemm_combine_products(
     else:  # as many blocks in flight as there is memory beside that through which a tile is stored
         tile = {"M": 128, "N": 256 if columns > 128 else 128, "R": 64, "STAGES": 3, "PARTS": 1}
     return config, blocks | {f"WEIGHT_{name}": size for name, size in tile.items()}
+
+
+def combine_products(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of combine beside the gradient of matrices, for sums of `dtype`."""
+    programs = BESIDE if jax.default_backend() != "cpu" else 1
+    _, sums = combine(layout, hidden, dtype, dtype, programs)
+    tiles = gemm_tuning.weight_tiles(dtype.itemsize)
+    weights = {"M": tiles.block_m, "N": tiles.block_n, "R": tiles.block_r}
+    weights |= {"STAGES": tiles.num_stages, "PARTS": tiles.store_parts}
+    blocks = {"COMM": programs, "TASKS": 4, "GROUP_M": tiles.group_m, **sums}
+    config = Config(all_programs(tiles.programs), num_warps=tiles.num_warps)
+    return config, blocks | {f"WEIGHT_{name}": size for name, size in weights.items()}
 
 
 def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:

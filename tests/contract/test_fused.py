@@ -15,7 +15,7 @@ from harness import compiled, run
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep.types import COMBINE_MODES
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES
 
 # Groups end within tiles, chunks of columns are uneven, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -109,20 +109,47 @@ def test_communicating_programs_change_no_bits(
         with pytest.raises(ValueError, match="num_communicating_programs"):
             run(call, mesh, *arrays)
         return
-    for got, want in zip(
-        run(call, mesh, *arrays), run(layer_and_gradients(SHAPE, implementation), mesh, *arrays), strict=True
-    ):
+    default = layer_and_gradients(SHAPE, implementation, dispatch_mode="fused")
+    for got, want in zip(run(call, mesh, *arrays), run(default, mesh, *arrays), strict=True):
         assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("dispatch_mode", DISPATCH_MODES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_dispatch_modes(
+    implementation: str, dispatch_mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
+) -> None:
+    """Forward and gradients; and with a capacity, where tokens may have no row left."""
+    for capacity in (None, 24):
+        options = {"dispatch_mode": dispatch_mode, "capacity": capacity}
+        call = compiled(layer_and_gradients(SHAPE, implementation, **options), expert_mesh(num_ranks))
+        for routing in ("zipf", "some_without_expert", "one_hot"):
+            with subtests.test(f"{routing}, {capacity}"):
+                args = inputs(rng, routing, num_ranks)
+                d_out = reals(rng, *args[0].shape, dtype=BF16)
+                arguments = *args[:3], *(split(w, num_ranks) for w in args[3:]), d_out
+                if implementation != "triton" and dispatch_mode == "fused":
+                    with pytest.raises(NotImplementedError, match="mode='fused'"):
+                        call(*arguments)
+                    continue
+                check(call(*arguments), args, d_out, oracle.layout(args[1], SHAPE.num_experts, capacity=capacity))
+
+
+@pytest.mark.parametrize("dispatch_mode", [None, *DISPATCH_MODES])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_halves(implementation: str, mode: str, alignment: int, mesh: Mesh, rng: np.random.Generator) -> None:
+def test_halves(
+    implementation: str, mode: str, alignment: int, dispatch_mode: str | None, mesh: Mesh, rng: np.random.Generator
+) -> None:
     """Row for row what dispatch and grouped_gemm give, and zero in padding."""
+    if dispatch_mode == "fused" and implementation != "triton":
+        pytest.skip(f"{implementation} fuses nothing")
+    if dispatch_mode is not None and mode != "serial":
+        pytest.skip("each mode once, beside the simplest of the other half")
     x, topk_idx, _, w_gate_up, w_down = inputs(rng, "some_without_expert", mesh.size)
 
     def fn(x, topk_idx, w_gate_up, w_down):
         options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "alignment": alignment}
-        d = jax_ep.dispatch_grouped_gemm(x, topk_idx, None, w_gate_up, **options)
+        d = jax_ep.dispatch_grouped_gemm(x, topk_idx, None, w_gate_up, mode=dispatch_mode, **options)
         rows = d.hidden[:, : SHAPE.intermediate]
         y = jax_ep.grouped_gemm_combine(rows, w_down, d.handle, mode=mode, implementation=implementation)
         return d.hidden, y

@@ -1,4 +1,4 @@
-"""The backward pass of dispatch + GEMM in one launch, where an implementation has it."""
+"""The gradient of the matrices in the launch of an exchange, where an implementation has it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ def check(got: Any, args: Any, **options: Any) -> None:
         assert_close(g.reshape(w.shape), w, name, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gradients_of_the_layer(implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
+@pytest.mark.parametrize(("num_ranks", "mode"), [(2, "scatter"), (2, "serial"), (4, "scatter"), (4, "serial")])
+def test_gradients_of_the_layer(
+    implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
+) -> None:
     """And the same bits on every run."""
-    call = compiled(gradients_of(layer(implementation)), expert_mesh(num_ranks))
+    call = compiled(gradients_of(layer(implementation, combine_mode=mode)), expert_mesh(num_ranks))
     for routing in ("uniform", "zipf", "one_hot", "empty_experts") if num_ranks == 2 else ("some_without_expert",):
         with subtests.test(routing):
             args = inputs(rng, routing, num_ranks)
@@ -75,18 +77,20 @@ def test_gradients_of_the_layer(implementation: str, num_ranks: int, expert_mesh
         assert_same_bits(again, first)
 
 
-def test_capacity(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("mode", ["scatter", "serial"])
+def test_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
-    call = compiled(gradients_of(layer(implementation, capacity=16)), expert_mesh(2))
+    call = compiled(gradients_of(layer(implementation, capacity=16, combine_mode=mode)), expert_mesh(2))
     for _ in range(2):
         args = inputs(rng, "zipf", 2)
         check(call(*args), args, capacity=16)
 
 
-def test_one_token(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("mode", ["scatter", "serial"])
+def test_one_token(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=1, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = inputs(rng, "uniform", 2, shape)
-    check(run(gradients_of(layer(implementation, shape)), expert_mesh(2), *args), args)
+    check(run(gradients_of(layer(implementation, shape, combine_mode=mode)), expert_mesh(2), *args), args)
 
 
 def test_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:

@@ -15,6 +15,7 @@ from kernel_calls import HEAP_BYTES, W
 import jax_ep
 from jax_ep import interpreter
 from jax_ep.megakernels import mode_times, tuning
+from jax_ep.pallas import requirements
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,7 @@ def needs_triton(request: pytest.FixtureRequest) -> None:
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and choices are those of an H200; nothing can run there."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(requirements, "missing", lambda: None)
     monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
     for module in (mode_times, tuning):
         monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import jax.numpy as jnp
 import pytest
 from compiling import build
 
 from jax_ep.heap import MAX_BLOCKS, HeapLayout
-from jax_ep.megakernels import fused, tuning
+from jax_ep.megakernels import fused, gemm_tuning, tuning
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -111,6 +112,32 @@ def test_gemm_combine_with_weights(
     check(built, capability)
     check_flat(built, blocks, config.num_stages)
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap
+    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "transposed"), [(90, DEEPSEEK, True), (90, DEEPSEEK_LONG, False), (100, MIXTRAL, True)]
+)
+def test_combine_with_weights(
+    capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs fit on a multiprocessor."""
+    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: True)
+    tokens, hidden, features, _ = shape
+    lay = layout(tokens)
+    config, blocks = tuning.combine_products(lay, hidden, jnp.dtype(jnp.bfloat16))
+    types = dict.fromkeys([*COMMON[1:], "slot_row_ptr", "lists_ptr"], "*i32") | {"table_ptr": "*i64"}
+    stored = f"1,{blocks['WEIGHT_M']},{blocks['WEIGHT_N'] // blocks['WEIGHT_PARTS']}"
+    types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "products": f"tensordesc<bf16[{stored}]>"}
+    for name, width in (("lhs", "WEIGHT_M"), ("rhs", "WEIGHT_N")):
+        types[name] = f"tensordesc<bf16[1, 1, {blocks['WEIGHT_R']}, {blocks[width]}]>"
+    sides = (hidden, features) if transposed else (features, hidden)
+    constants = sizes(lay) | blocks | {"H": hidden, "ROWS": sides[0], "COLUMNS": sides[1]}
+    warps, stages = config.num_warps, config.num_stages
+    built = build("combine_products", "combine_products", types, constants, warps, stages, capability)
+    check(built, capability)
+    assert "serialized" not in built["report"], built["report"]  # products that do not overlap
+    assert capability != 90 or 2 * (built["shared"] + 1024) <= SHARED_BYTES + 1024
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
 
 

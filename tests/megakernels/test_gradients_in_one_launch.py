@@ -1,4 +1,4 @@
-"""GEMM + combine and the weight gradient in one launch: the bits of two, however divided; and where it is chosen."""
+"""The weight gradient in the launch of an exchange: the bits of two launches, however divided; where it is chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax_ep
 from jax_ep import backends
 from jax_ep.kernel import Config
 from jax_ep.layout import dropless_capacity
-from jax_ep.megakernels import fused_gradients, gemm_tuning, tuning
+from jax_ep.megakernels import fused_gradients, gemm_tuning, mode_times, tuning
 from jax_ep.types import Layout
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -40,21 +40,21 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (rng.integers(-60, 61, shape) / 16).astype(BF16)
 
 
-def launches(layout: Layout, transposed: bool, *, parts: bool) -> Any:
-    """`fn(ids, x, h, w)`: sums and products by one launch and, with `parts`, by two."""
+def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any:
+    """`fn(ids, x, h, w)`: sums and products by one launch, or one less and, with `parts`, each by its own."""
     run: Any = backends.get("triton")
 
     def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
         handle = run.plan(ids, layout, AXIS)
-        kept = run.dispatch_gemm(x, w, handle, transpose_rhs=not transposed, keep=True)[1]
-        found = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=transposed)
+        kept = run.dispatch_gemm(x, w, handle, transpose_rhs=not transposed, keep="tokens", mode="fused")[1]
+        found = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=transposed, mode=mode, kept_as="tokens")
         if not parts:
             return found
         # One after the other: on the CPU the runtime would start what is independent in any order.
         h = h + (found[0][0, 0] == 12345.678).astype(h.dtype)
-        sums = run.gemm_combine(h, w, handle, transpose_rhs=transposed, mode="scatter")
+        sums = run.gemm_combine(h, w, handle, transpose_rhs=transposed, mode=mode)
         h = h + (sums[0, 0] == 12345.678).astype(h.dtype)
-        return found, (sums, run.token_products(kept, h, handle, transpose=not transposed))
+        return found, (sums, run.token_products(kept, h, handle, transpose=not transposed, kept_as="tokens"))
 
     return fn
 
@@ -69,6 +69,7 @@ def operands(layout: Layout, transposed: bool, routing: str, rng: np.random.Gene
     return ids, sixteenths(rng, 2, layout.num_tokens, SHAPE.hidden), h, sixteenths(rng, 2, 4, *sizes)
 
 
+MODES = {"scatter": "gemm_combine_products", "serial": "combine_products"}  # and what says how they are divided
 ALIGNED = dropless_capacity(LAYOUT.num_slots, 4, 16)
 CASES = {
     "uniform": (LAYOUT, False, "some_without_expert"),
@@ -78,11 +79,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_one_launch_gives_the_bits_of_two(name: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
+def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
     layout, transposed, routing = CASES[name]
     arguments = operands(layout, transposed, routing, rng)
-    joined, parts = harness.run(launches(layout, transposed, parts=True), mesh, *arguments)
+    joined, parts = harness.run(launches(layout, transposed, mode, parts=True), mesh, *arguments)
     for what, got, wanted in zip(("sums", "products"), joined, parts, strict=True):
         assert got.dtype == wanted.dtype and np.isfinite(wanted.astype(np.float32)).all()
         np.testing.assert_array_equal(got, wanted, err_msg=what)
@@ -90,21 +92,24 @@ def test_one_launch_gives_the_bits_of_two(name: str, mesh: jax.sharding.Mesh, rn
         assert all(np.abs(array.astype(np.float32)).max() > 0 for array in joined)
 
 
-def test_programs_and_tiles_change_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
-    """One program or several, which leave sums to the last one; other tiles."""
-    chosen, launched = tuning.gemm_combine_products, []
+@pytest.mark.parametrize("mode", MODES)
+def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+    """One program or several, which leave sums to the last one, or more than all to the first; other tiles."""
+    chosen, launched = getattr(tuning, MODES[mode]), []
     arguments = operands(LAYOUT, True, "zipf", rng)
-    wanted = harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments)
-    for num_programs, width in ((1, 16), (5, 64), (3, 32)):
+    wanted = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)
+    for num_programs, width, few in ((1, 16, 1), (5, 64, 2), (3, 32, 4)):
 
-        def divided(*arguments: Any, choice: Any = (num_programs, width), **options: Any) -> Any:
+        def divided(*arguments: Any, choice: Any = (num_programs, width, few), **options: Any) -> Any:
             launched.append(choice)
-            return Config(choice[0]), chosen(*arguments, **options)[1] | {"WEIGHT_N": choice[1]}
+            blocks = chosen(*arguments, **options)[1] | {"WEIGHT_N": choice[1]}
+            return Config(choice[0]), blocks | ({"COMM": choice[2], "TASKS": choice[2]} if mode == "serial" else {})
 
-        monkeypatch.setattr(tuning, "gemm_combine_products", divided)
-        for got, want in zip(harness.run(launches(LAYOUT, True, parts=False), mesh, *arguments), wanted, strict=True):
-            np.testing.assert_array_equal(got, want)
-        assert launched[-1] == (num_programs, width)
+        monkeypatch.setattr(tuning, MODES[mode], divided)
+        got = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)
+        for found, want in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(found, want)
+        assert launched[-1] == (num_programs, width, few)
 
 
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
@@ -112,11 +117,15 @@ def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, 
     """By name against the model, and by the model where nothing is named."""
     launched, launch = [], fused_gradients.launch_on_heap
     monkeypatch.setattr(fused_gradients, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
+    kernels = {"scatter": "gemm_combine", "serial": "combine_products"}
     for wanted, faster, number in ((True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)):
         monkeypatch.setattr(fused_gradients, "_is_faster", lambda *_, faster=faster: faster)
-        launched.clear()
-        jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
-        assert launched == ["gemm_combine"] * number
+        for mode in kernels:
+            times = mode_times.BackwardTimes({}, {name: float(name != mode) for name in kernels})
+            monkeypatch.setattr(mode_times, "backward_times", lambda *_, times=times: times)
+            launched.clear()
+            jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
+            assert launched == [kernels[mode]] * number
 
 
 def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:
@@ -143,7 +152,6 @@ def gradients(function: str, **options: Any) -> Any:
 REFUSED = {
     "float32 tokens": ("moe", np.float32, {}, r"tokens of float32.*matrices of \[16, 32\].*bfloat16"),
     "a mode": ("moe", BF16, {"combine_mode": "reduce"}, r"combine_mode='reduce'.*'scatter'"),
-    "the serial mode": ("moe", BF16, {"combine_mode": "serial"}, r"combine_mode='serial'.*'scatter'"),
     "float32": ("dispatch_grouped_gemm", np.float32, {}, r"dispatch_grouped_gemm: .*tokens of float32"),
 }
 

@@ -66,15 +66,18 @@ def list_arrivals(
 
 
 @triton.jit
-def combine(
+def sum_blocks(
     y_ptr,
     ids_ptr,
     slot_row_ptr,
     group_ptr,
     table_ptr,
-    after_ptr,
     out_ptr,
     lists_ptr,
+    rank,
+    me,
+    control,
+    alive,
     W: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
@@ -95,8 +98,7 @@ def combine(
     FP8: tl.constexpr,
     OPERATION: tl.constexpr,
 ):
-    """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle, `lists` is scratch."""
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    """Tasks of the open launch until none is left; arguments as for `combine`."""
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
@@ -133,4 +135,70 @@ def combine(
             scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
             sum_listed(list_ptr, count, values_ptr, scales_ptr, out_ptr, scales_ptr, H, BLOCK_H, LENGTH, STAGES, SUM)
         task = next_task(control)
+
+
+@triton.jit
+def combine(
+    y_ptr,
+    ids_ptr,
+    slot_row_ptr,
+    group_ptr,
+    table_ptr,
+    after_ptr,
+    out_ptr,
+    lists_ptr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALES: tl.constexpr,
+    FLAGS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHOICES: tl.constexpr,
+    RANKS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    LAG: tl.constexpr,
+    FP8: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle, `lists` is scratch."""
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    sum_blocks(
+        y_ptr,
+        ids_ptr,
+        slot_row_ptr,
+        group_ptr,
+        table_ptr,
+        out_ptr,
+        lists_ptr,
+        rank,
+        me,
+        control,
+        alive,
+        W,
+        D,
+        T,
+        K,
+        H,
+        L,
+        DATA,
+        SCALES,
+        FLAGS,
+        MAX_BLOCKS,
+        BLOCK_T,
+        BLOCK_H,
+        CHOICES,
+        RANKS,
+        LENGTH,
+        STAGES,
+        LAG,
+        FP8,
+        OPERATION,
+    )
     end_launch(control, group_ptr, W)

@@ -119,12 +119,13 @@ def dispatch(
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    CLEAR: tl.constexpr,
     OPERATION: tl.constexpr,
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
     Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written. With QUANTIZED,
-    rows stay FP8 values, with scales in `out_scales [R, H / 128]`, and nothing is written where there is no token.
+    rows stay FP8 values, with scales in `out_scales [R, H / 128]`. Where there is no token, CLEAR writes zeros.
     """
     rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
@@ -133,7 +134,7 @@ def dispatch(
     step_tasks: tl.constexpr = W if TO_ROWS else 1
     num_steps: tl.constexpr = num_blocks + (LAG if TO_ROWS else 0)
     steps_end: tl.constexpr = 1 + num_steps * step_tasks
-    clearing_tasks: tl.constexpr = 0 if QUANTIZED else (R + BLOCK_R - 1) // BLOCK_R
+    clearing_tasks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R if CLEAR else 0
     num_tasks: tl.constexpr = steps_end + (clearing_tasks if TO_ROWS else W - 1)
     begun = 0
     task = next_task(control)
@@ -143,11 +144,9 @@ def dispatch(
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, W, D)
         elif task >= steps_end:
-            if QUANTIZED:
-                tl.static_assert(FP8 and TO_ROWS)
-            elif TO_ROWS:
+            if CLEAR:
                 clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
-            else:
+            elif not TO_ROWS:
                 source_rank = (rank + 1 + task - steps_end) % W
                 source = tl.load(group_ptr + source_rank)
                 alive = await_blocks(

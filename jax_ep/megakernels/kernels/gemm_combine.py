@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .gemm_tile import multiply
-from .gemm_weights import multiply_flat
+from .gemm_weights import ALL_TASKS, multiply_flat
 from .listed_sums import sum_listed
 from .programs import all_begun, count_stored
 from .protocol import (
@@ -132,7 +132,7 @@ def gemm_combine(
             starts,
             rows,
             place_after(num_tiles),
-            alive,
+            ALL_TASKS * alive,
             F if TRANSPOSED else H,
             H if TRANSPOSED else F,
             L,

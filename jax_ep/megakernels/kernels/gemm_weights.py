@@ -10,6 +10,8 @@ import triton.language as tl
 from .bounded import halves, load_bounded
 from .tiles import locate_groups, tile_in_grid
 
+ALL_TASKS = tl.constexpr(1 << 30)
+
 
 @triton.jit
 def load_rows(
@@ -111,7 +113,7 @@ def multiply_flat(
     starts,
     rows,
     first_task,
-    active,
+    most_tasks,
     N: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -125,7 +127,7 @@ def multiply_flat(
     TMA_STORE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All tiles of this program, from `first_task` on in steps of the number of programs; none unless `active` is 1.
+    """At most so many tiles, from `first_task` on in steps of the number of programs, until there are no more.
 
     The loops over tiles and rows are one, written by hand since the number of blocks differs from tile to tile: the
     loads of a tile begin before the one before it is stored. STAGES blocks are in flight; None: as many as the launch
@@ -135,10 +137,10 @@ def multiply_flat(
     tiles: tl.constexpr = ((K + BM - 1) // BM) * ((N + BN - 1) // BN)
     # Tasks of this program before the first one of each group, and before that of the next group.
     index = tl.arange(0, GROUPS)
-    before = tl.cdiv(tl.maximum(index * tiles - first_task, 0), programs)
-    until = tl.cdiv(tl.maximum((index + 1) * tiles - first_task, 0), programs)
+    before = tl.minimum(tl.cdiv(tl.maximum(index * tiles - first_task, 0), programs), most_tasks)
+    until = tl.minimum(tl.cdiv(tl.maximum((index + 1) * tiles - first_task, 0), programs), most_tasks)
     blocks_of_group = tl.maximum(tl.cdiv(rows, BR), 1)
-    num_steps = tl.sum(tl.where(index < G, (until - before) * blocks_of_group, 0), axis=0) * active
+    num_steps = tl.sum(tl.where(index < G, (until - before) * blocks_of_group, 0), axis=0)
     task = first_task
     block = 0
     group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
@@ -198,7 +200,7 @@ def grouped_gemm_weights(
             starts,
             rows,
             program,
-            1,
+            ALL_TASKS,
             N,
             K,
             G,

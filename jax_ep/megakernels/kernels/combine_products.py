@@ -1,0 +1,134 @@
+"""Combine, and beside it the gradient of the matrices whose products it adds up, in one launch.
+
+The rows `y` are products of an earlier launch. The first COMM programs to begin make their sums, as combine.py does,
+while all others multiply tiles of the gradient, which need nothing of other ranks; those of COMM come to them late. So
+the link works while the tensor cores do, and only few programs wait for other ranks. As the first to begin are those
+that communicate, one resident program suffices.
+
+Tiles are taken some at a time, by whoever is free.
+"""
+
+import triton
+import triton.language as tl
+
+from .combine import sum_blocks
+from .gemm_weights import multiply_flat
+from .protocol import QUEUE, STARTED, end_launch, open_launch
+from .tiles import locate_groups
+
+
+@triton.jit
+def combine_products(
+    y_ptr,
+    ids_ptr,
+    slot_row_ptr,
+    sizes_ptr,
+    lhs,
+    rhs,
+    group_ptr,
+    table_ptr,
+    after_ptr,
+    out_ptr,
+    lists_ptr,
+    products,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    DATA: tl.constexpr,
+    FLAGS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    COMM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHOICES: tl.constexpr,
+    RANKS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    LAG: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHT_M: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
+    WEIGHT_R: tl.constexpr,
+    WEIGHT_STAGES: tl.constexpr,
+    WEIGHT_PARTS: tl.constexpr,
+    TASKS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OPERATION: tl.constexpr,
+):
+    """`y [R, H]` to `out [T, H]` as `combine` has it; and `lhs [R, ROWS]` and `rhs [R, COLUMNS]` to `products`.
+
+    These are `lhs[rows].T @ rhs[rows]` of each expert, `[L, ROWS, COLUMNS]`; TASKS tiles are taken at a time. `lhs` and
+    `rhs` are bounded descriptors of blocks of WEIGHT_R rows, and `products` is one of blocks
+    `[1, WEIGHT_M, WEIGHT_N / WEIGHT_PARTS]`.
+    """
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    programs = tl.num_programs(0)
+    tiles: tl.constexpr = L * ((ROWS + WEIGHT_M - 1) // WEIGHT_M) * ((COLUMNS + WEIGHT_N - 1) // WEIGHT_N)
+    num_turns = tl.cdiv(tiles, TASKS * programs) * programs
+    communicates = tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") < COMM
+    if communicates:
+        sum_blocks(
+            y_ptr,
+            ids_ptr,
+            slot_row_ptr,
+            group_ptr,
+            table_ptr,
+            out_ptr,
+            lists_ptr,
+            rank,
+            me,
+            control,
+            alive,
+            W,
+            D,
+            T,
+            K,
+            H,
+            L,
+            DATA,
+            DATA,
+            FLAGS,
+            MAX_BLOCKS,
+            BLOCK_T,
+            BLOCK_H,
+            CHOICES,
+            RANKS,
+            LENGTH,
+            STAGES,
+            LAG,
+            False,
+            OPERATION,
+        )
+    starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
+    turn = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
+    while turn < num_turns:
+        # Programs that take neighbouring turns work on neighbouring tiles.
+        multiply_flat(
+            lhs,
+            rhs,
+            products,
+            starts,
+            rows,
+            turn // programs * programs * TASKS + turn % programs,
+            TASKS,
+            COLUMNS,
+            ROWS,
+            L,
+            BLOCK_L,
+            WEIGHT_M,
+            WEIGHT_N,
+            WEIGHT_R,
+            GROUP_M,
+            True,
+            WEIGHT_PARTS,
+            True,
+            WEIGHT_STAGES,
+        )
+        turn = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
+    end_launch(control, group_ptr, W)

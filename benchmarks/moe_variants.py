@@ -63,8 +63,8 @@ GRADIENT_MODES = {
 # Dispatch + GEMM 1 in one launch, and as the package chooses.
 DISPATCHED = {"fused": PARTS["dispatch"].fused, None: "dispatch + GEMM 1, as chosen"}
 
-# GEMM 2 + combine in one launch, by mode; `Part.fused` is what the package chooses, `Part.sequence` the third mode.
-MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES if mode != "serial"}
+# GEMM 2 + combine by mode; `Part.fused` is what the package chooses, `Part.sequence` mode "serial" with other tiles.
+MODES = {mode: f"GEMM 2 + combine, {mode}" for mode in COMBINE_MODES}
 
 
 def with_programs(num_communicating: int) -> str:

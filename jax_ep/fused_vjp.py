@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import backends
-from jax_ep.types import TOKENS_NAME, Array, Handle
+from jax_ep.types import TOKENS_NAME, Array, Handle, Layout
 
 
 class FusedConfig(NamedTuple):
@@ -44,10 +44,9 @@ class FusedConfig(NamedTuple):
     num_communicating: int | None = None
     dispatch_mode: str | None = None
 
-    @property
-    def kept_as(self) -> str:
-        """What is kept for the backward pass: tokens, of which there are fewer than rows, unless rows are wanted."""
-        return self.keep or "tokens"
+    def kept_as(self, layout: Layout) -> str:
+        """What is kept for the backward pass: `keep` where it says so, else what takes less memory."""
+        return self.keep or ("rows" if layout.capacity <= layout.num_ranks * layout.num_tokens else "tokens")
 
 
 class Scattered(NamedTuple):
@@ -95,7 +94,7 @@ def token_products(config: FusedConfig, x: Array, kept: Array, rows: Array, hand
     `kept` holds what became of the tokens `x` on the way; gradients go to `x`.
     """
     run = backends.get(config.implementation)
-    return run.token_products(kept, rows, handle, transpose=config.transpose_rhs, kept_as=config.kept_as)
+    return run.token_products(kept, rows, handle, transpose=config.transpose_rhs, kept_as=config.kept_as(handle.layout))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -104,7 +103,7 @@ def gather_gemm_products(
 ) -> tuple[Array, Array | None, Array]:
     """`gather_gemm`, and `token_products` of the same rows in the shape of `w`, by one launch."""
     run = backends.get(config.implementation)
-    turn, form = config.transpose_rhs, config.kept_as
+    turn, form = config.transpose_rhs, config.kept_as(handle.layout)
     sums, products = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=turn, mode=config.mode, kept_as=form)
     if row_weights is None:
         return sums, None, products
@@ -116,7 +115,7 @@ def _turned(config: FusedConfig, *, keep: str | None = None) -> FusedConfig:
 
 
 def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Any:
-    found = scatter_gemm(config._replace(keep=config.kept_as), x, weights, w, handle)
+    found = scatter_gemm(config._replace(keep=config.kept_as(handle.layout)), x, weights, w, handle)
     kept = checkpoint_name(found.kept, TOKENS_NAME)
     return found._replace(kept=kept if config.keep else None), (x, kept, w, handle)
 
@@ -124,7 +123,7 @@ def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, 
 def _scatter_gemm_backward(config: FusedConfig, residuals: Any, cotangents: Scattered) -> Any:
     x, kept, w, handle = residuals
     d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
-    back, sizes = _turned(config, keep=config.kept_as), (d_hidden.shape[1], x.shape[1])
+    back, sizes = _turned(config, keep=config.kept_as(handle.layout)), (d_hidden.shape[1], x.shape[1])
     run, wanted = backends.get(config.implementation), config.fuse_weight_gradients
     if run.fuses_products(handle.layout, x.dtype, *sizes, mode=config.mode, wanted=wanted):
         return *gather_gemm_products(back, d_hidden, d_row_weights, x, kept, w, handle), None

@@ -103,16 +103,14 @@ def combine_mode(function: str, argument: str, mode: str | None) -> str | None:
 
 
 def dispatch_mode(function: str, argument: str, mode: str | None, num_communicating: int | None) -> str | None:
-    """A known way to run a dispatch and its product, or None; a number of communicating programs asks for one."""
+    """A known way to run a dispatch and its product, or None."""
     mode = _mode(function, argument, mode, DISPATCH_MODES)
-    if num_communicating is None:
-        return mode
-    if mode == "serial":
+    if mode == "serial" and num_communicating is not None:
         raise ValueError(
             f"{function}: {argument}='serial' and num_communicating_programs={num_communicating}: only the launch of"
             f" {argument}='fused' has such programs; leave one of them None."
         )
-    return "fused"
+    return mode
 
 
 def _mode(function: str, argument: str, mode: str | None, known: tuple[str, ...]) -> str | None:
@@ -227,7 +225,7 @@ def _fused_config(call: Call, name: str) -> fused_vjp.FusedConfig:
         mode=call.mode,
         fuse_weight_gradients=call.fuse_weight_gradients,
         num_communicating=call.num_communicating_programs,
-        dispatch_mode=call.dispatch_mode,
+        dispatch_mode="fused" if call.num_communicating_programs else call.dispatch_mode,
     )
 
 

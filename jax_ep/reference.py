@@ -37,7 +37,7 @@ def refusal(request: Any) -> str | None:
     if request.operation == "exchange" and request.mode not in (None, "serial"):
         return f"it fuses nothing, so that mode={request.mode!r} does not exist there; 'serial' does"
     if request.operation == "exchange" and request.dispatch_mode == "fused":
-        return "it fuses nothing, so that a dispatch with its product in mode='fused' does not exist there"
+        return "it fuses nothing, so that mode='fused' of a dispatch does not exist there; 'serial' does"
     return None
 
 

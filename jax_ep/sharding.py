@@ -85,7 +85,7 @@ def sharded_moe(
       num_experts: E.
       axis_name, batch_axes, tensor_axis: see `moe_specs`.
       **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, forward_dtype, combine_mode,
-        fuse_weight_gradients, num_communicating_programs, implementation.
+        dispatch_mode, fuse_weight_gradients, num_communicating_programs, implementation.
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H]) -> [N, H]` with the shardings of

@@ -303,6 +303,11 @@ COMPUTE_CASES = [
         *("num_communicating_programs=8", "forward_dtype", "None"),
     ),
     # the layer
+    *value("moe", "dispatch_mode", {"dispatch_mode": "scatter"}, "dispatch_mode='scatter'", "fused", "serial", "None"),
+    *value(
+        *("moe", "dispatch_mode", {"dispatch_mode": "serial", "num_communicating_programs": 8}),
+        *("dispatch_mode='serial'", "num_communicating_programs=8", "'fused'", "None"),
+    ),
     *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "reduce", "serial"),
     *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
     *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),

@@ -178,8 +178,16 @@ def test_no_implementation_that_fits(name, two_that_refuse):
     check(NotImplementedError, ["wheeled: needs eight wheels"], trace, name, implementation="wheeled")
 
 
-@pytest.mark.parametrize("mode", ["scatter", "reduce"])
-@pytest.mark.parametrize(("name", "argument"), [("grouped_gemm_combine", "mode"), ("moe", "combine_mode")])
+@pytest.mark.parametrize(
+    ("name", "argument", "mode"),
+    [
+        ("grouped_gemm_combine", "mode", "scatter"),
+        ("grouped_gemm_combine", "mode", "reduce"),
+        ("moe", "combine_mode", "reduce"),
+        ("moe", "dispatch_mode", "fused"),
+        ("dispatch_grouped_gemm", "mode", "fused"),
+    ],
+)
 def test_a_mode_that_the_implementation_lacks(name, argument, mode):
     fragments = [name, f"xla: .*mode='{mode}'", "'serial'", "implementation=None"]
     check(NotImplementedError, fragments, trace, name, implementation="xla", **{argument: mode})

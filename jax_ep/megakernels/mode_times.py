@@ -23,6 +23,8 @@ SHOWN = 0.6
 """Part of the exchange by which dispatch + GEMM takes longer than the product (moe_layer_4_gpus.json)."""
 COPIES = 3.8e12
 """Bytes that a copy of rows moves in a second."""
+LAUNCH_SECONDS = 10e-6
+"""What one launch more costs, by which few tokens are served in one."""
 GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12
@@ -113,14 +115,15 @@ def dispatch_mode(layout: Layout, hidden: int, columns: int, keep: str | None) -
     """Of the modes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`, the simpler one unless it is slower.
 
     In one launch a part of the exchange shows in spite of the products; in two the kept tokens, in the other the kept
-    rows, are a copy.
+    rows, are a copy. Times are those of even loads; uneven ones cost the one launch some percent more than the two.
     """
     sent, _ = _summed(layout, hidden)
     token = 2 * 2 * hidden / COPIES  # to read and write one
     rows, tokens = layout.top_k * token, _holders(layout) * token
     serial = _product_alone(layout, hidden, columns) + sent + (tokens if keep == "tokens" else 0.0)
+    serial += LAUNCH_SECONDS / layout.num_tokens
     fused = _product(layout, hidden, columns) + SHOWN * sent + (rows if keep == "rows" else 0.0)
-    return "serial" if serial <= 1.01 * fused else "fused"
+    return "serial" if serial <= 1.03 * fused else "fused"
 
 
 class BackwardTimes(NamedTuple):

@@ -96,8 +96,8 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
 def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Namespace) -> None:
     """The layer in both directions."""
     lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
-    for direction, backward in DIRECTIONS.items():
-        variants = layers(case, chosen, backward=backward)
+    for direction in args.directions:
+        variants = layers(case, chosen, backward=DIRECTIONS[direction])
         times = run.measure(case, direction, variants, lengths, notes=layer_notes(case))
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
@@ -212,6 +212,7 @@ def options() -> argparse.ArgumentParser:
     numbers = "communicating programs of dispatch + GEMM 1, to try beside the package's choice"
     parser.add_argument("--programs", type=positive, nargs="*", default=[], help=numbers)
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="of layers")
     parser.add_argument(
         "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"
     )

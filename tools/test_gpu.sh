@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
 # Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies.
-# Parts (default: all but sharing):
+# Parts (default: all but sharing and products):
 #   gpu        tests/gpu: what only GPUs show
 #   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
 #   processes  contract tests and part of tests/gpu in 2 processes, and in as many as there are GPUs
+#   products   contract tests of fused products, in as many processes as there are GPUs
 #   sharing    contract tests in 4 and 8 processes on fewer GPUs, where they take turns
 # Environment:
 #   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
@@ -29,6 +30,8 @@ read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
 low_latency=(low_latency low_latency_moe low_latency_gemm_combine)
 together=("${contract[@]/#/tests/contract/test_}" "${low_latency[@]/#/tests/contract/test_}")
+products=(fused fused_gradients moe_fp8)
+products=("${products[@]/#/tests/contract/test_}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
 random=tests/gpu/test_random_sizes.py # mostly compiles
 devices=(ffi ffi_status sharding flax fuzz training_equivalence)
@@ -63,6 +66,10 @@ for part in $parts; do
         ((count >= 2 && count <= gpus)) &&
           run "$count processes" "$python" tests/run_processes.py "$count" "${options[@]}" "${together[@]}" "${more[@]}"
       done
+      ;;
+    products)
+      gpus=$(nvidia-smi -L | wc -l)
+      run "products in $gpus processes" "$python" tests/run_processes.py "$gpus" "${options[@]}" "${products[@]/%/.py}" "${more[@]}"
       ;;
     sharing)
       gpus=$(nvidia-smi -L | wc -l)

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_ep import backends
+from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import TOKENS_NAME, Array, Handle, Layout
 
 
@@ -114,16 +116,26 @@ def _turned(config: FusedConfig, *, keep: str | None = None) -> FusedConfig:
     return config._replace(transpose_rhs=not config.transpose_rhs, keep=keep)
 
 
-def _scatter_gemm_forward(config: FusedConfig, x: Array, weights: Array | None, w: Array, handle: Handle) -> Any:
-    found = scatter_gemm(config._replace(keep=config.kept_as(handle.layout)), x, weights, w, handle)
-    kept = checkpoint_name(found.kept, TOKENS_NAME)
-    return found._replace(kept=kept if config.keep else None), (x, kept, w, handle)
+def _scatter_gemm_forward(config: FusedConfig, *arguments: Any) -> Any:
+    """Keeps no tokens for matrices of which nobody wants the gradient."""
+    trains = arguments[2].perturbed
+    x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
+    keep = config.kept_as(handle.layout) if trains else config.keep
+    found = scatter_gemm(config._replace(keep=keep), x, weights, w, handle)
+    kept = None if found.kept is None else checkpoint_name(found.kept, TOKENS_NAME)
+    return found._replace(kept=kept if config.keep else None), (x, kept if trains else None, w, handle)
 
 
 def _scatter_gemm_backward(config: FusedConfig, residuals: Any, cotangents: Scattered) -> Any:
     x, kept, w, handle = residuals
     d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
+    if isinstance(d_hidden, SymbolicZero):
+        d_hidden = vary_alike((jnp.zeros(d_hidden.shape, d_hidden.dtype), x))[0]
+    if isinstance(d_row_weights, SymbolicZero):
+        d_row_weights = None
     back, sizes = _turned(config, keep=config.kept_as(handle.layout)), (d_hidden.shape[1], x.shape[1])
+    if kept is None:
+        return *gather_gemm(back, d_hidden, d_row_weights, w, handle), None, None
     run, wanted = backends.get(config.implementation), config.fuse_weight_gradients
     if run.fuses_products(handle.layout, x.dtype, *sizes, mode=config.mode, wanted=wanted):
         return *gather_gemm_products(back, d_hidden, d_row_weights, x, kept, w, handle), None
@@ -172,7 +184,7 @@ def _gather_gemm_products_backward(
     return d_h + d_rows, d_row_weights, d_x, d_kept, d_w, None
 
 
-scatter_gemm.defvjp(_scatter_gemm_forward, _scatter_gemm_backward)
+scatter_gemm.defvjp(_scatter_gemm_forward, _scatter_gemm_backward, symbolic_zeros=True)
 gather_gemm.defvjp(_gather_gemm_forward, _gather_gemm_backward)
 token_products.defvjp(_token_products_forward, _token_products_backward)
 gather_gemm_products.defvjp(_gather_gemm_products_forward, _gather_gemm_products_backward)

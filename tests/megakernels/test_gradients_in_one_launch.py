@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax_ep
 from jax_ep import backends
 from jax_ep.kernel import Config
 from jax_ep.layout import dropless_capacity
-from jax_ep.megakernels import fused_gradients, gemm_tuning, mode_times, tuning
+from jax_ep.megakernels import fused, fused_gradients, gemm_tuning, mode_times, tuning
 from jax_ep.types import Layout
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -126,6 +127,35 @@ def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, 
             launched.clear()
             jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
             assert launched == [kernels[mode]] * number
+
+
+def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
+    """Whatever was asked for: none is made, and no tokens are kept for it."""
+    launched, launch = [], fused_gradients.launch_on_heap
+    monkeypatch.setattr(fused_gradients, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
+    forms, dispatch = [], fused.dispatch_gemm
+    triton: Any = backends.get("triton")
+    monkeypatch.setattr(
+        triton, "dispatch_gemm", lambda *a, keep, **k: forms.append(keep) or dispatch(*a, keep=keep, **k)
+    )
+    x, ids, weights, w, w_down = layer_inputs()
+    rng = np.random.default_rng(5)
+    x, w = sixteenths(rng, *x.shape), sixteenths(rng, *w.shape)
+
+    def fn(argnums: Any, x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            common = {"num_experts": 4, "implementation": "triton", "fuse_weight_gradients": True}
+            hidden = jax_ep.dispatch_grouped_gemm(x, ids, weights, w, **common).hidden.astype(jnp.float32)
+            return jnp.sum(hidden * jnp.arange(32, dtype=jnp.float32)[None, :])
+
+        return jax.grad(loss, argnums)(x, w)
+
+    arguments = x, ids, weights, w, w_down
+    d_x, d_w = harness.run(functools.partial(fn, (0, 1)), mesh, *arguments)
+    assert launched == ["combine_products"] and forms == ["rows"] and np.abs(d_w.astype(np.float32)).max() > 0
+    launched.clear(), forms.clear()
+    np.testing.assert_array_equal(harness.run(functools.partial(fn, 0), mesh, *arguments), d_x)
+    assert launched == [] and forms == [None]
 
 
 def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:

@@ -1,4 +1,4 @@
-"""Exchange and grouped GEMM in one launch: dispatch + GEMM, and GEMM + combine."""
+"""Exchange and grouped GEMM, in one launch or in two: dispatch + GEMM, and GEMM + combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the modes of GEMM + combine should take, and so which one to choose; docs/performance.md tells why."""
+"""How long the modes of fused operations should take, and so which one to choose; docs/performance.md tells why."""
 
 from __future__ import annotations
 

@@ -72,12 +72,14 @@ def measure_parts(run: Run, case: Case, args: argparse.Namespace) -> None:
     on_gpus = jax.default_backend() == "gpu"  # Mosaic's interpreter takes one device at a time
     variants = parts(case, args.parts, programs=args.programs, pallas=on_gpus)
     times = run.measure(case, "forward", variants, lengths)
-    others = {"combine": [*MODES.values()]}
-    others["dispatch"] = [DISPATCHED[None], *(with_programs(n) for n in args.programs)]
-    others["gradients"] = [GRADIENT_MODES["serial"]]
+    others = {
+        "dispatch": [DISPATCHED[None], *(with_programs(n) for n in args.programs)],
+        "combine": [*MODES.values()],
+        "gradients": [GRADIENT_MODES["serial"]],
+    }
     for key in args.parts:
         part, ratios = PARTS[key], {}
-        fused = [part.fused, *others.get(key, [])]
+        fused = [part.fused, *others[key]]
         for name in fused:
             overlaps = key != "gradients"  # there both parts multiply
             if overlaps and {name, part.exchange, part.product} <= set(times):

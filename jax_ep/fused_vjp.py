@@ -31,8 +31,8 @@ class FusedConfig(NamedTuple):
       keep: the dispatched tokens that are returned, for `token_products`, and that this gets: "tokens", `[W * T, H]` by
         source rank and token; "rows", `[R, H]`; None, neither.
       mode: how every GEMM + combine runs, those of derivatives included; None: what should be fastest.
-      fuse_weight_gradients: whether GEMM + combine in the backward pass of dispatch + GEMM also makes the gradient of
-        the matrices; None: what should be fastest.
+      fuse_weight_gradients: whether the gradient of the matrices shares a launch with what travels in the backward pass
+        of dispatch + GEMM; None: what should be fastest.
       num_communicating: programs of dispatch + GEMM that send tokens before they multiply; None: what was fastest.
       dispatch_mode: how every dispatch + GEMM runs, those of derivatives included; None: what should be faster.
     """
@@ -103,7 +103,7 @@ def token_products(config: FusedConfig, x: Array, kept: Array, rows: Array, hand
 def gather_gemm_products(
     config: FusedConfig, h: Array, row_weights: Array | None, x: Array, kept: Array, w: Array, handle: Handle
 ) -> tuple[Array, Array | None, Array]:
-    """`gather_gemm`, and `token_products` of the same rows in the shape of `w`, by one launch."""
+    """`gather_gemm`, and `token_products` of the same rows in the shape of `w`, which share a launch."""
     run = backends.get(config.implementation)
     turn, form = config.transpose_rhs, config.kept_as(handle.layout)
     sums, products = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=turn, mode=config.mode, kept_as=form)

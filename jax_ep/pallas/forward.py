@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import storing
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
-from jax_ep.pallas.ring import Copy, Ring
+from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array
@@ -46,12 +46,13 @@ def grouped_gemm(
     rhs: Ref,
     out: Ref,
     ring: Ring,
+    store: Ref,
     *,
     tiles: ForwardTiles,
     transpose: bool,
     programs: int,
 ) -> None:
-    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`."""
+    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; `store` is `storing.columns_scratch`."""
     num_groups = rhs.shape[0]
     steps_of_rows = int32(-(-lhs.shape[1] // STEP))
     tiles_per_row = int32(-(-out.shape[1] // TILE))
@@ -80,15 +81,16 @@ def grouped_gemm(
         def load_rows(height: int) -> Array:
             own_rows = pl.ds(pl.multiple_of(place.row, ALIGNMENT), height)
 
-            def copies(k: Array, slot: Array) -> tuple[Copy, Copy]:
-                depth = pl.ds(k * int32(STEP), STEP)
+            def one(k: Array, step: Array) -> Array:
+                slot, depth = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(STEP), STEP)
+                left, right = ring.lhs.at[slot, pl.ds(0, height)], ring.rhs.at[slot]
                 block = rhs.at[(place.group, columns, depth) if transpose else (place.group, depth, columns)]
-                return (
-                    Copy(lhs.at[own_rows, depth], ring.lhs.at[slot, pl.ds(0, height)]),
-                    Copy(block, ring.rhs.at[slot]),
-                )
+                plgpu.barrier_wait(ring.empty.at[slot])
+                plgpu.copy_gmem_to_smem(lhs.at[own_rows, depth], left, ring.full.at[slot])
+                plgpu.copy_gmem_to_smem(block, right, ring.full.at[slot])
+                return step + int32(1)
 
-            return rings.load_steps(ring, tiles.stages, step, place.steps, copies)
+            return lax.fori_loop(int32(0), place.steps, one, step)
 
         return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
 
@@ -103,7 +105,7 @@ def grouped_gemm(
                 return matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0))
 
             def product(accumulator: Ref) -> Array:
-                rings.multiply_steps(ring, tiles.stages, step, (int32(0), place.steps), accumulator, operands)
+                rings.multiply_steps(ring, tiles.stages, step, place.steps, accumulator, operands)
                 return accumulator[...]
 
             result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
@@ -116,10 +118,11 @@ def grouped_gemm(
 
             # Sizes are multiples of a consumer's columns: it stores all of them, or none.
             has_columns = column + first < int32(out.shape[1])
-            pl.when(has_columns)(lambda: storing.store_columns(ring.store, result, target, bounds))
+            pl.when(has_columns)(lambda: storing.store_columns(store, result, target, bounds))
 
         lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after
 
     num_tasks = rows.total[0] * tiles_per_row
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply)
+    begin = jnp.int32(0)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, turning=True)

@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 from jax_ep import tiled_gemm
 from jax_ep.layout import round_up
 from jax_ep.mesh_axes import vary_alike, varying_axes
-from jax_ep.pallas import forward, ring, storing, tiling, weights
-from jax_ep.pallas.memory import WARPGROUP
+from jax_ep.pallas import forward, lending, ring, storing, tiling, weights
+from jax_ep.pallas.memory import WARPGROUP, swizzled
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
 from jax_ep.types import Array
@@ -101,12 +101,12 @@ def _launch_forward(
     schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
     columns = rhs.shape[1 if transpose else 2]
     programs = _num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
-    right = (TILE, STEP) if transpose else (STEP, TILE)
-    store = storing.columns_scratch(out_dtype)
-    memory = ring.scratch((tiles.heights[-1], STEP), right, lhs.dtype, store, tiles.stages)
+    left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
+    slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
+    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": storing.columns_scratch(out_dtype)}
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
-    return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, {"ring": memory}, programs, interpret)
+    return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
 
 
 def grouped_gemm_weights(
@@ -133,7 +133,7 @@ def grouped_gemm_weights(
     """
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
         return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    tiles = tiles or tiling.weight_tiles(rhs.shape[1])
+    tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     interpret = jax.default_backend() == "cpu" if interpret is None else interpret
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
     return _weights(lhs, rhs, group_sizes, **static)
@@ -141,7 +141,9 @@ def grouped_gemm_weights(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _weights(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
-    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _ROWS), group_sizes))
+    # Copies past the last column are cut off where there are more than those of one line.
+    columns = STEP if rhs.shape[1] > STEP else 2 * STEP
+    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, (ALIGNMENT, columns)), group_sizes))
     run = sequential_vmap(functools.partial(_launch_weights, **static))
     return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
@@ -153,9 +155,10 @@ def _launch_weights(
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
     programs = _num_programs(num_tasks, interpret)
-    store = storing.rows_scratch(out_dtype)
-    memory = ring.scratch((STEP, TILE), (STEP, tiles.columns), lhs.dtype, store, tiles.stages)
-    scratch = {"ring": memory, "cleared": plgpu.Barrier(num_arrivals=tiling.CONSUMERS)}
+    right, results = lending.scratch(lhs.dtype, out_dtype, (STEP, tiles.columns), tiles.stages)
+    memory = ring.scratch(swizzled((tiles.stages, STEP, TILE), lhs.dtype), right, tiles.stages)
+    edge = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages)
+    scratch = {"ring": memory, "results": results, "edge": edge}
     body = functools.partial(weights.grouped_gemm_weights, tiles=tiles, programs=programs)
     operands = (groups.starts, groups.ends, lhs, rhs)
     result = jax.ShapeDtypeStruct(shape, out_dtype)

@@ -9,6 +9,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jax_ep.pallas.tiling import ALIGNMENT
+
 WARPGROUP = "warpgroup"
 _LINE_BYTES = 128
 
@@ -26,3 +28,9 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory in the layout that the tensor cores read without conflicts."""
     transforms = (plgpu.TilingTransform((8, line(dtype))), plgpu.SwizzleTransform(_LINE_BYTES))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+BLOCKS = plgpu.Layout.TILED(
+    plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+"""How a warpgroup holds blocks of 8 rows: four elements per thread and 64 columns, half a warp per row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import jax
@@ -11,13 +12,16 @@ from jax_ep.pallas.tiling import ALIGNMENT, STEP
 
 _CAPABILITY = "9.0"
 _ROWS_PER_GROUP = 256
+_INTERPRETER_THREADS = 4
 _COMPILER = "jax.experimental.mosaic.gpu"
 
 
 def refusal(request: Any) -> str | None:
     """Why this implementation cannot serve a request, or None; see `backends.Request`."""
     if request.platform == "cpu":
-        return None if request.alone else "it runs on GPUs; on CPU devices only for tests that name it alone"
+        return (
+            _missing_on_cpu() if request.alone else "it runs on GPUs; on CPU devices only for tests that name it alone"
+        )
     if request.platform != "gpu":
         return f"the platform is {request.platform}, it needs NVIDIA GPUs"
     return missing()
@@ -25,14 +29,15 @@ def refusal(request: Any) -> str | None:
 
 def fastest(request: Any) -> bool:
     """Whether this implementation is the fastest for a request; see `backends.Entry`."""
-    known = request.operation == "gemm" and request.product is not None
+    known = request.operation in ("gemm", "gemm_weights") and request.product is not None
     return known and request.platform == "gpu" and is_fastest(*request.product)
 
 
 def is_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
     """Whether these GPUs have no faster product of `[num_rows, depth]` rows and `[groups, depth, columns]` matrices.
 
-    That is so where groups have hundreds of rows (docs/performance.md), and nothing must be padded.
+    Nor a faster gradient of the matrices. That is so where groups have hundreds of rows (docs/performance.md), and
+    nothing must be padded.
     """
     return (
         missing() is None
@@ -40,6 +45,17 @@ def is_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
         and num_rows % ALIGNMENT == 0
         and depth % STEP == 0
         and columns % STEP == 0
+    )
+
+
+def _missing_on_cpu() -> str | None:
+    """XLA has a thread for each core or device; a kernel whose warpgroups wait for each other needs one for each."""
+    threads = max(os.cpu_count() or 1, jax.local_device_count())
+    if threads >= _INTERPRETER_THREADS:
+        return None
+    return (
+        f"its interpreter needs {_INTERPRETER_THREADS} cores or CPU devices, here are {threads}; set"
+        f" XLA_FLAGS=--xla_force_host_platform_device_count={_INTERPRETER_THREADS} before Python starts"
     )
 
 

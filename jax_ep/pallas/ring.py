@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, swizzled
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
@@ -23,53 +22,43 @@ PROGRAM = "program"
 _LOADING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232  # per thread: the accumulators of a wide tile alone are 128
 
 
-class Copy(NamedTuple):
-    """What the loading warpgroup copies in one step.
-
-    Attributes:
-      source: in global memory.
-      target: in a slot.
-    """
-
-    source: Ref
-    target: Ref
-
-
 class Ring(NamedTuple):
     """Scratch memory of a program.
 
     Attributes:
-      lhs, rhs: `[stages, ...]` operands of one step.
+      lhs, rhs: `[stages, ...]` operands of one step; there may be more slots behind.
       full: barriers of the slots, which open when both operands are there.
       empty: barriers of the slots, which open when both consumers have read them.
-      store: parts of the result on their way out, see `storing.rows_scratch` and `columns_scratch`.
     """
 
     lhs: Ref
     rhs: Ref
     full: Ref
     empty: Ref
-    store: Ref
 
 
-def scratch(lhs: tuple[int, int], rhs: tuple[int, int], dtype: DTypeLike, store: Any, stages: int) -> Ring:
-    """Declares a ring for operands of these shapes per step."""
+def scratch(lhs: Any, rhs: Any, stages: int) -> Ring:
+    """Declares a ring of these operands."""
     full = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-    empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-    return Ring(swizzled((stages, *lhs), dtype), swizzled((stages, *rhs), dtype), full, empty, store)
+    return Ring(lhs, rhs, full, plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages))
 
 
 # --- roles ----------------------------------------------------------------------------------------------------------
 
 
-def run_tasks[Place](
+def run_tasks[Place, Loaded](
     ring: Ring,
     stages: int,
     num_tasks: Scalar,
     programs: int,
     locate: Callable[[Array], Place],
-    load: Callable[[Place, Array], Array],
+    load: Callable[[Place, Loaded], Loaded],
     multiply: Callable[[Place, Array], Array],
+    *,
+    begin: Loaded,
+    finish: Callable[[Loaded], None] = lambda _: None,
+    leave: Callable[[Array], None] = lambda _: None,
+    turning: bool = False,
 ) -> None:
     """Shares tasks out among programs, and in a program the work on each of them among its warpgroups.
 
@@ -80,34 +69,38 @@ def run_tasks[Place](
       programs: how many there are.
       locate: all that the others read of tables about a task. It is asked one task ahead: a microsecond of waiting for
         memory is a tenth of a short task.
-      load: `(place, step)` to the step after the task; called by one warpgroup.
-      multiply: likewise; called by the others.
+      load: `(place, state)` to the state after the task; called by one warpgroup.
+      multiply: `(place, step)` to the step after the task; called by the others.
+      begin: state before the first `load`.
+      finish: what follows the last `load`, of its state.
+      leave: what follows the last `multiply`, and all stores, of the step after.
+      turning: every other round runs backwards: where tasks become shorter and shorter, all programs get as much. Where
+        they do not, programs next to each other keep to tiles next to each other.
     """
     program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
     rounds = lax.div(num_tasks, int32(programs))
 
     def task_of(turn: Array) -> Array:
-        """Every other round runs backwards: where tasks become shorter and shorter, all programs get as much."""
-        forwards = lax.rem(turn, int32(2)) == int32(0)
+        forwards = (lax.rem(turn, int32(2)) == int32(0)) | (not turning)
         return turn * int32(programs) + jnp.where(forwards, program, int32(programs - 1) - program)
 
     count = rounds + (task_of(rounds) < num_tasks).astype(jnp.int32)
 
-    def for_each_task(role: Callable[[Place, Array], Array]) -> None:
+    def for_each_task[State](role: Callable[[Place, State], State], first: State) -> State:
         def place_of(turn: Array) -> Place:
             return locate(jnp.minimum(task_of(turn), num_tasks - int32(1)))
 
-        def one(turn: Array, state: tuple[Array, Place]) -> tuple[Array, Place]:
-            step, place = state
+        def one(turn: Array, carry: tuple[State, Place]) -> tuple[State, Place]:
+            state, place = carry
             following = place_of(turn + int32(1))
-            return role(place, step), following
+            return role(place, state), following
 
-        lax.fori_loop(int32(0), count, one, (int32(0), place_of(jnp.int32(0))))
+        return lax.fori_loop(int32(0), count, one, (first, place_of(jnp.int32(0))))[0]
 
     @pl.when(warpgroup == CONSUMERS)
     def _loading() -> None:
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
-        for_each_task(load)
+        finish(for_each_task(load, begin))
         for slot in range(stages):  # nobody may leave while others still signal
             plgpu.barrier_wait(ring.empty.at[slot])
 
@@ -116,56 +109,51 @@ def run_tasks[Place](
         plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
         for slot in range(stages):
             plgpu.barrier_arrive(ring.empty.at[slot])
-        for_each_task(multiply)
+        after = for_each_task(multiply, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
-
-
-def load_steps(
-    ring: Ring, stages: int, step: Array, count: Array, copies: Callable[[Array, Array], tuple[Copy, Copy]]
-) -> Array:
-    """Fills slots with `count` steps, by `copies(k, slot)`; returns the step after them."""
-
-    def one(k: Array, step: Array) -> Array:
-        slot = lax.rem(step, int32(stages))
-        plgpu.barrier_wait(ring.empty.at[slot])
-        for copy in copies(k, slot):
-            plgpu.copy_gmem_to_smem(copy.source, copy.target, ring.full.at[slot])
-        return step + int32(1)
-
-    return lax.fori_loop(int32(0), count, one, step)
+        leave(after)
 
 
 def multiply_steps(
     ring: Ring,
     stages: int,
     step: Array,
-    bounds: tuple[Scalar, Scalar],
+    count: Array,
     accumulator: Ref,
     operands: Callable[[Array], tuple[Ref, Ref]],
-    prepare: Callable[[Array, Array], None] | None = None,
-) -> Array:
-    """Adds the products of steps `bounds` of a task, of which the first is `step`; returns the step after them.
+    second: Callable[[], None] | None = None,
+) -> None:
+    """Adds the products of the `count` steps of a task, of which the first is `step`.
 
-    One product stays in flight; the slot of the one before is free again. `operands(slot)` is what to multiply, and
-    `prepare(k, slot)` is called before.
+    One product stays in flight; the slot of the one before is free again, all but that of the last step.
+    `operands(slot)` are what to multiply, and `second` is called in the second step.
     """
 
     def one(k: Array, step: Array) -> Array:
         slot = lax.rem(step, int32(stages))
         plgpu.barrier_wait(ring.full.at[slot])
-        if prepare is not None:
-            prepare(k, slot)
         plgpu.wgmma(accumulator, *operands(slot))
         plgpu.wgmma_wait(1)
-        pl.when(k > int32(0))(lambda: release(ring, stages, step))
+
+        @pl.when(k > int32(0))
+        def _the_one_before() -> None:
+            release(ring, stages, step)
+            if second is not None:
+                pl.when(k == int32(1))(second)
+
         return step + int32(1)
 
-    return lax.fori_loop(*bounds, one, step)
+    lax.fori_loop(int32(0), count, one, step)
 
 
 def release(ring: Ring, stages: int, step: Array) -> None:
-    """This consumer has read the slot of the step before `step`."""
-    plgpu.barrier_arrive(ring.empty.at[lax.rem(step + int32(stages - 1), int32(stages))])
+    """This consumer needs the slot of the step before `step` no longer."""
+    plgpu.barrier_arrive(ring.empty.at[before(step, stages)])
+
+
+def before(step: Array, stages: int) -> Array:
+    """The slot of the step before."""
+    return lax.rem(step + int32(stages - 1), int32(stages))
 
 
 # --- order of tasks -------------------------------------------------------------------------------------------------

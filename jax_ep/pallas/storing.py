@@ -1,4 +1,7 @@
-"""How results leave: from accumulators through shared memory by TMA, a chunk of lines of 128 bytes at a time."""
+"""How transposed tiles leave, of which some rows belong to other programs.
+
+From accumulators through shared memory by TMA, a chunk of lines of 128 bytes at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +23,6 @@ _SLOTS = 2  # chunks of a consumer on their way out: more leave no room for oper
 _BOX = 8  # rows
 
 type Target = Callable[[Scalar, int], Ref]
-
-
-# --- whole tiles, as they are ----------------------------------------------------------------------------------------
-
-
-def rows_scratch(out_dtype: DTypeLike) -> Any:
-    """Declares chunks of each consumer for `store_rows`."""
-    return swizzled((CONSUMERS, _SLOTS, CHUNK, line(out_dtype)), out_dtype)
-
-
-def store_rows(buffer: Ref, result: Array, target: Callable[[int], Ref], limit: Scalar | None) -> None:
-    """Stores the `[64, columns]` float32 of a consumer, some columns at a time.
-
-    Args:
-      buffer: see `rows_scratch`.
-      result: accumulators.
-      target: to the part of the result that begins with this column of the accumulators.
-      limit: how many columns the result has from the first of the accumulators on; None: as many as they or more. A
-        copy to columns behind the last one is not cut off where the result is one chunk wide: it reaches the next row.
-    """
-    consumer, width = lax.axis_index(WARPGROUP), line(buffer.dtype)
-
-    def copy(number: int, column: int) -> None:
-        plgpu.copy_smem_to_gmem(buffer.at[consumer, number], target(column))
-
-    for first in range(0, result.shape[1], _SLOTS * width):
-        columns = range(first, min(first + _SLOTS * width, result.shape[1]), width)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for number, column in enumerate(columns):
-            buffer[consumer, number] = result[:, column : column + width].astype(buffer.dtype)
-        plgpu.commit_smem()
-        for number, column in enumerate(columns):
-            if limit is None:
-                copy(number, column)
-            else:
-                pl.when(int32(column) < limit)(partial(copy, number, column))
-
-
-# --- transposed tiles, of which some rows belong to other programs ---------------------------------------------------
 
 
 def columns_scratch(out_dtype: DTypeLike) -> Any:

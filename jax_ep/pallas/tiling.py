@@ -57,8 +57,10 @@ def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     return ForwardTiles((32, 64, 80, 96, 112, 128)) if num_rows <= 64 * groups else ForwardTiles()
 
 
-def weight_tiles(columns: int) -> WeightTiles:
+def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:
     """For `[G, K, N]` out of `[M, K]` and `[M, N]`."""
+    if out_itemsize > 2:  # results of another dtype have memory of their own
+        return WeightTiles(128, 5)
     # Wide tiles read less, but not where an eighth of them would lie outside of the matrix.
     wide = -(-columns // 256) * 256 * 7 <= columns * 8
     return WeightTiles(256, 4) if wide else WeightTiles(128, 6)

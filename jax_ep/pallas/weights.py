@@ -1,30 +1,29 @@
 """The kernel of `out[g] = lhs[rows of g].T @ rhs[rows of g]`.
 
 The first and the last step of a group may reach into its neighbours, or past all groups, where anything may lie: those
-rows of both operands are set to zero in shared memory, since zero times NaN is not zero. These steps come behind the
-others, so that the tensor cores are busy meanwhile.
+rows of both operands are set to zero in shared memory, since zero times NaN is not zero. The warpgroup that loads does
+so: it has the time, and the others' registers are full.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_ep.pallas import lending
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas import storing
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32, line
-from jax_ep.pallas.ring import Copy, Ring
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, STEP, TILE, WeightTiles
+from jax_ep.pallas.lending import Results
+from jax_ep.pallas.memory import BLOCKS, WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.ring import Ring
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
-# How a warpgroup holds blocks of rows: 8 bytes per thread and 64 columns, half a warp per row.
-_BLOCKS = plgpu.Layout.TILED(
-    plgpu.Tiling(((ALIGNMENT, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
+_CLEARED = 128  # columns at a time: half of them take a quarter more of all
 
 
 class Place(NamedTuple):
@@ -38,24 +37,25 @@ class Place(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Of a tile: whole ones come first, then that at the begin of the group, then that at its end.
+    """Of a tile: those with rows of other groups come first, while the results of the tile before leave.
 
     Attributes:
       total: all of them.
-      whole: those that have rows of the group alone.
       begin: how many, none or one, have rows of others before the group.
+      edges: how many, none to two, have rows of others.
       first: the row at which blocks of `STEP` rows begin.
     """
 
     total: Array
-    whole: Array
     begin: Array
+    edges: Array
     first: Array
 
     def row(self, k: Array) -> Array:
         """First row of step `k`."""
-        behind = jnp.where(k < self.whole + self.begin, int32(0), k)
-        return self.first + jnp.where(k < self.whole, k + self.begin, behind) * int32(STEP)
+        ends = self.edges - self.begin
+        edge = jnp.where(k < self.begin, int32(0), self.total - int32(1))
+        return self.first + jnp.where(k < self.edges, edge, k - ends) * int32(STEP)
 
 
 def steps_of(place: Place) -> Steps:
@@ -65,7 +65,22 @@ def steps_of(place: Place) -> Steps:
     total = jnp.where(place.end > place.start, total, int32(0))
     begin = jnp.where(place.start > first, jnp.minimum(total, int32(1)), int32(0))
     whole = jnp.clip(lax.div(place.end - first, int32(STEP)) - begin, int32(0), total - begin)
-    return Steps(total, whole, begin, first)
+    return Steps(total, begin, total - whole, first)
+
+
+class Loaded(NamedTuple):
+    """State of the loading warpgroup.
+
+    Attributes:
+      step: the next one.
+      is_edge: whether the one before has rows of other groups, which are still to be cleared.
+      start, end: then, the rows of that step that are the group's.
+    """
+
+    step: Array
+    is_edge: Array
+    start: Array
+    end: Array
 
 
 def grouped_gemm_weights(
@@ -75,14 +90,15 @@ def grouped_gemm_weights(
     rhs: Ref,
     out: Ref,
     ring: Ring,
-    cleared: Ref,
+    results: Results,
+    edge: Ref,
     *,
     tiles: WeightTiles,
     programs: int,
 ) -> None:
     """`[M, K]` and `[M, N]` to `[G, K, N]`; groups have rows `[start, end)`, both `[G]`.
 
-    `cleared` is the barrier at which consumers meet after each has cleared its half of the rows of others.
+    `edge` are barriers of the slots, which open when both operands of a step with rows of others are there.
     """
     num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
@@ -93,73 +109,102 @@ def grouped_gemm_weights(
         row, column = rings.row_and_column(within, int32(num_tall), num_wide, tiles.band)
         return Place(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
-    def load(place: Place, step: Array) -> Array:
+    def load(place: Place, loaded: Loaded) -> Loaded:
         steps = steps_of(place)
-        row, column = pl.multiple_of(place.row, TILE), pl.multiple_of(place.column, tiles.columns)
+        own_row, own_column = pl.multiple_of(place.row, TILE), pl.multiple_of(place.column, tiles.columns)
 
-        def copies(k: Array, slot: Array) -> tuple[Copy, Copy]:
-            rows = pl.ds(pl.multiple_of(steps.row(k), ALIGNMENT), STEP)
-            left, right = lhs.at[rows, pl.ds(row, TILE)], rhs.at[rows, pl.ds(column, tiles.columns)]
-            return Copy(left, ring.lhs.at[slot]), Copy(right, ring.rhs.at[slot])
+        def one(k: Array, loaded: Loaded) -> Loaded:
+            slot, row = lax.rem(loaded.step, int32(tiles.stages)), steps.row(k)
+            rows = pl.ds(pl.multiple_of(row, ALIGNMENT), STEP)
 
-        return rings.load_steps(ring, tiles.stages, step, steps.total, copies)
+            def copy(barriers: Ref) -> None:
+                left, right = lhs.at[rows, pl.ds(own_row, TILE)], rhs.at[rows, pl.ds(own_column, tiles.columns)]
+                plgpu.copy_gmem_to_smem(left, ring.lhs.at[slot], barriers.at[slot])
+                plgpu.copy_gmem_to_smem(right, ring.rhs.at[slot], barriers.at[slot])
+
+            is_edge = k < steps.edges
+            plgpu.barrier_wait(ring.empty.at[slot])
+            pl.when(is_edge)(lambda: copy(edge))
+            pl.when(~is_edge)(lambda: copy(ring.full))
+            clear_last(loaded)  # which has arrived, as this step's slot had to be read before
+            return Loaded(loaded.step + int32(1), is_edge, place.start - row, place.end - row)
+
+        return lax.fori_loop(int32(0), steps.total, one, loaded)
+
+    def clear_last(loaded: Loaded) -> None:
+        """Clears the rows of others in the step before `loaded.step`, and hands it to the consumers."""
+
+        @pl.when(loaded.is_edge)
+        def _clear() -> None:
+            slot = rings.before(loaded.step, tiles.stages)
+            plgpu.barrier_wait(edge.at[slot])
+            for buffer in (ring.lhs, ring.rhs):
+                _clear_rows(buffer.at[slot], loaded.start, loaded.end)
+            plgpu.commit_smem()
+            for _ in range(2):  # in place of two copies
+                plgpu.barrier_arrive(ring.full.at[slot])
 
     def multiply(place: Place, step: Array) -> Array:
-        steps = steps_of(place)
-        row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
-        column = pl.multiple_of(place.column, tiles.columns)
+        steps = steps_of(place).total
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
+        after, has_steps = step + steps, steps > int32(0)
 
         def operands(slot: Array) -> tuple[Ref, Ref]:
             return ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot]
 
-        def clear(k: Array, slot: Array) -> None:
-            here = steps.row(k)
-            for buffer in (ring.lhs, ring.rhs):
-                _clear_rows(buffer.at[slot], (place.start - here, place.end - here), consumer)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(cleared)
-            plgpu.barrier_wait(cleared)
-
         def product(accumulator: Ref) -> Array:
-            now = rings.multiply_steps(ring, tiles.stages, step, (int32(0), steps.whole), accumulator, operands)
-            rings.multiply_steps(ring, tiles.stages, now, (steps.whole, steps.total), accumulator, operands, clear)
+            settle = partial(lending.settle, ring, tiles.stages, step)
+            rings.multiply_steps(ring, tiles.stages, step, steps, accumulator, operands, settle)
+            pl.when(steps == int32(1))(settle)
             return accumulator[...]
 
         result = pl.run_scoped(product, plgpu.ACC((CHUNK, tiles.columns)))
-        after = step + steps.total
-        pl.when(steps.total > int32(0))(lambda: rings.release(ring, tiles.stages, after))
-
-        def target(offset: int) -> Ref:
-            return out.at[place.group, pl.ds(row, CHUNK), pl.ds(column + int32(offset), line(out.dtype))]
-
-        limit = int32(out.shape[2]) - column if out.shape[2] % tiles.columns else None
-        # Sizes are multiples of a consumer's rows: it stores all of them, or none.
-        pl.when(row < int32(out.shape[1]))(lambda: storing.store_rows(ring.store, result, target, limit))
+        slot = lending.place(results, ring, tiles.stages, after, has_steps)
+        lending.store(slot, result, has_steps, partial(send, place, slot))
         return after
 
-    rings.run_tasks(ring, tiles.stages, int32(num_groups * num_tall * num_wide), programs, locate, load, multiply)
+    def send(place: Place, slot: Ref, half: Scalar) -> None:
+        row = pl.multiple_of(place.row + half * int32(CHUNK), CHUNK)
+        column = pl.multiple_of(place.column, tiles.columns)
+        target = out.at[place.group, pl.ds(row, CHUNK), pl.ds(column, tiles.columns)]
+        # Sizes are multiples of a half's rows: all of them are stored, or none.
+        pl.when(row < int32(out.shape[1]))(lambda: plgpu.copy_smem_to_gmem(slot, target))
+
+    num_tasks = int32(num_groups * num_tall * num_wide)
+    begin = Loaded(jnp.int32(0), jnp.bool_(False), jnp.int32(0), jnp.int32(0))
+    rings.run_tasks(
+        ring,
+        tiles.stages,
+        num_tasks,
+        programs,
+        locate,
+        load,
+        multiply,
+        begin=begin,
+        finish=clear_last,
+        leave=partial(lending.leave, ring, tiles.stages),
+    )
 
 
-def _clear_rows(buffer: Ref, bounds: tuple[Array, Array], consumer: Array) -> None:
-    """Sets the rows of `buffer [STEP, columns]` outside of `bounds` to zero, in one consumer's half of the columns."""
-    width = buffer.shape[1] // CONSUMERS
-    columns = pl.ds(pl.multiple_of(consumer * int32(width), width), width)
-    shape = (ALIGNMENT, width)
-    start, end = jnp.clip(bounds[0], 0, STEP), jnp.clip(bounds[1], 0, STEP)
+def _clear_rows(buffer: Ref, start: Array, end: Array) -> None:
+    """Sets the rows of `buffer [STEP, columns]` outside of `[start, end)` to zero."""
+    start, end = jnp.clip(start, 0, STEP), jnp.clip(end, 0, STEP)
+    shape = (ALIGNMENT, _CLEARED)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), BLOCKS)
 
-    def clear_some(first: Scalar) -> None:
+    def clear_some(columns: Any, first: Scalar) -> None:
         block = buffer.at[pl.ds(first, ALIGNMENT), columns]
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_BLOCKS) + first
-        values = plgpu.load(block, layout=_BLOCKS)
-        block[...] = jnp.where((row >= start) & (row < end), values, jnp.zeros((), buffer.dtype))
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=BLOCKS) + first
+        block[...] = jnp.where((row >= start) & (row < end), plgpu.load(block, layout=BLOCKS), zeros)
 
-    def clear_all(i: Array, _: None) -> None:
-        rows = pl.ds(pl.multiple_of(i * int32(ALIGNMENT), ALIGNMENT), ALIGNMENT)
-        buffer[rows, columns] = plgpu.layout_cast(jnp.zeros(shape, buffer.dtype), _BLOCKS)
+    def clear_all(columns: Any, block: Array) -> None:
+        rows = pl.ds(pl.multiple_of(block * int32(ALIGNMENT), ALIGNMENT), ALIGNMENT)
+        buffer[rows, columns] = zeros
 
-    pl.when(start > int32(0))(lambda: clear_some(0))  # groups begin less than a block behind their first step
     last = pl.multiple_of(end & int32(-ALIGNMENT), ALIGNMENT)
-    pl.when(end > last)(lambda: clear_some(last))
     behind = lax.div(end + int32(ALIGNMENT - 1), int32(ALIGNMENT))
-    lax.fori_loop(behind, int32(STEP // ALIGNMENT), clear_all, None)
+    for column in range(0, buffer.shape[1], _CLEARED):
+        columns = pl.ds(column, _CLEARED)
+        pl.when(start > int32(0))(partial(clear_some, columns, 0))  # groups begin within the first block
+        pl.when(end > last)(partial(clear_some, columns, last))
+        lax.fori_loop(behind, int32(STEP // ALIGNMENT), lambda i, _, c=columns: clear_all(c, i), None)

@@ -26,6 +26,7 @@ interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is
 LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
 FORWARD = (LOW, HALF, HIGH)
 WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
+NARROW = WeightTiles(128, 5)  # of results in float32
 # Groups that begin within blocks of 8 rows and end at every kind of place, and rows past them.
 SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
 ROWS = 251
@@ -64,14 +65,15 @@ def test_forward(tiles, transpose, rng, races):
     assert races() == 0
 
 
-@pytest.mark.parametrize("tiles", WEIGHTS, ids=str)
+@pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
 def test_weights(tiles, rng, races):
     lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
     used = slice(SIZES.sum())
     _, want = oracle.grouped_gemm_gradients(lhs[used], np.zeros((7, 200, 328), F16), SIZES, rhs[used])
     lhs[SIZES.sum() :], rhs[SIZES.sum() :] = np.nan, np.inf
-    out = gemm.grouped_gemm_weights(lhs, rhs, SIZES, out_dtype=F32, tiles=tiles)
-    np.testing.assert_array_equal(np.asarray(out), want)
+    out_dtype = F32 if tiles is NARROW else F16
+    out = gemm.grouped_gemm_weights(lhs, rhs, SIZES, out_dtype=out_dtype, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
 
@@ -157,9 +159,9 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
             assert "mosaic_gpu" in lower(call, (5, 9), (3, 8, 9) if transpose else (3, 9, 8), (3,))
 
 
-@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("tiles", WEIGHTS, ids=str)
-def test_weights_lower(tiles, out_dtype):
+@pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
+def test_weights_lower(tiles):
+    out_dtype = F32 if tiles is NARROW else BF16
     call = functools.partial(gemm.grouped_gemm_weights, out_dtype=out_dtype, tiles=tiles, interpret=False)
     assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
     assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
@@ -185,3 +187,4 @@ def test_tables_fit_in_shared_memory():
     """All tiles that the tables give have been lowered above."""
     assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
+    assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

@@ -42,7 +42,8 @@ def test_order():
     ("wanted", "options"),
     [
         ("pallas", {"product": (32768, 7168, 4096, 64)}),
-        ("triton", {"product": (32768, 7168, 4096, 64), "operation": "gemm_weights"}),
+        ("pallas", {"product": (32768, 7168, 4096, 64), "operation": "gemm_weights"}),
+        ("triton", {"product": (32768, 7168, 4096, 256), "operation": "gemm_weights"}),
         ("triton", {"product": (32768, 7168, 4096, 256)}),  # few rows
         ("triton", {"product": (32764, 7168, 4096, 64)}),  # copies of rows
         ("triton", {"product": (32768, 7160, 4096, 64)}),  # copies of matrices
@@ -103,6 +104,18 @@ def test_on_the_cpu_only_where_it_is_named_alone():
     assert backends.choose(("pallas", "xla"), request(platform="cpu")) == "xla"
     assert backends.choose("pallas", request(platform="cpu")) == "pallas"
     assert backends.choose(["pallas"], request(platform="cpu")) == "pallas"
+
+
+def test_interpreter_needs_threads(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for devices in (1, 3):
+        monkeypatch.setattr(jax, "local_device_count", lambda devices=devices: devices)
+        with pytest.raises(
+            NotImplementedError, match=rf"4 cores or CPU devices, here are {max(devices, 2)}.*XLA_FLAGS"
+        ):
+            backends.choose("pallas", request(platform="cpu"))
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    assert backends.choose("pallas", request(platform="cpu")) == "pallas"
 
 
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):

@@ -13,9 +13,8 @@ from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, mode_times, tuning
 from jax_ep.megakernels.exchange import return_tokens, send_tokens
-from jax_ep.megakernels.gemm import gathered_gemm_weights, grouped_gemm_weights
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
-from jax_ep.megakernels.products import grouped_gemm
+from jax_ep.megakernels.products import gathered_gemm_weights, grouped_gemm, grouped_gemm_weights
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.schedule import send_schedule
 from jax_ep.types import Array, Handle, Layout

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from jax_ep import layout, tiled_gemm
+from jax_ep import tiled_gemm
 from jax_ep.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.layout import power_of_two, round_up
 from jax_ep.megakernels import gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.megakernels.rows import gather_rows
 from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
 
@@ -32,7 +31,7 @@ _WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
 _WORD = 8  # elements of a 16-byte word
 
 
-def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
+def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
     """Whether the kernels take these operands; the portable loop takes all."""
     return (
         lhs.dtype == rhs.dtype
@@ -66,7 +65,7 @@ def grouped_gemm(
     Returns:
       `[M, N]`.
     """
-    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return tiled_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     columns = rhs.shape[1 if transpose_rhs else 2]
     groups = group_sizes.shape[0]
@@ -79,7 +78,7 @@ def grouped_gemm(
 def _forward(
     lhs: Array, rhs: Array, group_sizes: Array, transpose_rhs: bool, out_dtype: jnp.dtype, tiles: Tiles
 ) -> Array:
-    operands = vary_alike((_pad(lhs, 1), _pad(rhs, 1, 2), group_sizes))
+    operands = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes))
     run = functools.partial(_launch_forward, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
     return sequential_vmap(run)(*operands)[:, : rhs.shape[1 if transpose_rhs else 2]]
 
@@ -135,51 +134,16 @@ def grouped_gemm_weights(
     Returns:
       `[G, K, N]`; zero for empty groups.
     """
-    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or gemm_tuning.weight_tiles(jnp.dtype(out_dtype).itemsize)
     make_ready("grouped_gemm")
     return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)
 
 
-def gathered_gemm_weights(
-    tokens: Array,
-    index: Array,
-    rows: Array,
-    group_sizes: Array,
-    *,
-    transpose: bool,
-    out_dtype: DTypeLike,
-    tiles: WeightTiles | None = None,
-) -> Array:
-    """`out[g] = tokens[index of g's rows].T @ rows[rows of g]`, or its transpose.
-
-    The tokens of the rows in use are copied into expert order first, in one pass: products that read them where they
-    lie were slower by more than that (docs/performance.md).
-
-    Args:
-      tokens: `[S, H]`, in any order; what no row names may hold anything.
-      index: `[M]` int32, the token of each row; -1: zero.
-      rows: `[M, N]`.
-      group_sizes: `[G]` int32.
-      transpose: rows first.
-      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
-      tiles: of the kernel; None: those for the shape.
-
-    Returns:
-      `[G, H, N]`, or `[G, N, H]` with `transpose`; zero for empty groups.
-    """
-    if _has_kernel(rows, tokens, group_sizes, out_dtype):
-        gathered = gather_rows(_pad(tokens, 1), index, group_sizes)[:, : tokens.shape[1]]
-    else:
-        gathered = layout.gather_rows(tokens, index)
-    lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
-    return grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype, tiles=tiles)
-
-
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _weights(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles) -> Array:
-    operands = vary_alike((_pad(lhs, 1), _pad(rhs, 1), group_sizes))
+    operands = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
     run = functools.partial(_launch_weights, out_dtype=out_dtype, tiles=tiles)
     return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
@@ -218,7 +182,7 @@ def _config(tiles: Tiles | WeightTiles, num_tasks: int) -> Config:
     return Config(num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
 
 
-def _pad(x: Array, *axes: int) -> Array:
+def pad(x: Array, *axes: int) -> Array:
     """`x` with whole 16-byte words along `axes`; a copy only where there are none."""
     missing = [round_up(size, _WORD) - size if axis in axes else 0 for axis, size in enumerate(x.shape)]
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

@@ -27,6 +27,10 @@ LAUNCH_SECONDS = 10e-6
 """What one launch more costs, by which few tokens are served in one."""
 GRADIENTS = 0.73 * 735e12
 """Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
+GRADIENTS_ALONE = 1.06
+"""How much faster `pallas` makes them, in a launch of their own."""
+BESIDE = 0.15
+"""Part of the time of sums by which the gradient takes longer in their launch: they move bytes, it multiplies."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12
 """Rows that arrive in so many bytes or more are added at this rate, waits for the last ones included."""
 AMONG_TILES = 0.53e12
@@ -81,11 +85,16 @@ def reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
     return next(chunks for chunks in range(8, 0, -1) if column_tiles % chunks == 0 and chunks <= max(1, most))
 
 
+def _is_from_pallas(layout: Layout, features: int, hidden: int) -> bool:
+    """Whether a product in a launch of its own comes from there."""
+    sizes = layout.capacity, features, hidden, layout.num_local_experts
+    return jax.default_backend() == "gpu" and requirements.is_fastest(*sizes)
+
+
 def _product_alone(layout: Layout, features: int, hidden: int) -> float:
     """Seconds per token to compute the products in a launch of their own."""
     time = _product(layout, features, hidden)
-    num_local = layout.num_local_experts
-    if jax.default_backend() == "gpu" and requirements.is_fastest(layout.capacity, features, hidden, num_local):
+    if _is_from_pallas(layout, features, hidden):
         time /= 1 + (ALONE - 1) * min(1.0, features / DEEP)
     return time
 
@@ -145,12 +154,13 @@ def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
     """
     product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
     gradient = product * TENSOR_CORES / GRADIENTS
+    alone = gradient / (GRADIENTS_ALONE if _is_from_pallas(layout, features, hidden) else 1)
     products = max(product + gradient, _scattered(layout, hidden))
     return BackwardTimes(
-        {mode: time + gradient for mode, time in combine_times(layout, features, hidden).items()},
+        {mode: time + alone for mode, time in combine_times(layout, features, hidden).items()},
         {
             "scatter": products + _scattered_sums(layout, hidden),
-            "serial": _product_alone(layout, features, hidden) + max(gradient + made, sent),
+            "serial": _product_alone(layout, features, hidden) + max(gradient + BESIDE * made, sent),
         },
     )
 

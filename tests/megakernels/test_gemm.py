@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kernel_calls import W
 
-from jax_ep.megakernels import gemm
+from jax_ep.megakernels import gemm, products
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 
 SMALL = Tiles(block_n=32, block_k=16, small_n=64, num_stages=2)  # of the interpreter
@@ -90,8 +90,8 @@ def run_weights(lhs, rhs, sizes, *, out_dtype=jnp.float32, tiles=None):
     return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
 
 
-def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32, tiles=None):
-    call = partial(gemm.gathered_gemm_weights, transpose=transpose, out_dtype=out_dtype, tiles=tiles)
+def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32):
+    call = partial(products.gathered_gemm_weights, transpose=transpose, out_dtype=out_dtype)
     return np.asarray(call(*map(jnp.asarray, (tokens, index, rows)), jnp.asarray(sizes, jnp.int32)))
 
 
@@ -115,8 +115,7 @@ def test_weights(pool, rng, subtests, name):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_of_gathered_tokens(pool, rng, subtests, name, transpose):
+def test_weights_of_gathered_tokens(pool, rng, subtests, transpose):
     """Some rows have no token, which counts as zero; tokens that no row names, and rows past the groups, hold NaN."""
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
@@ -125,7 +124,7 @@ def test_weights_of_gathered_tokens(pool, rng, subtests, name, transpose):
             tokens, rows = integers(rng, num_tokens, N), integers(rng, num_rows, K)
             gathered = np.where((index < 0)[:, None], 0, tokens[index]).astype(tokens.dtype)
             tokens[np.setdiff1d(np.arange(num_tokens), index[: sum(sizes)])] = np.nan
-            got = run_gathered(tokens, index, poisoned(rows, sizes), sizes, transpose=transpose, tiles=WEIGHTS[name])
+            got = run_gathered(tokens, index, poisoned(rows, sizes), sizes, transpose=transpose)
             lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
             np.testing.assert_array_equal(got, weights(lhs, rhs, sizes))
 
@@ -162,7 +161,7 @@ def test_nan_stays_in_its_group(pool, rng, descriptors):
     got = run_weights(lhs, rhs, sizes, tiles=weight_tiles)
     np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
     backwards = np.arange(len(lhs))[::-1].astype(np.int32)
-    got = run_gathered(lhs[::-1], backwards, rhs, sizes, transpose=False, tiles=weight_tiles)
+    got = run_gathered(lhs[::-1], backwards, rhs, sizes, transpose=False)
     np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
 
 

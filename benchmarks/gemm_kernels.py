@@ -23,7 +23,7 @@ from jax import Array
 
 import jax_ep
 from jax_ep import tiled_gemm
-from jax_ep.megakernels import fp8_operands, gemm, gemm_fp8
+from jax_ep.megakernels import fp8_operands, gemm, gemm_fp8, products
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.pallas import gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
@@ -38,7 +38,7 @@ SHAPES = ((32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 
 QUICK_SHAPES = ((200, 128, 40, 4),)
 CUBLAS = "cuBLAS batched"
 TRITON, PALLAS = "triton", "pallas"
-GATHERED = {f"{TRITON}, left rows gathered": False, f"{TRITON}, right rows gathered": True}
+GATHERED = {"left rows gathered": False, "right rows gathered": True}
 """Weight gradients whose tokens come through a list of rows: whether these are the right operand."""
 FP8, QUANTISED = "triton, FP8", "triton, FP8, operands quantised in the same call"
 LARGEST_ERRORS = {FP8: 0.4, QUANTISED: 0.4}
@@ -89,7 +89,7 @@ def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Ar
     """The weight gradient with a list of rows that, unknown to the kernels, names them in order."""
     tokens, rows = (b, a) if transpose else (a, b)
     index = jnp.arange(a.shape[0], dtype=jnp.int32)
-    return gemm.gathered_gemm_weights(tokens, index, rows, sizes, transpose=transpose, out_dtype=jnp.bfloat16)
+    return products.gathered_gemm_weights(tokens, index, rows, sizes, transpose=transpose, out_dtype=jnp.bfloat16)
 
 
 def in_fp8(problem: Problem) -> dict[str, Product]:
@@ -186,7 +186,9 @@ class Run(NamedTuple):
     distribution: str
 
 
-def measure(report: Report, rounds: int, problem: Problem, products: dict[str, Product], **details: Any) -> list[str]:
+def measure(
+    report: Report, rounds: int, settle_s: float, problem: Problem, products: dict[str, Product], **details: Any
+) -> list[str]:
     """Times products on all distributions beside cuBLAS, a line for each; failures and wrong results end a product."""
     shape = dict(zip(("rows", "k", "n", "groups"), problem.shape, strict=True)) | {"dtype": "bfloat16"}
     details |= {"part": "kernels", "direction": problem.direction}
@@ -203,7 +205,8 @@ def measure(report: Report, rounds: int, problem: Problem, products: dict[str, P
                 break
             errors[Run(name, distribution)] = error
             timed[Run(name, distribution)] = repeated(partial(product, *arguments))
-    times = harness.measure_interleaved({run: call for run, (call, _) in timed.items()}, rounds, warmup=0, budget_s=4.0)
+    calls = {run: call for run, (call, _) in timed.items()}
+    times = harness.measure_interleaved(calls, rounds, warmup=0, budget_s=4.0, settle_s=settle_s)
     times = {run: harness.Timing(tuple(s / timed[run][1] for s in timing.samples)) for run, timing in times.items()}
     baseline = times.get(Run(CUBLAS, "equal"))
     for run, timing in times.items():
@@ -242,7 +245,7 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> list[Panel]:
                 products |= {
                     name: jax.jit(partial(gathered_weights, transpose=side)) for name, side in GATHERED.items()
                 }
-            print(*measure(report, args.rounds, problem, products), sep="\n", flush=True)
+            print(*measure(report, args.rounds, args.settle, problem, products), sep="\n", flush=True)
     return []
 
 

@@ -122,7 +122,7 @@ def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
                     print(f"{problem.title}: {name}: {reason or f'left out, {args.budget:g} s are over'}", flush=True)
                     continue
                 settings = dataclasses.asdict(chosen[name])
-                lines = measure(report, args.rounds, problem, {name: product}, tiles=settings)
+                lines = measure(report, args.rounds, args.settle, problem, {name: product}, tiles=settings)
                 print(*(line for line in lines if CUBLAS not in line), sep="\n", flush=True)
             show_best(problem, report.rows[first:])
     return []

@@ -40,6 +40,7 @@ MAX_RATIO = 1.5  # required of 64 groups to 8 groups at the same rows
 RAGGED_DOT_GROUPS = 32  # on the CPU ragged_dot multiplies all rows by every matrix: more groups take seconds and GBs
 FLAT_GROUPS = 64  # and the flat loop computes a surplus tile for every group
 VARIANT = "jax_ep.grouped_gemm"
+INTERPRETER_DEVICES = 4
 
 
 # --- formulations ---------------------------------------------------------------------------------------------------
@@ -287,19 +288,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
     directions = gemm_kernels.DIRECTIONS
     options.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
+    settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
+    options.add_argument("--settle", type=float, default=0.1, help=settle)
     options.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
     args = harness.parse(options, arguments)
     args.parts = ["sweep"] if args.sweep else args.parts
     platform = jax.default_backend()
     default = ["kernels"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]
     name = f"grouped_gemm_{'sweep_' if args.parts == ['sweep'] else ''}{platform}"
-    report = Report(name, args.out, {"rounds": args.rounds, "quick": args.quick})
+    args.settle = args.settle if platform == "gpu" else 0.0
+    name += "_short_samples" if platform == "gpu" and args.settle == 0 else ""
+    report = Report(name, args.out, {"rounds": args.rounds, "quick": args.quick, "settle_s": args.settle})
     panels: list[Panel] = []
     for part in args.parts or default:
         if platform == "cpu":
-            # Virtual devices share the cores, and slow down what runs on one of them: make them where they are needed.
+            # Virtual devices share the cores, and slow down what runs on one of them: make them where they are needed,
+            # which is for exchanges, and for Mosaic's interpreter, whose warpgroups take as many threads of XLA's.
             backend.clear_backends()
-            jax.config.update("jax_num_cpu_devices", NUM_DEVICES if part == "exchange" else 1)
+            needed = {"exchange": NUM_DEVICES, "kernels": INTERPRETER_DEVICES, "sweep": INTERPRETER_DEVICES}
+            jax.config.update("jax_num_cpu_devices", needed.get(part, 1))
         panels += PARTS[part](report, args)
     print(report.path)
     if panels and (image := harness.plot(report.path.with_suffix(".png"), panels)):

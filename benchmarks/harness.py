@@ -63,6 +63,7 @@ def measure_interleaved[Key: Hashable](
     *,
     warmup: int = 2,
     budget_s: float = _BUDGET_S,
+    settle_s: float = 0.0,
     title: str = "measuring",
 ) -> dict[Key, Timing]:
     """Wall-clock times of functions that run in turns, each until its results are ready.
@@ -72,6 +73,8 @@ def measure_interleaved[Key: Hashable](
       rounds: samples of each variant.
       warmup: calls before the first sample; the first one compiles.
       budget_s: a variant whose samples sum to more sits out the remaining rounds, once it has three of them.
+      settle_s: how long a variant runs before each of its samples: the clock of a GPU at its power limit is the one
+        that the last tenth of a second asked for, by whatever ran then.
       title: for the progress bar.
     """
     together = jax.process_count() > 1
@@ -88,6 +91,9 @@ def measure_interleaved[Key: Hashable](
                 continue
             if together:  # or one would time how long it waits for another
                 multihost_utils.sync_global_devices("sample")
+            settled = time.perf_counter() + settle_s
+            while time.perf_counter() < settled:
+                jax.block_until_ready(variants[name]())
             start = time.perf_counter()
             jax.block_until_ready(variants[name]())
             samples[name].append(time.perf_counter() - start)

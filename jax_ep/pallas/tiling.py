@@ -17,6 +17,8 @@ CHUNK = 64
 TILE = CONSUMERS * CHUNK
 """Rows of the accumulators of a program: columns of a forward tile, and rows of one of weight gradients."""
 
+_FEWEST_STAGES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
@@ -43,13 +45,21 @@ class WeightTiles:
 
     Attributes:
       columns: of a tile of the result, 128 or 256; it has `TILE` rows, a part of them for each consumer.
-      stages: see `ForwardTiles`.
+      stages: see `ForwardTiles`; at least four. The loading warpgroup hands a step over when the next one's slot is
+        free, and the slot of a tile's last step is free in the second step of the next tile.
       band: see `ForwardTiles`.
+
+    Raises:
+      ValueError: fewer stages, which would wait for each other.
     """
 
     columns: int
     stages: int
     band: int = 8
+
+    def __post_init__(self) -> None:
+        if self.stages < _FEWEST_STAGES:
+            raise ValueError(f"stages={self.stages}, weight gradients need at least {_FEWEST_STAGES}.")
 
 
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:

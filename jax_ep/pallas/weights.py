@@ -126,7 +126,7 @@ def grouped_gemm_weights(
             plgpu.barrier_wait(ring.empty.at[slot])
             pl.when(is_edge)(lambda: copy(edge))
             pl.when(~is_edge)(lambda: copy(ring.full))
-            clear_last(loaded)  # which has arrived, as this step's slot had to be read before
+            clear_last(loaded)  # not at once: it has been on its way while this step's slot was read
             return Loaded(loaded.step + int32(1), is_edge, place.start - row, place.end - row)
 
         return lax.fori_loop(int32(0), steps.total, one, loaded)

@@ -76,3 +76,9 @@ def test_sizes_whose_sum_leaves_int32():
 def test_weight_tiles_follow_the_shape():
     assert tiling.weight_tiles(4096).columns == 256
     assert tiling.weight_tiles(384).columns == 128  # 256 would compute a third in vain
+
+
+def test_weight_gradients_need_four_stages():
+    """With three, the slot of a tile's last step would be waited for by what its consumers wait for."""
+    with pytest.raises(ValueError, match=r"stages=3, .* at least 4"):
+        tiling.WeightTiles(128, 3)

@@ -290,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
     settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
     options.add_argument("--settle", type=float, default=0.1, help=settle)
+    options.add_argument("--suffix", default="", help="of the report's name")
     options.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
     args = harness.parse(options, arguments)
     args.parts = ["sweep"] if args.sweep else args.parts
@@ -297,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = ["kernels"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]
     name = f"grouped_gemm_{'sweep_' if args.parts == ['sweep'] else ''}{platform}"
     args.settle = args.settle if platform == "gpu" else 0.0
-    name += "_short_samples" if platform == "gpu" and args.settle == 0 else ""
+    name += ("_short_samples" if platform == "gpu" and args.settle == 0 else "") + args.suffix
     report = Report(name, args.out, {"rounds": args.rounds, "quick": args.quick, "settle_s": args.settle})
     panels: list[Panel] = []
     for part in args.parts or default:

@@ -33,6 +33,7 @@ from jax import Array, lax
 from jax.extend import backend
 
 import jax_ep
+from jax_ep.pallas.requirements import INTERPRETER_THREADS
 
 type Gemm = Callable[[Array, Array, Array], Array]
 
@@ -40,7 +41,6 @@ MAX_RATIO = 1.5  # required of 64 groups to 8 groups at the same rows
 RAGGED_DOT_GROUPS = 32  # on the CPU ragged_dot multiplies all rows by every matrix: more groups take seconds and GBs
 FLAT_GROUPS = 64  # and the flat loop computes a surplus tile for every group
 VARIANT = "jax_ep.grouped_gemm"
-INTERPRETER_DEVICES = 4
 
 
 # --- formulations ---------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Virtual devices share the cores, and slow down what runs on one of them: make them where they are needed,
             # which is for exchanges, and for Mosaic's interpreter, whose warpgroups take as many threads of XLA's.
             backend.clear_backends()
-            needed = {"exchange": NUM_DEVICES, "kernels": INTERPRETER_DEVICES, "sweep": INTERPRETER_DEVICES}
+            needed = {"exchange": NUM_DEVICES, "kernels": INTERPRETER_THREADS, "sweep": INTERPRETER_THREADS}
             jax.config.update("jax_num_cpu_devices", needed.get(part, 1))
         panels += PARTS[part](report, args)
     print(report.path)

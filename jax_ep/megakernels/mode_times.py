@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import jax
 
-from jax_ep.megakernels import gemm_tuning
+from jax_ep.megakernels import gemm_tuning, products
 from jax_ep.megakernels.grid import all_programs
-from jax_ep.pallas import requirements
 from jax_ep.types import Layout
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
@@ -87,8 +86,7 @@ def reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
 
 def _is_from_pallas(layout: Layout, features: int, hidden: int) -> bool:
     """Whether a product in a launch of its own comes from there."""
-    sizes = layout.capacity, features, hidden, layout.num_local_experts
-    return jax.default_backend() == "gpu" and requirements.is_fastest(*sizes)
+    return products.is_from_pallas(layout.capacity, features, hidden, layout.num_local_experts)
 
 
 def _product_alone(layout: Layout, features: int, hidden: int) -> float:
@@ -155,11 +153,11 @@ def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
     product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
     gradient = product * TENSOR_CORES / GRADIENTS
     alone = gradient / (GRADIENTS_ALONE if _is_from_pallas(layout, features, hidden) else 1)
-    products = max(product + gradient, _scattered(layout, hidden))
+    both = max(product + gradient, _scattered(layout, hidden))
     return BackwardTimes(
         {mode: time + alone for mode, time in combine_times(layout, features, hidden).items()},
         {
-            "scatter": products + _scattered_sums(layout, hidden),
+            "scatter": both + _scattered_sums(layout, hidden),
             "serial": _product_alone(layout, features, hidden) + max(gradient + BESIDE * made, sent),
         },
     )

@@ -16,7 +16,7 @@ def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: b
     """See `megakernels.gemm.grouped_gemm`."""
     num_rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    if _from_pallas(num_rows, depth, columns, groups):
+    if is_from_pallas(num_rows, depth, columns, groups):
         from jax_ep.pallas.gemm import grouped_gemm as run
 
         return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
@@ -26,7 +26,7 @@ def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: b
 def grouped_gemm_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
     """See `megakernels.gemm.grouped_gemm_weights`."""
     num_rows, depth = lhs.shape
-    if _from_pallas(num_rows, depth, rhs.shape[1], group_sizes.shape[0]):
+    if is_from_pallas(num_rows, depth, rhs.shape[1], group_sizes.shape[0]):
         from jax_ep.pallas.gemm import grouped_gemm_weights as run
 
         return run(lhs, rhs, group_sizes, out_dtype=out_dtype)
@@ -66,5 +66,6 @@ def gathered_gemm_weights(
     return grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
 
 
-def _from_pallas(num_rows: int, depth: int, columns: int, groups: int) -> bool:
+def is_from_pallas(num_rows: int, depth: int, columns: int, groups: int) -> bool:
+    """Whether a product of these sizes, and the gradient of its matrices, come from there."""
     return jax.default_backend() == "gpu" and requirements.is_fastest(num_rows, depth, columns, groups)

@@ -64,20 +64,19 @@ def place(results: Results, ring: Ring, stages: int, after: Array, has_steps: Ar
 
 
 def settle(ring: Ring, stages: int, step: Array) -> None:
-    """Gives back what the task before `step` was lent.
+    """Waits for the stores of the task before `step`, and gives back what it was lent.
 
-    Both consumers wait for their stores, in the second step of a task, when they need not wait for long: one that fell
+    Both consumers wait, in the second step of a task, when they need not wait for long: one that fell
     behind the other would stay there, and the slots between them would be missing for the operands to come.
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    give_back(ring, stages, step)
+
+
+def give_back(ring: Ring, stages: int, step: Array) -> None:
+    """Gives back what the task before `step`, if there was one, was lent; its stores have been waited for."""
     lent = (lax.axis_index(WARPGROUP) == _LENDER) & (step > int32(0))
     pl.when(lent)(lambda: rings.release(ring, stages, step))
-
-
-def leave(ring: Ring, stages: int, after: Array) -> None:
-    """Gives back what the last task of all was lent."""
-    lent = (lax.axis_index(WARPGROUP) == _LENDER) & (after > int32(0))
-    pl.when(lent)(lambda: rings.release(ring, stages, after))
 
 
 def store(place: Ref, result: Array, has_steps: Array, send: Callable[[Scalar], None]) -> None:

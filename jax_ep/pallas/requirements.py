@@ -12,7 +12,8 @@ from jax_ep.pallas.tiling import ALIGNMENT, STEP
 
 _CAPABILITY = "9.0"
 _ROWS_PER_GROUP = 256
-_INTERPRETER_THREADS = 4
+INTERPRETER_THREADS = 4
+"""Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
 _COMPILER = "jax.experimental.mosaic.gpu"
 
 
@@ -51,11 +52,11 @@ def is_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
 def _missing_on_cpu() -> str | None:
     """XLA has a thread for each core or device; a kernel whose warpgroups wait for each other needs one for each."""
     threads = max(os.cpu_count() or 1, jax.local_device_count())
-    if threads >= _INTERPRETER_THREADS:
+    if threads >= INTERPRETER_THREADS:
         return None
     return (
-        f"its interpreter needs {_INTERPRETER_THREADS} cores or CPU devices, here are {threads}; set"
-        f" XLA_FLAGS=--xla_force_host_platform_device_count={_INTERPRETER_THREADS} before Python starts"
+        f"its interpreter needs {INTERPRETER_THREADS} cores or CPU devices, here are {threads}; set"
+        f" XLA_FLAGS=--xla_force_host_platform_device_count={INTERPRETER_THREADS} before Python starts"
     )
 
 

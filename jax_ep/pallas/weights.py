@@ -182,7 +182,7 @@ def grouped_gemm_weights(
         multiply,
         begin=begin,
         finish=clear_last,
-        leave=partial(lending.leave, ring, tiles.stages),
+        leave=partial(lending.give_back, ring, tiles.stages),
     )
 
 

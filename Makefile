@@ -25,7 +25,7 @@ BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env ffi demo test test-gpu lint bench clean
+.PHONY: help env ffi demo test test-all test-gpu lint bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -61,6 +61,9 @@ PYTEST := "$(BIN)/python" -m pytest -n auto --dist worksteal -q
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
 	$(PYTEST) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: PYTEST += --slow
+test-all: test ## the tests, those marked slow too
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)

@@ -35,7 +35,7 @@ DIRECTIONS = ("forward", "input gradient", "weight gradient")
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
 # rows, K, N, groups: DeepSeek-V3 up and down, Qwen3-30B up (32 of its experts), Mixtral down (2 of its experts).
 SHAPES = ((32768, 7168, 4096, 64), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32), (16384, 14336, 4096, 2))
-QUICK_SHAPES = ((200, 128, 40, 4),)
+QUICK_SHAPES = ((72, 128, 24, 2),)
 CUBLAS = "cuBLAS batched"
 TRITON, PALLAS = "triton", "pallas"
 GATHERED = {"left rows gathered": False, "right rows gathered": True}

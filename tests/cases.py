@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -137,6 +138,12 @@ ROUTINGS: dict[str, Routing] = {
 }
 # A quick subset for tests whose subject is not the routing.
 FEW_ROUTINGS = {name: ROUTINGS[name] for name in ("uniform", "one_hot_every_slot", "some_without_expert", "duplicates")}
+
+
+def routings(implementation: str, num_ranks: int) -> dict[str, Routing]:
+    """Those for a test whose subject is the routing: all, but few where an interpreter runs kernels of many ranks."""
+    interpreted = implementation == "triton" and jax.default_backend() == "cpu"
+    return FEW_ROUTINGS if interpreted and num_ranks > 2 else ROUTINGS
 
 
 def reals(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32) -> np.ndarray:

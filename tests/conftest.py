@@ -47,6 +47,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("jax_ep")
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
+    group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
@@ -95,6 +96,23 @@ def pytest_sessionfinish() -> None:
     jax_ep.finalize()
 
 
+def is_slow(item: pytest.Item) -> bool:
+    """Whether `make test` leaves it out: what repeats, in minutes, on other sizes what a faster test shows."""
+    if item.get_closest_marker("slow") is not None:
+        return True
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    interpreted = parameters.get("implementation") in ("triton", "pallas")
+    return interpreted and item.get_closest_marker("slow_interpreted") is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if ON_GPU or config.getoption("slow"):
+        return
+    slow = [item for item in items if is_slow(item)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A module that is not about exchanges names its `OPERATION`, and also gets implementations made for that alone."""
     from jax_ep import backends
@@ -130,7 +148,12 @@ def expert_mesh() -> Callable[[int], Mesh]:
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
-@pytest.fixture(params=[1, 2, 4, 8], ids="ranks{}".format)
+FEW_OR_MANY = pytest.mark.slow_interpreted
+
+
+@pytest.fixture(
+    params=[pytest.param(1, marks=FEW_OR_MANY), 2, 4, pytest.param(8, marks=FEW_OR_MANY)], ids="ranks{}".format
+)
 def every_mesh(request: pytest.FixtureRequest, expert_mesh: Callable[[int], Mesh]) -> Mesh:
     """Meshes of 1, 2, 4 and 8 ranks."""
     return expert_mesh(request.param)

@@ -19,6 +19,7 @@ def modules():
         yield SimpleNamespace(**{name: load(name, patch) for name in ("harness", "decode_experts")})
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     output = run_quickly("decode_experts.py", tmp_path)
     content = json.loads((tmp_path / "decode_experts.json").read_text())

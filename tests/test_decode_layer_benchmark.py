@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from test_benchmarks import check_report, run_quickly
 
 VARIANTS = {"moe"} | {f"low latency{how}, {dtype}" for how in ("", ", separate") for dtype in ("fp8", "bf16")}
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     output = run_quickly("decode_layer.py", tmp_path)
     content = json.loads((tmp_path / "decode_layer.json").read_text())

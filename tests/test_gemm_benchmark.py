@@ -19,7 +19,7 @@ if not SCRIPT.is_file():
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: pip install 'triton>=3.9'", allow_module_level=True)
 
-
+pytestmark = pytest.mark.slow  # a minute, most of it in Mosaic's interpreter; tests/pallas has the same kernels
 DISTRIBUTIONS = ("equal", "multinomial", "zipf")
 VARIANTS = (
     *((name, DISTRIBUTIONS) for name in ("triton", "pallas", "portable loop")),

@@ -117,6 +117,7 @@ def test_capacity_layer_drops_the_later_slots_of_an_expert(capacity, expert_mesh
 
 
 @pytest.mark.usefixtures("exchange_everywhere")
+@pytest.mark.slow
 def test_bfloat16_without_room_to_spare(expert_mesh, rng, subtests):
     """The dtype of the benchmark and its capacity: no promotion on the way, and sums in float32."""
     mesh, args = expert_mesh(2), inputs(rng, "uniform", 2, BF16)

@@ -155,6 +155,7 @@ def test_layers_agree_and_report_their_gradients(modules, case):
     assert modules.moe_chains.difference(wrong, expected) > 0.25
 
 
+@pytest.mark.slow
 def test_layers_in_fp8_are_near_the_others(modules, case):
     variants = modules.moe_variants.layers(case, ["moe", "wire", "fp8", "fp8 and wire"], backward=True)
     found = [modules.moe_chains.chain(case, variant)(2) for variant in variants.values()]
@@ -172,6 +173,7 @@ def test_weights_are_quantised_in_each_call_and_not_copied(modules, case):
     assert not [line for line in loop.splitlines() if "bf16[2,128,256]" in line.split(" copy(")[0] and " copy(" in line]
 
 
+@pytest.mark.slow
 def test_parts_of_one_half_agree(modules, case, monkeypatch):
     """With the portable implementation in the place of the kernels, and compositions in that of the fused ones."""
 

@@ -143,14 +143,16 @@ class _NothingToRestore:
 
 def _patch_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """The interpreter replaces `tl.*` around each call of a kernel or a device function; here it stays replaced."""
-    seen: set[frozenset[int]] = set()
+    functions, modules = set(), set()
 
     def patch(function: Any) -> _NothingToRestore:
-        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
-        key = frozenset(id(module) for module in modules if module in (tl, tl.core))
-        if key not in seen:
-            original(function)
-            seen.add(key)
+        if function not in functions:
+            functions.add(function)
+            of_function = (value for value in function.__globals__.values() if inspect.ismodule(value))
+            key = frozenset(id(module) for module in of_function if module in (tl, tl.core))
+            if key not in modules:
+                original(function)
+                modules.add(key)
         return _NothingToRestore()
 
     return patch

@@ -48,7 +48,7 @@ def poison(array: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow_interpreted), F32], ids=str)
 def test_groups(implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
     call = with_gradients(implementation)
     for name, (rows, sizes) in GROUPS.items():
@@ -79,6 +79,7 @@ def test_shapes(implementation: str, rows: int, groups: int, inner: int, columns
         np.testing.assert_array_equal(g, w)
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     """Groups of all sizes around those of tiles, empty ones at both ends, and rows past them."""
@@ -110,6 +111,7 @@ def test_nan_stays_in_its_group(implementation: str, dtype: np.dtype, rng: np.ra
         assert_close(np.delete(g, spoilt, axis=0), np.delete(w, spoilt, axis=0), what)
 
 
+@pytest.mark.slow_interpreted
 def test_preferred_element_type(implementation: str, rng: np.random.Generator) -> None:
     """float32 out of bfloat16 in: accumulated and returned without a rounding to bfloat16."""
     group_sizes = np.array([2, 0, 4], np.int32)
@@ -133,6 +135,7 @@ def test_finite_differences(implementation: str, rng: np.random.Generator, float
     check_directional_derivatives(jax.jit(jax.value_and_grad(value, argnums=(0, 1))), (lhs, rhs), rng)
 
 
+@pytest.mark.slow_interpreted
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_scan_stacks_results(implementation: str, dtype: np.dtype, rng: np.random.Generator, subtests: Any) -> None:
     """Of each step there is what a call alone gives: compilers may let kernels write into the stack."""

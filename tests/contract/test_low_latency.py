@@ -13,7 +13,6 @@ import pytest
 from cases import (
     BF16,
     F32,
-    FEW_ROUTINGS,
     ROUTINGS,
     Shape,
     assert_close,
@@ -21,6 +20,7 @@ from cases import (
     integers,
     probabilities,
     reals,
+    routings,
 )
 from harness import compiled, per_rank, refusals_skip, run
 from jax.sharding import Mesh
@@ -92,9 +92,7 @@ class Problem:
 
 def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
     call = compiled(round_trip(implementation, quantize=False), every_mesh)
-    # Kernels of many ranks take long in the interpreter; tests/megakernels has all routings too.
-    few = every_mesh.size > 2 and implementation == "triton" and jax.default_backend() == "cpu"
-    for routing in FEW_ROUTINGS if few else ROUTINGS:
+    for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
             problem = Problem(rng, routing, every_mesh.size)
             tokens, scales, *rest = call(*problem.args)
@@ -154,7 +152,14 @@ def test_num_tokens_on_the_device(implementation: str, expert_mesh: Any, rng: An
             problem.check_routes(*rest)
 
 
-@pytest.mark.parametrize("count", [np.int8(3), np.uint8(3), np.uint32(3), 3, np.int64(2**40), 2**40, -1], ids=repr)
+@pytest.mark.parametrize(
+    "count",
+    [
+        *(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40),
+        pytest.param(np.int64(2**40), marks=pytest.mark.slow_interpreted),
+    ],
+    ids=repr,
+)
 def test_number_of_tokens_of_any_integer_dtype(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
     """Of more tokens than int8 can count; a number past them is as good as all."""
     shape = Shape(num_tokens=300, top_k=1, num_experts=2, hidden=16)

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import oracle_serving
 import pytest
-from cases import BF16, F32, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, integers, probabilities, reals
+from cases import BF16, F32, ROUTINGS, Shape, assert_close, integers, probabilities, reals, routings
 from harness import compiled, run
 from jax.sharding import Mesh
 
@@ -71,8 +71,7 @@ class Problem:
 
 def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
     call = compiled(product_and_combine(implementation, preferred_element_type=jnp.float32), every_mesh)
-    few = every_mesh.size > 2 and implementation == "triton" and jax.default_backend() == "cpu"
-    for routing in FEW_ROUTINGS if few else ROUTINGS:
+    for routing in routings(implementation, every_mesh.size):
         with subtests.test(routing):
             problem = Problem(rng, routing, every_mesh.size)
             got = call(*problem.args)

@@ -85,7 +85,7 @@ def with_gradients(layer: Any):
 
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow_interpreted), 2, 4])
 def test_forward(
     implementation: str, num_ranks: int, wire_dtype: Any, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
@@ -119,7 +119,7 @@ def test_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
 
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_near_the_exact_ones(
     implementation: str, num_ranks: int, wire_dtype: Any, expert_mesh: Any, rng: Any
 ) -> None:
@@ -144,7 +144,7 @@ def exact_in_fp8(rng: Any, layer: Layer, dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.slow), F32], ids=str)
 def test_gradients_are_those_without_fp8(
     implementation: str, dtype: np.dtype, wire_dtype: Any, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
@@ -169,7 +169,9 @@ def test_gradients_are_those_without_fp8(
 
 
 @pytest.mark.parametrize("saved", [("jax_ep.tokens", "jax_ep.hidden"), ()], ids=["experts kept", "nothing kept"])
-@pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
+@pytest.mark.parametrize(
+    "wire_dtype", [pytest.param(None, marks=pytest.mark.slow), FP8], ids=["wire as is", "wire FP8"]
+)
 def test_scan_and_remat(implementation: str, wire_dtype: Any, saved: Any, expert_mesh: Any, rng: Any) -> None:
     """Two layers in a scan have the gradients of two calls, whatever is computed again."""
     if implementation == "triton" and not ON_GPU:
@@ -232,4 +234,4 @@ def test_no_second_derivative(implementation: str, rng: Any) -> None:
         return jnp.sum(jnp.square(call(x, *map(jnp.asarray, args))))
 
     with pytest.raises(TypeError, match="first derivatives only"):
-        jax.grad(lambda x: jnp.sum(jnp.square(jax.grad(loss)(x))))(jnp.asarray(layer.x[0]))
+        jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(jax.grad(loss)(x)))))(jnp.asarray(layer.x[0]))

@@ -51,7 +51,12 @@ def races(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "transpose"), [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)], ids=str
+    ("tiles", "transpose"),
+    [
+        *[(LOW, False), (HALF, True), (HIGH, False)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(LOW, True), (HALF, False)]),
+    ],
+    ids=str,
 )
 def test_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
@@ -106,7 +111,13 @@ def test_one_chunk_wide(tiles, rng):
     np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
 
 
-@pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
+@pytest.mark.parametrize(
+    "end",
+    [
+        *[1, 8, 9, 33, 64, 97, 250],
+        *(pytest.param(end, marks=pytest.mark.slow) for end in (7, 31, 32, 63, 65, 96, 128, 129)),
+    ],
+)
 def test_groups_of_all_heights(end, rng):
     """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
     sizes = np.array([5, end, 255 - end], np.int32)
@@ -147,7 +158,7 @@ def lower(call, *shapes):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("out_dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("tiles", "x64"), [(LOW, False), (LOW, True), (HALF, False), (HIGH, False)], ids=str)
 def test_forward_lowers(tiles, x64, out_dtype, transpose):
     call = functools.partial(

@@ -7,6 +7,7 @@ turns.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import sys
@@ -37,6 +38,7 @@ import harness
 import jax
 from jax.sharding import Mesh
 
+gc.set_threshold(200_000, 20, 20)  # tracing makes many objects that live: looking through them took a fifth of the time
 pytest_plugins = ["keep_results"]  # --results
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -36,7 +36,7 @@ def _by_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remember_block_shapes(original: Callable[..., None]) -> Callable[..., None]:
-    known: dict[tuple[int, ...], tuple[Any, int]] = {}
+    known: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
@@ -44,11 +44,11 @@ def _remember_block_shapes(original: Callable[..., None]) -> Callable[..., None]
         found = known.get(sizes) if set(map(type, sizes)) == {int} else None
         if found is None:
             original(self, element_ty, shape)
-            known[sizes] = (self.shape, self.numel)
+            known[sizes] = (self.shape, self.numel, str(self.shape))
             return
         self.element_ty = element_ty
-        self.shape, self.numel = found
-        self.name = f"<{sizes}, {element_ty}>"
+        self.shape, self.numel, text = found
+        self.name = f"<{text}, {element_ty}>"
 
     return init
 

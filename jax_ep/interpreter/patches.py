@@ -7,6 +7,7 @@ integer of the comparison of two scalars where it meets a block.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable
@@ -143,16 +144,15 @@ class _NothingToRestore:
 
 def _patch_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """The interpreter replaces `tl.*` around each call of a kernel or a device function; here it stays replaced."""
-    functions, modules = set(), set()
+    seen: set[frozenset[int]] = set()
 
+    @functools.cache  # a function has the same modules whenever it is called
     def patch(function: Any) -> _NothingToRestore:
-        if function not in functions:
-            functions.add(function)
-            of_function = (value for value in function.__globals__.values() if inspect.ismodule(value))
-            key = frozenset(id(module) for module in of_function if module in (tl, tl.core))
-            if key not in modules:
-                original(function)
-                modules.add(key)
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        key = frozenset(id(module) for module in modules if module in (tl, tl.core))
+        if key not in seen:
+            original(function)
+            seen.add(key)
         return _NothingToRestore()
 
     return patch

@@ -6,6 +6,8 @@ for the whole process.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,27 +17,31 @@ from triton.runtime import interpreter
 
 def apply() -> None:
     """Changes Triton's interpreter in place."""
-    interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
-    tl.core.block_type.__init__ = _remember_block_shapes(tl.core.block_type.__init__)
-    tl.core.tensor.__init__ = _remember_tensor_shapes()
+    interpreter._get_np_dtype = _remember(interpreter._get_np_dtype, lambda dtype: dtype.name)
+    tl.core.block_type.__init__ = _remember_shapes(tl.core.block_type.__init__)
+    tl.core.tensor.__init__ = _init_tensor
     semantic = type(interpreter.interpreter_semantic)
-    semantic.computation_type_impl = _remember_promotions(semantic.computation_type_impl)
+    semantic.computation_type_impl = _remember(
+        semantic.computation_type_impl,
+        lambda _, left, left_is_number, right, *rest: (left.name, left_is_number, right.name, *rest),
+    )
     semantic.broadcast_impl_value = _leave_equal_shapes(semantic.broadcast_impl_value)
 
 
-def _by_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[str, Any] = {}
+def _remember(original: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `original` once for each `key` of its arguments: types are made anew, and take long to hash."""
+    known: dict[Any, Any] = {}
 
-    def get(dtype: Any) -> Any:
-        found = known.get(dtype.name)
-        if found is None:
-            found = known[dtype.name] = original(dtype)
-        return found
+    def remembered(*args: Any) -> Any:
+        at = key(*args)
+        if at not in known:
+            known[at] = original(*args)
+        return known[at]
 
-    return get
+    return remembered
 
 
-def _remember_block_shapes(original: Callable[..., None]) -> Callable[..., None]:
+def _remember_shapes(original: Callable[..., None]) -> Callable[..., None]:
     known: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -53,34 +59,14 @@ def _remember_block_shapes(original: Callable[..., None]) -> Callable[..., None]
     return init
 
 
-def _remember_tensor_shapes() -> Callable[..., None]:
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        found = known.get(sizes)
-        if found is None:
-            numel = 1
-            for size in sizes:
-                numel *= size
-            found = known[sizes] = (tl.constexpr(numel), tl.tuple([tl.constexpr(size) for size in sizes]))
-        self.numel, self.shape = found
-
-    return init
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _constants_of(tuple(type.shape.values) if type.is_block() else ())
 
 
-def _remember_promotions(original: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def promote(self: Any, left: Any, left_is_number: bool, right: Any, right_is_number: bool, division: bool) -> Any:
-        key = (left.name, left_is_number, right.name, right_is_number, division)
-        found = known.get(key)
-        if found is None:
-            found = known[key] = original(self, left, left_is_number, right, right_is_number, division)
-        return found
-
-    return promote
+@functools.cache
+def _constants_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
 
 
 def _leave_equal_shapes(original: Callable[..., Any]) -> Callable[..., Any]:

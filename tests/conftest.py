@@ -100,11 +100,10 @@ def pytest_sessionfinish() -> None:
 
 def is_slow(item: pytest.Item) -> bool:
     """Whether `make test` leaves it out: what repeats, in minutes, on other sizes what a faster test shows."""
-    if item.get_closest_marker("slow") is not None:
-        return True
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     interpreted = parameters.get("implementation") in ("triton", "pallas")
-    return interpreted and item.get_closest_marker("slow_interpreted") is not None
+    marks = ("slow", "slow_interpreted") if interpreted else ("slow",)
+    return any(item.get_closest_marker(mark) for mark in marks)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Implicit promotion, which Optax needs, and a cache, since several runs compile the same steps."""
     cache = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.05,
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
     }
     before = {name: getattr(jax.config, name) for name in cache}
     for name, value in cache.items():

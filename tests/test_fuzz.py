@@ -19,16 +19,15 @@ from hypothesis import strategies as st
 
 import jax_ep
 
-# In CI the same few examples on every run; elsewhere fresh ones, and Hypothesis prints how to repeat a failure.
-IN_CI = "CI" in os.environ
+# In CI the same examples on every run; elsewhere fresh ones, and Hypothesis prints how to repeat a failure.
 FUZZ = settings(
-    derandomize=IN_CI,
+    derandomize="CI" in os.environ,
     deadline=None,  # the first example of a shape compiles
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
-NUM_SHAPES = settings(FUZZ, max_examples=5 if IN_CI else 12)
-NUM_ROUTINGS = settings(FUZZ, max_examples=40 if IN_CI else 100)
+NUM_SHAPES = settings(FUZZ, max_examples=12)
+NUM_ROUTINGS = settings(FUZZ, max_examples=100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,14 +224,14 @@ LAYER = Problem(num_ranks=4, num_tokens=3, top_k=2, num_local=2, hidden=6)
 LAYER_TIGHT = dataclasses.replace(LAYER, capacity=4)
 
 
-@NUM_ROUTINGS
+@settings(NUM_ROUTINGS, max_examples=50)
 @given(routings(LAYER), SEEDS)
 @example(np.full((4, 3, 2), -1, np.int32), 0)
 def test_routings_of_moe(ids, seed):
     _check_layer(LAYER, 5, "silu", True, ids, seed)
 
 
-@NUM_ROUTINGS
+@settings(NUM_ROUTINGS, max_examples=50)
 @given(routings(LAYER_TIGHT), SEEDS)
 @example(np.full((4, 3, 2), 7, np.int32), 0)
 def test_routings_of_moe_with_a_tight_capacity(ids, seed):

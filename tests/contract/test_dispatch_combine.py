@@ -23,7 +23,6 @@ from cases import (
     integers,
     probabilities,
     reals,
-    routings,
 )
 from harness import compiled, run
 from jax.sharding import Mesh
@@ -75,7 +74,7 @@ class Problem:
 
 def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
     call = compiled(round_trip(BASE, implementation), every_mesh)
-    for routing in routings(implementation, every_mesh.size):
+    for routing in ROUTINGS:
         with subtests.test(routing):
             problem = Problem(rng, routing, every_mesh.size, BASE)
             problem.check(*call(*problem.args))

@@ -157,7 +157,7 @@ def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):
     runs = [
         (m, s, harness.compiled(round_trip(s, s.num_tokens), m)) for m in (mesh, others, four) for s in (small, large)
     ]
-    for index in rng.permutation(2 * len(runs)):
+    for index in rng.permutation(3 * len(runs)):
         where, shape, call = runs[index % len(runs)]
         problem = Problem(rng, "uniform", where.size, shape, shape.num_tokens)
         problem.check(*call(*problem.args))

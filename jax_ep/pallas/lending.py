@@ -66,8 +66,8 @@ def place(results: Results, ring: Ring, stages: int, after: Array, has_steps: Ar
 def settle(ring: Ring, stages: int, step: Array) -> None:
     """Waits for the stores of the task before `step`, and gives back what it was lent.
 
-    Both consumers wait, in the second step of a task, when they need not wait for long: one that fell
-    behind the other would stay there, and the slots between them would be missing for the operands to come.
+    Both consumers wait, in the second step of a task, when they need not wait for long: one that fell behind the other
+    would stay there, and the slots between them would be missing for the operands to come.
     """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     give_back(ring, stages, step)

@@ -159,6 +159,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", choices=moe_chains.MODELS, help="default: deepseek-v3; --quick: tiny")
     parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
+    parser.add_argument("--suffix", default="", help="of the report's name, as _moe")
     parser.add_argument("--traces", type=Path, help="folder to keep the traces in (default: they are not kept)")
     return parser
 
@@ -177,7 +178,7 @@ def main() -> None:
     of_moe = [QUICK_TOKENS if args.quick else MOE_TOKENS]
     cases = itertools.chain(*(itertools.product([w], of_moe if "moe" in w else args.tokens) for w in args.what))
     settings = {"rounds": args.rounds, "quick": args.quick, "what": args.what, "tokens": args.tokens}
-    report = Report("kernel_times", args.out, settings)
+    report = Report(f"kernel_times{args.suffix}", args.out, settings)
     measure(report, args, mesh, cases)
     print(report.path)
 

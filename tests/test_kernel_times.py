@@ -251,3 +251,4 @@ def test_published_figures_are_complete():
     content = published("kernel_times")
     check_kernel_times(content)
     assert {row["variant"] for row in content["rows"]} == set(EXPECTED)
+    check_kernel_times(published("kernel_times_moe"))

@@ -32,6 +32,7 @@ low_latency=(low_latency low_latency_moe low_latency_gemm_combine)
 together=("${contract[@]/#/tests/contract/test_}" "${low_latency[@]/#/tests/contract/test_}")
 products=(fused fused_gradients moe_fp8)
 products=("${products[@]/#/tests/contract/test_}")
+products=("${products[@]/%/.py}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
 random=tests/gpu/test_random_sizes.py # mostly compiles
 devices=(ffi ffi_status sharding flax fuzz training_equivalence)
@@ -69,7 +70,7 @@ for part in $parts; do
       ;;
     products)
       gpus=$(nvidia-smi -L | wc -l)
-      run "products in $gpus processes" "$python" tests/run_processes.py "$gpus" "${options[@]}" "${products[@]/%/.py}" "${more[@]}"
+      run "products in $gpus processes" "$python" tests/run_processes.py "$gpus" "${options[@]}" "${products[@]}" "${more[@]}"
       ;;
     sharing)
       gpus=$(nvidia-smi -L | wc -l)
@@ -78,7 +79,7 @@ for part in $parts; do
         memory=$(printf '0.%02d' $((50 / count)))
         run "$count processes that share" env "JAX_EP_TEST_GPUS=$gpus" \
           "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/run_processes.py "$count" "${options[@]}" \
-          "${together[@]:0:4}" "${more[@]}"
+          "${together[@]:0:4}" "${products[@]:0:2}" "${more[@]}"
       done
       ;;
     *)

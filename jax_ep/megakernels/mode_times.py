@@ -31,7 +31,7 @@ GRADIENTS_ALONE = 1.06
 BESIDE = 0.15
 """Part of the time of sums by which the gradient takes longer in their launch: they move bytes, it multiplies."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12
-"""Rows that arrive in so many bytes or more are added at this rate, waits for the last ones included."""
+"""Rows that arrive in so many bytes or more count with this rate: their stores hold up the products by then."""
 AMONG_TILES = 0.53e12
 """Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 MEETING_SECONDS = 50e-6

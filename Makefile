@@ -2,8 +2,10 @@
 # finds. Variables to set on the command line:
 #   PYTHON       the Python to make the environment with (default: found)
 #   VENV         where the environment is (default: .venv)
-#   EXTRAS       extras of pyproject.toml to install (default: test,lint,bench and, where nvidia-smi works, cuda13)
-#   PIP_ARGS     more arguments for pip install
+#   EXTRAS       extras of pyproject.toml to install (default: test,lint,bench,docs,wheel and, where nvidia-smi works,
+#                cuda13; for demo in a new environment: examples and, likewise, cuda13)
+#   CONSTRAINTS  the file of versions to install (default: constraints.txt; empty: whatever pyproject.toml allows)
+#   PIP_ARGS     more arguments for pip install, such as versions: CONSTRAINTS= PIP_ARGS='jax==0.11.2'
 #   PYTEST_ARGS  more arguments for pytest
 #   RESULTS      folder for the outcome of test-gpu (default: benchmarks/results)
 #   PARTS        of test-gpu, see tools/test_gpu.sh (default: all but sharing)
@@ -13,9 +15,13 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
+CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda13)
 ifndef EXTRAS
-EXTRAS := test,lint,bench$(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda13)
+EXTRAS := test,lint,bench,docs,wheel$(CUDA)
+DEMO_EXTRAS := examples$(CUDA)
 endif
+DEMO_EXTRAS ?= $(EXTRAS)
+CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 RESULTS ?= benchmarks/results
@@ -23,28 +29,40 @@ PARTS ?=
 
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
+# A bare clone's demo does not wait for the tools of tests and checks; the other tasks bring them later.
+DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env ffi demo test test-all test-gpu lint bench clean
+.PHONY: help env lock ffi demo test test-all test-gpu lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
 	  printf '  make %-9s %s\n' "$$name" "$$what"; done
 
 # Python sources are used in place. What is compiled, and the list of dependencies, make a new installation necessary.
-$(INSTALLED): pyproject.toml $(COMPILED) | $(BIN)/python
-	"$(BIN)/python" -m pip install --disable-pip-version-check -q -e '.[$(EXTRAS)]' $(PIP_ARGS)
+# What is imported later is compiled then, which takes a third of the time of compiling all that is installed.
+$(VENV)/.installed-demo: EXTRAS := $(DEMO_EXTRAS)
+$(INSTALLED) $(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(COMPILED) | $(BIN)/python
+	@PIP_NO_COMPILE=1 tools/with_clock.sh 'installing jax_ep[$(EXTRAS)] into $(VENV)' \
+	  "$(BIN)/python" -m pip install --disable-pip-version-check -qq -e '.[$(EXTRAS)]' $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 	@touch $@
 
 $(BIN)/python:
-	python=$$(PYTHON='$(PYTHON)' tools/find_python.sh) && echo "making $(VENV) with $$python" && "$$python" -m venv '$(VENV)'
+	@python=$$(PYTHON='$(PYTHON)' tools/find_python.sh) && \
+	  tools/with_clock.sh "making $(VENV) with $$python" "$$python" -m venv '$(VENV)'
 
 env: $(INSTALLED) ## make the environment and install the package into it, editable
+
+lock: $(INSTALLED) ## write constraints.txt anew: the newest versions that pyproject.toml allows, for every Python
+	"$(BIN)/python" -m pip install --disable-pip-version-check -q uv $(PIP_ARGS)
+	"$(BIN)/uv" pip compile pyproject.toml --python '$(BIN)/python' --universal --python-version 3.12 --upgrade \
+	  --extra cuda13 --extra test --extra lint --extra bench --extra docs --extra wheel \
+	  --no-emit-package jax-ep --no-annotate --custom-compile-command 'make lock' -q -o constraints.txt
 
 ffi: $(INSTALLED) ## compile the custom calls into the source tree, for programs that import jax_ep from there
 	PATH="$(BIN):$$PATH" tools/build_ffi.sh "$(BIN)/python"
 
-demo: $(INSTALLED) ## train a small MoE language model, then generate from its checkpoint
+demo: $(DEMO_INSTALLED) ## train a small MoE language model, then generate from its checkpoint
 	"$(BIN)/python" examples/train_moe_flax.py
 	"$(BIN)/python" examples/serve_moe.py
 
@@ -57,7 +75,7 @@ LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)
   $(FUSED)capacity '$(FUSED)dispatch_modes[triton-2-serial]' $(FP8)forward $(FP8)capacity $(FP8)fused_moe \
   $(FP8)nan_stays_with_its_token 'tests/gpu/test_serving.py::test_low_latency_decoding[fp8]'
 # Neighbouring tests share what they compile, so each process begins with a part of them in order.
-PYTEST := "$(BIN)/python" -m pytest -n auto --dist worksteal -q
+PYTEST := "$(BIN)/python" -m pytest -n auto --dist worksteal -q --durations=20 --durations-min=5
 test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
 	$(PYTEST) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
 	$(PYTEST) $(PYTEST_ARGS)
@@ -72,6 +90,14 @@ lint: $(INSTALLED) ## formatting, lint rules and types
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/ruff" check .
 	"$(BIN)/mypy"
+
+docs: $(INSTALLED) ## the site of docs/, in build/site; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict -q
+	@echo "built build/site/index.html"
+
+wheel: $(INSTALLED) ## a wheel in dist/ that needs no compiler, tried out in an empty environment
+	tools/build_wheel.sh "$(BIN)/python"
+	CONSTRAINTS='$(CONSTRAINTS)' tools/check_wheel.sh "$(BIN)/python" dist/jax_ep-*.whl
 
 bench: $(INSTALLED) ## every benchmark, one after another
 	for script in benchmarks/*.py; do echo "== $$script"; "$(BIN)/python" "$$script"; done

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -267,7 +268,10 @@ class Panel:
 
 
 def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
-    """Medians over powers of two with quartiles as error bars, as a PNG; None where matplotlib is not installed."""
+    """Medians with quartiles as error bars, as a PNG: curves over powers of two, or bars where a panel has one x alone.
+
+    None where matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError:
@@ -276,27 +280,59 @@ def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
-    for axes, panel in zip(all_axes[0], panels, strict=True):
-        for name, (x, seconds) in panel.curves.items():
-            middle = np.array([s["median"] for s in seconds])
-            spread = np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
-            axes.errorbar(x, 1e3 * middle, 1e3 * spread, marker="o", markersize=3, capsize=2, label=name)
-        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
-        medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds]
-        if max(medians) > 4 * min(medians):
-            axes.set_yscale("log")
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(7.5 * columns, 4 * rows), squeeze=False, layout="constrained"
+    )
+    for axes, panel in itertools.zip_longest(grid.flat, panels):
+        if panel is None:
+            axes.set_axis_off()
+        elif len({x for xs, _ in panel.curves.values() for x in xs}) == 1:
+            _bars(axes, panel)
         else:
-            axes.set_ylim(0, 1.5e3 * max(medians))  # from zero: noise must not look like a trend
-        axes.xaxis.set_major_locator(mpl.ticker.LogLocator(base=2))
-        axes.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=7)
-    figure.tight_layout()
+            _curves(axes, panel, mpl.ticker)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def _milliseconds(seconds: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Medians `[n]`, and the quartiles' distances from them `[2, n]`."""
+    middle = np.array([s["median"] for s in seconds])
+    return 1e3 * middle, 1e3 * np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
+
+
+def _bars(axes: Any, panel: Panel) -> None:
+    """One bar for each name, the first on top."""
+    (x,) = {x for xs, _ in panel.curves.values() for x in xs}
+    middle, spread = _milliseconds([seconds[0] for _, seconds in panel.curves.values()])
+    bars = axes.barh(list(panel.curves), middle, xerr=spread, height=0.5, capsize=2)
+    axes.bar_label(bars, fmt="{:.3g}", padding=6)
+    axes.set(title=f"{panel.title}, {x:g} {panel.xlabel}", xlabel="ms", xlim=(0, 1.25 * max(middle)))
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+
+
+def _curves(axes: Any, panel: Panel, ticker: Any) -> None:
+    """The legend stands beside the curves: over them it hides some."""
+    lines = ("-", "--", ":")
+    for i, (name, (x, seconds)) in enumerate(panel.curves.items()):
+        middle, spread = _milliseconds(seconds)
+        line = lines[i // 10 % len(lines)]  # the colours repeat after ten
+        axes.errorbar(x, middle, spread, marker="o", markersize=3, capsize=2, linestyle=line, label=name)
+    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
+    medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds]
+    if max(medians) > 4 * min(medians):
+        axes.set_yscale("log", nonpositive="mask")
+        axes.set_ylim(bottom=0.5e3 * min(medians))  # a quartile of noise must not set the scale
+    else:
+        axes.set_ylim(0, 1.5e3 * max(medians))  # from zero: noise must not look like a trend
+    axes.xaxis.set_major_locator(ticker.LogLocator(base=2))
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=7, handlelength=3, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from lm.devices import make_mesh, prepare_cpu_devices
 
 if TYPE_CHECKING:
-    from lm.generation import Agreement, Generator
+    import numpy as np
+    from lm.generation import Agreement
     from rich.console import Console
 
 CPU_DEVICES = 8
@@ -40,7 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/moe_lm"), help="folder that the training wrote to")
     add("--prompt", action="append", help="a text to continue; may be given several times")
     add("--max-new", type=int, default=128, help="bytes to generate after each prompt")
-    add("--temperature", type=float, help="default: once greedy (0), once at 0.7")
+    add("--temperature", type=float, action="append", help="default: 0.7; 0 is greedy; may be given several times")
     add("--seed", type=int, default=0)
     add(
         "--experts",
@@ -58,29 +59,36 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Generates with every temperature asked for; returns texts and speeds."""
     args = parse(arguments)
     prepare_cpu_devices(args.devices or CPU_DEVICES)
-    from lm.checkpoints import Checkpoints
-    from lm.generation import Generator
-    from rich.console import Console
-
     if not (args.out / "checkpoints").is_dir():
         raise SystemExit(f"no checkpoints in {args.out}: run train_moe_flax.py first, or pass its --out")
-    console, checkpoints = Console(), Checkpoints(args.out / "checkpoints")
-    config = checkpoints.model_config()
-    mesh = make_mesh(max_devices=args.devices, num_experts=config.experts, expert_parallel=args.expert_parallel)
-    experts = args.experts
-    if experts == "auto":
-        experts = "fp8" if config.hidden % 128 == 0 else "same"
-    model = checkpoints.restore_model(config, mesh)
-    generator = Generator(model, mesh, experts=experts)
+    from lm.report import doing
+    from rich.console import Console
+
+    console = Console()
+    with doing(console, "starting JAX and reading the checkpoint"):
+        from lm.checkpoints import Checkpoints
+        from lm.generation import Generator, compare
+
+        checkpoints = Checkpoints(args.out / "checkpoints")
+        config = checkpoints.model_config()
+        mesh = make_mesh(max_devices=args.devices, num_experts=config.experts, expert_parallel=args.expert_parallel)
+        experts = args.experts
+        if experts == "auto":
+            experts = "fp8" if config.hidden % 128 == 0 else "same"
+        model = checkpoints.restore_model(config, mesh)
+        generator = Generator(model, mesh, experts=experts)
     console.print(
-        f"step {checkpoints.latest_step()}, {config.layers} layers, mesh {dict(mesh.shape)}, experts: {experts}"
+        f"step {checkpoints.latest_step()}, {config.layers} layers, mesh {dict(mesh.shape)}, experts: {experts}",
+        highlight=False,
     )
     checkpoints.close()
 
     prompts = [text.encode() for text in args.prompt or PROMPTS]
     results = []
-    for temperature in [0.0, 0.7] if args.temperature is None else [args.temperature]:
-        out = generator(prompts, max_new=args.max_new, temperature=temperature, seed=args.seed)
+    for temperature in args.temperature or [0.7]:
+        what = "generating" if results else "compiling prefill and decoding, and generating"
+        with doing(console, what):
+            out = generator(prompts, max_new=args.max_new, temperature=temperature, seed=args.seed)
         for prompt, text in zip(prompts, out.texts, strict=True):
             console.rule(f"temperature {temperature}", align="left")
             console.print((prompt + text).decode("utf-8", "replace").rstrip(), markup=False, highlight=False)
@@ -89,37 +97,38 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         console.rule()
         console.print(
             f"{len(prompts)} prompts: prefill {1e3 * out.prefill_seconds:.1f} ms, decode {1e3 * per_step:.2f} ms/step,"
-            f" {speed:,.0f} tokens/s"
+            f" {speed:,.0f} tokens/s",
+            highlight=False,
         )
         results.append({"temperature": temperature, "texts": out.texts, "tokens_per_second": speed})
-    results[0]["latency_ms"] = show_latency(console, generator, prompts, steps=min(args.max_new, 64))
+    with doing(console, "measuring steps alone"):
+        latency = generator.step_seconds(prompts, steps=min(args.max_new, 64))
+    results[0]["latency_ms"] = show_latency(console, latency)
     if experts != "off" and not args.no_check:
-        results[0]["agreement"] = show_agreement(console, Generator(model, mesh), generator, prompts, args.max_new)
+        with doing(console, "comparing with the throughput path"):
+            found = compare(Generator(model, mesh), generator, prompts, max_new=min(args.max_new, 32))
+        results[0]["agreement"] = show_agreement(console, found)
     return results
 
 
-def show_latency(console: Console, generator: Generator, prompts: list[bytes], *, steps: int) -> list[float]:
+def show_latency(console: Console, seconds: np.ndarray) -> list[float]:
     """Percentiles of the milliseconds of a step that is waited for."""
     import numpy as np
 
     percentiles = (50, 90, 99)
-    times = np.percentile(1e3 * generator.step_seconds(prompts, steps=steps), percentiles).tolist()
+    times = np.percentile(1e3 * seconds, percentiles).tolist()
     shown = ", ".join(f"p{p} {t:.2f} ms" for p, t in zip(percentiles, times, strict=True))
-    console.print(f"a step alone: {shown}")
+    console.print(f"a step alone: {shown}", highlight=False)
     return times
 
 
-def show_agreement(
-    console: Console, reference: Generator, generator: Generator, prompts: list[bytes], max_new: int
-) -> Agreement:
+def show_agreement(console: Console, found: Agreement) -> Agreement:
     """The greedy output beside that of the throughput path."""
-    from lm.generation import compare
-
-    found = compare(reference, generator, prompts, max_new=min(max_new, 32))
     console.print(
         f"beside the throughput path: {100 * found.same_bytes:.1f} % of the greedy bytes are the same, the texts"
         f" {'are equal' if found.same_texts else 'differ'}; logits of root mean square"
-        f" {found.logit_scale:.3g} differ by {found.logit_error:.3g}, at most {found.largest_error:.3g}"
+        f" {found.logit_scale:.3g} differ by {found.logit_error:.3g}, at most {found.largest_error:.3g}",
+        highlight=False,
     )
     return found
 

@@ -40,9 +40,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=100)
     add("--devices", type=int, help=f"devices to use; default: all accelerators, or {CPU_DEVICES} virtual CPU devices")
     add("--expert-parallel", type=int, help="devices on the expert axis; the rest is data parallel")
-    add("--batch-size", type=int, default=16, help="windows per step over all devices")
+    add("--batch-size", type=int, default=8, help="windows per step over all devices")
     add("--length", type=int, default=128, help="bytes per window")
-    add("--learning-rate", type=float, default=3e-3)
+    add("--learning-rate", type=float, default=4e-3)
     add("--seed", type=int, default=0)
     add("--hidden", type=int, default=128)
     add("--layers", type=int, default=3)
@@ -81,23 +81,27 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Runs the training; returns what metrics.json holds."""
     args = parse(arguments)
     prepare_cpu_devices(args.devices or CPU_DEVICES)
-    import jax
-    from lm.data import read_corpus, unigram_entropy
-    from lm.generation import Generator
-    from lm.report import plot
-    from lm.training import Trainer
+    from lm.report import doing, plot
     from rich.console import Console
 
     console, began = Console(), time.perf_counter()
-    model, train = configs(args)
-    mesh = make_mesh(max_devices=args.devices, num_experts=model.experts, expert_parallel=args.expert_parallel)
-    corpus = read_corpus()
-    entropy = unigram_entropy(corpus.held_out)
+    with doing(console, "starting JAX and reading the standard library's sources"):
+        import jax
+        from lm.data import read_corpus, unigram_entropy
+        from lm.generation import Generator
+        from lm.training import Trainer
+
+        model, train = configs(args)
+        mesh = make_mesh(max_devices=args.devices, num_experts=model.experts, expert_parallel=args.expert_parallel)
+        corpus = read_corpus()
+        entropy = unigram_entropy(corpus.held_out)
     console.print(
         f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out with a unigram entropy of"
-        f" {entropy:.3f} nats/byte; mesh {dict(mesh.shape)} of {jax.devices()[0].device_kind}"
+        f" {entropy:.3f} nats/byte; mesh {dict(mesh.shape)} of {jax.devices()[0].device_kind}",
+        highlight=False,
     )
-    trainer = Trainer(train, model, mesh)
+    with doing(console, "laying out the model"):
+        trainer = Trainer(train, model, mesh)
     state, history = run(args, trainer, corpus, console)
 
     if args.stop_after is not None and args.stop_after < args.steps:
@@ -108,11 +112,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if history.has_grown:  # else a second run of a finished training, which keeps the files of the first
         result = history.write(held_out_loss=loss, unigram_entropy=entropy, seconds=time.perf_counter() - began)
         plot(args.out / "curves.png", history.metrics, entropy)
-    sample = Generator(trainer.module(state), mesh)([PROMPT], max_new=200, temperature=0.7, seed=args.seed)
+    with doing(console, "compiling the generation of a sample, and generating"):
+        sample = Generator(trainer.module(state), mesh)([PROMPT], max_new=200, temperature=0.7, seed=args.seed)
     console.rule("a sample at temperature 0.7")
     console.print((PROMPT + sample.texts[0]).decode("utf-8", "replace").rstrip(), markup=False, highlight=False)
     console.rule()
-    console.print(f"held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats/byte; files in {args.out}")
+    console.print(
+        f"held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats/byte; files in {args.out}", highlight=False
+    )
     return result
 
 
@@ -121,7 +128,7 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
     import numpy as np
     from lm.checkpoints import Checkpoints
     from lm.data import WindowIterator
-    from lm.report import History, TrainingBar
+    from lm.report import History, TrainingBar, doing
 
     config = trainer.config
     held_out = corpus.held_out_windows(max(HELD_OUT_WINDOWS, config.batch_size), config.length)
@@ -137,13 +144,16 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
         what = f"continuing after step {start}" if start < end else f"nothing left to train after step {start}"
         console.print(f"{what}; --restart would begin anew")
     else:
-        state = trainer.initial_state()
+        with doing(console, "making the parameters"):
+            state = trainer.initial_state()
     history = History(args.out / "metrics.json", resume_at=start)
     if start >= end:
         checkpoints.close()
         if not history.metrics["held_out"]:  # metrics.json is gone
             history.metrics["held_out"] = [{"step": start, "loss": trainer.held_out_loss(state.model, held_out)}]
         return state, history
+    with doing(console, "compiling the training step and the held-out loss"):
+        trainer.compile()
     with TrainingBar(console, total=args.steps, done=start) as bar:
         for step in range(start + 1, end + 1):
             state, metrics = trainer.train_step(state, trainer.put(next(batches)))
@@ -154,7 +164,7 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
             if step % args.evaluate_every == 0 or step == end:
                 loss = trainer.held_out_loss(state.model, held_out)
                 history.add("held_out", {"step": step, "loss": loss})
-                console.print(f"step {step}: held-out loss {loss:.3f} nats/byte")
+                console.print(f"step {step}: held-out loss {loss:.3f} nats/byte", highlight=False)
             if step % args.checkpoint_every == 0 or step == end:
                 checkpoints.save(step, state, batches.state(), trainer.model)
                 history.write()

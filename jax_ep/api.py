@@ -13,10 +13,12 @@ from jax.typing import DTypeLike
 from jax_ep import fused_options, operations
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
+from jax_ep.named_scopes import operation
 from jax_ep.operations import Call
 from jax_ep.types import Array, AxisName, Dispatched, DispatchedGemm, Handle, Quantized
 
 
+@operation
 def dispatch(
     x: Array | Quantized,
     topk_idx: Array | None,
@@ -81,6 +83,7 @@ def dispatch(
     )
 
 
+@operation
 def combine(
     y: Array,
     handle: Handle,
@@ -119,6 +122,7 @@ def combine(
     return operations.combine(Call("combine", axis_name, wire_dtype, implementation), y, handle)
 
 
+@operation
 def grouped_gemm(
     lhs: Array,
     rhs: Array,
@@ -175,6 +179,7 @@ def grouped_gemm(
     return operations.grouped_gemm(call, lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
 
 
+@operation
 def dispatch_grouped_gemm(
     x: Array,
     topk_idx: Array | None,
@@ -253,6 +258,7 @@ def dispatch_grouped_gemm(
     )
 
 
+@operation
 def grouped_gemm_combine(
     h: Array,
     w: Array,

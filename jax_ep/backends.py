@@ -176,6 +176,11 @@ class Request:
     alone: bool = False
     dispatch_mode: str | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to exchange: then no kernel is needed, and `xla` serves all implementations."""
+        return self.operation == "exchange" and self.layout is not None and self.layout.num_tokens == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -304,7 +309,7 @@ def choose(implementation: str | Sequence[str] | None, request: Request) -> str:
         if reason is None:
             reason = _REGISTRY[name].refusal(request)
             if reason is None:
-                return name
+                return "xla" if request.empty else name
             _say_once(name, reason, request.platform)  # nobody waits for what it was not made for
         refusals[name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_ep import context_validation, nvshmem
+from jax_ep import context_validation, nvshmem, transports
 from jax_ep.mesh_axes import axis_tuple, check_mesh
 from jax_ep.types import AxisName
 
 if TYPE_CHECKING:
-    from jax_ep.heap import Memory, SymmetricHeap
+    from jax_ep.heap import SymmetricHeap
+    from jax_ep.heap_memory import Memory
 
 _log = logging.getLogger("jax_ep")
 _TIMEOUT_S = 30.0
 # Programs of several processes reach a step that they take together less evenly than kernels reach each other: one
 # loads a checkpoint, another compiles.
 _TIMEOUTS_BETWEEN_PROCESSES = 10
-TRANSPORTS = ("xla", "peer", "nvshmem", "shared_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Context:
         process), "nvshmem" (the same kernels, several processes with one GPU each) or "shared_memory" (the same kernels
         on CPU devices, in Triton's interpreter, for tests).
       num_ranks: ranks on the expert axis.
-      heap_bytes: bytes of the symmetric heap per device, or None to grow as needed.
+      heap_bytes: bytes of symmetric memory per device, or None to grow as needed.
       timeout_s: how long a kernel waits for a peer before it gives up.
       mesh_is_given: whether the caller named the mesh; programs may then rely on it.
     """
@@ -59,9 +59,11 @@ class Context:
 
 
 _lock = threading.RLock()
+_thread = threading.local()  # `.heap`: in which this thread has reserved what it is about to launch
 _current: Context | None = None
 _is_implicit = False
 _heap: SymmetricHeap | None = None
+_sizes: dict[int, int] | None = None  # of all heaps so far, see SymmetricHeap.sizes; None: there has been none
 
 
 def init(
@@ -74,10 +76,11 @@ def init(
 ) -> Context:
     """Sets the process-level context up; calling it again with the same arguments returns the same context.
 
-    It replaces a context that came into being by itself; programs compiled before it must then be compiled again.
+    It replaces a context that came into being by itself. Programs compiled for an earlier context run on in the new
+    one: it allocates at once what they need, unless `heap_bytes` is less; they then end in an error that says so.
 
     With transport "nvshmem" all processes must call it, with the same arguments, after `jax.distributed.initialize`.
-    They then share a heap, and so must trace the same programs in the same order: where a program needs a larger heap,
+    They then share symmetric memory, and so must trace the same programs in the same order: where a program needs more,
     all allocate it together, and each waits up to ten times `timeout_s` for the others.
 
     Args:
@@ -85,7 +88,9 @@ def init(
         given saves an exchange per dispatch; programs on other devices with the same axes then end in an error.
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       transport: "xla", "peer", "nvshmem" or "shared_memory", see `Context`; None for the best one here.
-      heap_bytes: bytes of symmetric memory per device, allocated once; None: as much as the programs need.
+      heap_bytes: bytes of symmetric memory per device, allocated once, here; a program that needs more is refused.
+        None: it grows while programs are traced. What there is stays where it is until `finalize`, so growing stops
+        nothing; in all it has at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
       timeout_s: seconds that a kernel waits for a peer; then the call ends in an error that names it.
 
     Returns:
@@ -93,9 +98,10 @@ def init(
 
     Raises:
       ValueError: an axis that the mesh lacks, an unknown transport, one that does not fit the platform or the number
-        of processes, `heap_bytes` for a transport without a heap, numbers out of range, or a second `init` with other
-        arguments before `finalize`.
+        of processes, `heap_bytes` for a transport without a heap, numbers out of range, a second `init` with other
+        arguments before `finalize`, or XLA_FLAGS under which kernels cannot meet.
       TypeError: a mesh, `heap_bytes` or `timeout_s` of another type.
+      RuntimeError: there is not as much memory as `heap_bytes`, or as programs compiled earlier need.
       jax.errors.JaxRuntimeError: another process has not come in time, or has failed; the message says which.
 
     Example:
@@ -116,20 +122,14 @@ def init(
                 f"init: already initialised with {_current}, now asked for {wanted}; call finalize() first."
             )
         if _current is None:
-            if wanted.transport == "nvshmem":  # now, because all processes are here
+            together = wanted.transport == "nvshmem"  # all processes are here, now
+            if together or (wanted.transport != "xla" and (heap_bytes is not None or _sizes is not None)):
                 _heap = _outside_of_traces(lambda: _make_heap(wanted))
+            if together:
                 atexit.register(_finalize_at_exit)
             _current = wanted
-            _log.info("transport %s: %s", wanted.transport, _REASONS[wanted.transport])
+            _log.info("transport %s: %s", wanted.transport, transports.REASONS[wanted.transport])
         return _current
-
-
-_REASONS = {
-    "xla": "collectives of XLA, for devices whose memory kernels of a peer cannot write",
-    "peer": "one process drives every GPU, and XLA enables peer access between them",
-    "nvshmem": "several processes with one GPU each, whose memory NVSHMEM maps into all of them",
-    "shared_memory": "asked for: kernels run in Triton's interpreter, one process per CPU device",
-}
 
 
 def _checked(
@@ -142,7 +142,7 @@ def _checked(
             f"init: the mesh has axes {tuple(mesh.shape)}, but axis_name={axis_name!r} needs {missing}; pass the axis"
             " that carries the experts."
         )
-    transport = _checked_transport(transport)
+    transport = transports.checked(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
     context_validation.heap_bytes(heap_bytes)
@@ -151,43 +151,6 @@ def _checked(
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
-
-
-def _checked_transport(transport: str | None) -> str:
-    """The transport asked for, or the best one here."""
-    platform, num_processes = jax.default_backend(), jax.process_count()
-    if transport is None:
-        return _best_transport()
-    if transport not in TRANSPORTS:
-        raise ValueError(
-            f"init: transport={transport!r}, expected one of {TRANSPORTS}; leave it None for the best one."
-        )
-    needed = {"peer": "gpu", "nvshmem": "gpu", "shared_memory": "cpu"}.get(transport, platform)
-    if needed != platform:
-        raise ValueError(
-            f"init: transport={transport!r} needs {needed} devices, but this process has {platform};"
-            " leave it None for the best one here."
-        )
-    if transport != "xla" and (transport == "nvshmem") != (num_processes > 1):
-        wanted = "several processes" if transport == "nvshmem" else "one process that drives every device"
-        raise ValueError(
-            f"init: transport={transport!r} needs {wanted}, but jax.process_count() is {num_processes};"
-            " leave it None for the best one here."
-        )
-    if transport == "nvshmem" and (reason := nvshmem.missing()) is not None:
-        raise ValueError(f"init: transport='nvshmem': {reason}; or leave it None for the best one here.")
-    return transport
-
-
-def _best_transport() -> str:
-    if jax.default_backend() != "gpu":
-        return "xla"
-    if jax.process_count() == 1:
-        return "peer"
-    reason = nvshmem.missing()
-    if reason is not None:
-        _log.warning("transport nvshmem is not used: %s", reason)
-    return "nvshmem" if reason is None else "xla"
 
 
 def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sharding.Mesh:
@@ -217,6 +180,11 @@ def transport() -> str | None:
 def given_mesh() -> jax.sharding.Mesh | None:
     """The mesh that the caller gave to `init`, or None."""
     return _current.mesh if _current is not None and _current.mesh_is_given else None
+
+
+def concurrent_launches() -> str | None:
+    """Why XLA's flags forbid kernels that meet their peers, or None."""
+    return context_validation.concurrent_launches()
 
 
 def missing_init() -> str | None:
@@ -252,10 +220,32 @@ def heap(function: str) -> SymmetricHeap:
 
 
 def reserve(function: str, data_bytes: int, region_bytes: int = 0) -> None:
-    """Makes the data area of the heap, and each of its low-latency regions, at least this large."""
-    the_heap = heap(function)
+    """Makes the data area of the newest heap, and each of the newest low-latency regions, at least this large.
+
+    Programs may be running meanwhile, and other threads may be tracing: what they have reserved stays theirs.
+
+    Raises:
+      ValueError: `heap_bytes` of `init` is too small for that.
+      RuntimeError: there is not so much memory; and what `heap` raises.
+    """
     with _lock:  # two threads that trace must not allocate at a time
+        the_heap = heap(function)
         _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, region_bytes))
+        _thread.heap = the_heap
+
+
+def reserved_heap(function: str) -> SymmetricHeap:
+    """The heap in which this thread has just reserved memory.
+
+    Raises:
+      RuntimeError: another thread has ended its context since; and what `heap` raises.
+    """
+    the_heap = heap(function)
+    if the_heap is not getattr(_thread, "heap", None):
+        raise RuntimeError(
+            f"{function}: the context was finalized by another thread while this one traced a program; trace it again."
+        )
+    return the_heap
 
 
 def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:
@@ -265,15 +255,16 @@ def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:
 
 
 def _make_heap(context: Context) -> SymmetricHeap:
-    from jax_ep import heap as heaps  # loads the FFI library
+    from jax_ep.heap import SymmetricHeap  # loads the FFI library
+    from jax_ep.heap_memory import PeerMemory
 
     memory: Memory
     if context.transport == "shared_memory":
         from jax_ep.interpreter import SharedMemory
 
-        memory = SharedMemory()
+        memory = SharedMemory(context.timeout_s)
     elif context.transport == "peer":
-        memory = heaps.PeerMemory()
+        memory = PeerMemory()
     elif context.transport == "nvshmem":
         settings = f"mesh {dict(context.mesh.shape)}, axis_name={context.axis_name!r}"
         settings += f", heap_bytes={context.heap_bytes}, timeout_s={context.timeout_s:g}"
@@ -282,7 +273,7 @@ def _make_heap(context: Context) -> SymmetricHeap:
         raise ValueError(
             f"transport {context.transport!r} has no symmetric heap; call finalize() and init(transport='peer')."
         )
-    return heaps.SymmetricHeap(memory, context.heap_bytes, context.timeout_s)
+    return SymmetricHeap(memory, context.heap_bytes, context.timeout_s, _sizes)
 
 
 def finalize() -> None:
@@ -294,7 +285,7 @@ def finalize() -> None:
     there may have been none.
 
     Returns:
-      None; a later `init` of any shapes and axes starts afresh. Programs compiled before it must be compiled again.
+      None. Programs compiled before fail until a later `init`, and then run on; that may have any shapes and axes.
 
     Raises:
       jax.errors.JaxRuntimeError: another process has not come in time; this one can then make no other context with
@@ -304,12 +295,18 @@ def finalize() -> None:
       >>> import jax_ep
       >>> jax_ep.finalize()
     """
-    global _current, _heap, _is_implicit
+    global _current, _heap, _is_implicit, _sizes
     with _lock:
         the_heap = _heap
         _current, _heap, _is_implicit = None, None, False
+        if the_heap is None:
+            return
+        try:
+            story = the_heap.close()
+        finally:
+            _sizes = the_heap.sizes
         # Where it was a program's last launch that failed, no check has told of it.
-        if the_heap is not None and (story := the_heap.close()) is not None:
+        if story is not None:
             _log.error("finalize: a launch has failed, and what programs computed since is wrong. %s", story)
 
 

@@ -6,7 +6,6 @@ meshes with automatic and with explicit axes. Without any mesh it runs on one de
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +21,8 @@ from jax_ep import validation as check
 from jax_ep.activations import ACTIVATIONS
 from jax_ep.mesh_axes import rearrange
 from jax_ep.moe_metrics import MoEMetrics, count_assignments, update_router_bias
+from jax_ep.moe_router import RouterOptions, route
+from jax_ep.router_validation import check_token_mask
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import moe_specs, sharded_moe
 
@@ -32,8 +33,6 @@ except ImportError as error:
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-# topk_idx, topk_weights, (load, load_balancing_loss, router_z_loss)
-_Routed = tuple[Array, Array, tuple[Array, Array, Array]]
 # One fan per expert: the leading axis of [E, in, out] enumerates independent matrices.
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
@@ -41,18 +40,6 @@ DENSE_INIT = nnx.initializers.lecun_normal()
 
 class RouterBias(nnx.Variable):
     """DeepSeek-V3's selection bias: state that `update_router_bias` changes, not a parameter an optimizer sees."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _RouterOptions:
-    """The keyword arguments of `jax_ep.topk_router`; hashable, as static attributes of a module must be."""
-
-    score: Literal["softmax", "sigmoid"]
-    renormalize: bool
-    num_groups: int
-    topk_groups: int
-    group_score: Literal["top2_sum", "max"]
-    scale: float
 
 
 class MoE(nnx.Module):
@@ -134,7 +121,9 @@ class MoE(nnx.Module):
         self.axis_name = _axes(axis_name)
         self.batch_axes = _axes(batch_axes)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.router_options = _RouterOptions(score, renormalize, num_groups, topk_groups, group_score, routed_scale)
+        self.router_options = RouterOptions(
+            num_experts_per_tok, score, renormalize, num_groups, topk_groups, group_score, routed_scale
+        )
         active = self._active_mesh()
 
         def param(init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
@@ -157,8 +146,14 @@ class MoE(nnx.Module):
         self.shared_gate_up = param(DENSE_INIT, (hidden_size, width[0]), everywhere, param_dtype) if shared else None
         self.shared_down = param(DENSE_INIT, (width[1], hidden_size), everywhere, param_dtype) if shared else None
 
-    def __call__(self, x: Array, serving: ServingWeights | None = None) -> tuple[Array, MoEMetrics]:
+    @jax.named_scope("jax_ep.flax.MoE")
+    def __call__(
+        self, x: Array, serving: ServingWeights | None = None, *, token_mask: Array | None = None
+    ) -> tuple[Array, MoEMetrics]:
         """Applies the layer to global `x [..., H]`; the output has the shape and dtype of `x`.
+
+        Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
+        metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
 
         Where a device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `serving` (see `serving_weights`)
         replaces the experts' matrices, for inference, and the path is `jax_ep.low_latency_moe`.
@@ -166,9 +161,14 @@ class MoE(nnx.Module):
         x = check.rows("MoE", "x", x, "[..., hidden_size]")
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
+        if token_mask is not None:
+            check_token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
         mesh = self._active_mesh()
         tokens = x.astype(self.dtype)
-        y, metrics = self._on_one_device(tokens, serving) if mesh is None else self._on_mesh(tokens, mesh, serving)
+        if mesh is None:
+            y, metrics = self._on_one_device(tokens, token_mask, serving)
+        else:
+            y, metrics = self._on_mesh(tokens, token_mask, mesh, serving)
         if self.shared_gate_up is not None and self.shared_down is not None:
             hidden = tokens @ self.shared_gate_up.astype(self.dtype)
             y = y + self._activate(hidden) @ self.shared_down.astype(self.dtype)
@@ -207,19 +207,6 @@ class MoE(nnx.Module):
             )
         return mesh
 
-    def _route(self, tokens: Array, kernel: Array, bias: Array | None, *, axes: tuple[str, ...]) -> _Routed:
-        """Expert choice and statistics of `tokens [N, H]`; inside shard_map, sums go over `axes`."""
-        logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
-        routing = jax_ep.topk_router(
-            logits, self.num_experts_per_tok, bias=bias, **dataclasses.asdict(self.router_options)
-        )
-        load = count_assignments(routing.topk_idx, self.num_experts)
-        z_loss = jax_ep.router_z_loss(logits)
-        balance = jax_ep.load_balancing_loss(routing.scores, routing.topk_idx, axis_name=axes or None)
-        if axes:
-            load, z_loss = lax.psum(load, axes), lax.pmean(z_loss, axes)
-        return routing.topk_idx, routing.topk_weights, (load, balance, z_loss)
-
     def serving_weights(self, *, fp8: bool = True) -> ServingWeights:
         """The experts' matrices for `serving=`, in FP8 or in `dtype`; also of layers stacked by `nnx.vmap`."""
         if not self.gated or self.capacity is not None:
@@ -240,10 +227,15 @@ class MoE(nnx.Module):
             implementation=self.implementation,
         )
 
-    def _on_one_device(self, x: Array, serving: ServingWeights | None) -> tuple[Array, MoEMetrics]:
+    def _on_one_device(
+        self, x: Array, token_mask: Array | None, serving: ServingWeights | None
+    ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
+        mask = None if token_mask is None else token_mask.reshape(-1)
         bias = None if self.router_bias is None else self.router_bias[...]
-        topk_idx, topk_weights, statistics = self._route(tokens, self.router[...], bias, axes=())
+        topk_idx, topk_weights, statistics = route(
+            tokens, mask, self.router[...], bias, options=self.router_options, axes=()
+        )
         if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = self._low_latency(())(tokens, topk_idx, topk_weights, serving.w_gate_up, serving.w_down)
         else:
@@ -259,7 +251,9 @@ class MoE(nnx.Module):
             )
         return y.reshape(x.shape), MoEMetrics(*statistics, dropped=jnp.zeros((), jnp.int32))
 
-    def _on_mesh(self, x: Array, mesh: Mesh, serving: ServingWeights | None) -> tuple[Array, MoEMetrics]:
+    def _on_mesh(
+        self, x: Array, token_mask: Array | None, mesh: Mesh, serving: ServingWeights | None
+    ) -> tuple[Array, MoEMetrics]:
         axes = self.batch_axes + self.axis_name
         specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
         num_tokens = math.prod(x.shape[:-1])
@@ -267,15 +261,17 @@ class MoE(nnx.Module):
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
         routing_axes, token_spec = ((), PartitionSpec(None, None)) if padding else (axes, specs.tokens)
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
+        mask_spec = PartitionSpec(token_spec[0])
+        mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
 
-        route = jax.shard_map(
-            lambda v, kernel, bias: self._route(v, kernel, bias, axes=routing_axes),
+        route_shard = jax.shard_map(
+            partial(route, options=self.router_options, axes=routing_axes),
             mesh=self.mesh,
-            in_specs=(token_spec, PartitionSpec(None, None), PartitionSpec(None)),
+            in_specs=(token_spec, mask_spec, PartitionSpec(None, None), PartitionSpec(None)),
             out_specs=(token_spec, token_spec, PartitionSpec()),
         )
         bias = None if self.router_bias is None else self.router_bias[...]
-        topk_idx, topk_weights, statistics = route(tokens, self.router[...], bias)
+        topk_idx, topk_weights, statistics = route_shard(tokens, mask, self.router[...], bias)
         if padding:
             pad = [(0, padding), (0, 0)]
             tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)

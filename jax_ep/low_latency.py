@@ -15,10 +15,12 @@ from jax.typing import DTypeLike
 
 from jax_ep import backends, vjp
 from jax_ep import validation as check
-from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.mesh_axes import axis_tuple, spread_axes, vary_alike
+from jax_ep.named_scopes import operation
 from jax_ep.types import Array, AxisName, Layout, LowLatencyDispatched, LowLatencyHandle, Quantized
 
 
+@operation
 def low_latency_dispatch(
     x: Array | Quantized,
     topk_idx: Array,
@@ -79,8 +81,11 @@ def low_latency_dispatch(
     else:
         dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
     num_tokens = checked_count(function, num_tokens, actual)
-    capacity = num_experts // num_ranks * num_ranks * max_tokens
-    layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity)
+    capacity = num_experts * max_tokens
+    slots = num_ranks * max_tokens * topk_idx.shape[1]
+    sizes = f"max_tokens_per_rank={max_tokens} of {num_ranks} ranks, K={topk_idx.shape[1]} and {num_experts=}"
+    check.countable(function, sizes, max(capacity, slots), "lower max_tokens_per_rank, or use dispatch")
+    layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity, axis=spread_axes(axis_name))
     name = backends.choose(implementation, backends.Request(function, dtype, hidden, "low_latency", layout))
     axis = axis_tuple(axis_name)
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=axis)
@@ -114,6 +119,7 @@ def checked_count(function: str, num_tokens: Array | int | None, most: int) -> A
     return jnp.clip(value, 0, most).astype(jnp.int32)  # in its own dtype, which has room for `most`
 
 
+@operation
 def low_latency_combine(
     y: Array,
     topk_idx: Array,

@@ -15,10 +15,12 @@ from jax_ep import masked_validation as check_masked
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
 from jax_ep.mesh_axes import vary_alike
+from jax_ep.named_scopes import operation
 from jax_ep.no_gradient import call_without_gradient
 from jax_ep.types import Array
 
 
+@operation
 def masked_grouped_gemm(
     lhs: Array,
     rhs: Array,
@@ -84,6 +86,7 @@ def masked_grouped_gemm(
     return call_without_gradient("masked_grouped_gemm has no gradient: train with moe or grouped_gemm.", run, *operands)
 
 
+@operation
 def masked_gated_activation(
     hidden: Array,
     group_sizes: Array,
@@ -120,6 +123,7 @@ def masked_gated_activation(
     """
     function = "masked_gated_activation"
     hidden = check.floating(function, "hidden", check.array(function, "hidden", hidden, 3, "[L, M, 2 * I]"))
+    check.countable(function, f"hidden of shape {hidden.shape}", hidden.shape[0] * hidden.shape[1], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     remedy = "pass the counts of the local experts"
     check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
+from jax_ep.mesh_axes import axis_tuple
 from jax_ep.types import Array, Quantized
 
 BLOCK = 128
@@ -35,6 +37,21 @@ def whole_blocks(function: str, what: str, size: int) -> None:
             f"{function}: {what} is {size}, expected a multiple of {BLOCK}, the elements that share an FP8 scale; pad"
             " with zeros, or use bfloat16."
         )
+
+
+def whole_blocks_per_device(function: str, name: str, value: Array) -> None:
+    """Where types name shardings, on explicit mesh axes, `[..., K, N]` is split between blocks only."""
+    sharding = jax.typeof(value).sharding
+    for axis in (-2, -1):
+        names = axis_tuple(sharding.spec[axis] or ())
+        devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
+        blocks = -(-value.shape[axis] // BLOCK)
+        if blocks > 1 and blocks % devices:
+            raise ValueError(
+                f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {BLOCK}, split over the"
+                f" {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move it"
+                " with jax.sharding.reshard first."
+            )
 
 
 def forward(function: str, forward_dtype: DTypeLike, hidden: int, intermediate: int) -> bool:
@@ -91,6 +108,7 @@ def operands(function: str, lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Array
         check.floating(function, "lhs", lhs)
     check.same_dtype(function, "rhs", rhs, "lhs", lhs.dtype)
     group_sizes = check.group_sizes(function, group_sizes)
+    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0] * lhs.shape[1], "split it")
     for name, size in (("rhs", rhs.shape[0]), ("group_sizes", group_sizes.shape[0])):
         check.size(function, f"axis 0 of {name}", size, lhs.shape[0], "pass one of each per local expert, as lhs has")
     remedy = "matrices are [L, N, K]: swap their last two axes, or quantise with quantize_fp8_weights, which does"
@@ -108,6 +126,7 @@ def ragged_operands(function: str, lhs: Any, rhs: Any, group_sizes: Any) -> tupl
             " and rhs_scales=None, or quantise both operands."
         )
     check.same_dtype(function, "rhs", rhs, "lhs", lhs.dtype)
+    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     check.size(function, "axis 0 of rhs", rhs.shape[0], group_sizes.shape[0], "pass one matrix for each of group_sizes")
     remedy = "FP8 matrices are [G, N, K]: swap their last two axes, or quantise with quantize_fp8_weights, which does"

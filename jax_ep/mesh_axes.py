@@ -64,6 +64,11 @@ def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> i
     )
 
 
+def spread_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """The bound axes of `axis_name` that have more than one rank, in order: what they say of who is which rank."""
+    return tuple(name for name in axis_tuple(axis_name) if lax.axis_size(name) > 1)
+
+
 def varying_axes(x: Array) -> frozenset[str]:
     """Manual mesh axes over which `x` may differ; empty outside `shard_map` and under `check_vma=False`."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)

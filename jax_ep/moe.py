@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep import fp8_layer, fused_options, operations
 from jax_ep import validation as check
-from jax_ep.layout import sort_tokens
+from jax_ep.layout import dropless_capacity, sort_tokens
+from jax_ep.named_scopes import operation
 from jax_ep.operations import Call
 from jax_ep.types import HIDDEN_NAME, Array, AxisName, SortedTokens
 
 OUTPUT_NAME = "jax_ep.output"
 
 
+@operation
 def moe(
     x: Array,
     topk_idx: Array,
@@ -113,19 +118,41 @@ def _expert_layer(
             f"{call.function}: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an"
             " unweighted sum."
         )
+    layer = functools.partial(
+        _layer, call, num_experts=num_experts, activation=activation, gated=gated, capacity=capacity
+    )
     if fp8_layer.is_wanted(call.function, forward_dtype, x.shape[1], w_down.shape[1]):
         wanted = {name: getattr(call, name) for name in ("fuse_weight_gradients", "num_communicating_programs")}
         fused_options.check_none(call.function, forward_dtype, **wanted)
-        weights, kind = (w_gate_up, w_down), (activation, gated)
-        y = fp8_layer.expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, *kind, capacity)
-        return checkpoint_name(y, OUTPUT_NAME)
+        layer = functools.partial(fp8_layer.expert_layer, *layer.args, **layer.keywords)
+    arguments = (x, topk_idx, topk_weights, w_gate_up, w_down)
+    if x.shape[0] == 0:
+        # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
+        jax.eval_shape(layer, *arguments)
+        # Gradients are zeros that have the shardings of what they belong to.
+        return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in (topk_weights, w_gate_up, w_down))
+    return checkpoint_name(layer(*arguments), OUTPUT_NAME)
+
+
+def _layer(
+    call: Call,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    num_experts: int,
+    activation: str,
+    gated: bool,
+    capacity: int | None,
+) -> Array:
     d = operations.dispatch_gemm(
         call, x, topk_idx, topk_weights, w_gate_up, num_experts=num_experts, capacity=capacity, name="w_gate_up"
     )
     d = d._replace(hidden=checkpoint_name(d.hidden, HIDDEN_NAME))
     rows = operations.activate(call, d, activation, gated)
-    y = operations.gemm_combine(call, rows, w_down, d.handle, name="w_down")
-    return checkpoint_name(y, OUTPUT_NAME)
+    return operations.gemm_combine(call, rows, w_down, d.handle, name="w_down")
 
 
 def _check_experts(call: Call, x: Array, w_gate_up: Array, w_down: Array, num_experts: int, activation: str) -> bool:
@@ -146,6 +173,7 @@ def _check_experts(call: Call, x: Array, w_gate_up: Array, w_down: Array, num_ex
     return columns == 2 * intermediate
 
 
+@operation
 def fused_moe(
     x: Array,
     topk_idx: Array,
@@ -188,6 +216,7 @@ def fused_moe(
     return _expert_layer(call, x, topk_idx, topk_weights, *weights, num_experts, activation, None, forward_dtype)
 
 
+@operation
 def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts: int, block_size: int) -> SortedTokens:
     """Sorts the slots of one device by expert and pads every expert to whole blocks, for block-wise kernels.
 
@@ -217,6 +246,9 @@ def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts:
     num_experts = check.positive(function, "num_experts", num_experts)
     block_size = check.positive(function, "block_size", block_size)
     topk_idx = check.expert_ids(function, topk_idx, None, num_experts)
+    num_rows = dropless_capacity(topk_idx.size, num_experts, block_size)
+    sizes = f"topk_idx of shape {topk_idx.shape} with {num_experts=} and {block_size=}"
+    check.countable(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
     if topk_weights is not None:
         topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
     return sort_tokens(topk_idx, topk_weights, num_experts, block_size)

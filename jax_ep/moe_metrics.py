@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jax_ep.named_scopes import operation
 from jax_ep.types import Array
 
 
@@ -14,6 +15,8 @@ from jax_ep.types import Array
 @dataclasses.dataclass(frozen=True)
 class MoEMetrics:
     """What one call of `MoE` did, over all devices; arrays, so it passes through scan, remat and grad's `aux`.
+
+    Tokens that `token_mask` leaves out count nowhere.
 
     Attributes:
       load: `[E]` int32, (token, k) assignments of each expert.
@@ -34,6 +37,7 @@ class MoEMetrics:
         return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
 
 
+@operation
 def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array:
     """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
 

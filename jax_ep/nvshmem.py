@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 
 class NvshmemMemory:
-    """One heap per process; see `jax_ep.heap.Memory`. All processes make, call and close it together.
+    """Heaps of one device per process; see `jax_ep.heap_memory.Memory`. All processes make, call and close it together.
 
     Args:
       timeout_s: how long a process waits for the others before each step that they take together.
@@ -53,8 +53,8 @@ class NvshmemMemory:
         self._device = jax.local_devices()[0]
         self._number = self.devices.index(self._device)
         self._meetings = Meetings(timeout_s)
-        self._heap = 0
-        self._addresses: list[int] = []
+        self._heaps: list[int] = []  # in the order in which all processes have allocated them
+        self._new = 0  # allocated here, but perhaps not everywhere
         self._closed = False
         if _left_running:
             raise RuntimeError("init: an earlier finalize() could not end NVSHMEM; start the processes again.")
@@ -63,21 +63,26 @@ class NvshmemMemory:
         self._start()
         self._status = ffi.alloc_status(*ffi.device_key(self._device))
 
-    def allocate(self, num_bytes: int, function: str = "init") -> None:
-        """Makes zeroed heaps of `num_bytes` and drops earlier ones; no launch may be running on this device.
+    def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
+        """See `jax_ep.heap_memory.Memory`: the addresses as the device of this process sees them.
 
         Raises:
           jax.errors.JaxRuntimeError: a process has not come in time, asks for another size, has no memory left, or
-            cannot reach the memory of another; the message says which.
+            cannot reach the memory of another; the message says which. Nothing is allocated then in any process.
         """
-        # Who has come here has waited for its own device: after this no kernel writes to any heap.
-        self._meetings.meet(function, "allocating the symmetric heap", same=f"{num_bytes} bytes per device")
-        # And after this all heaps are zero.
-        self._meetings.attempt(function, "allocating the symmetric heap", lambda: self._allocate(num_bytes))
+        from nvshmem.bindings import nvshmem as bindings
 
-    def addresses(self, device: int) -> list[int]:
-        """Addresses of all heaps as `device`, that of this process, sees them."""
-        return self._addresses
+        self._make_current()
+        purpose = "allocating the symmetric heap"
+        # NVSHMEM would wait without an end for a process that does not come, or comes with another size.
+        self._meetings.meet(function, purpose, same=f"{num_bytes} bytes per device")
+        # After this all heaps are zero, or given back.
+        addresses: list[int] = []
+        self._meetings.attempt(
+            function, purpose, lambda: self._allocate(num_bytes, addresses, bindings), lambda: self._give_back(bindings)
+        )
+        self._heaps.append(self._new)
+        return {self._number: addresses}
 
     def status_address(self, device: int) -> int:
         """Address of the status record of `device`, that of this process, as it sees it."""
@@ -124,20 +129,17 @@ class NvshmemMemory:
         _core().init(device=device, uid=unique_id, **ranks, initializer_method="uid")
         return ""
 
-    def _allocate(self, num_bytes: int) -> str:
-        from nvshmem.bindings import nvshmem as bindings
-
-        self._free()
-        self._make_current()
-        self._heap = int(bindings.malloc(num_bytes))
-        if not self._heap:
+    def _allocate(self, num_bytes: int, addresses: list[int], bindings: Any) -> str:
+        """Allocates a heap here, and appends its addresses and those of the peers' heaps."""
+        self._new = int(bindings.malloc(num_bytes))
+        if not self._new:
             raise MemoryError(
                 f"NVSHMEM cannot allocate {num_bytes} bytes on {self._device}. It takes what XLA leaves: set"
                 " XLA_PYTHON_CLIENT_MEM_FRACTION lower, 0.75 by default, or the capacity of the layers"
             )
-        _fill_with_zeros(self._heap, num_bytes)
-        self._addresses = [int(bindings.ptr(self._heap, number) or 0) for number in range(len(self.devices))]
-        unreachable = [device for device, at in zip(self.devices, self._addresses, strict=True) if not at]
+        _fill_with_zeros(self._new, num_bytes)
+        addresses.extend(int(bindings.ptr(self._new, number) or 0) for number in range(len(self.devices)))
+        unreachable = [device for device, at in zip(self.devices, addresses, strict=True) if not at]
         if unreachable:
             raise RuntimeError(
                 f"{self._device} cannot write to the memory of {unreachable[0]} (NVSHMEM has no address of it here)."
@@ -146,13 +148,26 @@ class NvshmemMemory:
             )
         return ""
 
+    def _give_back(self, bindings: Any) -> None:
+        """Undoes an allocation that has failed in some process.
+
+        To free is to meet in a barrier of all processes first. One that has got nothing has nothing to free, and would
+        leave the others waiting there.
+        """
+        if self._new:
+            bindings.free(self._new)
+        else:
+            bindings.barrier_all()
+
     def _free(self) -> None:
-        if self._heap:
+        """Frees all heaps, in the same order in all processes."""
+        if self._heaps:
             from nvshmem.bindings import nvshmem as bindings
 
             self._make_current()
-            heap, self._heap, self._addresses = self._heap, 0, []
-            bindings.free(heap)
+            for heap in self._heaps:
+                bindings.free(heap)
+            self._heaps = []
 
     def _make_current(self) -> Any:
         """The GPU, made the one of this thread: NVSHMEM works on the thread's current device."""

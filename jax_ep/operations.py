@@ -17,7 +17,7 @@ from jax_ep import backends, fused_options, fused_vjp, vjp
 from jax_ep import masked_validation as check_fp8
 from jax_ep import validation as check
 from jax_ep.layout import dropless_capacity
-from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.mesh_axes import axis_tuple, spread_axes, vary_alike
 from jax_ep.no_gradient import call_without_gradient
 from jax_ep.types import (
     COMBINE_MODES,
@@ -149,7 +149,8 @@ def prepare(
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, num_tokens, num_experts)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
-    layout = _layout(call, Layout(num_ranks, num_experts, num_tokens, top_k, 0, alignment), capacity, handle)
+    wanted = Layout(num_ranks, num_experts, num_tokens, top_k, 0, alignment, spread_axes(call.axis_name))
+    layout = _layout(call, wanted, capacity, handle)
     if topk_weights is not None:
         topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
     check.wire(function, call.wire_dtype, x)
@@ -259,9 +260,11 @@ def _layout(call: Call, wanted: Layout, capacity: int | None, handle: Handle | N
         raise ValueError(
             f"{call.function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle."
         )
-    if capacity is None:
-        capacity = dropless_capacity(wanted.num_slots, wanted.num_local_experts, alignment)
-    return dataclasses.replace(wanted, capacity=capacity)
+    # Rows past the capacity are numbered too, before they are dropped.
+    most = dropless_capacity(wanted.num_slots, wanted.num_local_experts, alignment)
+    sizes = f"{wanted.num_ranks} ranks * {wanted.num_tokens} tokens * K={wanted.top_k} with {alignment=}"
+    check.countable(call.function, sizes, most, "pass fewer tokens in each call, or a smaller alignment")
+    return dataclasses.replace(wanted, capacity=most if capacity is None else capacity)
 
 
 def combine(call: Call, y: Array, handle: Handle, *, name: str = "y") -> Array:
@@ -289,6 +292,7 @@ def grouped_gemm(
     """See `jax_ep.grouped_gemm`; `name` is what the caller knows `rhs` as."""
     function = call.function
     lhs = check.matrix(function, "lhs", lhs, "[M, K]")
+    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     out_dtype = check.result_dtype(function, preferred_element_type, lhs.dtype)

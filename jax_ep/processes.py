@@ -72,13 +72,16 @@ class Meetings:
             raise jax.errors.JaxRuntimeError(f"{together} they want different things: {wishes}.{_REMEDY}")
         return [said for _, said in answers]
 
-    def attempt(self, function: str, purpose: str, step: Callable[[], str]) -> list[str]:
-        """Takes a step that may fail in one process alone, then meets: where it failed in one, all raise.
+    def attempt(
+        self, function: str, purpose: str, step: Callable[[], str], undo: Callable[[], None] | None = None
+    ) -> list[str]:
+        """Takes a step that may fail in one process alone, then meets: where it failed in one, all undo it and raise.
 
         Args:
           function: as for `meet`.
           purpose: as for `meet`.
           step: returns what this process tells the others.
+          undo: takes the step back, in all processes together; in one where it failed too.
 
         Returns:
           What `step` has returned in every process, in their order.
@@ -92,11 +95,13 @@ class Meetings:
         except Exception as error:  # whatever it is, the others must hear of it
             cause, words = error, f"{_FAILED}{type(error).__name__}: {error}"
         said = self.meet(function, purpose, words=words)
-        for process, text in enumerate(said):
-            if text.startswith(_FAILED):
-                reason = text.removeprefix(_FAILED)
-                raise jax.errors.JaxRuntimeError(f"{function}: {purpose}: process {process}: {reason}") from cause
-        return said
+        failed = next((process for process, text in enumerate(said) if text.startswith(_FAILED)), None)
+        if failed is None:
+            return said
+        if undo is not None:
+            undo()
+        reason = said[failed].removeprefix(_FAILED)
+        raise jax.errors.JaxRuntimeError(f"{function}: {purpose}: process {failed}: {reason}") from cause
 
     def _absence(self, client: Any, folder: str, num_processes: int) -> str:
         """Why a meeting has failed, in words."""

@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jax_ep import validation as check
 from jax_ep.dtypes import FP8
 from jax_ep.masked_validation import matrices as check_matrices
-from jax_ep.masked_validation import quantized_matrices
+from jax_ep.masked_validation import quantized_matrices, whole_blocks_per_device
+from jax_ep.named_scopes import operation
 from jax_ep.no_gradient import call_without_gradient
 from jax_ep.types import Array, Quantized
 
@@ -25,6 +26,7 @@ _FP8_MAX = 448.0
 _MIN_SCALE = 2.0**-120
 
 
+@operation
 def quantize_fp8(x: Array, *, group_size: int = GROUP_SIZE) -> Quantized:
     """Quantises rows to FP8, one scale per row and `group_size` columns.
 
@@ -74,6 +76,7 @@ def _quantize(groups: Array, axes: tuple[int, ...]) -> Quantized:
     return lax.optimization_barrier((values, jnp.squeeze(scales, axes)))
 
 
+@operation
 def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     """`values * scales` in `dtype`; the group size is `H // scales.shape[-1]`.
 
@@ -102,6 +105,7 @@ def dequantize_fp8(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     return (groups * scales[..., None]).astype(dtype).reshape(values.shape)
 
 
+@operation
 def quantize_fp8_weights(w: Array) -> Quantized:
     """Quantises expert matrices to FP8 for `masked_grouped_gemm`: transposed, one scale per block of 128 by 128.
 
@@ -113,7 +117,7 @@ def quantize_fp8_weights(w: Array) -> Quantized:
       `quantize_fp8`. An infinity or NaN spoils its whole block.
 
     Raises:
-      ValueError: K is not a multiple of 128.
+      ValueError: K is not a multiple of 128; on explicit mesh axes, devices hold no whole blocks.
       TypeError: w is not floating; also by the gradient, which would not be that of quantisation.
 
     Example:
@@ -127,6 +131,7 @@ def quantize_fp8_weights(w: Array) -> Quantized:
     """
     function = "quantize_fp8_weights"
     w = check_matrices(function, "w", w)
+    whole_blocks_per_device(function, "w", w)
     remedy = "quantize_fp8_weights has no gradient: train with the weights as they are."
     return call_without_gradient(remedy, _quantize_blocks, w)
 
@@ -136,11 +141,14 @@ def _quantize_blocks(w: Array) -> Quantized:
     column_blocks = -(-columns // GROUP_SIZE)
     missing = column_blocks * GROUP_SIZE - columns
     padded = jnp.pad(jnp.swapaxes(w, -1, -2), [(0, 0)] * (w.ndim - 2) + [(0, missing), (0, 0)])
-    blocks = padded.reshape(*w.shape[:-2], column_blocks, GROUP_SIZE, depth // GROUP_SIZE, GROUP_SIZE)
+    # One axis per reshape: on explicit mesh axes JAX infers the sharding of no other.
+    rows = padded.reshape(*w.shape[:-2], column_blocks, GROUP_SIZE, depth)
+    blocks = rows.reshape(*rows.shape[:-1], depth // GROUP_SIZE, GROUP_SIZE)
     values, scales = _quantize(blocks, (-3, -1))
-    return values.reshape(padded.shape)[..., :columns, :], scales
+    return values.reshape(rows.shape).reshape(padded.shape)[..., :columns, :], scales
 
 
+@operation
 def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     """`values * scales` in `dtype`, each scale for a block of 128 by 128.
 

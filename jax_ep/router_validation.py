@@ -44,7 +44,7 @@ def router_arguments(
         check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
 
 
-def loss_arguments(scores: Any, topk_idx: Any, axis_name: AxisName | None) -> None:
+def loss_arguments(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:
     """Arguments of `load_balancing_loss`."""
     function = "load_balancing_loss"
     scores = check.matrix(function, "scores", scores)
@@ -53,5 +53,33 @@ def loss_arguments(scores: Any, topk_idx: Any, axis_name: AxisName | None) -> No
         raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
     remedy = "pass the ids of the same tokens"
     check.size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
+    _other_tokens(function, scores.shape[0], token_mask, axis_name)
+
+
+def z_loss_arguments(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Arguments of `router_z_loss`."""
+    function = "router_z_loss"
+    num_tokens = check.matrix(function, "logits", logits).shape[0]
+    _other_tokens(function, num_tokens, token_mask, axis_name)
+
+
+def _other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Which tokens count, here and on other ranks."""
+    if token_mask is not None:
+        check_token_mask(function, token_mask, (num_tokens,), "[T]")
     if axis_name is not None:
         axis_size(axis_name, function=function, of_vmap=True)
+
+
+def check_token_mask(function: str, token_mask: Any, shape: tuple[int, ...], meaning: str) -> None:
+    """One bool for each token."""
+    token_mask = check.array(function, "token_mask", token_mask, len(shape), meaning)
+    if token_mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"{function}: token_mask has dtype {token_mask.dtype}, expected bool, True for tokens that count; pass"
+            " attention_mask != 0."
+        )
+    if token_mask.shape != shape:
+        raise ValueError(
+            f"{function}: token_mask has shape {token_mask.shape}, expected {shape}, {meaning}; pass a bool per token."
+        )

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import router_validation
-from jax_ep import validation as check
 from jax_ep.dtypes import accumulation_dtype
+from jax_ep.named_scopes import operation
 from jax_ep.types import Array, AxisName, Routing
 
 # DeepSeek-V3 adds 1e-20 to the sum. A lower bound of 1e-18 gives the same float32 weights for every sum above 1e-11,
@@ -21,6 +21,7 @@ from jax_ep.types import Array, AxisName, Routing
 _SMALLEST_SUM = 1e-18
 
 
+@operation
 def topk_router(
     logits: Array,
     k: int,
@@ -91,7 +92,10 @@ def _keep_best_groups(selection: Array, num_groups: int, topk_groups: int, group
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(num_tokens, num_experts)
 
 
-def load_balancing_loss(scores: Array, topk_idx: Array, *, axis_name: AxisName | None = None) -> Array:
+@operation
+def load_balancing_loss(
+    scores: Array, topk_idx: Array, *, token_mask: Array | None = None, axis_name: AxisName | None = None
+) -> Array:
     """Auxiliary loss that is 1 when the load is uniform and up to E when one expert gets everything.
 
     `E * sum_e f_e * P_e` with `f_e` the share of all assignments that went to expert e (no gradient) and `P_e` its
@@ -99,50 +103,57 @@ def load_balancing_loss(scores: Array, topk_idx: Array, *, axis_name: AxisName |
 
     Args:
       scores: `[T, E]` non-negative router scores, as `topk_router` returns them; normalised here per token.
-      topk_idx: `[T, K]` int32; ids outside `[0, E)`, such as the -1 of padding, count for nothing in `f_e`.
+      topk_idx: `[T, K]` int32; ids outside `[0, E)`, such as -1, count for nothing in `f_e`. Their tokens still count
+        in `P_e`, as the router has scored them: where -1 marks padding, pass a `token_mask`.
+      token_mask: `[T]` bool, False for tokens that count for nothing, such as padding, as Hugging Face's
+        `attention_mask` says it; None: all count.
       axis_name: mesh axes whose ranks hold the other tokens of the batch; None: the loss of these tokens alone.
 
     Returns:
-      `[]` float32 loss, the same on every rank of `axis_name`.
+      `[]` float32 loss, the same on every rank of `axis_name`; 0 where no token counts.
 
     Raises:
       ValueError: shapes that do not match, or `axis_name` not bound.
+      TypeError: ids that are no integers, or a mask that is not bool.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
       >>> float(jax_ep.load_balancing_loss(jnp.full((4, 2), 0.5), jnp.array([[0], [1], [0], [1]])))
       1.0
+      >>> scores, topk_idx = jnp.array([[0.5, 0.5], [0.5, 0.5], [1.0, 0.0]]), jnp.array([[0], [1], [0]])
+      >>> float(jax_ep.load_balancing_loss(scores, topk_idx, token_mask=jnp.array([True, True, False])))
+      1.0
 
     Source: Switch Transformers (arXiv:2101.03961, equation 4), DeepSeek-V3 (arXiv:2412.19437, equation 17).
     """
-    router_validation.loss_arguments(scores, topk_idx, axis_name)
+    router_validation.loss_arguments(scores, topk_idx, token_mask, axis_name)
     num_experts = scores.shape[-1]
-    scores = scores.astype(accumulation_dtype(scores.dtype))
+    scores = _counting(scores.astype(accumulation_dtype(scores.dtype)), token_mask)
     normalised = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _SMALLEST_SUM)
-    ids = topk_idx.reshape(-1)
-    slots = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    counts = jnp.zeros((num_experts,), scores.dtype).at[slots].add(jnp.ones((), scores.dtype), mode="drop")
-    # No tokens: no loss.
-    mean_score = jnp.sum(normalised, axis=0) / max(scores.shape[0], 1)
+    ids = topk_idx if token_mask is None else jnp.where(token_mask[:, None], topk_idx, -1)
+    slots = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
+    counts = jnp.zeros((num_experts,), jnp.int32).at[slots].add(1, mode="drop")
     if axis_name is not None:
         counts = lax.psum(counts, axis_name)
-        mean_score = lax.pmean(mean_score, axis_name)
-    share = counts / jnp.maximum(jnp.sum(counts), 1)
-    return num_experts * jnp.sum(lax.stop_gradient(share) * mean_score)
+    share = counts.astype(scores.dtype) / jnp.maximum(jnp.sum(counts), 1).astype(scores.dtype)
+    return num_experts * jnp.sum(share * _mean_over_tokens(normalised, token_mask, axis_name))
 
 
-def router_z_loss(logits: Array) -> Array:
+@operation
+def router_z_loss(logits: Array, *, token_mask: Array | None = None, axis_name: AxisName | None = None) -> Array:
     """Mean squared log-partition of the router, which keeps its logits small.
 
     Args:
       logits: `[T, E]` floating.
+      token_mask: `[T]` bool, False for tokens that count for nothing, such as padding; None: all count.
+      axis_name: mesh axes whose ranks hold the other tokens of the batch; None: the loss of these tokens alone.
 
     Returns:
-      `[]` float32, `mean(logsumexp(logits, axis=-1) ** 2)`.
+      `[]` float32, `mean(logsumexp(logits, axis=-1) ** 2)` over the tokens that count; 0 where none does.
 
     Raises:
-      ValueError: logits that are not a matrix.
-      TypeError: logits that are not floating.
+      ValueError: logits that are not a matrix, a mask of another length, or `axis_name` not bound.
+      TypeError: logits that are not floating, or a mask that is not bool.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -151,6 +162,24 @@ def router_z_loss(logits: Array) -> Array:
 
     Source: ST-MoE (arXiv:2202.08906, equation 5).
     """
-    check.matrix("router_z_loss", "logits", logits)
-    logits = logits.astype(accumulation_dtype(logits.dtype))
-    return jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1))) / max(logits.shape[0], 1)
+    router_validation.z_loss_arguments(logits, token_mask, axis_name)
+    logits = _counting(logits.astype(accumulation_dtype(logits.dtype)), token_mask)
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    return _mean_over_tokens(
+        squares if token_mask is None else jnp.where(token_mask, squares, 0), token_mask, axis_name
+    )
+
+
+def _counting(rows: Array, token_mask: Array | None) -> Array:
+    """`[T, E]` with zeros for tokens that do not count, whatever they hold: neither values nor gradients see them."""
+    return rows if token_mask is None else jnp.where(token_mask[:, None], rows, 0)
+
+
+def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: AxisName | None) -> Array:
+    """`[T, ...]`, zero for tokens that do not count, to the mean over those that do, on all ranks of `axis_name`."""
+    total = jnp.sum(values, axis=0)
+    count = values.shape[0] if token_mask is None else jnp.sum(token_mask, dtype=jnp.int32)
+    if axis_name is not None:
+        # Ranks may have different numbers of tokens that count, so the mean of their means would be another one.
+        total, count = lax.psum(total, axis_name), lax.psum(count, axis_name)
+    return total / jnp.maximum(count, 1).astype(values.dtype)

@@ -22,6 +22,7 @@ from jax_ep.low_latency import (
 )
 from jax_ep.masked import masked_gated_activation, masked_grouped_gemm
 from jax_ep.mesh_axes import axis_tuple, vary_alike
+from jax_ep.named_scopes import operation
 from jax_ep.no_gradient import call_without_gradient
 from jax_ep.quantization import GROUP_SIZE, quantize_fp8_weights
 from jax_ep.types import Array, AxisName, LowLatencyHandle, Quantized
@@ -49,10 +50,11 @@ class ServingWeights:
     w_down: Array | Quantized
 
 
+@operation
 def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> ServingWeights:
     """Turns the matrices of `moe` into those of `low_latency_moe`, once, before serving.
 
-    They keep their sharding where XLA chooses it, as on automatic mesh axes: only the last two axes change.
+    They keep their sharding, on automatic and on explicit mesh axes: only the last two axes change.
 
     Args:
       w_gate_up: `[..., E, H, 2 * I]`.
@@ -63,7 +65,8 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
       Both matrices, transposed.
 
     Raises:
-      ValueError: shapes that do not fit; H is not a multiple of 128 with `fp8`.
+      ValueError: shapes that do not fit; with `fp8`, H is not a multiple of 128, or explicit mesh axes split H or I
+        where devices hold no whole blocks of 128.
       TypeError: unsupported dtypes.
 
     Example:
@@ -99,6 +102,7 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
     return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down))
 
 
+@operation
 def low_latency_moe(
     x: Array,
     topk_idx: Array,
@@ -209,6 +213,7 @@ def low_latency_moe(
     )
 
 
+@operation
 def low_latency_gemm_combine(
     lhs: Array,
     rhs: Array,

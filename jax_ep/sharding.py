@@ -111,6 +111,7 @@ def sharded_moe(
     """
     specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis)
 
+    @jax.named_scope("jax_ep.sharded_moe")
     def apply(x: Array, topk_idx: Array, topk_weights: Array, w_gate_up: Array, w_down: Array) -> Array:
         the_mesh = _mesh(mesh, specs)
         arguments = (x, topk_idx, topk_weights, w_gate_up, w_down)

@@ -26,7 +26,7 @@ Quantized = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static sizes of one dispatch; it alone derives every other size from them.
+    """What is static in one dispatch: its sizes, from which it alone derives every other, and its mesh axes.
 
     Attributes:
       num_ranks: W, ranks on the expert axis.
@@ -35,6 +35,7 @@ class Layout:
       top_k: K, experts per token.
       capacity: R, rows of the expert-major layout on each rank.
       alignment: every group starts at a multiple of this many rows.
+      axis: mesh axes over which the experts are spread, in order, without those of one rank, which change nothing.
     """
 
     num_ranks: int
@@ -43,6 +44,7 @@ class Layout:
     top_k: int
     capacity: int
     alignment: int = 1
+    axis: tuple[str, ...] = ()
 
     @property
     def num_local_experts(self) -> int:
@@ -69,7 +71,7 @@ class Handle:
         its peers' memory; else None.
       num_invalid: `[]` int32. Ids of this rank's tokens outside `[0, E)` other than -1; they were treated as -1.
       num_dropped: `[]` int32. Slots that should have had a row on this rank, but lay past its capacity.
-      layout: static sizes.
+      layout: static sizes and axes.
     """
 
     row_slot: Array
@@ -149,7 +151,7 @@ class LowLatencyHandle:
       slot_row: `[W, max_tokens_per_rank, K]` int32, row `expert * W * max_tokens_per_rank + i` of each slot on this
         rank; -1: not here.
       num_invalid: `[]` int32, see `Handle`.
-      layout: static sizes; `num_tokens` is `max_tokens_per_rank`, `capacity` is `L * W * max_tokens_per_rank`.
+      layout: static sizes and axes; `num_tokens` is `max_tokens_per_rank`, `capacity` is `L * W * max_tokens_per_rank`.
       own_ids: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for those that do not count; None
         where `group` is.
       group: see `Handle`.

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.activations import ACTIVATIONS
 from jax_ep.dtypes import FP8, TOKEN_DTYPES
-from jax_ep.mesh_axes import axis_size
+from jax_ep.mesh_axes import axis_size, spread_axes
 from jax_ep.types import Array, AxisName, Handle, Layout, LowLatencyHandle, Quantized
 
 
@@ -81,6 +81,12 @@ def positive(function: str, name: str, value: Any) -> int:
     if not 1 <= value < 2**31:
         raise ValueError(f"{function}: {name}={value}, expected at least 1 and below 2**31; pass a positive {name}.")
     return int(value)
+
+
+def countable(function: str, what: str, number: int, remedy: str) -> None:
+    """So many rows that int32, by which slots and rows are known, can number them."""
+    if number >= 2**31:
+        raise ValueError(f"{function}: {what} make {number} rows, expected fewer than 2**31; {remedy}.")
 
 
 def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantized:
@@ -236,7 +242,7 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
 
 
 def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHandle], axis_name: AxisName) -> Layout:
-    """A handle of the right kind, made on as many ranks as the axis has."""
+    """A handle of the right kind, made on the ranks of this axis."""
     if not isinstance(value, expected):
         raise TypeError(
             f"{function}: handle is a {type(value).__name__}, expected the {expected.__name__} of the matching"
@@ -245,6 +251,11 @@ def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHa
     num_ranks = axis_size(axis_name, function=function)
     remedy = f"use the axis_name of the dispatch that made the handle, not {axis_name!r}"
     size(function, "the number of ranks of the handle", value.layout.num_ranks, num_ranks, remedy)
+    if value.layout.axis != spread_axes(axis_name):
+        raise ValueError(
+            f"{function}: the axis of the handle is {value.layout.axis}, expected {spread_axes(axis_name)}, that of"
+            f" axis_name={axis_name!r}; {remedy}. Axes of one rank do not count, the order of the others does."
+        )
     return value.layout
 
 

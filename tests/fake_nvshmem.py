@@ -63,6 +63,9 @@ class Fake:
     def free(self, address: int) -> None:
         self.calls.append(("free", len(self._memory.pop(address))))
 
+    def barrier_all(self) -> None:
+        self.calls.append(("barrier_all",))
+
     def ptr(self, address: int, process: int) -> int:
         if process in self.unreachable:
             return 0
@@ -86,7 +89,7 @@ class Fake:
     def modules(self) -> dict[str, types.ModuleType]:
         """The fake modules by name, for `sys.modules`."""
         core = {"get_unique_id": self.get_unique_id, "init": self.init, "finalize": self.finalize}
-        bindings = {"malloc": self.malloc, "free": self.free, "ptr": self.ptr}
+        bindings = {"malloc": self.malloc, "free": self.free, "ptr": self.ptr, "barrier_all": self.barrier_all}
         driver = {"cuMemsetD8": self.fill, "cuCtxSynchronize": self.synchronize}
         contents: dict[str, dict[str, Any]] = {
             "nvshmem": {},

@@ -18,6 +18,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 EXPERT = "expert"
+PATIENCE_S = 200.0
+"""Of waits that no test lets expire: slowness fails nothing, and what hangs is told before the test's time is up."""
 
 
 def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -179,3 +181,9 @@ def check_directional_derivatives(
             exact = float(np.vdot(gradient, direction))
             scale = np.linalg.norm(gradient) * np.linalg.norm(direction)
             assert abs(numeric - exact) <= tolerance * scale, f"argument {i}: difference {numeric}, gradient {exact}"
+
+
+def words_of(heap: Any, generation: Any, device: int) -> np.ndarray:
+    """The control words of a device in shared memory, int32: those of `heap.data` or of `heap.regions`."""
+    memory = heap._memory.pool.heap(device, generation.allocation)[generation.start :]
+    return memory[: heap.layout.flags].view(np.int32)

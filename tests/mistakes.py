@@ -56,10 +56,10 @@ def dispatch_handle(num_tokens=T, top_k=K, num_experts=E, **kwargs):
     return Traced(make)
 
 
-def low_latency_handle():
+def low_latency_handle(**kwargs):
     def make():
         x, topk_idx = jnp.zeros((T, H), jnp.float32), jnp.zeros((T, K), jnp.int32)
-        return jax_ep.low_latency_dispatch(x, topk_idx, num_experts=E, max_tokens_per_rank=MAX_T).handle
+        return jax_ep.low_latency_dispatch(x, topk_idx, num_experts=E, max_tokens_per_rank=MAX_T, **kwargs).handle
 
     return Traced(make)
 
@@ -129,8 +129,8 @@ def mesh_of(size=W, name="expert"):
     return harness.make_mesh((size,), (name,))
 
 
-def trace(name, *, inside=None, **changes):
-    """Traces the correct call with these changes, inside shard_map if it belongs there or `inside` says so."""
+def program(name, *, inside=None, **changes):
+    """The correct call with these changes, inside shard_map if it belongs there or `inside` says so; its arrays."""
     accepted = inspect.signature(function(name)).parameters
     arguments = GOOD[name] | {key: value for key, value in changes.items() if key in accepted}
     arrays = {key: value for key, value in arguments.items() if is_array(value)}
@@ -142,7 +142,12 @@ def trace(name, *, inside=None, **changes):
 
     if name in NEEDS_AXIS if inside is None else inside:
         call = jax.shard_map(call, mesh=mesh_of(), in_specs=P(), out_specs=P("expert"))
-    return jax.eval_shape(call, arrays)
+    return call, arrays
+
+
+def trace(name, **changes):
+    """Traces the program of these arguments."""
+    return jax.eval_shape(*program(name, **changes))
 
 
 # --- fragments and cases --------------------------------------------------------------------------------------------

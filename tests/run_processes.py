@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_LAST_LINES = 60
+LAST_WORDS_S = 60  # for what a process prints when it is ended
 
 
 class Process:
@@ -59,14 +60,14 @@ class Process:
             if self.popen.poll() is None:
                 os.killpg(self.popen.pid, sign)
                 try:
-                    self.popen.wait(5)
+                    self.popen.wait(LAST_WORDS_S)
                 except subprocess.TimeoutExpired:
                     continue
         self.finish()
 
     def finish(self) -> None:
         """Waits for the last of the output."""
-        self._thread.join(5)
+        self._thread.join(LAST_WORDS_S)
 
     def counts(self) -> dict[str, int]:
         """Numbers of tests by outcome, from pytest's summary."""
@@ -113,7 +114,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("num_processes", type=int, metavar="N")
-    parser.add_argument("--timeout", type=float, default=1500.0, help="seconds for everything (default: 1500)")
+    parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for everything (default: 7200)")
     text = "seconds that the others have after the first failure, to report the same (default: 15)"
     parser.add_argument("--grace", type=float, default=15.0, help=text)
     options, arguments = parser.parse_known_args()

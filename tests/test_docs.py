@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,13 @@ import jax_ep
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PLOTS = ROOT / "benchmarks" / "results"  # of which tools/mkdocs_hooks.py brings the PNGs to the site
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 TESTED_ELSEWHERE = {"flax.md", "training.md"}  # test_flax.py, test_examples.py
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to
 NUM_DEVICES = 8
+MAX_COLUMNS = 115  # of code, which docs/site.css has room for
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -107,8 +111,39 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in anchors(file), f"{page.name} links to {target}: no such heading"
-        if page.parent == DOCS:
-            assert DOCS in (file.parent, file), f"{page.name} links to {target}: the site has the pages of docs/ only"
+        if page.parent == DOCS and not (file.parent == PLOTS and file.suffix == ".png"):
+            assert DOCS in (file.parent, file), f"{page.name} links to {target}: the site has docs/ and plots only"
+
+
+@every(TEXTS)
+def test_code_fits_its_page(page: Path) -> None:
+    """What a page of the site, and of a forge, shows without a scroll bar."""
+    lines = [line for m in FENCE.finditer(page.read_text()) for line in m[2].splitlines()]
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
+
+
+@every(PAGES)
+def test_headings_are_unique(page: Path) -> None:
+    """Sites and forges number the second one differently, so that a link to it works in one place only."""
+    headings = re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE)
+    assert sorted(set(headings)) == sorted(headings)
+
+
+@pytest.mark.parametrize("address", [None, "https://example.org/jax_ep"])
+def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """`mkdocs build --strict`, with the version, the plots that pages show, and the repository where one is known."""
+    pytest.importorskip("mkdocs")
+    monkeypatch.delenv("REPOSITORY_URL", raising=False)
+    if address:
+        monkeypatch.setenv("REPOSITORY_URL", address)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "performance" / "index.html").read_text()
+    assert f"jax_ep {jax_ep.__version__}" in page
+    shown = set(re.findall(r'src="\.\./(results/[^"]+\.png)"', page))
+    assert len(shown) >= 4 and not [name for name in shown if not (tmp_path / name).is_file()]
+    assert ("example.org" in page) == (address is not None)
 
 
 def test_every_page_is_in_the_navigation() -> None:

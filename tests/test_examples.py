@@ -83,6 +83,16 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = train(whole)
     check_report(whole, result)
+    said = capsys.readouterr().out
+    stages = [
+        "starting JAX",
+        "making the parameters",
+        "compiling the training step",
+        "step 2: held-out loss",
+        "a sample",
+    ]
+    assert [said.find(stage) for stage in stages] == sorted(said.find(stage) for stage in stages)
+    assert stages[0] in said
 
     interrupted = train(parts, "--stop-after 2")
     assert len(interrupted["train"]) == 2 and not (parts / "curves.png").exists()
@@ -108,6 +118,10 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
         str(whole),
         "--max-new",
         "9",
+        "--temperature",
+        "0.7",
+        "--temperature",
+        "0",
         "--expert-parallel",
         "2",
         "--prompt",
@@ -115,12 +129,12 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
         "--prompt",
         "x",
     ]
-    greedy, sampled = serve_moe.main(arguments)
+    sampled, greedy = serve_moe.main(arguments)
     assert [len(text) for text in greedy["texts"]] == [9, 9]
     assert greedy["texts"] != sampled["texts"]
     out = capsys.readouterr().out
     assert "tokens/s" in out and "p99" in out and "experts: same" in out
-    agreement = greedy["agreement"]
+    agreement = sampled["agreement"]
     assert agreement.logit_error < 0.05 * agreement.logit_scale and agreement.same_bytes > 0.9
 
     with pytest.raises(ValueError, match="use another folder"):

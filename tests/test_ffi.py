@@ -14,6 +14,7 @@ import pytest
 from ffi_calls import FAILED, ON_GPU, needs_gpu, new_id
 from harness import make_mesh
 from jax import lax
+from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import ffi
@@ -150,6 +151,60 @@ def test_size_mismatch_states_both_sizes(table_id):
         jax.block_until_ready(jax.jit(lambda: ffi.pointer_table(table_id, N + 2))())
 
 
+def test_a_program_for_more_memory_than_there_is_does_not_run(table_id):
+    """It says what it was compiled for; the table, what there is on this device."""
+    device = jax.devices()[0]
+    fetch = {size: jax.jit(functools.partial(ffi.pointer_table, table_id, N, num_bytes=size)) for size in (100, 101)}
+    ffi.register_table(table_id, device, values_of(device), 100)
+    np.testing.assert_array_equal(fetch[100](), values_of(device))
+    message = r"FAILED_PRECONDITION.*stands for 100 bytes .* compiled for 101\. .*init\(heap_bytes=\.\.\.\)"
+    with pytest.raises(FAILED, match=message):
+        jax.block_until_ready(fetch[101]())
+    ffi.register_table(table_id, device, values_of(device), 101)
+    np.testing.assert_array_equal(fetch[101](), values_of(device))
+
+
+def test_a_table_never_stands_for_less_than_a_program_has_used(table_id):
+    """A captured graph of it may be replayed at any time, and asks nobody: also after the table has come back."""
+    device = jax.devices()[0]
+    ffi.register_table(table_id, device, values_of(device), 100)
+    assert ffi.used_bytes(table_id, device) == ffi.used_bytes(new_id(), device) == 0
+    jax.block_until_ready(jax.jit(lambda: ffi.pointer_table(table_id, N, num_bytes=50))())
+    assert ffi.used_bytes(table_id, device) == 50
+    ffi.register_table(table_id, device, values_of(device), 50)
+    with pytest.raises(RuntimeError, match=r"uses 50 bytes .* for 49\. Use a new table id"):
+        ffi.register_table(table_id, device, values_of(device), 49)
+    ffi.unregister_table(table_id)
+    with pytest.raises(RuntimeError, match="uses 50 bytes"):
+        ffi.register_table(table_id, device, values_of(device), 49)
+    ffi.register_table(table_id, device, values_of(device), 50)
+    fetch = jax.jit(lambda: ffi.pointer_table(table_id, N))
+    np.testing.assert_array_equal(fetch(), values_of(device))
+
+
+def test_a_hidden_table_is_not_found_until_it_is_registered_again(table_id):
+    device = jax.devices()[0]
+    fetch = jax.jit(lambda: ffi.pointer_table(table_id, N))
+    ffi.hide_table(table_id)
+    with pytest.raises(FAILED, match="is not registered"):
+        jax.block_until_ready(fetch())
+    ffi.unregister_table(table_id)
+    ffi.register_table(table_id, device, values_of(device))
+    np.testing.assert_array_equal(fetch(), values_of(device))
+
+
+def test_an_executable_of_a_process_with_a_larger_heap_is_refused(table_id):
+    """As JAX's own serialisation brings it from one process to another."""
+    device = jax.devices()[0]
+    ffi.register_table(table_id, device, values_of(device), 1000)
+    compiled = jax.jit(lambda: ffi.pointer_table(table_id, N, num_bytes=1000)).lower().compile()
+    parts = serialize_executable.serialize(compiled)
+    loaded = serialize_executable.deserialize_and_load(*parts, execution_devices=[device])
+    ffi.register_table(table_id, device, values_of(device), 999)
+    with pytest.raises(FAILED, match=r"stands for 999 bytes .* compiled for 1000"):
+        jax.block_until_ready(loaded())
+
+
 @pytest.mark.parametrize("entries", [0, -1])
 def test_empty_tables_are_refused(entries):
     with pytest.raises(ValueError, match=f"at least 1, got {entries}"):
@@ -187,6 +242,18 @@ def test_the_call_has_no_effect(table_id):
     assert jax.make_jaxpr(lambda: ffi.pointer_table(table_id, N))().effects == set()
 
 
+def test_vmap_of_a_token_gives_one_table(table_id):
+    """The same for all elements, however deep: its handler knows one shape of the table."""
+
+    def program(tokens):
+        return jax.vmap(jax.vmap(lambda token: ffi.pointer_table(table_id, N, token=token)))(tokens)
+
+    compiled = jax.jit(program).lower(jnp.ones((4, 3, 2))).compile()
+    assert compiled.as_text().count(f'custom_call_target="{library.POINTER_TABLE}"') == 1
+    want = values_of(jax.devices()[0])
+    np.testing.assert_array_equal(compiled(jnp.ones((4, 3, 2))), np.broadcast_to(want, (4, 3, N)))
+
+
 def test_calls_with_the_same_token_are_one(table_id):
     """And those with another are not, nor those with none."""
 
@@ -197,6 +264,20 @@ def test_calls_with_the_same_token_are_one(table_id):
     assert compiled.as_text().count(f'custom_call_target="{library.POINTER_TABLE}"') == 4
     tables = compiled(jnp.ones(3), jnp.zeros((2, 2), jnp.bfloat16))
     assert len({np.asarray(table).tobytes() for table in tables}) == 1
+
+
+@needs_gpu
+def test_a_replayed_graph_finds_a_table_that_was_gone_in_between(table_id):
+    """The copy in device memory stays where it is."""
+    fetch = jax.jit(lambda x: (ffi.pointer_table(table_id, N), jnp.cumsum(jnp.sin(x) @ jnp.cos(x).T)),
+                    compiler_options={"xla_gpu_graph_min_graph_size": 1})  # fmt: skip
+    x, device = jnp.ones((64, 64), jnp.float32), jax.devices()[0]
+    for salt in range(4):
+        ffi.register_table(table_id, device, values_of(device, salt))
+        for _ in range(3):
+            np.testing.assert_array_equal(fetch(x)[0], values_of(device, salt))
+        ffi.unregister_table(table_id)
+    ffi.register_table(table_id, device, values_of(device))
 
 
 @needs_gpu

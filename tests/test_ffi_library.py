@@ -58,7 +58,7 @@ def test_exported_symbols_are_the_documented_ones():
 @pytest.mark.parametrize(("platform", "ordinal", "message"), [(7, 0, "platform 7 is neither"), (0, -1, "-1 is negat")])
 def test_c_abi_refuses_what_is_no_device(platform, ordinal, message):
     one = (ctypes.c_int64 * 1)(1)
-    code = library.load().jax_ep_register_table(platform, new_id(), ordinal, one, 1)
+    code = library.load().jax_ep_register_table(platform, new_id(), ordinal, one, 1, 0)
     with pytest.raises(ValueError, match=message):
         library.raise_for(code)
 
@@ -74,7 +74,7 @@ def has_cuda_driver() -> bool:
 @pytest.mark.skipif(has_cuda_driver(), reason="this machine has the CUDA driver")
 def test_cuda_without_a_driver_is_a_clear_error():
     one = (ctypes.c_int64 * 1)(1)
-    code = library.load().jax_ep_register_table(ffi.Platform.CUDA, new_id(), 0, one, 1)
+    code = library.load().jax_ep_register_table(ffi.Platform.CUDA, new_id(), 0, one, 1, 0)
     with pytest.raises(RuntimeError, match=r"libcuda\.so\.1 could not be loaded.*needs the NVIDIA driver"):
         library.raise_for(code)
     with pytest.raises(RuntimeError, match=r"libcuda\.so\.1"):
@@ -117,6 +117,34 @@ def test_stale_library_is_refused(csrc, change):
         library.open_library([library_path()], csrc)
 
 
+INTRUDER = """
+#include <fstream>
+extern "C" const char* jax_ep_ffi_stamp() { return STAMP; }
+extern "C" int jax_ep_ffi_abi_version() { return 4; }
+extern "C" const char* jax_ep_ffi_source_hash() { return "stale"; }
+__attribute__((constructor)) static void run() { std::ofstream(TRACE) << "was here"; }
+"""
+
+
+@pytest.mark.parametrize("stamp", ["none", "stale", "of another version"])
+def test_nothing_of_a_library_that_does_not_fit_runs(tmp_path, csrc, stamp):
+    """Opening a library runs its constructors, so its file is looked at first."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    source, intruder, trace = tmp_path / "intruder.cc", tmp_path / library.NAME, tmp_path / "trace"
+    version = library.ABI_VERSION + (stamp == "of another version")
+    text = "" if stamp == "none" else f"jax_ep_ffi stamp abi={version} xla=0.1 source={'0' * 64}"
+    source.write_text(INTRUDER.replace("STAMP", f'"{text}"').replace("TRACE", f'"{trace}"'))
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", intruder], check=True)
+    message = {"none": "has no version stamp", "stale": "is stale", "of another version": "has ABI version"}[stamp]
+    with pytest.raises(ffi.LibraryError, match=message):
+        library.open_library([intruder], csrc)
+    assert not trace.exists()
+    ctypes.CDLL(str(intruder))  # opened, it does run
+    assert trace.exists()
+
+
 def test_library_without_sources_beside_it_is_checked_by_version_only(tmp_path, monkeypatch):
     library.open_library([library_path()], tmp_path)
     monkeypatch.setattr(library, "ABI_VERSION", 999)
@@ -127,7 +155,10 @@ def test_library_without_sources_beside_it_is_checked_by_version_only(tmp_path, 
 def test_library_for_a_newer_jaxlib_is_refused(tmp_path, monkeypatch):
     """XLA's own words at registration name neither the file nor a remedy."""
     offered = library.xla_api_version()
-    assert offered >= library.load().jax_ep_ffi_xla_api_version() >= 1
+    stamp = library.read_stamp(library_path())
+    assert offered >= stamp.xla_api_version >= 1
+    assert stamp.source_hash == library.source_hash(PACKAGE / "csrc")
+    assert f"abi={stamp.abi_version} " in library.load().jax_ep_ffi_stamp().decode()
     monkeypatch.setattr(library, "xla_api_version", lambda: 2)
     with pytest.raises(
         ffi.LibraryError, match=r"newer jaxlib \(XLA FFI 0\.\d\) than .*\(XLA FFI 0\.2\) takes; upgrade jaxlib"
@@ -137,7 +168,7 @@ def test_library_for_a_newer_jaxlib_is_refused(tmp_path, monkeypatch):
 
 def test_unloadable_and_foreign_files_are_named(tmp_path, csrc):
     broken = tmp_path / "broken.so"
-    broken.write_bytes(b"\x7fELF")
+    broken.write_bytes(b"\x7fELF" + library.load().jax_ep_ffi_stamp() + b"\0")
     with pytest.raises(
         ffi.LibraryError, match=r"(?s)does not fit.*absent\.so: does not exist.*broken\.so: cannot be loaded"
     ):

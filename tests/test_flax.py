@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +101,26 @@ def test_tokens_that_do_not_divide_among_devices(rng: np.random.Generator) -> No
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.load, load)
     np.testing.assert_allclose([metrics.load_balancing_loss, metrics.router_z_loss], [balance, z_loss], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [8, 5])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
+def test_masked_tokens_are_padding(kind: str, num_rows: int, rng: np.random.Generator) -> None:
+    """They go to no routed expert and count in no metric; on a mesh, numbers that do and do not divide among it."""
+    mesh = None if kind == "one device" else data_expert_mesh(kind)
+    x, mask = rng.normal(size=(num_rows, 3, H)).astype(np.float32), rng.uniform(size=(num_rows, 3)) < 0.6
+    x[~mask] *= 100
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        moe = with_bias(MoE(**SIZES, **ON_MESH, rngs=nnx.Rngs(0)), rng)
+        y, metrics = nnx.jit(lambda m, x, mask: m(x, token_mask=mask))(moe, jnp.asarray(x), jnp.asarray(mask))
+    expected, load, balance, z_loss = per_token(moe, x[mask])
+    np.testing.assert_allclose(np.asarray(y)[mask], expected, rtol=1e-4, atol=1e-5)
+    shared = [mlp(token, array(moe.shared_gate_up), array(moe.shared_down)) for token in x[~mask].astype(np.float64)]
+    np.testing.assert_allclose(np.asarray(y)[~mask], np.stack(shared), rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(metrics.load, load)
+    np.testing.assert_allclose([metrics.load_balancing_loss, metrics.router_z_loss], [balance, z_loss], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"MoE: token_mask has shape \(3,\), expected rank 2"):
+        moe(jnp.asarray(x), token_mask=jnp.ones(3, bool))
 
 
 def weights_of(moe: MoE) -> dict[str, jax.Array]:
@@ -225,22 +247,24 @@ def test_mistakes_are_explained() -> None:
         MoE(**SIZES, rngs=nnx.Rngs(0)).update_bias(jnp.zeros(E))
 
 
-def serve_layer(kind: str, **options: Any) -> tuple[MoE, jax.Array]:
+def serve_layer(kind: str, hidden: int = 128, inner: int = 96, **options: Any) -> tuple[MoE, jax.Array]:
     mesh = data_expert_mesh(kind)
-    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_experts": E, "num_experts_per_tok": K}
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_experts": E, "num_experts_per_tok": K}
     moe = MoE(**sizes, **ON_MESH, mesh=mesh, dtype=jnp.float32, rngs=nnx.Rngs(3), **options)
     sharding = jax.NamedSharding(mesh, P())
-    return moe, jax.device_put(jax.random.normal(jax.random.key(4), (11, 1, 128)), sharding)
+    return moe, jax.device_put(jax.random.normal(jax.random.key(4), (11, 1, hidden)), sharding)
 
 
+@pytest.mark.parametrize(("hidden", "inner", "compiled"), [(128, 96, True), (256, 384, False)])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_serving_weights_compute_the_same_layer(kind: str) -> None:
-    """Eleven tokens do not divide among the devices, as in decoding."""
-    moe, x = serve_layer(kind)
+def test_serving_weights_compute_the_same_layer(kind: str, hidden: int, inner: int, compiled: bool) -> None:
+    """Eleven tokens do not divide among the devices, as in decoding; the matrices have one block or several."""
+    moe, x = serve_layer(kind, hidden, inner)
     apply = nnx.jit(lambda moe, x, serving: moe(x, serving))
     want, want_metrics = apply(moe, x, None)
     for fp8, tolerance in ((False, 1e-5), (True, 0.1)):
-        serving = nnx.jit(lambda moe, fp8=fp8: moe.serving_weights(fp8=fp8))(moe)
+        make = functools.partial(MoE.serving_weights, fp8=fp8)
+        serving = (nnx.jit(make) if compiled else make)(moe)
         got, metrics = apply(moe, x, serving)
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
         assert error < tolerance and (error > 1e-3) == fp8

@@ -32,7 +32,7 @@ def run(folder, *options):
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--out", str(folder), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def run(folder: Path, *names: str) -> dict:
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", "kept", *names]
-    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True)
     return json.loads((folder / "kept" / "test_gpu.json").read_text())
 
 

@@ -1,5 +1,8 @@
 """Calls from the wrong place, with a handle or an implementation that does not fit, and values out of range."""
 
+import re
+
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from mistakes import (
     E,
     H,
     K,
+    L,
     R,
     T,
     Traced,
@@ -95,6 +99,34 @@ def test_a_handle_of_another_axis_size(name):
     if name in DISPATCH:
         fitting = {"topk_idx": None}
     check(ValueError, ["handle", number(2), number(W), "mesh|axis|rank"], trace, name, handle=handle, **fitting)
+
+
+CONSUMERS = ["combine", "grouped_gemm_combine", "low_latency_combine", "low_latency_gemm_combine", *DISPATCH]
+
+
+@pytest.mark.parametrize("used", [("a", "c"), ("b", "a")], ids="-".join)
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_a_handle_of_another_axis_of_the_same_size(name, used):
+    """Or of the same axes in another order, by which ranks have other numbers."""
+    made = ("a", "b")
+    mesh = harness.make_mesh((2, 2, 2), ("a", "b", "c"))
+    arrays = {key: value for key, value in GOOD[name].items() if is_array(value)}
+    arguments = {key: value for key, value in GOOD[name].items() if not is_array(value)}
+    arguments |= {"topk_idx": None} if name in DISPATCH else {}
+    arrays = {key: value for key, value in arrays.items() if key not in arguments}
+
+    def call(axis_name, arrays):
+        traced = (low_latency_handle if name.startswith("low_latency") else dispatch_handle)(axis_name=made)
+        return function(name)(**(arguments | arrays | {"handle": traced.make()}), axis_name=axis_name)
+
+    def run(axis_name):
+        body = jax.shard_map(lambda arrays: jax.tree.map(lambda leaf: leaf[None], call(axis_name, arrays)),
+                             mesh=mesh, in_specs=P(), out_specs=P(("a", "b", "c")))  # fmt: skip
+        return jax.eval_shape(body, arrays)
+
+    assert jax.tree.leaves(run(made))
+    fragments = [f"^{name}:", "handle", r"\('a', 'b'\)", re.escape(str(used)), "axis_name of the dispatch"]
+    check(ValueError, fragments, run, used)
 
 
 def test_capacity_and_alignment_belong_to_the_handle():
@@ -273,6 +305,32 @@ def test_tokens_without_columns():
 
 def test_a_capacity_that_rows_cannot_be_counted_in():
     check(ValueError, ["capacity", number(2**33), "2\\*\\*31"], trace, "dispatch", capacity=2**33)
+
+
+MANY = 2**30  # times K = 2
+ROWS = {"x": f32(MANY, H), "topk_idx": i32(MANY, K), "topk_weights": f32(MANY, K)}
+
+
+@pytest.mark.parametrize(
+    ("name", "offending", "changes"),
+    [
+        ("dispatch", MANY, ROWS | {"capacity": 1024}),
+        ("dispatch", MANY, {"alignment": MANY}),
+        ("dispatch_grouped_gemm", MANY, ROWS),
+        ("moe", MANY, ROWS),
+        ("fused_moe", MANY, ROWS),
+        ("moe_sort", MANY, ROWS),
+        ("moe_sort", MANY, {"block_size": MANY}),
+        ("low_latency_dispatch", MANY, {"max_tokens_per_rank": MANY}),
+        ("grouped_gemm", 2**31, {"lhs": f32(2**31, H)}),
+        ("masked_grouped_gemm", MANY, {"lhs": jax.ShapeDtypeStruct((L, MANY, H), jnp.float8_e4m3fn)}),
+        ("masked_gated_activation", MANY, {"hidden": f32(L, MANY, 2 * H)}),
+    ],
+)
+def test_more_rows_than_int32_can_number(name, offending, changes):
+    """Whatever the capacity: rows are numbered before they are dropped."""
+    fragments = [f"^{name}:", number(offending), r"2\*\*31", "fewer tokens|split|lower"]
+    check(ValueError, fragments, trace, name, **changes)
 
 
 def test_an_axis_that_is_named_twice():

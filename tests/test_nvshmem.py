@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 from run_processes import free_port
 
-from jax_ep import backends, context, ffi, nvshmem, processes
+from jax_ep import backends, context, ffi, nvshmem, processes, transports
 from jax_ep.heap import SymmetricHeap
+from jax_ep.megakernels import capability
 from jax_ep.nvshmem import NvshmemMemory
 
 HERE = Path(__file__).parent
@@ -59,6 +60,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    context.finalize()  # heaps of tests have the ids of the context's own
     store = Store()
     own = jax.local_devices()[0]
     monkeypatch.setattr(processes, "_client", lambda function: store)
@@ -87,27 +89,34 @@ def memory(fake: fake_nvshmem.Fake) -> Iterator[NvshmemMemory]:
 
 
 GROWTH = ["set_current", "malloc", "fill", "synchronize"]
-END = ["set_current", "free", "set_current", "finalize"]
+END = ["set_current", "finalize"]
+
+
+def frees(count: int) -> list[str]:
+    """The end of a context with so many heaps."""
+    return ["set_current", *["free"] * count, *END]
 
 
 def test_a_life_in_order(fake: fake_nvshmem.Fake) -> None:
-    """Every call on the right device; zeroed before anybody may write; freed before a larger one, and at the end."""
+    """Every call on the right device; zeroed before anybody may write; freed at the end, as allocated."""
     memory = NvshmemMemory(1.0, "settings")
     assert fake.names == ["set_current", "init"]
     (_, ordinal, rank, count, method, multicast, unique_id) = fake.calls[1]
     assert (ordinal, rank, count, method, multicast) == (jax.local_devices()[0].local_hardware_id, 0, 2, "uid", "1")
     assert any(unique_id)
     fake.calls.clear()
-    memory.allocate(100)
-    memory.allocate(200, "combine")
-    assert fake.names == [*GROWTH, "set_current", "free", *GROWTH]
-    own, peer = memory.addresses(0)
-    assert fake.bytes_at(own) == bytes(200)
-    assert peer == own + 2 * fake_nvshmem.PEER_STRIDE
+    found = [memory.allocate(100, "dispatch"), memory.allocate(200, "combine")]
+    assert fake.names == [*GROWTH, *GROWTH]
+    for addresses, size in zip(found, (100, 200), strict=True):  # the first lives on beside the second
+        ((number, (own, peer)),) = addresses.items()
+        assert number == 0
+        assert fake.bytes_at(own) == bytes(size)
+        assert peer == own + 2 * fake_nvshmem.PEER_STRIDE
     fake.calls.clear()
     memory.close()
     memory.close()
-    assert fake.names == END
+    assert fake.names == frees(2)
+    assert [size for name, *size in fake.calls if name == "free"] == [[100], [200]]
 
 
 def test_starts_again_with_another_id(fake: fake_nvshmem.Fake) -> None:
@@ -121,11 +130,12 @@ def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
     """The table of this process's device has the addresses of all; that of the peer is the peer's to register."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
-    heap.reserve("dispatch", 1000)
-    table = np.asarray(jax.jit(lambda: ffi.pointer_table(heap.id, heap.num_table_entries))())
+    heap.reserve("dispatch", 1000, 2000)
     status = memory.statuses()[0]
-    no_regions = [1 << 20, 0]  # an empty area, at the end
-    assert table.tolist() == [*memory.addresses(0), status.device_address, 5_000_000_000, 0, *no_regions]
+    for generation, area in ((heap.data, [0, 0]), (heap.regions, [heap.layout.regions, heap.regions.region_bytes])):
+        i = generation.id
+        table = np.asarray(jax.jit(lambda i=i: ffi.pointer_table(i, heap.num_table_entries))())
+        assert table.tolist() == [*generation.addresses[0], status.device_address, 5_000_000_000, 0, *area]
     assert heap.failure() is None
     status.write(ffi.StatusRecord(state=ffi.State.TIMEOUT, rank=0, peer=1))
     assert "1" in (heap.failure() or "")
@@ -133,34 +143,57 @@ def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
     assert fake.names[-1] == "finalize"
 
 
-def test_programs_stop_when_an_allocation_fails(fake: fake_nvshmem.Fake) -> None:
-    """The table of a heap that is gone must not be found any more; a later allocation brings it back."""
+def test_an_allocation_that_fails_leaves_what_there_is(fake: fake_nvshmem.Fake) -> None:
+    """Programs traced before run on, and a later allocation is as if that one had not been tried."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
-    program = jax.jit(lambda: ffi.pointer_table(heap.id, heap.num_table_entries))
     heap.reserve("dispatch", 1000)
+    first = heap.data
+    program = jax.jit(lambda: ffi.pointer_table(first.id, heap.num_table_entries))
     jax.block_until_ready(program())
     fake.out_of_memory = True
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"combine: allocating.* process 0: MemoryError: .*MEM_FRACTION"
     ):
-        heap.reserve("combine", 1 << 22)
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is not registered"):
-        jax.block_until_ready(program())
+        heap.reserve("combine", 1 << 25)
+    assert np.asarray(program())[0] == first.addresses[0][0]
     fake.out_of_memory = False
-    heap.reserve("combine", 1000)
-    assert np.asarray(program())[0] == memory.addresses(0)[0]
+    fake.calls.clear()
+    heap.reserve("combine", 1 << 25)
+    assert (first.id, heap.data.id) == (1, 3)
+    assert np.asarray(program())[0] == first.addresses[0][0] != heap.data.addresses[0][0]
     heap.close()
+    assert fake.names == [*GROWTH, *frees(2)]
+
+
+def test_what_one_process_cannot_allocate_the_others_give_back(
+    memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake
+) -> None:
+    """Freeing is a barrier of all, so the one that has got nothing takes part in a barrier instead."""
+    store.peer_says["allocating"] = "failed: MemoryError: full"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="process 1: MemoryError: full"):
+        memory.allocate(100, "dispatch")
+    assert fake.names[-5:] == [*GROWTH, "free"]
+    store.peer_says.clear()
+    fake.out_of_memory = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="process 0: MemoryError: NVSHMEM cannot"):
+        memory.allocate(100, "dispatch")
+    assert fake.names[-3:] == ["set_current", "malloc", "barrier_all"]
+    fake.calls.clear()
+    memory.close()
+    assert fake.names == END  # nothing is left to free
 
 
 def test_heap_bytes_are_allocated_once(fake: fake_nvshmem.Fake) -> None:
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, 1 << 20, 5.0)
-    heap.reserve("dispatch", 1000)
+    heap.reserve("dispatch", 1000, 1000)
+    heap.reserve("combine", 2000, 2000)
     assert [call for call in fake.calls if call[0] == "malloc"] == [("malloc", 1 << 20)]
     with pytest.raises(ValueError, match=r"heap_bytes=1048576.*init\(heap_bytes="):
         heap.reserve("dispatch", 1 << 21)
     heap.close()
+    assert fake.names[-4:] == frees(1)
     with pytest.raises(ValueError, match="heap_bytes=10, expected at least"):
         SymmetricHeap(NvshmemMemory(1.0, "settings"), 10, 5.0)
     assert fake.names[-1] == "finalize"
@@ -170,6 +203,7 @@ def test_a_peer_out_of_reach(memory: NvshmemMemory, fake: fake_nvshmem.Fake) -> 
     fake.unreachable = {1}
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         memory.allocate(100, "dispatch")
+    assert fake.names[-1] == "free"
     assert "dispatch: allocating" in str(caught.value)
     assert f"{jax.local_devices()[0]} cannot write to the memory of {PEER}" in str(caught.value)
     assert "transport='xla'" in str(caught.value)
@@ -183,7 +217,7 @@ def test_a_peer_that_fails(memory: NvshmemMemory, store: Store) -> None:
 
 def test_a_peer_that_does_not_come(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
     """The one that waits touches nothing, and cannot start again: NVSHMEM would wait for the other for ever."""
-    memory.allocate(100)
+    memory.allocate(100, "dispatch")
     fake.calls.clear()
     store.peer_comes = False
     with pytest.raises(
@@ -195,7 +229,7 @@ def test_a_peer_that_does_not_come(memory: NvshmemMemory, store: Store, fake: fa
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"finalize: .*no longer in step: processes .1. have not come"):
         memory.close()
     memory.close()
-    assert fake.names == []
+    assert fake.names == ["set_current"]
     with pytest.raises(RuntimeError, match=r"init: an earlier finalize.* start the processes again"):
         NvshmemMemory(1.0, "settings")
 
@@ -226,6 +260,7 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """Two processes with a GPU each, as far as the context looks."""
     context.finalize()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(capability, "_written", lambda: "9.0")
     backends._say_once.cache_clear()
     yield
     context.finalize()
@@ -258,7 +293,7 @@ def test_init_and_finalize_are_taken_together(gpus: None, fake: fake_nvshmem.Fak
     assert fake.names == ["set_current", "init", *GROWTH]
     context.finalize()
     context.finalize()
-    assert fake.names[-4:] == END
+    assert fake.names[-4:] == frees(1)
     store.peer_comes = False
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"init: .*processes \[1\].*within 20 s"):
         context.init(MESH, timeout_s=2.0)
@@ -299,12 +334,26 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
         assert "transport nvshmem is not used: a reason" in caplog.text
         context.finalize()
     monkeypatch.setattr(jax, "process_count", lambda: 1)
-    assert context._best_transport() == "peer"
+    assert transports.best() == "peer"
     with pytest.raises(ValueError, match=r"'nvshmem' needs several processes.*process_count.. is 1"):
         context.init(MESH, transport="nvshmem")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="'nvshmem' needs gpu devices, but this process has cpu"):
         context.init(MESH, transport="nvshmem")
+
+
+def test_launches_that_run_at_the_same_time_are_refused(gpus: None, caplog: Any) -> None:
+    """XLA's flag for it is in the environment; the last one of several counts."""
+    flag = "--xla_gpu_command_buffer_scheduling_mode="
+    os.environ["XLA_FLAGS"] = f"{flag}CONCURRENT {flag}LHS --xla_x=1"
+    assert transports.best() == "nvshmem"
+    os.environ["XLA_FLAGS"] = f"{flag}LHS {flag}concurrent --xla_x=1"
+    with pytest.raises(ValueError, match=rf"transport='nvshmem': XLA_FLAGS has {flag}CONCURRENT.*leave the flag out"):
+        context.init(MESH, transport="nvshmem")
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        assert context.init(MESH).transport == "xla"
+    assert "CONCURRENT" in caplog.text
+    context.finalize()
 
 
 # --- two real processes -----------------------------------------------------------------------------------------------
@@ -318,7 +367,7 @@ def test_two_processes() -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
     try:
-        outputs = [process.communicate(timeout=120) for process in started]
+        outputs = [process.communicate() for process in started]
     finally:
         for process in started:
             process.kill()
@@ -331,7 +380,9 @@ def test_two_processes() -> None:
             assert found["table"][3:5] == [5_000_000_000, process]
             assert found["nonzero"] == 0
             names = [name for name, *_ in found["calls"]]
-            assert names[-9:] == ["free", *GROWTH, *END]
+            failed = [["malloc", "fill", "synchronize", "free"], ["malloc", "barrier_all"]][process]
+            assert names[2:] == [*GROWTH, "set_current", *failed, *GROWTH, *frees(2)]
+            assert "combine: allocating the symmetric heap: process 1: MemoryError: NVSHMEM" in found["no room in one"]
         inits = [[call for call in found[life]["calls"] if call[0] == "init"][-1] for found in (zero, one)]
         assert [init[2:4] for init in inits] == [["0", "2"], ["1", "2"]]
         assert inits[0][-1] == inits[1][-1]  # one unique id for both
@@ -352,4 +403,3 @@ def test_two_processes() -> None:
     assert zero["alone"].startswith("JaxRuntimeError: finalize: ending NVSHMEM takes all 2 processes together")
     assert "processes [1] have not come to it within 3 s" in zero["alone"]
     assert zero["still alone"].endswith("start the processes again.")
-    assert zero["seconds alone"] < 12

@@ -10,7 +10,10 @@ import numpy as np
 import oracle
 import oracle_serving
 import pytest
-from cases import BF16, F32, reals
+from cases import BF16, F32, assert_same_bits, reals
+from harness import make_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_ep.quantization import dequantize_fp8, dequantize_fp8_weights, quantize_fp8, quantize_fp8_weights
 from jax_ep.serving import serving_weights
@@ -66,6 +69,37 @@ def test_nan_spoils_its_group_in_arrays_of_any_size() -> None:
 def test_no_gradient() -> None:
     with pytest.raises(TypeError, match="no gradient"):
         jax.grad(lambda w: quantize_fp8_weights(w)[1].sum())(jnp.ones((128, 4)))
+
+
+@pytest.mark.parametrize(("inner", "compiled"), [(384, False), (384, True), (192, True)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_matrices_have_the_same_bits(kind: AxisType, inner: int, compiled: bool, rng: Any) -> None:
+    """More than one block along both axes, experts and columns split over devices."""
+
+    def fn(w_gate_up: Any, w_down: Any) -> Any:
+        pair = quantize_fp8_weights(w_gate_up)
+        rows = quantize_fp8(jnp.swapaxes(w_gate_up, -1, -2))
+        back = dequantize_fp8_weights(*pair, jnp.float32), dequantize_fp8(*rows, jnp.bfloat16)
+        return pair, rows, back, serving_weights(w_gate_up, w_down)
+
+    mesh = make_mesh((2, 2), ("expert", "tensor"), kind)
+    matrices = reals(rng, 4, 256, 2 * inner), reals(rng, 4, inner, 256)
+    specs = [(P("expert"), P("expert")), (P("expert", "tensor"), P("expert", None, "tensor"))]
+    want = jax.tree.leaves(fn(*matrices))
+    for spec in specs:
+        placed = [jax.device_put(w, NamedSharding(mesh, s)) for w, s in zip(matrices, spec, strict=True)]
+        found = jax.tree.leaves((jax.jit(fn) if compiled else fn)(*placed))
+        for got, right in zip(found, want, strict=True):
+            assert_same_bits(np.asarray(got), np.asarray(right), str(spec))
+            if kind == AxisType.Explicit:
+                assert jax.typeof(got).sharding.spec[0] == "expert"
+
+
+def test_blocks_that_explicit_axes_would_split() -> None:
+    mesh = make_mesh((2,), ("tensor",), AxisType.Explicit)
+    w = jax.device_put(jnp.ones((4, 384, 256)), NamedSharding(mesh, P(None, "tensor")))
+    with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
+        quantize_fp8_weights(w)
 
 
 def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.Generator) -> None:

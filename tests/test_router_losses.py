@@ -135,3 +135,85 @@ def test_losses_of_bfloat16_inputs_are_float32():
     ]:
         assert narrow.dtype == jnp.float32
         np.testing.assert_array_equal(narrow, expected)
+
+
+# --- a mask of tokens -----------------------------------------------------------------------------------------------
+
+
+def _masked_case(num_tokens=24):
+    """Scores, ids, logits and a mask; what padding holds must not matter, so it holds NaN and any ids."""
+    scores, topk_idx = _random_assignments(num_tokens, invalid=0.2, seed=7)
+    logits, mask = _logits(num_tokens, 8), np.random.default_rng(8).uniform(size=num_tokens) < 0.6
+    scores[~mask], logits[~mask], topk_idx[~mask] = np.nan, np.nan, 5
+    return scores, topk_idx, logits, mask
+
+
+def _z_loss(logits):
+    return float(np.mean(np.log(np.exp(logits.astype(np.float64)).sum(axis=1)) ** 2))
+
+
+def test_masked_tokens_are_as_good_as_dropped():
+    """Values and gradients of both losses, against those without these tokens."""
+    scores, topk_idx, logits, mask = _masked_case()
+    balance = partial(jax_ep.load_balancing_loss, topk_idx=jnp.asarray(topk_idx), token_mask=jnp.asarray(mask))
+    z_loss = partial(jax_ep.router_z_loss, token_mask=jnp.asarray(mask))
+    for loss, inputs, want in (
+        (balance, scores, lambda kept: _balancing_loss(kept, topk_idx[mask])),
+        (z_loss, logits, _z_loss),
+    ):
+        value, gradient = jax.value_and_grad(loss)(jnp.asarray(inputs))
+        kept = inputs[mask].astype(np.float64)
+        np.testing.assert_allclose(value, want(kept), rtol=1e-5)
+        (expected,) = finite_differences.gradients(want, [kept])
+        np.testing.assert_allclose(gradient[mask], expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(gradient[~mask], 0)
+
+
+def test_a_mask_over_a_mesh_weighs_ranks_by_their_tokens():
+    """Ranks with different numbers of tokens that count, one of them with none."""
+    mesh = harness.make_mesh((4,), ("expert",))
+    scores, topk_idx, logits, mask = _masked_case(32)
+    mask[8:16] = False
+
+    def losses(scores, topk_idx, logits, mask):
+        options = {"token_mask": mask, "axis_name": "expert"}
+        return jax_ep.load_balancing_loss(scores, topk_idx, **options), jax_ep.router_z_loss(logits, **options)
+
+    over_mesh = jax.jit(jax.shard_map(losses, mesh=mesh, in_specs=P("expert"), out_specs=P()))
+    balance, z_loss = over_mesh(scores, topk_idx, logits, mask)
+    np.testing.assert_allclose(balance, _balancing_loss(scores[mask].astype(np.float64), topk_idx[mask]), rtol=1e-5)
+    np.testing.assert_allclose(z_loss, _z_loss(logits[mask]), rtol=1e-5)
+
+
+def test_a_mask_that_counts_all_or_none():
+    scores, topk_idx = _random_assignments()
+    logits = jnp.asarray(_logits(24, 8))
+    for loss in (partial(jax_ep.load_balancing_loss, jnp.asarray(scores), jnp.asarray(topk_idx)),
+                 partial(jax_ep.router_z_loss, logits)):  # fmt: skip
+        np.testing.assert_allclose(loss(token_mask=jnp.ones(24, bool)), loss(), rtol=1e-6)
+        assert float(loss(token_mask=jnp.zeros(24, bool))) == 0
+
+
+def test_ids_of_minus_one_alone_leave_their_tokens_in_the_mean_score():
+    """As documented: the router has scored them."""
+    scores, topk_idx = _random_assignments()
+    topk_idx[:6] = -1
+    got = jax_ep.load_balancing_loss(jnp.asarray(scores), jnp.asarray(topk_idx))
+    np.testing.assert_allclose(got, _balancing_loss(scores.astype(np.float64), topk_idx), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (np.ones(23, bool), ValueError, r"token_mask has shape \(23,\), expected \(24,\)"),
+        (np.ones((24, 1), bool), ValueError, r"token_mask has shape \(24, 1\), expected rank 1"),
+        (np.ones(24, np.int32), TypeError, "token_mask has dtype int32, expected bool.*attention_mask != 0"),
+    ],
+    ids=["length", "rank", "dtype"],
+)
+def test_a_mask_that_does_not_fit(mask, error, message):
+    scores, topk_idx = _random_assignments()
+    with pytest.raises(error, match=f"load_balancing_loss: {message}"):
+        jax_ep.load_balancing_loss(jnp.asarray(scores), jnp.asarray(topk_idx), token_mask=jnp.asarray(mask))
+    with pytest.raises(error, match=f"router_z_loss: {message}"):
+        jax_ep.router_z_loss(jnp.asarray(scores), token_mask=jnp.asarray(mask))

@@ -37,7 +37,7 @@ together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_straggler
 random=tests/gpu/test_random_sizes.py # mostly compiles
 devices=(ffi ffi_status sharding flax fuzz training_equivalence)
 devices=("${devices[@]/#/tests/test_}")
-devices=("${devices[@]/%/.py}")
+devices=("${devices[@]/%/.py}" tests/megakernels/test_growth.py)
 status=0
 
 run() { # what to call it, then the command

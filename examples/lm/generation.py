@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,7 @@ class Generator:
         self._prefill = jax.jit(self._prefill_step, static_argnames="room")
         self._decode = jax.jit(self._decode_steps, donate_argnames="state")
         self._one_step = jax.jit(self._step, donate_argnames="state")
+        self._compiled: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def __call__(
         self,
@@ -78,22 +79,32 @@ class Generator:
         With `forced`, texts of that length, these are the bytes, and what is of interest are the logits.
         """
         tokens, lengths = self._tokens(prompts, max_new)
-        # Compilation and the first run, which sets up the executable, stay out of the times.
-        prefill = self._prefill.lower(self._state, self._serving, tokens, lengths, room=max_new).compile()
-        jax.block_until_ready(prefill(self._state, self._serving, tokens, lengths))
-        begin = time.perf_counter()
-        state = jax.block_until_ready(prefill(self._state, self._serving, tokens, lengths))
-        prefilled = time.perf_counter()
         wanted = np.full((max_new, len(prompts)), -1, np.int32)
         if forced is not None:
             wanted[:] = np.array([list(text) for text in forced]).T
         arguments = (jnp.float32(temperature), jax.random.split(jax.random.key(seed), max_new), wanted)
-        decode = self._decode.lower(self._state, self._serving, state, *arguments).compile()
-        ready = time.perf_counter()
+        # Compilation and the first run, which sets up the executable, stay out of the times.
+        prefill, decode = self._programs(tokens, lengths, arguments)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(prefill(self._state, self._serving, tokens, lengths))
+        prefilled = time.perf_counter()
         new, logits = jax.block_until_ready(decode(self._state, self._serving, state, *arguments))
         done = time.perf_counter()
         texts = [bytes(row.astype(np.uint8)) for row in np.asarray(new).T]
-        return Generated(texts, np.asarray(logits).swapaxes(0, 1), prefilled - begin, done - ready)
+        return Generated(texts, np.asarray(logits).swapaxes(0, 1), prefilled - begin, done - prefilled)
+
+    def _programs(self, tokens: Array, lengths: Array, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Prefill and decode for these shapes, compiled once, the first one warm."""
+        max_new = len(arguments[-1])
+        key = (*tokens.shape, max_new)
+        if key not in self._compiled:
+            prefill = self._prefill.lower(self._state, self._serving, tokens, lengths, room=max_new).compile()
+            state = jax.block_until_ready(prefill(self._state, self._serving, tokens, lengths))
+            self._compiled[key] = (
+                prefill,
+                self._decode.lower(self._state, self._serving, state, *arguments).compile(),
+            )
+        return self._compiled[key]
 
     def step_seconds(self, prompts: list[bytes], *, steps: int) -> np.ndarray:
         """Times of single steps, each one program that is waited for, as where every byte is sent to a user."""

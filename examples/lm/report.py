@@ -1,21 +1,49 @@
-"""What a run shows and leaves behind: a progress bar, a JSON of its metrics, and a picture of its curves."""
+"""What a run shows and leaves behind: what it is doing, a JSON of its metrics, and a picture of its curves.
+
+Imports nothing slow, so that a program can say what it does before it imports JAX.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+@contextlib.contextmanager
+def doing(console: Console, what: str) -> Iterator[None]:
+    """Shows on a terminal what the body does and for how long; leaves a line with its seconds behind."""
+    began = time.perf_counter()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what)
+        yield
+    console.print(f"{what}: {time.perf_counter() - began:.0f} s", style="dim", highlight=False)
+
+
 def load_bars(load: np.ndarray) -> str:
     """One bar per expert; a full bar is twice the fair share or more."""
+    import numpy as np
+
     relative = np.asarray(load, np.float64) / max(float(np.mean(load)), 1e-9)
     levels = np.clip(relative / 2 * len(_BARS), 0, len(_BARS) - 1).astype(int)
     return "".join(_BARS[level] for level in levels)
@@ -50,10 +78,9 @@ class TrainingBar:
 
     def __init__(self, console: Console, *, total: int, done: int) -> None:
         texts = "loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s", "load {task.fields[load]}"
-        columns = [TextColumn(text) for text in texts]
-        self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), *columns, TimeRemainingColumn(), console=console, refresh_per_second=4
-        )
+        columns = [MofNCompleteColumn(), *(TextColumn(text) for text in texts), TimeRemainingColumn(compact=True)]
+        # Narrower than rich's, so that a line of 80 columns holds all of them.
+        self._progress = Progress(BarColumn(bar_width=16), *columns, console=console, refresh_per_second=4)
         self._task = self._progress.add_task(
             "train", total=total, completed=done, loss=float("nan"), speed=0.0, load=""
         )
@@ -82,6 +109,8 @@ class TrainingBar:
 
 def plot(path: Path, metrics: dict[str, list[Any]], entropy: float) -> None:
     """The loss and the experts' shares of the load over the steps, as a PNG."""
+    import numpy as np
+
     # Here, because nothing else needs a plotting library; the figure draws without a display.
     from matplotlib.figure import Figure
 

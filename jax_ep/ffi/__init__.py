@@ -17,7 +17,7 @@ from jax_ep.ffi.status import (
     format_status,
     unregister_status,
 )
-from jax_ep.ffi.tables import pointer_table, register_table, unregister_table
+from jax_ep.ffi.tables import hide_table, pointer_table, register_table, unregister_table, used_bytes
 
 __all__ = [
     "LibraryError",
@@ -32,10 +32,12 @@ __all__ = [
     "check_status",
     "device_key",
     "format_status",
+    "hide_table",
     "launch_kernel",
     "load",
     "pointer_table",
     "register_table",
     "unregister_status",
     "unregister_table",
+    "used_bytes",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import enum
 import functools
 import hashlib
@@ -17,7 +18,7 @@ import jax
 import jaxlib
 
 NAME = "libjax_ep_ffi.so"
-ABI_VERSION = 3  # kAbiVersion of csrc/abi.h
+ABI_VERSION = 4  # JAX_EP_ABI_VERSION of csrc/abi.h
 BUILD_COMMANDS = (
     "Build it with `pip install -e .` in the source tree (`make` does so in its own environment), or into the tree"
     " itself with `make ffi`."
@@ -83,7 +84,10 @@ def source_hash(csrc: Path) -> str | None:
 
 
 def open_library(paths: Sequence[Path], csrc: Path) -> ctypes.CDLL:
-    """The first library of `paths` that fits this Python code and the sources in `csrc`, else a `LibraryError`."""
+    """The first library of `paths` that fits this Python code and the sources in `csrc`, else a `LibraryError`.
+
+    The files are read first, and only one that fits is opened: opening a library runs its constructors.
+    """
     expected = source_hash(csrc)
     problems = []
     for path in paths:
@@ -91,38 +95,59 @@ def open_library(paths: Sequence[Path], csrc: Path) -> ctypes.CDLL:
             problems.append(f"{path}: does not exist")
             continue
         try:
-            library = ctypes.CDLL(str(path))
+            problem = _mismatch(read_stamp(path), expected)
+            if problem is None:
+                return _declare(ctypes.CDLL(str(path)))
         except OSError as error:
-            problems.append(f"{path}: cannot be loaded ({error})")
-            continue
-        problem = _mismatch(library, expected)
-        if problem is None:
-            return _declare(library)
+            problem = f"cannot be loaded ({error})"
         problems.append(f"{path}: {problem}")
     found = "is missing" if all(problem.endswith("does not exist") for problem in problems) else "does not fit"
     looked = "\n".join(f"  {problem}" for problem in problems)
     raise LibraryError(f"jax_ep's compiled library {found}:\n{looked}\n{BUILD_COMMANDS}", name="jax_ep.ffi")
 
 
-def _mismatch(library: ctypes.CDLL, expected_hash: str | None) -> str | None:
-    """Why `library` is not the one that belongs to this Python code, or None."""
-    try:
-        version = int(library.jax_ep_ffi_abi_version())
-        library.jax_ep_ffi_source_hash.restype = ctypes.c_char_p
-        built_from = library.jax_ep_ffi_source_hash().decode()
-    except AttributeError:
+@dataclasses.dataclass(frozen=True)
+class Stamp:
+    """What a library says of itself in `jax_ep_ffi_stamp` of csrc/abi.h.
+
+    Attributes:
+      abi_version: of the C functions and of the custom calls.
+      xla_api_version: of the XLA FFI headers it was built with, major * 1000 + minor.
+      source_hash: of its sources.
+    """
+
+    abi_version: int
+    xla_api_version: int
+    source_hash: str
+
+
+_STAMP = re.compile(rb"jax_ep_ffi stamp abi=(\d+) xla=(\d+)\.(\d+) source=([0-9a-f]{64})\0")
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """The stamp in a file, or None where there is none, or more than one."""
+    stamps = set(_STAMP.findall(path.read_bytes()))
+    if len(stamps) != 1:
+        return None
+    abi, major, minor, built_from = stamps.pop()
+    return Stamp(int(abi), int(major) * 1000 + int(minor), built_from.decode())
+
+
+def _mismatch(stamp: Stamp | None, expected_hash: str | None) -> str | None:
+    """Why the library with this stamp is not the one that belongs to this Python code, or None."""
+    if stamp is None:
         return "has no version stamp"
-    if version != ABI_VERSION:
-        return f"has ABI version {version}, this Python code needs {ABI_VERSION}"
-    built_for, offered = int(library.jax_ep_ffi_xla_api_version()), xla_api_version()
+    if stamp.abi_version != ABI_VERSION:
+        return f"has ABI version {stamp.abi_version}, this Python code needs {ABI_VERSION}"
+    built_for, offered = stamp.xla_api_version, xla_api_version()
     if offered is not None and built_for > offered:
         return (
             f"was built with headers of a newer jaxlib (XLA FFI {_dotted(built_for)}) than the installed"
             f" {jaxlib.__version__} (XLA FFI {_dotted(offered)}) takes; upgrade jaxlib, or build it here with"
             " `pip install --no-build-isolation`"
         )
-    if expected_hash is not None and built_from != expected_hash:
-        return f"is stale: built from sources {built_from[:12]}, the sources here are {expected_hash[:12]}"
+    if expected_hash is not None and stamp.source_hash != expected_hash:
+        return f"is stale: built from sources {stamp.source_hash[:12]}, the sources here are {expected_hash[:12]}"
     return None
 
 
@@ -146,11 +171,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Gives every function of csrc/abi.h its C signature."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     signatures: dict[str, tuple[type, list[type]]] = {
-        "jax_ep_ffi_abi_version": (i32, []),
-        "jax_ep_ffi_xla_api_version": (i32, []),
-        "jax_ep_ffi_source_hash": (ctypes.c_char_p, []),
+        "jax_ep_ffi_stamp": (ctypes.c_char_p, []),
         "jax_ep_last_error": (ctypes.c_char_p, []),
-        "jax_ep_register_table": (i32, [i32, i64, i32, ctypes.POINTER(i64), i64]),
+        "jax_ep_register_table": (i32, [i32, i64, i32, ctypes.POINTER(i64), i64, i64]),
+        "jax_ep_table_used": (i64, [i32, i64, i32]),
+        "jax_ep_hide_table": (i32, [i64]),
         "jax_ep_unregister_table": (i32, [i64]),
         "jax_ep_alloc_status": (i32, [i32, i32, ctypes.POINTER(pointer), ctypes.POINTER(ctypes.c_uint64)]),
         "jax_ep_free_status": (i32, [i32, i32, pointer]),

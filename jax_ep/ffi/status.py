@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+from functools import partial
 
 import jax
 import numpy as np
 from jax import lax
 
 from jax_ep.ffi import library
+from jax_ep.ffi.batching import same_for_all
 
 
 class State(enum.IntEnum):
@@ -26,6 +28,7 @@ class State(enum.IntEnum):
     ABORTED = 2
     WRITING = 3
     WRONG_MESH = 4
+    OTHER_LAUNCH = 5
 
 
 class Operation(enum.IntEnum):
@@ -36,10 +39,9 @@ class Operation(enum.IntEnum):
     COMBINE = 2
     DISPATCH_GROUPED_GEMM = 3
     GROUPED_GEMM_COMBINE = 4
-    MOE = 5
-    LOW_LATENCY_DISPATCH = 6
-    LOW_LATENCY_COMBINE = 7
-    BARRIER = 8
+    LOW_LATENCY_DISPATCH = 5
+    LOW_LATENCY_COMBINE = 6
+    LOW_LATENCY_GEMM_COMBINE = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,7 @@ def check_status(token: jax.Array, context_id: int, *, wait: bool = False) -> ja
     `token` is any array that the kernel to be checked has produced: it orders the check after it, and its values are
     not read. The call has no JAX effect (one would break `jax.checkpoint`), so a check whose result nobody uses is
     removed: consume it, as in `y + check_status(y, context_id).astype(y.dtype)`. The result varies over the mesh axes
-    over which `token` does.
+    over which `token` does. Under `jax.vmap` there is one check, after the tokens of all elements.
 
     The failure is a `JaxRuntimeError` with the record's whole story. (On the CPU, later calls of a compiled function
     raise the same text as a `ValueError`: so does JAX's fast path with whatever fails at once.)
@@ -142,8 +144,7 @@ def check_status(token: jax.Array, context_id: int, *, wait: bool = False) -> ja
     """
     library.load()
     token = lax.stop_gradient(token)  # the custom call has no derivative, and needs none
-    result = jax.ffi.ffi_call(library.CHECK_STATUS, jax.ShapeDtypeStruct((1,), np.int32), vmap_method="broadcast_all")(
-        token, context_id=np.int64(context_id), wait=bool(wait)
-    )
+    call = jax.ffi.ffi_call(library.CHECK_STATUS, jax.ShapeDtypeStruct((1,), np.int32))
+    result = same_for_all(partial(call, context_id=np.int64(context_id), wait=bool(wait)), token)
     varying = jax.typeof(token).manual_axis_type.varying
     return lax.pcast(result, tuple(sorted(varying)), to="varying") if varying else result

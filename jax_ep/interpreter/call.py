@@ -11,10 +11,12 @@ program.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import math
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -69,20 +71,28 @@ def set_pool(pool: Pool | None) -> None:
 
 
 class SharedMemory:
-    """Heaps of the CPU devices of this process in the shared memory of a pool; see `jax_ep.heap.Memory`."""
+    """Heaps of the CPU devices of this process in the shared memory of a pool; see `jax_ep.heap_memory.Memory`.
 
-    def __init__(self) -> None:
+    Args:
+      timeout_s: of the pool.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
         self.devices = _devices()
-        self.pool = Pool(len(self.devices), mmap.PAGESIZE)
+        self.pool = Pool(len(self.devices), timeout_s=timeout_s)
         set_pool(self.pool)
+        atexit.register(self._close_at_exit)
 
-    def allocate(self, num_bytes: int, function: str = "init") -> None:
-        """Makes zeroed heaps of `num_bytes` and drops earlier ones; waits until no kernel is running."""
-        self.pool.grow(num_bytes)
-
-    def addresses(self, device: int) -> list[int]:
-        """Addresses of all heaps as the worker of `device` sees them."""
-        return self.pool.heap_addresses(device)
+    def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
+        """See `jax_ep.heap_memory.Memory`: the addresses as the worker of each device sees them."""
+        try:
+            return dict(enumerate(self.pool.allocate(num_bytes)))
+        except MemoryError as error:
+            free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+            raise RuntimeError(
+                f"{function}: {num_bytes} bytes of shared memory for each of {len(self.devices)} devices cannot be had;"
+                f" this machine has {free} bytes free; pass a smaller heap_bytes, or leave it out. ({error})"
+            ) from error
 
     def status_address(self, device: int) -> int:
         """Address of the status record of `device` as its worker sees it."""
@@ -97,9 +107,28 @@ class SharedMemory:
 
     def close(self) -> None:
         """Ends the workers."""
+        atexit.unregister(self._close_at_exit)
         if current_pool() is self.pool:
             set_pool(None)
+        if self.pool.close() is not None:
+            _settle(self.devices)
+
+    def _close_at_exit(self) -> None:
+        """Programs may still be running, as after a KeyboardInterrupt; they end with the workers."""
         self.pool.close()
+        _settle(self.devices)
+
+
+def _settle(devices: Sequence[jax.Device]) -> None:
+    """Waits for the devices, which forget a failed callback meanwhile.
+
+    JAX raises the failure of a device's last callback once more at exit. And Python must not end under a callback.
+    """
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+    spec = jax.sharding.PartitionSpec("device")
+    same = jax.shard_map(lambda x: jax.pure_callback(np.asarray, x, x), mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.block_until_ready(jax.jit(same)(np.zeros(len(devices), np.float32)))
+    jax.effects_barrier()
 
 
 def call(

@@ -11,7 +11,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -26,10 +26,21 @@ _SMALL_FLOATS = {
 _POLL_SECONDS = 50e-6
 
 
-def apply(check_aborted: Callable[[], None]) -> None:
+class Wait(Protocol):
+    """One wait; see activity.py."""
+
+    def expired(self) -> bool:
+        """After a look in vain: whether the wait is over."""
+
+    def succeeded(self) -> None:
+        """What was waited for has come."""
+
+
+def apply(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], None]) -> None:
     """Changes Triton's interpreter in place.
 
     Args:
+      begin_wait: called by each poll, with its time limit in nanoseconds.
       check_aborted: called between the looks of a poll; may raise.
     """
     builder = interpreter.InterpreterBuilder
@@ -40,7 +51,7 @@ def apply(check_aborted: Callable[[], None]) -> None:
     builder.create_fma = _decoded(builder.create_fma, num_operands=3)
     builder.create_dot = _decoded(builder.create_dot, num_operands=2)
     builder.create_splat = _keep_booleans(builder.create_splat)
-    builder.create_atomic_poll = _poll(check_aborted)
+    builder.create_atomic_poll = _poll(begin_wait, check_aborted)
     # tl.device_assert works; what Triton checks of its own accord in debug builds stays off.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     interpreter.ReduceOps.apply_impl = _reduce_decoded(interpreter.ReduceOps.apply_impl)
@@ -119,20 +130,24 @@ def _reduce_decoded(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-def _poll(check_aborted: Callable[[], None]) -> Callable[..., Any]:
+def _poll(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], None]) -> Callable[..., Any]:
     """Polls that leave the core to other processes between looks: with spinning ones, two cores never get anywhere."""
 
     def poll(self: Any, pointer: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
-        deadline = None if timeout_ns is None else time.perf_counter_ns() + int(timeout_ns.data.item())
+        wait = begin_wait(None if timeout_ns is None else int(timeout_ns.data.item()))
         wanted = np.broadcast_to(expected.data, pointer.data.shape)
         matched = np.zeros(pointer.data.shape, np.bool_)
         while True:
             # What has matched once stays matched, as on a GPU.
             matched |= self.create_load(pointer, None, True).data == wanted
-            if matched.all() or (deadline is not None and time.perf_counter_ns() >= deadline):
-                return interpreter.TensorHandle(matched, tl.int1)
+            if matched.all():
+                wait.succeeded()
+                break
+            if wait.expired():
+                break
             check_aborted()
             time.sleep(_POLL_SECONDS)
+        return interpreter.TensorHandle(matched, tl.int1)
 
     return poll
 

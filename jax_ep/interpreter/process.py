@@ -8,15 +8,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from jax_ep.interpreter.activity import is_stopped
+
 _WORKER = Path(__file__).with_name("worker.py")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_ANSWER_S = 60
+_CHECK_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +35,16 @@ class Launch:
     # Of each operand, then of each result: shape, strides and block shape, in elements, where the kernel takes a tensor
     # descriptor; else None.
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
+    poison: int = 0xFF  # what the bytes of a result are before the kernel writes them
 
 
 class Worker:
     """A worker process and the connection to it; one request at a time.
 
+    It answers when its work is done, however long that takes; but one that is stopped, as by a debugger, is killed.
+
     Args:
-      index: its number in messages.
+      index: its number, that of its device.
     """
 
     def __init__(self, index: int) -> None:
@@ -46,33 +52,43 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
+                [sys.executable, "-P", str(_WORKER), str(theirs.fileno()), str(index)],
                 env={**os.environ, **_ONE_THREAD, "TRITON_INTERPRET": "1"},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # until it handles the terminal's signals
             )
         self._connection = Connection(ours.detach())
         self._sending = threading.Lock()
+        self._turn = threading.Lock()  # of a request, from the first word to the answer
 
-    def map(self, name: str, descriptors: Sequence[int]) -> list[int]:
-        """Addresses of the files in the worker."""
-        try:
-            with self._sending:
-                self._connection.send(("map", name, len(descriptors)))
-                for descriptor in descriptors:
-                    reduction.send_handle(self._connection, descriptor, self.process.pid)
-        except OSError as error:
-            raise RuntimeError(self._death()) from error
-        return self._receive(_ANSWER_S)
+    def map(self, name: str, descriptors: Sequence[int], timeout_s: float) -> list[int]:
+        """Addresses of the files in the worker; waits until it runs nothing.
+
+        Args:
+          name: of the files, all of one kind.
+          descriptors: of a file per worker.
+          timeout_s: how long it may be stopped.
+        """
+        with self._turn:
+            try:
+                with self._sending:
+                    self._connection.send(("map", name, len(descriptors)))
+                    for descriptor in descriptors:
+                        reduction.send_handle(self._connection, descriptor, self.process.pid)
+            except OSError as error:
+                raise RuntimeError(self._death()) from error
+            return self._receive(timeout_s)
 
     def run(self, launch: Launch, serial: int, timeout_s: float) -> list[bytes]:
-        """Results of a launch."""
-        try:
-            with self._sending:
-                self._connection.send(("run", {**dataclasses.asdict(launch), "serial": serial}))
-        except OSError as error:
-            raise RuntimeError(self._death()) from error
-        return self._receive(timeout_s)
+        """Results of a launch; the worker may be stopped for `timeout_s`."""
+        with self._turn:
+            try:
+                with self._sending:
+                    self._connection.send(("run", {**dataclasses.asdict(launch), "serial": serial}))
+            except OSError as error:
+                raise RuntimeError(self._death()) from error
+            return self._receive(timeout_s)
 
     def abort(self, serial: int) -> None:
         """Ends the polls of launches up to `serial`."""
@@ -81,6 +97,15 @@ class Worker:
                 self._connection.send(("abort", serial))
         except OSError:
             pass  # it is dead, and nothing of it polls
+
+    def kill(self) -> None:
+        """Ends the process at once: nobody will take its answer."""
+        self.process.kill()
+
+    def disown(self) -> None:
+        """In a forked child, whose parent's the worker is: only the parent's end may keep the worker alive."""
+        self._connection.close()
+        self.process.returncode = 0  # for the destructor: it is not this process that must wait for it
 
     def close(self) -> None:
         """Ends the process."""
@@ -92,10 +117,19 @@ class Worker:
             self.process.wait()
 
     def _receive(self, timeout_s: float) -> Any:
+        stopped_since = None
         try:
-            if not self._connection.poll(timeout_s):
-                self.process.kill()
-                raise RuntimeError(f"worker {self.index} was killed: it had not answered for {timeout_s:g} s")
+            while not self._connection.poll(_CHECK_S):
+                if not is_stopped(self.process.pid):
+                    stopped_since = None
+                elif stopped_since is None:
+                    stopped_since = time.monotonic()
+                elif time.monotonic() > stopped_since + timeout_s:
+                    self.process.kill()
+                    raise RuntimeError(
+                        f"worker {self.index} (process {self.process.pid}) was killed: it had been stopped, as by"
+                        f" SIGSTOP, for {timeout_s:g} s"
+                    )
             status, value = self._connection.recv()
         except (EOFError, OSError) as error:
             raise RuntimeError(self._death()) from error

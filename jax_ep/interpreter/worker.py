@@ -1,15 +1,19 @@
 """One device of the interpreter pool: a process that runs kernels in Triton's interpreter.
 
-Run as a script, `python -P worker.py FD`, by process.py. It imports neither jax nor the package, so that a
+Run as a script, `python -P worker.py FD INDEX`, by process.py. It imports neither jax nor the package, so that a
 worker starts fast, and Triton only when its first kernel arrives. Messages, pickled, over the Unix socket FD:
 
   ("map", name, n), then n file descriptors   -> ("ok", n addresses): maps shared memory, replacing what `name` had
-  ("run", fields of a Launch)                 -> ("ok", list of bytes) or ("error", traceback)
+  ("run", fields of a Launch)                 -> ("ok", list of bytes) or ("error", text)
   ("abort", serial)                           no reply: polls of launches up to `serial` stop with an error
+
+A SIGINT, which a terminal sends to the parent and to its workers, ends a kernel with an error: the parent may be
+waiting where it sees no signal before the kernel ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -17,6 +21,7 @@ import importlib.util
 import mmap
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -29,7 +34,7 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 128
-POISON = 0xFF
+_HERE = Path(__file__).parent
 
 
 class Memory:
@@ -37,6 +42,10 @@ class Memory:
 
     def __init__(self) -> None:
         self._maps: dict[str, list[mmap.mmap]] = {}
+
+    def words(self, name: str, count: int) -> list[np.ndarray]:
+        """The first int64 words of each file of `name`."""
+        return [np.frombuffer(block, np.int64, count) for block in self._maps[name]]
 
     def map(self, name: str, descriptors: list[int]) -> list[int]:
         """Maps whole files and closes the descriptors; an address per file."""
@@ -51,11 +60,17 @@ class Memory:
 class Buffer:
     """An aligned piece of memory that the interpreter takes for a tensor: an address and an element type."""
 
-    def __init__(self, num_bytes: int, element_type: str) -> None:
-        storage = np.full(num_bytes + ALIGNMENT, POISON, np.uint8)
-        start = -storage.ctypes.data % ALIGNMENT
+    def __init__(self, num_bytes: int, element_type: str, poison: int) -> None:
+        storage = np.full(num_bytes + 3 * ALIGNMENT, poison, np.uint8)
+        start = ALIGNMENT - storage.ctypes.data % ALIGNMENT
+        self._guards = storage[:start], storage[start + num_bytes :]
+        self._poison = poison
         self.bytes = storage[start : start + num_bytes]
         self.dtype = element_type
+
+    def is_intact(self) -> bool:
+        """Whether nobody has written right before or behind it."""
+        return all((guard == self._poison).all() for guard in self._guards)
 
     def data_ptr(self) -> int:
         """What Triton asks a tensor for."""
@@ -100,38 +115,69 @@ class Requests:
 
 
 class Runner:
-    """Runs launches one after another."""
+    """Runs launches one after another.
 
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
+    Args:
+      requests: where aborts arrive.
+      memory: holds what the workers show each other of their activity.
+      index: of this worker.
+    """
+
+    def __init__(self, requests: Requests, memory: Memory, index: int) -> None:
+        self._requests, self._memory, self._index = requests, memory, index
         self._serial = -1
-        self._patched = False
+        self._is_running = False
+        self._activity: Any = None
+        self._words: list[np.ndarray] = []
 
     def run(self, launch: dict[str, Any]) -> list[bytes]:
         """The bytes of the results of one launch."""
-        self._patch()
+        self._prepare()
         self._serial = launch["serial"]
+        own = self._words[self._index]
+        self._activity.begin(own)
+        try:
+            return self._run(launch)
+        finally:
+            self._is_running = False
+            self._activity.end(own)
+
+    def _run(self, launch: dict[str, Any]) -> list[bytes]:
         kernel = getattr(load(Path(launch["path"])), launch["function"])
-        buffers = [Buffer(len(data), element_type) for element_type, data in launch["operands"]]
+        poison = launch["poison"]
+        buffers = [Buffer(len(data), element_type, poison) for element_type, data in launch["operands"]]
         for buffer, (_, data) in zip(buffers, launch["operands"], strict=True):
             buffer.bytes[:] = np.frombuffer(data, np.uint8)
-        results = [Buffer(num_bytes, element_type) for element_type, num_bytes in launch["results"]]
+        results = [Buffer(num_bytes, element_type, poison) for element_type, num_bytes in launch["results"]]
         buffers += results
         descriptors = launch["descriptors"] or [None] * len(buffers)
         pairs = zip(buffers, descriptors, strict=True)
         arguments = [buffer if blocks is None else describe(buffer, *blocks) for buffer, blocks in pairs]
         constants = launch["constants"]
         names = [name for name in kernel.arg_names if name not in constants]
+        self._is_running = True
         with np.errstate(all="ignore"):  # as on a GPU
             kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
+        self._is_running = False
+        if broken := [name for name, buffer in zip(names, buffers, strict=True) if not buffer.is_intact()]:
+            raise RuntimeError(f"{launch['function']} has written outside of {', '.join(broken)}")
         return [result.bytes.tobytes() for result in results]
 
-    def _patch(self) -> None:
-        if not self._patched:
-            patches = load(Path(__file__).with_name("patches.py"))
-            patches.apply(self._check_aborted)
-            load(Path(__file__).with_name("remembered.py")).apply()
-            self._patched = True
+    def interrupt(self, *_: Any) -> None:
+        """The handler of SIGINT; between kernels there is nothing to interrupt."""
+        if self._is_running:
+            raise KeyboardInterrupt
+
+    def _prepare(self) -> None:
+        """Before the first launch: what loads Triton, and what needs the memory of all workers."""
+        if self._activity is None:
+            load(_HERE / "patches.py").apply(self._begin_wait, self._check_aborted)
+            load(_HERE / "remembered.py").apply()
+            self._activity = load(_HERE / "activity.py")
+            self._words = self._memory.words("activity", self._activity.NUM_WORDS)
+
+    def _begin_wait(self, timeout_ns: int | None) -> Any:
+        return self._activity.Wait(self._words, self._index, timeout_ns)
 
     def _check_aborted(self) -> None:
         if self._requests.aborted >= self._serial:
@@ -150,19 +196,24 @@ def load(path: Path) -> types.ModuleType:
     return importlib.import_module(f"{package}.{path.stem}")
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, index: int) -> None:
     """Serves until the parent closes its end."""
     connection = Connection(descriptor)
-    requests = Requests(connection)
-    memory, runner = Memory(), Runner(requests)
+    requests, memory = Requests(connection), Memory()
+    runner = Runner(requests, memory, index)
+    signal.signal(signal.SIGINT, runner.interrupt)
+    with contextlib.suppress(OSError):  # the parent has gone
+        os.setpgid(0, os.getpgid(os.getppid()))  # process.py starts it outside of the group that a terminal signals
     while True:
         kind, *arguments = requests.next()
         try:
             reply = memory.map(*arguments) if kind == "map" else runner.run(*arguments)
             connection.send(("ok", reply))
+        except KeyboardInterrupt:
+            connection.send(("error", "interrupted by SIGINT"))
         except Exception:  # whatever a kernel raises belongs to the parent
             connection.send(("error", traceback.format_exc()))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -27,7 +27,9 @@ def send_weights(weights: Array, handle: Handle, axis: Axis, after: Array | None
     words = _as_words(weights.reshape(-1))
     num_ranks = handle.layout.num_ranks
     sent = exchange_words(words.reshape(-1), group_of(handle), num_ranks, different=False, after=after)
-    return rows.gather_rows(_from_words(sent.reshape(-1, *words.shape[1:]), weights.dtype), handle.row_slot)
+    row_weights = rows.gather_rows(_from_words(sent.reshape(-1, *words.shape[1:]), weights.dtype), handle.row_slot)
+    # A plan that has failed has no rows: their weights are not zero, but unknown.
+    return jnp.where(handle.num_invalid < 0, jnp.nan, row_weights)
 
 
 def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:

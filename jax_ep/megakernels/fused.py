@@ -110,7 +110,7 @@ def _fused_dispatch_gemm(
     )
     constants = {"H": hidden, "N": columns, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "KEEP": keep}
     operands = (x, _matrices(w, blocks, transpose_rhs), handle.ids, handle.row_slot, handle.group_sizes, *schedule)
-    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.DISPATCH), **blocks}
+    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM), **blocks}
     hidden_rows, kept = launch_on_heap(_DISPATCH_GEMM, operands, group_of(handle), results, config, constants)
     return hidden_rows, kept
 
@@ -158,7 +158,7 @@ def scatter_arguments(
     constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "DROPS": drops}
     matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
-    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
     return operands, (sums, lists), constants
@@ -174,7 +174,7 @@ def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs:
     constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs}
     matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.group_sizes)
-    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
     return launch_on_heap(_GEMM_REDUCE, operands, group_of(handle), results, config, constants)[0]
 
 

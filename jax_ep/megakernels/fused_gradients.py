@@ -98,7 +98,7 @@ def _combine_products(h: Array, w: Array, tokens: Array, handle: Handle, transpo
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), handle.ids.dtype)
     sizes = {"H": hidden, "R": layout.capacity, "ROWS": w.shape[1], "COLUMNS": w.shape[2]}
-    constants = fused.sizes_of(handle) | sizes | {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    constants = fused.sizes_of(handle) | sizes | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
     operands = (y, handle.ids, handle.slot_row, handle.group_sizes, *factors)
     results = (sums, lists, products)
     found = launch_on_heap(COMBINE_PRODUCTS, operands, group_of(handle), results, config, constants)

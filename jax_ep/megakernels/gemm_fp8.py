@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jax_ep import fp8_reference
 from jax_ep.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.layout import power_of_two
-from jax_ep.megakernels import gemm_tuning
+from jax_ep.megakernels import capability, gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Fp8Tiles
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
@@ -29,10 +29,7 @@ _KERNEL = Kernel("gemm_fp8", "grouped_gemm_fp8")
 
 def refusal(request: Any) -> str | None:
     """Why this kernel cannot serve an FP8 request, or None."""
-    if not gemm_tuning.has_tma():
-        capability = jax.local_devices()[0].compute_capability
-        return f"its grouped GEMM in FP8 needs compute capability 9.0 or 10.x, this one has {capability}"
-    return None
+    return capability.missing_tma("its grouped GEMM in FP8")
 
 
 def grouped_gemm_fp8(

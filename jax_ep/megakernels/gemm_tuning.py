@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 
+from jax_ep.megakernels.capability import has_tma
+
 MAX_GROUPS = 1024
 """More groups would take more registers than a program has to spare."""
 
@@ -100,15 +102,6 @@ class Fp8Tiles:
     num_warps: int = 8
     num_stages: int = 5
     programs: int = 1
-
-
-def has_tma() -> bool:
-    """Whether the devices copy blocks by descriptor and have the memory for wide tiles; the interpreter does.
-
-    That is Hopper and the Blackwell of data centres: the Blackwell of workstations has TMA, but 99 KB instead of 227.
-    """
-    device = jax.local_devices()[0]
-    return device.platform == "cpu" or 9.0 <= float(device.compute_capability) < 12.0
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:

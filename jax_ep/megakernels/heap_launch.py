@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ from jax import lax
 from jax_ep import context, ffi
 from jax_ep.collectives import Axis, all_gather, rank_on
 from jax_ep.heap import MAX_BLOCKS, SymmetricHeap
-from jax_ep.kernel import Config, Descriptor, Kernel
+from jax_ep.kernel import Config, Descriptor, Kernel, array_of
 from jax_ep.megakernels.launch import launch
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array, Handle
@@ -27,9 +30,10 @@ def group_on(axis: Axis, varying: frozenset[str]) -> Array:
     known = _known_group(heap, axis, varying)
     if known is not None:
         return known
+    context.reserve("dispatch", 0)  # any table will do
     # The low half of a 64-bit entry comes first.
     entry = heap.layout.num_devices + 2
-    number = lax.bitcast_convert_type(_table(heap, tuple(sorted(varying))), jnp.int32)[entry, 0]
+    number = lax.bitcast_convert_type(_table(heap, heap.data.id, varying), jnp.int32)[entry, 0]
     return jnp.concatenate([all_gather(number, axis), jnp.asarray(rank_on(axis), jnp.int32)[None]])
 
 
@@ -57,8 +61,11 @@ def _known_group(heap: SymmetricHeap, axis: Axis, varying: frozenset[str]) -> Ar
     return lax.pcast(group, missing, to="varying") if missing else group
 
 
-def _table(heap: SymmetricHeap, varying: tuple[str, ...], token: Array | None = None) -> Array:
-    return ffi.pointer_table(heap.id, heap.num_table_entries, varying=varying, token=token)
+def _table(
+    heap: SymmetricHeap, table_id: int, varying: frozenset[str], token: Array | None = None, num_bytes: int = 0
+) -> Array:
+    axes, num_entries = tuple(sorted(varying)), heap.num_table_entries
+    return ffi.pointer_table(table_id, num_entries, num_bytes=num_bytes, varying=axes, token=token)
 
 
 def group_of(handle: Handle) -> Array:
@@ -81,16 +88,29 @@ def launch_on_heap(
 ) -> tuple[Array, ...]:
     """Launches a kernel on the heap; its last operands are the group, the table and what must come earlier, if any.
 
-    Kernels that use the data area also get to know where it and its flags lie.
+    Kernels use the data area, and get to know where it and its flags lie, or the low-latency regions, never both. For
+    what they use there has been a `context.reserve`. `constants` has the `OPERATION`, one of `ffi.Operation`.
     """
-    heap = context.heap(kernel.function)
+    heap = context.reserved_heap(kernel.function)
+    generation = heap.data if uses_data else heap.regions
     # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
     # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
-    checked = ffi.check_status(group, heap.id)
-    table = _table(heap, tuple(sorted(varying_axes(group))), checked)
+    checked = ffi.check_status(group, generation.id)
+    table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
     places = {"D": heap.layout.num_devices}
     if uses_data:
         places |= {"DATA": heap.layout.data, "FLAGS": heap.layout.flags, "MAX_BLOCKS": MAX_BLOCKS}
-    return launch(
-        kernel, (*operands, group, table, table if after is None else after), results, config, {**places, **constants}
-    )
+    places["LAUNCH"] = launch_identity(kernel, (*operands, *results), constants)
+    sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
+    operands = (*operands, group, table, table if after is None else after)
+    return launch(kernel, operands, results, config, {**places, **sizes})
+
+
+def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[str, Any]) -> int:
+    """What ranks that launch together must have in common, in 31 bits: kernel, operation and sizes.
+
+    The operation is in the lowest 8 bits, for messages; above it is a hash, the same in all processes.
+    """
+    types = [f"{array_of(x).dtype}{list(array_of(x).shape)}" for x in arrays]
+    text = f"{kernel.path.name} {kernel.function} {sorted(constants.items())} {types}"
+    return zlib.crc32(text.encode()) >> 9 << 8 | constants["OPERATION"]

@@ -10,7 +10,7 @@ import jax
 from jax_ep import context, nvshmem
 from jax_ep.dtypes import FP8
 from jax_ep.heap import MAX_BLOCKS
-from jax_ep.megakernels import gemm_fp8, low_latency, masked, peer_access, tuning
+from jax_ep.megakernels import capability, gemm_fp8, low_latency, masked, peer_access, tuning
 from jax_ep.megakernels.activation import activate, activate_gradient
 from jax_ep.megakernels.exchange import (
     deliver,
@@ -87,20 +87,24 @@ def refusal(request: Any) -> str | None:
         return gemm_fp8.refusal(request) if request.dtype == FP8 else None
     if request.operation == "low_latency" and (reason := low_latency.refusal(request)) is not None:
         return reason
+    if request.platform == "gpu" and (reason := context.concurrent_launches()) is not None:
+        return reason
     if request.layout.num_tokens == 0:
-        return "T=0: there is nothing to exchange"
+        return None  # backends.choose takes what needs no kernel
     if request.layout.num_tokens > MAX_BLOCKS * tuning.BLOCK_T:
         return f"T={request.layout.num_tokens} exceeds {MAX_BLOCKS * tuning.BLOCK_T} tokens per rank"
     if request.layout.num_ranks > _MOST_RANKS:
         return f"W={request.layout.num_ranks} exceeds {_MOST_RANKS} ranks"
     if request.foreign_handle:
         return "the handle was made by another implementation"
+    if request.wire_dtype is not None and (reason := capability.missing_fp8("FP8 on the wire")) is not None:
+        return reason
     fused = request.mode if request.mode not in (None, "serial") else request.dispatch_mode
     if fused not in (None, "serial") and not _fuses(request):
         return (
             f"mode={fused!r} takes bfloat16 and float16 without FP8 on the wire, and matrices whose sizes are"
-            f" multiples of 8, on GPUs with TMA; here tokens of {request.dtype}, wire_dtype={request.wire_dtype} and"
-            f" matrices of [{request.hidden}, {request.columns}]"
+            f" multiples of 8, on GPUs with TMA ({capability.TMA_MODELS}); here tokens of {request.dtype},"
+            f" wire_dtype={request.wire_dtype} and matrices of [{request.hidden}, {request.columns}]"
         )
     return None
 
@@ -112,6 +116,8 @@ def _fuses(request: Any) -> bool:
 
 
 def _missing_on_gpu() -> str | None:
+    if (reason := capability.missing()) is not None:
+        return reason
     if importlib.util.find_spec("triton") is None:
         return "not installed: triton (pip install 'jax-ep[cuda13]')"
     if jax.process_count() == 1:

@@ -13,6 +13,7 @@ from jax_ep.collectives import Axis
 from jax_ep.dtypes import FP8
 from jax_ep.kernel import Kernel
 from jax_ep.layout import power_of_two, round_up
+from jax_ep.megakernels import capability
 from jax_ep.megakernels import low_latency_tuning as tuning
 from jax_ep.megakernels.heap_launch import group_on, launch_on_heap
 from jax_ep.mesh_axes import varying_axes
@@ -23,7 +24,7 @@ _DISPATCH = Kernel("low_latency_dispatch", "low_latency_dispatch")
 _COMBINE = Kernel("low_latency_combine", "low_latency_combine")
 MAX_TOKENS = 1024
 MAX_TOP_K = 16
-_FLAG_BYTES = round_up(4 * (1 + MAX_TOKENS), 256)
+_FLAG_BYTES = round_up(8 + 4 * MAX_TOKENS, 256)  # a greeting, and a flag per token
 
 
 def refusal(request: Any) -> str | None:
@@ -33,15 +34,9 @@ def refusal(request: Any) -> str | None:
         return f"max_tokens_per_rank={layout.num_tokens} exceeds {MAX_TOKENS}, at which dispatch is the faster one"
     if layout.top_k > MAX_TOP_K:
         return f"K={layout.top_k} exceeds {MAX_TOP_K} experts per token"
-    if layout.capacity >= 1 << 31:
-        return f"the result has {layout.capacity} rows, expected fewer than 2**31"
     if request.hidden * request.dtype.itemsize % 16:
         return f"rows of {request.hidden} {request.dtype} are no whole 16-byte words"
-    if FP8 in (request.dtype, request.wire_dtype) and request.platform == "gpu":
-        capability = jax.local_devices()[0].compute_capability
-        if float(capability) < 8.9:
-            return f"FP8 needs a GPU of compute capability 8.9, this one has {capability}"
-    return None
+    return capability.missing_fp8("FP8") if FP8 in (request.dtype, request.wire_dtype) else None
 
 
 def low_latency_dispatch(

@@ -11,7 +11,7 @@ from jax_ep.collectives import Axis
 from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import power_of_two
 from jax_ep.megakernels import masked_tuning
-from jax_ep.megakernels.gemm_tuning import has_tma
+from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.heap_launch import launch_on_heap
 from jax_ep.megakernels.low_latency import low_latency_places
@@ -101,5 +101,5 @@ def constants_of(
         "BLOCK_K": power_of_two(layout.top_k),
         "SWAP": tiles.swap,
         "FP8": fp8,
-        "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE),
+        "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE),
     }

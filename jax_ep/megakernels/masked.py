@@ -13,8 +13,7 @@ from jax.typing import DTypeLike
 from jax_ep.dtypes import FP8
 from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import power_of_two
-from jax_ep.megakernels import masked_tuning
-from jax_ep.megakernels.gemm_tuning import has_tma
+from jax_ep.megakernels import capability, masked_tuning
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.megakernels.masked_tuning import MaskedTiles
@@ -28,20 +27,15 @@ _ACTIVATION = Kernel("masked_activation", "masked_gated_activation")
 
 def refusal(request: Any) -> str | None:
     """Why these kernels cannot serve a request, whose `hidden` is the length of a row, or None."""
-    capability = 9.0 if request.platform == "cpu" else float(jax.local_devices()[0].compute_capability)
     if request.operation == "masked_activation":
         if request.dtype == jnp.float64:
             return "it has no kernel of the activation for float64"
-        if request.wire_dtype == FP8 and capability < 8.9:
-            return f"FP8 needs a GPU of compute capability 8.9, this one has {capability}"
-        return None
+        return capability.missing_fp8("FP8") if request.wire_dtype == FP8 else None
     if request.dtype not in (FP8, jnp.bfloat16, jnp.float16):
         return f"it has no masked grouped GEMM for {request.dtype}"
     if request.hidden * request.dtype.itemsize % 16:
         return f"rows of {request.hidden} {request.dtype} are no whole 16-byte words"
-    if not has_tma():
-        return f"its masked grouped GEMM needs compute capability 9.0 or 10.x, this one has {capability}"
-    return None
+    return capability.missing_tma("its masked grouped GEMM")
 
 
 def masked_grouped_gemm(

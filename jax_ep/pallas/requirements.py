@@ -64,7 +64,10 @@ def missing() -> str | None:
     """What these GPUs, or this JAX, lack, or None."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if capability != _CAPABILITY:
-        return f"its kernels are for compute capability {_CAPABILITY} (Hopper), that of these GPUs is {capability}"
+        return (
+            f"its kernels are for compute capability {_CAPABILITY} (Hopper), that of these GPUs is {capability};"
+            " `triton` or `xla` multiply there"
+        )
     if importlib.util.find_spec(_COMPILER) is None:
         return f"this JAX has no {_COMPILER}"
     return None

@@ -143,6 +143,21 @@ def test_one_group_over_two_axes(implementation: str, axis_name: tuple[str, str]
     groups.check(out[None], (dx[None], d_topk_weights[None], d_gate_up.reshape(groups.w_gate_up.shape), d_down[:, 0]))
 
 
+def test_axes_of_one_rank_change_nothing(implementation: str, rng: np.random.Generator) -> None:
+    """A handle of a dispatch over one axis fits a combine over the same ranks, however many axes name them."""
+    mesh = make_mesh((2, 1), ("expert", "single"))
+
+    def fn(x, topk_idx, y):
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=SHAPE.num_experts, implementation=implementation)
+        return jax_ep.combine(y, sent.handle, axis_name=("single", "expert"), implementation=implementation)
+
+    groups = Groups(rng, 1, 2)
+    lay = oracle.layout(groups.topk_idx[0], SHAPE.num_experts)
+    y = integers(rng, *lay.source.shape, SHAPE.hidden)
+    got = run(fn, mesh, groups.x[0], groups.topk_idx[0], y, axes=(("expert", "single"),))
+    np.testing.assert_array_equal(got, oracle.combine(y, lay))
+
+
 def test_low_latency_in_subgroups(implementation: str, rng: np.random.Generator) -> None:
     mesh = make_mesh((2, 2), ("data", "expert"))
     groups = Groups(rng, 2, 2)

@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_serving
 import pytest
 from cases import BASE, F32, ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import EXPERT, make_mesh, per_rank, run, to_numpy
@@ -207,6 +208,77 @@ def test_vmap(implementation: str, expert_mesh: Any, rng: np.random.Generator) -
     got = run(fn, mesh, *stacked, *weights)
     for i, problem in enumerate(batch):
         assert_close(got[:, i], problem.layer(0).forward(), f"problem {i}")
+
+
+@pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
+def test_vmap_of_handles(implementation: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any) -> None:
+    """One vmap returns the handles that another takes; gradients inside of a vmap and around one."""
+    options = {"num_experts": BASE.num_experts, "implementation": implementation}
+
+    def every(fn):
+        return functools.reduce(lambda f, _: jax.vmap(f), batch, fn)
+
+    def dispatch(x, topk_idx, topk_weights):
+        return jax_ep.dispatch(x, topk_idx, topk_weights, **options)
+
+    def combine(rows, weights, handle):
+        return jax_ep.combine(rows * weights[:, None], handle, implementation=implementation)
+
+    def twice(x, topk_idx, topk_weights):
+        sent = every(dispatch)(x, topk_idx, topk_weights)
+        return every(combine)(sent.tokens, sent.weights, sent.handle)
+
+    def fn(x, topk_idx, topk_weights, d_out):
+        def inside(x, topk_idx, topk_weights, d_out):
+            def once(x, topk_weights):
+                sent = dispatch(x, topk_idx, topk_weights)
+                return jnp.vdot(combine(sent.tokens, sent.weights, sent.handle), d_out)
+
+            return jax.grad(once, argnums=(0, 1))(x, topk_weights)
+
+        out, vjp = jax.vjp(lambda x, weights: twice(x, topk_idx, weights), x, topk_weights)
+        return out, vjp(d_out), every(inside)(x, topk_idx, topk_weights, d_out)
+
+    problems = list(np.ndindex(batch))
+    topk_idx = _batch([ROUTINGS["duplicates"](rng, 2, BASE) for _ in problems], batch)
+    topk_weights = probabilities(rng, *topk_idx.shape)
+    x, d_out = (reals(rng, *topk_idx.shape[:-1], BASE.hidden) for _ in range(2))
+    out, *gradients = run(fn, expert_mesh(2), x, topk_idx, topk_weights, d_out)
+    for i in problems:
+        at = (slice(None), *i)
+        lay = oracle.layout(topk_idx[at], BASE.num_experts)
+        row_weights = oracle.gather_weights(topk_weights[at], lay)[..., None]
+        rows, d_rows = (oracle.gather(a[at].astype(np.float64), lay) for a in (x, d_out))
+        assert_close(out[at], oracle.combine(rows * row_weights, lay), f"problem {i}")
+        for which, (dx, d_weights) in zip(("around", "inside"), gradients, strict=True):
+            assert_close(dx[at], oracle.combine(d_rows * row_weights, lay), f"dx of problem {i}, {which}")
+            want = oracle.scatter_weights((rows * d_rows).sum(-1), lay)
+            assert_close(d_weights[at], want, f"d_topk_weights of problem {i}, {which}")
+
+
+def _batch(arrays: list[np.ndarray], batch: tuple[int, ...]) -> np.ndarray:
+    """`[W, ...]` of each problem as `[W, *batch, ...]`."""
+    return np.stack(arrays, axis=1).reshape(len(arrays[0]), *batch, *arrays[0].shape[1:])
+
+
+def test_vmap_of_low_latency_handles(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": 6, "quantize": False}
+
+    def fn(x, topk_idx, topk_weights):
+        send = functools.partial(jax_ep.low_latency_dispatch, **options, implementation=implementation)
+        sent = jax.vmap(send)(x, topk_idx)
+        back = functools.partial(jax_ep.low_latency_combine, implementation=implementation)
+        return jax.vmap(back)(sent.tokens, topk_idx, topk_weights, sent.handle)
+
+    topk_idx = _batch([ROUTINGS["uniform"](rng, 2, SHAPE) for _ in range(2)], (2,))
+    topk_weights = probabilities(rng, *topk_idx.shape)
+    x = reals(rng, *topk_idx.shape[:-1], 8)
+    got = run(fn, expert_mesh(2), x, topk_idx, topk_weights)
+    for i in range(2):
+        lay = oracle_serving.low_latency_layout(topk_idx[:, i], SHAPE.num_experts, 6)
+        rows = oracle_serving.low_latency_gather(x[:, i].astype(np.float64), lay)
+        want = oracle_serving.low_latency_combine(rows, topk_idx[:, i], topk_weights[:, i], lay)
+        assert_close(got[:, i], want, f"problem {i}")
 
 
 def test_two_layers_do_not_share_a_handle(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:

@@ -1,8 +1,8 @@
 """One of several processes with one GPU each, of which one kills itself between two calls; see test_failures.py.
 
-    python tests/gpu/killed_peer.py COUNT COORDINATOR VICTIM PROCESS
+    python tests/gpu/killed_peer.py COUNT COORDINATOR VICTIM PATH PROCESS
 
-Prints as JSON what has happened. With the victim -1 nobody dies.
+PATH is "throughput" or "low_latency". Prints as JSON what has happened. With the victim -1 nobody dies.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from harness import EXPERT, make_mesh, per_rank, place
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-COUNT, ADDRESS, VICTIM, ME = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-TIMEOUT_S = 3.0
+COUNT, ADDRESS, VICTIM, PATH, ME = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+TIMEOUT_S = 10.0  # much longer than any call here takes
 STEPS_BEFORE, STEPS_AFTER = 5, 20
 T, K, H = 64, 2, 512
 
@@ -32,8 +33,13 @@ def plan(x: Any, ids: Any) -> Any:
     return jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
 
 
-def round_trip(x: Any, handle: Any) -> Any:
+def round_trip(x: Any, ids: Any, handle: Any) -> Any:
     """Every token to its experts and back: each token times its number of experts."""
+    if PATH == "low_latency":
+        sizes = {"num_experts": 8, "max_tokens_per_rank": T, "quantize": False, "implementation": "triton"}
+        d = jax_ep.low_latency_dispatch(x, ids, **sizes)
+        weights = jnp.ones(ids.shape, jnp.float32)
+        return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
     d = jax_ep.dispatch(x, None, num_experts=8, handle=handle, implementation="triton")
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
@@ -52,7 +58,7 @@ def main() -> None:
     step = jax.jit(per_rank(round_trip, mesh))
 
     def right() -> bool:
-        return np.array_equal(np.asarray(step(arguments[0], handle).addressable_shards[0].data)[0], K * x[ME])
+        return np.array_equal(np.asarray(step(*arguments, handle).addressable_shards[0].data)[0], K * x[ME])
 
     before = [right() for _ in range(STEPS_BEFORE)]
     found: dict[str, Any] = {"right": all(before), "timeout_s": TIMEOUT_S}
@@ -67,7 +73,7 @@ def main() -> None:
     found["failure"] = {"kind": kind, "text": text, "seconds": time.monotonic() - begun}
     print(json.dumps(found), flush=True)
     if VICTIM >= 0:
-        time.sleep(TIMEOUT_S if ME == 0 else 0)  # the coordinator goes last
+        time.sleep(2 * TIMEOUT_S if ME == 0 else 0)  # the coordinator goes last
         os._exit(0)  # finalize() and jax.distributed would wait for the one that is gone
     jax_ep.finalize()
     jax.distributed.shutdown()

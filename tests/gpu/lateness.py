@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,12 +25,25 @@ def busy(x: Any, is_late: Any) -> Any:
     return after(x, product)
 
 
-def asleep(x: Any, is_late: Any, seconds: float = SECONDS) -> Any:
+def asleep(x: Any, is_late: Any) -> Any:
     """`x`, once this rank's host has slept in the middle of the program, if `is_late`."""
+    return _in_host(lambda: time.sleep(SECONDS), x, is_late)
 
+
+def when(condition: Callable[[], bool], x: Any, is_late: Any) -> Any:
+    """`x`, once this rank's host has seen that `condition` holds, if `is_late`."""
+
+    def wait() -> None:
+        while not condition():
+            time.sleep(0.01)
+
+    return _in_host(wait, x, is_late)
+
+
+def _in_host(act: Callable[[], None], x: Any, is_late: Any) -> Any:
     def nap(is_late: Any, first: Any) -> Any:
         if np.asarray(is_late):
-            time.sleep(seconds)
+            act()
         return np.zeros((), np.float32)
 
     first = x.reshape(-1)[0].astype(jnp.float32)

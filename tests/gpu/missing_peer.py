@@ -1,13 +1,14 @@
 """A program in which a rank does not come; test_failures.py runs it, and it prints as JSON what has happened.
 
-    python tests/gpu/missing_peer.py never|late
+    python tests/gpu/missing_peer.py never|late OPERATION
 
-"never": a kernel is told of one rank more than launch it. "late": a rank's host sleeps for longer than the others wait.
-After either the context is finalised and made anew, and the same devices must compute what they did before.
+"never": a dispatch is told of one rank more than launch it. "late": a rank comes to an operation when another has
+given up. After either the context is finalised and made anew, and the same devices must compute what they did before.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -19,15 +20,17 @@ if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from harness import EXPERT, make_mesh, per_rank
 from jax.sharding import Mesh
-from lateness import after, asleep
+from lateness import after, when
 
 import jax_ep
-from jax_ep import backends
+from jax_ep import backends, context, interpreter
 
-TIMEOUT_S = 2.0
+# On CPU devices, time in which nobody is at work; on GPUs much longer than any call here takes.
+TIMEOUT_S = 2.0 if jax.default_backend() == "cpu" else 10.0
 T, K, H = 20, 2, 256
 AXIS = (EXPERT,)
 
@@ -39,29 +42,64 @@ def start(num_ranks: int) -> Mesh:
     return mesh
 
 
-def round_trip(x: Any, ids: Any, is_late: Any) -> Any:
+def somebody_has_given_up() -> bool:
+    """Whether a wait has expired: of a kernel, or on CPU devices of a launch for all devices to come to it."""
+    pool, heap = interpreter.current_pool(), context._heap
+    return (pool is not None and pool._failure is not None) or (heap is not None and heap.failure() is not None)
+
+
+def late(x: Any, is_late: Any, *earlier: Any) -> Any:
+    """`x`, on a late rank once another has given up, after `earlier`."""
+    return when(somebody_has_given_up, after(x, *earlier), is_late)
+
+
+def throughput(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
     """Every token to its experts and back: each token times its number of experts."""
     handle = jax_ep.dispatch(x, ids, num_experts=8, implementation="triton").handle
     # Late when all have planned, so that it is the tokens that the others wait for.
-    x = asleep(after(x, handle.slot_row), is_late, TIMEOUT_S + 1)
+    x = late(x, is_late, handle.slot_row)
     d = jax_ep.dispatch(x, None, num_experts=8, handle=handle, implementation="triton")
     return jax_ep.combine(d.tokens, d.handle, implementation="triton")
 
 
-class Round:
-    """The round trip on a mesh, compiled for the context that there is now."""
+def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
+    """The same by the kernels for small batches; late at one of them."""
+    weights = jnp.ones(ids.shape, jnp.float32)
+    x = x.astype(jnp.bfloat16)
+    if operation == "low_latency_dispatch":
+        x = late(x, is_late)
+    sizes = {"num_experts": 8, "max_tokens_per_rank": T, "quantize": False, "implementation": "triton"}
+    d = jax_ep.low_latency_dispatch(x, ids, **sizes)
+    tokens = d.tokens if operation == "low_latency_dispatch" else late(d.tokens, is_late)
+    if operation == "low_latency_gemm_combine":
+        same = jnp.broadcast_to(jnp.eye(H, dtype=jnp.bfloat16), (tokens.shape[0], H, H))
+        y = jax_ep.low_latency_gemm_combine(
+            tokens, same, d.group_sizes, ids, weights, d.handle, implementation="triton"
+        )
+    else:
+        y = jax_ep.low_latency_combine(tokens, ids, weights, d.handle, implementation="triton")
+    return y.astype(jnp.float32)
 
-    def __init__(self, mesh: Mesh) -> None:
+
+class Round:
+    """A round trip on a mesh, compiled for the context that there is now."""
+
+    def __init__(self, mesh: Mesh, operation: str) -> None:
         rng, num_ranks = np.random.default_rng(0), mesh.size
         self.x = rng.integers(-9, 9, (num_ranks, T, H)).astype(np.float32)
         self.ids = rng.integers(0, 8, (num_ranks, T, K), np.int32)
         self.mesh = mesh
-        self._run = jax.jit(per_rank(round_trip, mesh))
+        trip = low_latency if operation.startswith("low_latency") else throughput
+        self._run = jax.jit(per_rank(functools.partial(trip, operation), mesh))
 
     def __call__(self, late: int = -1) -> bool:
-        """Whether the result is right; rank `late` is late."""
+        """Whether the result is right; rank `late` is late. Where it is not right it must be NaN."""
         is_late = np.arange(self.mesh.size) == late
-        return np.array_equal(np.asarray(self._run(self.x, self.ids, is_late)), K * self.x)
+        y = np.asarray(self._run(self.x, self.ids, is_late))
+        wrong = np.isfinite(y) & (y != K * self.x)
+        if wrong.any():
+            raise AssertionError(f"{wrong.sum()} of {wrong.size} numbers are wrong, and look like any others")
+        return np.array_equal(y, K * self.x)
 
 
 def outcome(call: Callable[[], object]) -> dict[str, Any]:
@@ -86,24 +124,22 @@ def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
     return lambda: send(x, handles)
 
 
-def main(scenario: str) -> None:
+def main(scenario: str, operation: str) -> None:
     """Fails, asks what still works, starts again, and prints all that."""
     num_ranks = min(4, jax.device_count())
-    work = Round(start(num_ranks))
+    work = Round(start(num_ranks), operation)
     found: dict[str, Any] = {"ranks": num_ranks, "timeout_s": TIMEOUT_S, "right before": work()}
     fail = without_last_rank(work.mesh, work) if scenario == "never" else lambda: work(late=num_ranks - 1)
     found["failure"] = outcome(fail)
     found["same program after it"] = outcome(work)
-    found["new program after it"] = outcome(Round(work.mesh))
-    begun = time.monotonic()
+    found["new program after it"] = outcome(Round(work.mesh, operation))
     jax_ep.finalize()
-    work = Round(start(num_ranks))
+    work = Round(start(num_ranks), operation)
     found["right again"] = [work() for _ in range(3)]
-    found["seconds to start again"] = time.monotonic() - begun
     jax_ep.finalize()
     print(json.dumps(found), flush=True)
     os._exit(0)  # JAX raises the last failure of a callback once more at exit
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -19,10 +19,10 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | own | changes
 
 
-def run(name: str, *arguments: str, timeout_s: float = 150) -> dict[str, Any]:
+def run(name: str, *arguments: str) -> dict[str, Any]:
     """Runs a program on the same devices; what it prints last, a line of JSON, and its output."""
     command = [sys.executable, str(FOLDER / name), *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     output = f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert done.returncode == 0, output
     return json.loads(done.stdout.strip().splitlines()[-1]) | {"output": output}

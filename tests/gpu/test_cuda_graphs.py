@@ -1,4 +1,4 @@
-"""Exchanges that XLA records into CUDA graphs and replays have the bits of those that it launches one by one."""
+"""Launches that XLA records into CUDA graphs and replays have the bits of those that it launches one by one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BF16, ROUTINGS, Shape, probabilities, reals
@@ -27,40 +28,104 @@ GRAPHS = {
 }
 
 
-def layers(x: Any, ids: Any, weights: Any) -> Any:
+OPTIONS: dict[str, Any] = {"num_experts": SHAPE.num_experts, "implementation": "triton"}
+
+
+def exchanges(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     """Two layers that differ, with elementwise work between their exchanges."""
     for layer in range(2):
-        d = jax_ep.dispatch(x, ids[layer], weights[layer], num_experts=SHAPE.num_experts, implementation="triton")
+        d = jax_ep.dispatch(x, ids[layer], weights[layer], **OPTIONS)
         y = d.tokens * d.weights[:, None].astype(x.dtype)
         x = x + jax_ep.combine(y, d.handle, implementation="triton")
     return x
 
 
-def inputs(num_ranks: int, seed: int) -> tuple[np.ndarray, ...]:
+def fused(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    """Dispatch + product and product + combine, one launch each."""
+    for layer in range(2):
+        modes = {"dispatch_mode": "fused", "combine_mode": "scatter"}
+        x = x + jax_ep.moe(x, ids[layer], weights[layer], w_gate_up, w_down, **modes, **OPTIONS)
+    return x
+
+
+def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    """What a layer's backward pass launches, with the gradients of matrices beside the exchange."""
+
+    def loss(x: Any, *matrices: Any) -> Any:
+        y = jax_ep.moe(x, ids[0], weights[0], *matrices, fuse_weight_gradients=True, **OPTIONS)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+    return jax.grad(loss, argnums=(0, 1, 2))(x, w_gate_up, w_down)
+
+
+def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    """Tokens in FP8 to their experts and back; experts as one product that sends its rows itself."""
+    most = {"max_tokens_per_rank": SHAPE.num_tokens}
+    d = jax_ep.low_latency_dispatch(x, ids[0], **most, **OPTIONS)
+    rows = (d.tokens.astype(jnp.float32) * jnp.repeat(d.scales, 128, axis=-1)).astype(x.dtype)
+    x = x + jax_ep.low_latency_combine(rows, ids[0], weights[0], d.handle, implementation="triton")
+    d = jax_ep.low_latency_dispatch(x, ids[1], quantize=False, **most, **OPTIONS)
+    square = w_gate_up[:, :, : SHAPE.hidden]
+    arguments = (d.tokens, square, d.group_sizes, ids[1], weights[1], d.handle)
+    return x + jax_ep.low_latency_gemm_combine(*arguments, preferred_element_type=x.dtype, implementation="triton")
+
+
+def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+    """Layers of decode-sized batches."""
+    matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+    for layer in range(2):
+        x = x + jax_ep.low_latency_moe(x, ids[layer], weights[layer], *matrices, **OPTIONS)
+    return x
+
+
+PROGRAMS = {f.__name__: f for f in (exchanges, fused, gradients, low_latency, serving)}
+
+
+def inputs(num_ranks: int, seed: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(seed)
     name = ("uniform", "zipf", "some_without_expert", "duplicates")[seed % 4]
-    ids = np.stack([ROUTINGS[name](rng, num_ranks, SHAPE) for _ in range(2)], axis=1)
-    return reals(rng, num_ranks, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16), ids, probabilities(rng, *ids.shape)
+    ids = np.stack([ROUTINGS[name](rng, num_ranks, shape) for _ in range(2)], axis=1)
+    local, hidden = shape.num_experts // num_ranks, shape.hidden
+    matrices = [reals(rng, num_ranks, local, hidden, columns, dtype=BF16) for columns in (2 * hidden, hidden)]
+    matrices = [(w * np.float32(hidden**-0.5)).astype(BF16) for w in matrices]
+    return reals(rng, num_ranks, shape.num_tokens, hidden, dtype=BF16), ids, probabilities(rng, *ids.shape), *matrices
 
 
 @pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_replays_have_the_bits_of_single_launches(
-    kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any, tmp_path: Path
+    name: str, kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any, tmp_path: Path
 ) -> None:
-    fn = harness.per_rank(layers, mesh)
+    fn = harness.per_rank(PROGRAMS[name], mesh)
     dump = {"xla_dump_to": str(tmp_path)} if kind != "default" else {}
     launched = jax.jit(fn, compiler_options=NO_GRAPHS)
     replayed = jax.jit(lambda *arguments: fn(*arguments), compiler_options=GRAPHS[kind] | dump)
     different = [inputs(mesh.size, seed) for seed in range(10)]
-    wanted = [np.asarray(launched(*arguments)) for arguments in different]
-    assert len({result.tobytes() for result in wanted}) == len(different)
+    wanted = [harness.to_numpy(launched(*arguments)) for arguments in different]
+    assert len({jax.tree.leaves(result)[0].tobytes() for result in wanted}) == len(different)
     for turn in range(REPLAYS // len(different)):
         # One after another without waiting, so that replays follow each other closely, in another order each time.
         order = np.random.default_rng(turn).permutation(len(different))
         results = [replayed(*different[i]) for i in order]
-        same_bits([np.asarray(result) for result in results], [wanted[i] for i in order])
+        same_bits(harness.to_numpy(results), [wanted[i] for i in order])
     if dump:
         assert has_graphs(tmp_path), f"XLA made no graph: {sorted(path.name for path in tmp_path.iterdir())}"
+
+
+def test_all_launches_in_one_program(on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any) -> None:
+    """Recorded together, in one graph or several."""
+
+    def fn(*arguments: Any) -> Any:
+        return harness.in_turn([(PROGRAMS[name], arguments) for name in PROGRAMS])
+
+    fn = harness.per_rank(fn, mesh)
+    replayed = jax.jit(lambda *arguments: fn(*arguments), compiler_options=GRAPHS["custom calls"])
+    launched = jax.jit(fn, compiler_options=NO_GRAPHS)
+    for seed in range(3):
+        arguments = inputs(mesh.size, seed)
+        want = harness.to_numpy(launched(*arguments))
+        for _ in range(4):
+            same_bits(harness.to_numpy(replayed(*arguments)), want)
 
 
 def test_a_kernel_may_run_first_while_it_is_recorded(
@@ -68,10 +133,8 @@ def test_a_kernel_may_run_first_while_it_is_recorded(
 ) -> None:
     """Its code is loaded then; no other test has kernels of this shape, so none has loaded it before."""
     shape = dataclasses.replace(SHAPE, num_tokens=71, hidden=648)
-    rng = np.random.default_rng(0)
-    ids = np.stack([ROUTINGS["uniform"](rng, mesh.size, shape) for _ in range(2)], axis=1)
-    arguments = reals(rng, mesh.size, shape.num_tokens, shape.hidden, dtype=BF16), ids, probabilities(rng, *ids.shape)
-    fn = harness.per_rank(layers, mesh)
+    arguments = inputs(mesh.size, 0, shape)
+    fn = harness.per_rank(exchanges, mesh)
     replayed = np.asarray(
         jax.jit(lambda *arguments: fn(*arguments), compiler_options=GRAPHS["custom calls"])(*arguments)
     )

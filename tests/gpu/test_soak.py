@@ -31,7 +31,7 @@ def count_different_bits(got: Any, want: Any) -> Any:
     return jnp.sum(bits[0] != bits[1], dtype=jnp.int32)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_ten_thousand_iterations_have_the_bits_of_the_first(wire: str, mesh: Any) -> None:
     """Two inputs take turns, so that what an iteration leaves behind is not what the next one needs."""

@@ -32,7 +32,7 @@ def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
     return train_moe_flax.main(["--out", str(out / f"{implementation}_{dtype}"), *arguments.split()])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_loss_curves_are_the_same(one_process: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     for package in ("flax", "optax", "orbax.checkpoint", "rich", "matplotlib"):
         pytest.importorskip(package)

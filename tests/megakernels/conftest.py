@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from kernel_calls import HEAP_BYTES, W
 
 import jax_ep
-from jax_ep import interpreter
+from jax_ep import context, interpreter
 from jax_ep.megakernels import mode_times, tuning
 from jax_ep.pallas import requirements
 
@@ -41,7 +41,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def shared_pool() -> Iterator[interpreter.Pool]:
-    pool = interpreter.Pool(W, HEAP_BYTES)
+    pool = interpreter.Pool(W, HEAP_BYTES, timeout_s=harness.PATIENCE_S)
     yield pool
     pool.close()
 
@@ -64,7 +64,21 @@ def two_ranks() -> Iterator[Mesh]:
     """Two ranks with a context of the test's own."""
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    jax_ep.init(mesh, transport="shared_memory")
+    jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S)
+    yield mesh
+    jax_ep.finalize()
+
+
+@pytest.fixture
+def two_impatient_ranks() -> Iterator[Mesh]:
+    """Two ranks with a context of the test's own, whose kernels wait for a peer for a second in which nobody works.
+
+    Their launches begin together, whenever that is: only waits within a kernel expire.
+    """
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory", timeout_s=1)
+    context.heap("test")._memory.pool.timeout_s = harness.PATIENCE_S
     yield mesh
     jax_ep.finalize()
 

@@ -73,7 +73,7 @@ def test_dispatch(capability: int) -> None:
     config, blocks = tuning.dispatch(layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, to_rows=True)
     integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr", "group_ptr", "after_ptr")
     types = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32", "table_ptr": "*i64"}
-    sizes = {"W": 4, "D": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "R": layout.capacity, "OPERATION": 1}
+    sizes = {"W": 4, "D": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "R": layout.capacity, "LAUNCH": 1}
     heap = HeapLayout(4)
     places = {"DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "SCALES": 1 << 29}
     constants = sizes | places | blocks | {"FP8": True, "TO_ROWS": True, "QUANTIZED": True, "CLEAR": False}

@@ -28,7 +28,7 @@ def layout(tokens: int) -> Layout:
 
 def sizes(lay: Layout) -> dict[str, int]:
     heap = HeapLayout(4)
-    places = {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "OPERATION": 1}
+    places = {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "LAUNCH": 1}
     local = lay.num_local_experts
     return places | {"W": 4, "T": lay.num_tokens, "K": 8, "L": local, "BLOCK_L": local, "R": lay.capacity}
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import harness
@@ -13,9 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import FOLDER, H, W, exchange, heap_tables, ranks, run_one
+from kernel_calls import FOLDER, HEAP_BYTES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
-from jax_ep import interpreter
+import jax_ep
+from jax_ep import context, interpreter
+from jax_ep.interpreter import activity
+from jax_ep.kernel import Config
+from jax_ep.megakernels.launch import launch
+
+LONG_S = 1000.0  # beyond the time limit of a test
 
 
 def test_kernel_that_raises(pool, mesh4, after_failures):
@@ -25,22 +35,118 @@ def test_kernel_that_raises(pool, mesh4, after_failures):
     run = jax.jit(harness.per_rank(fn, mesh4))
     with pytest.raises(Exception, match=r"(?s)kernel fail, worker 3:.*elementwise\.py.*the limit is reached"):
         jax.block_until_ready(run(ranks()[:, None]))
-    with pytest.raises(Exception, match=r"(?s)the limit is reached.*refuses launches until it is reset"):
+    with pytest.raises(Exception, match=r"(?s)the limit is reached.*Kernels are refused after a failure"):
         jax.block_until_ready(run(ranks()[:, None] * 0))
     pool.reset()
     np.testing.assert_array_equal(np.asarray(run(ranks()[:, None] - 1)), ranks()[:, None] - 1)
 
 
-def test_failure_stops_peers_that_wait(pool, mesh4, after_failures):
+def test_failure_stops_peers_that_have_not_begun(pool, mesh4, after_failures, monkeypatch):
     def fn(rank, heaps, x):
         limited = run_one(("elementwise", "fail"), x, jax.ShapeDtypeStruct((1,), jnp.int32), LIMIT=3)
         return exchange(rank, limited[0], heaps, jnp.zeros((W, H), jnp.float32))
 
+    monkeypatch.setattr(pool, "timeout_s", LONG_S)
     start = time.perf_counter()
     with pytest.raises(Exception, match="the limit is reached"):
         jax.block_until_ready(jax.jit(harness.per_rank(fn, mesh4))(ranks(), heap_tables(pool), ranks()[:, None]))
     pool.reset()  # waits until the others have stopped too
-    assert time.perf_counter() - start < 15, "the others waited for the rank that failed"
+    assert time.perf_counter() - start < LONG_S, "the others waited for the rank that failed"
+
+
+def wait_for_ever(mesh4):
+    """A compiled call of a kernel that waits for flags which nobody sets."""
+
+    def fn(rank, heaps):
+        result = jax.ShapeDtypeStruct((1 + W,), jnp.int32)
+        constants = {"W": W, "TIMEOUT_NS": int(LONG_S * 1e9)}
+        return launch(kernel("exchange", "wait"), (rank, heaps), (result,), Config(1), constants)[0]
+
+    return jax.jit(harness.per_rank(fn, mesh4))
+
+
+def until(condition):
+    """Returns once `condition` holds; that it never does is for the test's time limit."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def all_wait(pool) -> bool:
+    return all(words[activity.STATE] == activity.WAITING for words in pool._activity)
+
+
+def test_a_killed_worker_ends_the_waits_of_its_peers(mesh4, after_failures):
+    pool = interpreter.Pool(W, HEAP_BYTES)
+    interpreter.set_pool(pool)
+
+    def kill() -> None:
+        until(lambda: all_wait(pool))
+        os.kill(pool._workers[2].process.pid, signal.SIGKILL)
+
+    try:
+        run, start = wait_for_ever(mesh4), time.perf_counter()
+        threading.Thread(target=kill).start()
+        with pytest.raises(Exception, match=r"kernel wait, worker 2 \(process \d+\) died with exit code -9"):
+            jax.block_until_ready(run(ranks(), heap_tables(pool)))
+        assert time.perf_counter() - start < LONG_S
+    finally:
+        interpreter.set_pool(None)
+        pool.close()
+
+
+def test_a_stopped_worker_is_named_and_killed(mesh4, after_failures):
+    pool = interpreter.Pool(W, HEAP_BYTES)
+    interpreter.set_pool(pool)
+
+    def stop() -> None:
+        until(lambda: all_wait(pool))
+        os.kill(pool._workers[2].process.pid, signal.SIGSTOP)
+
+    try:
+        run = wait_for_ever(mesh4)
+        pool.timeout_s = 0.3
+        threading.Thread(target=stop).start()
+        with pytest.raises(Exception, match=r"kernel wait, worker 2 .* was killed: it had been stopped.* for 0\.3 s"):
+            jax.block_until_ready(run(ranks(), heap_tables(pool)))
+    finally:
+        interpreter.set_pool(None)
+        pool.close()
+
+
+def test_waits_do_not_count_the_work_of_others():
+    """Worker 0 waits for 0.2 s; worker 1 is on its way for longer, then looks, then has given up, then is gone."""
+    words = [np.zeros(activity.NUM_WORDS, np.int64) for _ in range(2)]
+    for own in words:
+        own[[activity.PID, activity.LAUNCHES]] = os.getpid(), 1
+    activity.begin(words[0])
+
+    def expires(looks_of_the_other: int = 0, seconds: float = 0.6) -> bool:
+        wait, end = activity.Wait(words, 0, 200_000_000), time.monotonic() + seconds
+        while time.monotonic() < end:
+            words[1][activity.LOOKS] += looks_of_the_other
+            if wait.expired():
+                return True
+        wait.succeeded()
+        return False
+
+    assert not expires()  # the other has its launch before it
+    activity.begin(words[1])
+    assert not expires()
+    words[1][activity.STATE] = activity.WAITING
+    assert not expires(), "the other may not have seen what came before this wait"
+    assert expires(looks_of_the_other=1, seconds=LONG_S)
+    words[1][activity.STATE] = activity.GAVE_UP
+    assert expires(seconds=LONG_S)
+    words[1][activity.LAUNCHES] += 1
+    assert not expires(), "the other has another launch before it"
+    words[1][activity.LAUNCHES] = 0
+    assert expires(seconds=LONG_S)
+    with subprocess.Popen(["sleep", "1000"]) as asleep:
+        words[1][[activity.PID, activity.LAUNCHES, activity.STATE]] = asleep.pid, 1, activity.RUNNING
+        assert not expires()
+        asleep.send_signal(signal.SIGSTOP)
+        assert expires(seconds=LONG_S)
+        asleep.kill()
 
 
 def test_no_pool(after_failures):
@@ -81,12 +187,140 @@ def test_worker_killed(after_failures):
     pool.close()
 
 
-def test_missing_peer_is_named():
-    pool = interpreter.Pool(2, 64, gang_timeout_s=0.2)
-    request = interpreter.Launch(str(FOLDER / "elementwise.py"), "fail", (), (), 1, {})
-    with pytest.raises(RuntimeError, match=r"worker 1 waited 0\.2 s for its peers, but only workers \[1\] of 2"):
-        pool.launch(request, worker=1, group_size=2, site=0)
+REQUEST = interpreter.Launch(
+    str(FOLDER / "elementwise.py"), "fail", (("i32", bytes(4)),), (("i32", 4),), 1, {"LIMIT": 3}
+)
+
+
+def test_missing_devices_are_named():
+    pool = interpreter.Pool(3, 64)
+    with ThreadPoolExecutor(3) as executor:
+
+        def together(*workers: int, site: int = 0):
+            return [executor.submit(pool.launch, REQUEST, worker=w, group_size=2, site=site) for w in workers]
+
+        for pair in ((0, 2), (1, 2)):
+            assert [call.result() for call in together(*pair)] == [[bytes(4)]] * 2
+        pool.timeout_s = 0.2
+        for site, worker, who in [
+            (0, 0, "device 2"),
+            (0, 1, "device 2"),
+            (0, 2, "1 of devices 0, 1"),
+            (1, 0, "1 of devices 1, 2"),
+        ]:
+            text = f"device {worker} waited 0.2 s for {who}: of 2 devices that launch it together, only {worker} came"
+            with pytest.raises(RuntimeError, match=re.escape(text)):
+                together(worker, site=site)[0].result()
+            pool.reset()
     pool.close()
+
+
+def test_a_device_with_other_work_is_not_missing():
+    """What it does is a launch with another device, which goes on for longer than others wait for it."""
+    pool = interpreter.Pool(3, 64)
+    pool.timeout_s = 0.2
+    held = threading.Event()
+    run = pool._workers[1].run
+    pool._workers[1].run = lambda *args: (held.wait(), run(*args))[1]
+    with ThreadPoolExecutor(4) as executor:
+        calls = [executor.submit(pool.launch, REQUEST, worker=w, group_size=2, site=0) for w in (1, 2)]
+        until(lambda: pool._queues[1])
+        calls.append(executor.submit(pool.launch, REQUEST, worker=0, group_size=2, site=1))
+        time.sleep(1)
+        pool.timeout_s = LONG_S  # what comes now is in time however slow the machine is
+        held.set()
+        calls.append(executor.submit(pool.launch, REQUEST, worker=1, group_size=2, site=1))
+        assert [call.result() for call in calls] == [[bytes(4)]] * 4
+    pool.close()
+
+
+def test_the_time_limit_is_that_of_the_context(mesh4):
+    jax_ep.finalize()
+    jax_ep.init(mesh4, transport="shared_memory", timeout_s=3)
+    assert context.heap("test")._memory.pool.timeout_s == 3
+    jax_ep.finalize()
+
+
+def start(program: str) -> subprocess.Popen[str]:
+    """A program that has said "ready", at the head of a process group."""
+    path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER.parent), str(FOLDER.parents[1])])
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    line = process.stdout.readline()
+    assert line == "ready\n", line + process.communicate()[0]
+    return process
+
+
+INTERRUPTED = """
+import threading
+import harness, jax
+from kernel_calls import heap_tables, ranks
+from test_interpreter_failures import all_wait, until, wait_for_ever
+import jax_ep
+from jax_ep import context, interpreter
+mesh = harness.make_mesh((4,), ("expert",))
+jax_ep.init(mesh, transport="shared_memory", heap_bytes=16 << 20)
+pool = context.heap("test")._memory.pool
+run = wait_for_ever(mesh).lower(ranks(), heap_tables(pool)).compile()
+threading.Thread(target=lambda: (until(lambda: all_wait(pool)), print("ready", flush=True)), daemon=True).start()
+jax.block_until_ready(run(ranks(), heap_tables(pool)))
+"""
+
+
+def test_an_interrupt_ends_a_program_with_one_traceback():
+    """A terminal sends it to all processes of the program, whose main thread waits for the kernels meanwhile."""
+    process = start(INTERRUPTED)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode in (1, -signal.SIGINT)
+    assert len(output.splitlines()) < 20, output
+    assert len(re.findall(r"^(KeyboardInterrupt|jax\.errors\.\w+)\b", output, re.MULTILINE)) == 1, output
+    with pytest.raises(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, 0)
+
+
+FORKED = """
+import os, sys, time, warnings
+warnings.simplefilter("ignore")  # of forks beside threads
+from test_interpreter_failures import REQUEST
+from jax_ep.interpreter import Pool
+pool = Pool(1, 64)
+def launch():
+    return pool.launch(REQUEST, worker=0, group_size=1, site=0)
+launch()
+if os.fork() == 0:
+    try:
+        launch()
+    except RuntimeError as error:
+        assert "forked" in str(error)
+        sys.exit(7)  # as the program's end would be, exit handlers included
+_, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 7
+assert launch() == [bytes(4)]
+child = os.fork()
+if child == 0:
+    time.sleep(1000)
+    os._exit(0)
+print("ready", flush=True)
+print(pool._workers[0].process.pid, child, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_neither_ends_nor_keeps_the_workers():
+    process = start(FORKED)
+    worker, child = map(int, process.stdout.readline().split())
+    with process:
+        process.kill()
+    until(lambda: not Path(f"/proc/{worker}").exists())
+    os.kill(child, signal.SIGKILL)
 
 
 def test_exit_leaves_nothing_behind():
@@ -96,8 +330,6 @@ from jax_ep.interpreter import Pool
 pool = Pool(1, 64)
 print(pool._workers[0].process.pid)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert not Path(f"/proc/{done.stdout.strip()}").exists()

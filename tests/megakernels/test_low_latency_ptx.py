@@ -25,7 +25,7 @@ CASES = [(90, 1, False), (90, 1, True), (90, 128, False), (90, 128, True), (100,
 def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     layout = Layout(W, E, num_tokens, K, E * num_tokens)
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
-    sizes = {"D": W, **low_latency._sizes(layout, num_tokens, H), "OPERATION": 6}
+    sizes = {"D": W, **low_latency._sizes(layout, num_tokens, H), "LAUNCH": 6}
     if name == "dispatch":
         _, blocks = low_latency_tuning.dispatch(layout, num_tokens, H, BF16, wire, scales)
         types = {"x_ptr": "*bf16", "x_scales_ptr": "*bf16", "out_ptr": "*fp8e4nv" if fp8 else "*bf16"}

@@ -68,6 +68,7 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     types |= {f"{name}_ptr": "*i32" for name in integers} | {"out_ptr": "*bf16"}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
     constants = low_latency_gemm.constants_of(layout, tokens, K, INNER, tiles, fp8)
+    constants["LAUNCH"] = constants.pop("OPERATION")
     kernel, shape = low_latency_gemm._KERNEL, (tiles.num_warps, tiles.num_stages, 90)
     built = build(kernel.module, kernel.function, types, {**constants, "D": num_ranks, "VALUES_AT": 4352}, *shape)
     assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]

@@ -216,12 +216,12 @@ def received(heap: SymmetricHeap) -> np.ndarray:
     """What lies in the data areas of two ranks; nothing where this process cannot look at them."""
     if TRANSPORT is None:
         return np.empty(0)
-    return np.stack([heap._memory.pool.heap(number)[heap.layout.data :] for number in range(2)])
+    return np.stack([heap._memory.pool.heap(n, heap.data.allocation)[heap.layout.data :] for n in range(2)])
 
 
 def test_another_mesh_than_the_one_given_fails(fresh):
     first, second = harness.make_mesh((2,), (EXPERT,)).devices
-    jax_ep.init(Mesh([first, second], (EXPERT,)), transport=TRANSPORT, timeout_s=5)
+    jax_ep.init(Mesh([first, second], (EXPERT,)), transport=TRANSPORT, timeout_s=harness.PATIENCE_S)
     layout = Layout(2, 4, 3, 2, 12)
     ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
 

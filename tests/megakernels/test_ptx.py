@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 
 LAYOUT = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
 HIDDEN = 7168
-CAPABILITIES = [80, 90, 100]
+CAPABILITIES = [80, 90, 100, pytest.param(120, marks=pytest.mark.slow)]
 STAGES = 3
 
 
 def places() -> dict[str, int]:
     heap = HeapLayout(4)
-    return {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "OPERATION": 1}
+    return {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "LAUNCH": 1}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -58,9 +58,9 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     assert not re.search(r"st\.global\.b16", built["ptx"]), "2-byte stores: an alignment hint was lost"
     assert "st.release.sys" in built["ptx"] or "release.sys" in built["ptx"] or "fence.acq_rel.sys" in built["ptx"]
     (spilled,) = re.findall(r"(\d+) bytes spill stores", built["report"])
-    # ptxas keeps to 80 or 128 of 255 registers and so moves a few words out: for Blackwell at FP8, and for the large
-    # tiles of few programs.
-    allowed = 64 if limit is not None else 32 if fp8 and capability == 100 else 0
+    # ptxas keeps to 80 or 128 of 255 registers and so moves a few words out: for Blackwell at FP8 and in workstations,
+    # and for the large tiles of few programs.
+    allowed = 64 if limit is not None else 32 if capability == 120 or (fp8 and capability == 100) else 0
     assert int(spilled) <= allowed, built["report"]
 
 

@@ -1,4 +1,4 @@
-// Version stamps and error reporting of the C ABI.
+// The version stamp and error reporting of the C ABI.
 #include "abi.h"
 
 #include "xla/ffi/api/c_api.h"
@@ -35,7 +35,11 @@ Status CheckDevice(int32_t platform, int32_t device_ordinal) {
 
 }  // namespace jax_ep
 
-int32_t jax_ep_ffi_abi_version() { return jax_ep::kAbiVersion; }
-int32_t jax_ep_ffi_xla_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
-const char* jax_ep_ffi_source_hash() { return JAX_EP_SOURCE_HASH; }
+#define JAX_EP_TEXT_OF(x) #x
+#define JAX_EP_TEXT(x) JAX_EP_TEXT_OF(x)
+
+const char* jax_ep_ffi_stamp() {
+  return "jax_ep_ffi stamp abi=" JAX_EP_TEXT(JAX_EP_ABI_VERSION) " xla=" JAX_EP_TEXT(XLA_FFI_API_MAJOR) "." JAX_EP_TEXT(
+      XLA_FFI_API_MINOR) " source=" JAX_EP_SOURCE_HASH;
+}
 const char* jax_ep_last_error() { return jax_ep::last_error.c_str(); }

@@ -2,7 +2,7 @@
 //
 // Rules: plain C types only; no exception leaves a function; a function that can fail returns one of the codes
 // below and leaves the reason in jax_ep_last_error() of the calling thread. All functions may be called from any
-// thread. kAbiVersion changes with every change of a signature, of a struct or of a custom call's attributes, and
+// thread. JAX_EP_ABI_VERSION changes with every change of a signature, of a struct or of a custom call's attributes, and
 // must equal ABI_VERSION in jax_ep/ffi/library.py.
 #ifndef JAX_EP_FFI_ABI_H_
 #define JAX_EP_FFI_ABI_H_
@@ -10,11 +10,11 @@
 #include <cstdint>
 #include <string>
 
+#define JAX_EP_ABI_VERSION 4
+
 #define JAX_EP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace jax_ep {
-
-inline constexpr int32_t kAbiVersion = 3;
 
 enum Code : int32_t { kOk = 0, kInvalidArgument = 1, kFailedPrecondition = 2, kInternal = 3 };
 
@@ -47,15 +47,21 @@ Status CheckDevice(int32_t platform, int32_t device_ordinal);
 
 }  // namespace jax_ep
 
-JAX_EP_EXPORT int32_t jax_ep_ffi_abi_version();
-JAX_EP_EXPORT int32_t jax_ep_ffi_xla_api_version();  // major * 1000 + minor of the headers it was built with
-JAX_EP_EXPORT const char* jax_ep_ffi_source_hash();
+// "jax_ep_ffi stamp abi=4 xla=0.5 source=<hash>": the version above, that of the XLA FFI headers it was built with, and
+// the hash of its sources. library.py reads it from the file, before anything of the library runs.
+JAX_EP_EXPORT const char* jax_ep_ffi_stamp();
 JAX_EP_EXPORT const char* jax_ep_last_error();
 
-// Pointer tables (pointer_table.cc). Registering an existing id again replaces its values, of the same number.
+// Pointer tables (pointer_table.cc). `num_bytes` is what programs may use of the memory that the table describes.
+// Registering an id again replaces its values, of the same number; it must leave enough for every program that has run.
 JAX_EP_EXPORT int32_t jax_ep_register_table(int32_t platform, int64_t table_id, int32_t device_ordinal,
-                                            const int64_t* host_values, int64_t n);
-JAX_EP_EXPORT int32_t jax_ep_unregister_table(int64_t table_id);  // on every device; an unknown id is not an error
+                                            const int64_t* host_values, int64_t n, int64_t num_bytes);
+// The most bytes that a program which has run on this device uses; 0 for an unknown table.
+JAX_EP_EXPORT int64_t jax_ep_table_used(int32_t platform, int64_t table_id, int32_t device_ordinal);
+// In this order, with a wait for the devices in between: from the first on no program finds the table, on any device;
+// after the second what was captured finds nulls. An unknown id is not an error.
+JAX_EP_EXPORT int32_t jax_ep_hide_table(int64_t table_id);
+JAX_EP_EXPORT int32_t jax_ep_unregister_table(int64_t table_id);
 
 // Status records (check_status.cc). The record's layout is in status.h.
 JAX_EP_EXPORT int32_t jax_ep_alloc_status(int32_t platform, int32_t device_ordinal, void** host_address,

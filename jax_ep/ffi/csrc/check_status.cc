@@ -60,8 +60,11 @@ Status FirstFailure(const Key& key, StatusRecord* failure) {
   if (own == registry.records.end()) {
     return {kFailedPrecondition, "jax_ep: context " + std::to_string(std::get<0>(key)) + " has no status record on " +
                                      DeviceName(std::get<1>(key), std::get<2>(key)) +
-                                     ". Call jax_ep.init() before the program runs, on a mesh that holds this "
-                                     "device; after jax_ep.finalize(), trace and compile the program again."};
+                                     ". Call jax_ep.init() before the program runs; it brings back what "
+                                     "programs used before jax_ep.finalize(), unless its heap_bytes is too small for "
+                                     "that: then call jax.clear_caches(), and the program is compiled again. One that "
+                                     "was compiled in another process needs the same jax_ep.init(heap_bytes=...) there "
+                                     "and here."};
   }
   *failure = Read(own->second);
   const Key first{std::get<0>(key), std::get<1>(key), 0};

@@ -16,6 +16,8 @@ struct Driver {
   int (*init)(unsigned);
   int (*get_error_name)(int, const char**);
   int (*device_get)(int*, int);
+  int (*device_get_count)(int*);
+  int (*context_get_state)(int, unsigned*, int*);
   int (*context_retain)(void**, int);
   int (*context_release)(int);
   int (*context_push)(void*);
@@ -70,6 +72,8 @@ Driver Load() {
   Find(library, &driver, "cuInit", &driver.init);
   Find(library, &driver, "cuGetErrorName", &driver.get_error_name);
   Find(library, &driver, "cuDeviceGet", &driver.device_get);
+  Find(library, &driver, "cuDeviceGetCount", &driver.device_get_count);
+  Find(library, &driver, "cuDevicePrimaryCtxGetState", &driver.context_get_state);
   Find(library, &driver, "cuDevicePrimaryCtxRetain", &driver.context_retain);
   Find(library, &driver, "cuDevicePrimaryCtxRelease_v2", &driver.context_release);
   Find(library, &driver, "cuCtxPushCurrent_v2", &driver.context_push);
@@ -158,6 +162,28 @@ Status Upload(int32_t device_ordinal, DevicePointer destination, const void* sou
   // From pageable memory the call above may return before the last bytes have landed. XLA's streams do not wait
   // for the default stream, so this waits for it.
   if (int result = driver.stream_synchronize(nullptr)) return Failure(driver, "cuStreamSynchronize", result);
+  return {};
+}
+
+Status OnActiveDevices(const std::function<void(Context)>& body) {
+  const Driver& driver = Get();
+  if (!driver.status.ok()) return {};  // no devices: a program may be compiled where none is
+  int count = 0;
+  if (int result = driver.device_get_count(&count)) return Failure(driver, "cuDeviceGetCount", result);
+  for (int32_t ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0, active = 0;
+    unsigned flags = 0;
+    if (int result = driver.device_get(&device, ordinal)) return Failure(driver, "cuDeviceGet", result);
+    if (int result = driver.context_get_state(device, &flags, &active)) {
+      return Failure(driver, "cuDevicePrimaryCtxGetState", result);
+    }
+    if (active == 0) continue;
+    const ScopedContext scoped(driver, ordinal);
+    if (!scoped.status().ok()) return scoped.status();
+    Context context = nullptr;
+    if (Status status = CurrentContext(&context); !status.ok()) return status;
+    body(context);
+  }
   return {};
 }
 

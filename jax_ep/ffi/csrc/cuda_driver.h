@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "abi.h"
 
@@ -21,6 +22,9 @@ using Function = void*;          // CUfunction
 Status Allocate(int32_t device_ordinal, size_t bytes, DevicePointer* out);
 // Copies, and returns when the device holds the bytes: an unsynchronised stream may read them next.
 Status Upload(int32_t device_ordinal, DevicePointer destination, const void* source, size_t bytes);
+// Calls `body` once for each device of this process, with the primary context of the device current in this thread. A
+// device whose context nobody has made is left out: making it would cost hundreds of megabytes.
+Status OnActiveDevices(const std::function<void(Context)>& body);
 // Pinned host memory that the device addresses too.
 Status AllocateHost(int32_t device_ordinal, size_t bytes, void** host, DevicePointer* device);
 Status FreeHost(int32_t device_ordinal, void* host);

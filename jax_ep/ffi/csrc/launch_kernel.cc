@@ -37,7 +37,17 @@ class Image {
 
   int32_t shared_bytes() const { return shared_bytes_; }
 
-  // The function in a context, which is loaded on first use.
+  // Loads it into every device of this process, before any program that has it runs. The driver may stop a device to
+  // load code; were that left to the first launch, a peer might already wait for this one, and so for itself. A device
+  // that cannot take the code says so when it is to run it.
+  Status Load() {
+    return cuda::OnActiveDevices([this](cuda::Context context) {
+      cuda::Function function = nullptr;
+      In(context, &function);
+    });
+  }
+
+  // The function in a context, where it is loaded now if the context was made after `Load`.
   Status In(cuda::Context context, cuda::Function* out) {
     {
       std::shared_lock lock(mutex_);
@@ -150,6 +160,7 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(std::string_view name, std::st
     return ffi::Unexpected(ToError(status));
   }
   launch->image = GetImage(name, code, shared_bytes);
+  if (Status status = launch->image->Load(); !status.ok()) return ffi::Unexpected(ToError(status));
   launch->num_programs = num_programs;
   launch->num_threads = num_threads;
   launch->alignment = alignment;

@@ -40,6 +40,12 @@ constexpr const char* kRemedy =
     " The results of this operation and of all later ones are invalid. Find out why that rank is late (it ended, it "
     "runs another program, or it needs a longer timeout), then call jax_ep.finalize() and jax_ep.init() on every rank.";
 
+constexpr const char* kLaunchRemedy =
+    " The results of this operation and of all later ones are invalid. All ranks of a group must launch the same "
+    "operations with the same sizes in the same order: look for a lax.cond that differs between ranks, for programs that "
+    "two threads run at the same time, and for processes that run different programs. Then call jax_ep.finalize() and "
+    "jax_ep.init() on every rank.";
+
 constexpr const char* kMeshRemedy =
     " The results of this operation and of all later ones are invalid. Call jax_ep.finalize() and jax_ep.init(mesh) with "
     "the mesh that the program runs on, or jax_ep.init() without one where there are several, and compile the program "
@@ -63,6 +69,12 @@ std::string FormatStatus(const StatusRecord& record) {
     case kStateWrongMesh:
       return rank + " is another device" + Place(record) + " than in the mesh given to jax_ep.init(): expected device " +
              std::to_string(record.expected) + ", got device " + std::to_string(record.seen) + "." + kMeshRemedy;
+    case kStateOtherLaunch: {
+      const int32_t other = record.seen & 0xFF;
+      const std::string peers = other == (record.expected & 0xFF) ? "other sizes" : OperationName(other);
+      return rank + " met another launch" + Place(record) + ": rank " + std::to_string(record.peer) + " launched " +
+             peers + " as its launch " + std::to_string(record.detail) + " of the two." + kLaunchRemedy;
+    }
     default:
       return rank + " reported the unknown state " + std::to_string(record.state) + Place(record) + Wait(record) +
              ", detail " + std::to_string(record.detail) + "." + kRemedy;

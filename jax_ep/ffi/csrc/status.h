@@ -19,22 +19,32 @@ struct StatusRecord {
   int32_t operation;  // an Operation: in which call
   int32_t rank;       // the rank that reports, on the context's axis
   int32_t peer;       // the rank it waited for, -1 = none in particular
-  int32_t expected;   // the epoch it waited for; kWrongMesh: the device that the mesh given to init has at this rank
-  int32_t seen;       // the epoch it saw when it gave up; kWrongMesh: the device that runs the kernel
+  // The epoch it waited for, and the one it saw when it gave up. kWrongMesh: the device that the mesh given to init has
+  // at this rank, and the one that runs the kernel. kOtherLaunch: what it launches, and what the peer does, each an
+  // Operation in the lowest 8 bits and a hash above them.
+  int32_t expected;
+  int32_t seen;
   int32_t task;       // the task number in the kernel's queue, -1 = none
-  int32_t detail;     // kTimeout: milliseconds waited; kAborted: the state that the peer reported
+  int32_t detail;     // kTimeout: milliseconds waited; kAborted: the state that the peer reported; kOtherLaunch: epoch
 };
 static_assert(sizeof(StatusRecord) == 32, "the record is 8 packed int32");
 
 inline constexpr const char* kStatusFields = "state operation rank peer expected seen task detail";
 
-enum State : int32_t { kStateOk = 0, kStateTimeout = 1, kStateAborted = 2, kStateWriting = 3, kStateWrongMesh = 4 };
-inline constexpr const char* kStateNames = "ok timeout aborted writing wrong_mesh";
+enum State : int32_t {
+  kStateOk = 0,
+  kStateTimeout = 1,
+  kStateAborted = 2,
+  kStateWriting = 3,
+  kStateWrongMesh = 4,
+  kStateOtherLaunch = 5
+};
+inline constexpr const char* kStateNames = "ok timeout aborted writing wrong_mesh other_launch";
 
 // In the order of these names, from 0.
 inline constexpr const char* kOperationNames =
-    "unknown dispatch combine dispatch_grouped_gemm grouped_gemm_combine moe low_latency_dispatch "
-    "low_latency_combine barrier";
+    "unknown dispatch combine dispatch_grouped_gemm grouped_gemm_combine low_latency_dispatch low_latency_combine "
+    "low_latency_gemm_combine";
 
 // The whole story of a record, for an exception's text; "jax_ep: no failure recorded" where there is none.
 std::string FormatStatus(const StatusRecord& record);

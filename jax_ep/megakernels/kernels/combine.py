@@ -8,6 +8,7 @@ Sums run in float32 (float64 for float64), are rounded once to what travels, and
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .listed_sums import sum_listed, write_list
 from .protocol import announce, await_block_of_all, await_peers, end_launch, heap_rows, next_task, open_launch, publish
 from .wanted import wanting_ranks
@@ -96,7 +97,7 @@ def sum_blocks(
     STAGES: tl.constexpr,
     LAG: tl.constexpr,
     FP8: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Tasks of the open launch until none is left; arguments as for `combine`."""
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -109,7 +110,7 @@ def sum_blocks(
         step = (task - 1) // (W + 1)
         index = (task - 1) % (W + 1)
         if task == 0:
-            announce(table_ptr, group_ptr, control, me, rank, W, D)
+            announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
         elif index < W and step < num_blocks:
             block = step
             peer_rank = (rank + 1 + index) % W
@@ -118,7 +119,7 @@ def sum_blocks(
                 list_ptr, slot_row_ptr, ids_ptr, block, peer_rank, rank, T, K, L, BLOCK_T, CHOICES, LENGTH
             )
             if begun == 0:
-                alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, OPERATION, W, D)
+                alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, LAUNCH, W, D)
                 begun = 1
             if alive != 0:
                 values_ptr = heap_rows(table_ptr, peer, wire, DATA)
@@ -129,7 +130,7 @@ def sum_blocks(
             block = step - LAG
             count = list_arrivals(list_ptr, ids_ptr, block, rank, T, W, K, L, BLOCK_T, RANKS, LENGTH)
             alive = await_block_of_all(
-                table_ptr, group_ptr, control, rank, block, alive, task, OPERATION, FLAGS, W, D, MAX_BLOCKS
+                table_ptr, group_ptr, control, rank, block, alive, task, LAUNCH, FLAGS, W, D, MAX_BLOCKS
             )
             values_ptr = heap_rows(table_ptr, me, wire, DATA)
             scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
@@ -165,10 +166,10 @@ def combine(
     STAGES: tl.constexpr,
     LAG: tl.constexpr,
     FP8: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle, `lists` is scratch."""
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     sum_blocks(
         y_ptr,
         ids_ptr,
@@ -199,6 +200,7 @@ def combine(
         STAGES,
         LAG,
         FP8,
-        OPERATION,
+        LAUNCH,
     )
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(out_ptr, T * H)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .combine import sum_blocks
+from .failures import poison
 from .gemm_weights import multiply_flat
 from .protocol import QUEUE, STARTED, end_launch, open_launch
 from .tiles import locate_groups
@@ -59,7 +60,7 @@ def combine_products(
     WEIGHT_PARTS: tl.constexpr,
     TASKS: tl.constexpr,
     GROUP_M: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`y [R, H]` to `out [T, H]` as `combine` has it; and `lhs [R, ROWS]` and `rhs [R, COLUMNS]` to `products`.
 
@@ -67,7 +68,7 @@ def combine_products(
     `rhs` are bounded descriptors of blocks of WEIGHT_R rows, and `products` is one of blocks
     `[1, WEIGHT_M, WEIGHT_N / WEIGHT_PARTS]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     programs = tl.num_programs(0)
     tiles: tl.constexpr = L * ((ROWS + WEIGHT_M - 1) // WEIGHT_M) * ((COLUMNS + WEIGHT_N - 1) // WEIGHT_N)
     num_turns = tl.cdiv(tiles, TASKS * programs) * programs
@@ -103,7 +104,7 @@ def combine_products(
             STAGES,
             LAG,
             False,
-            OPERATION,
+            LAUNCH,
         )
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     turn = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
@@ -131,4 +132,5 @@ def combine_products(
             WEIGHT_STAGES,
         )
         turn = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(out_ptr, T * H)  # the gradient needs nothing of other ranks

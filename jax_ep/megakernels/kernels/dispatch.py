@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .dispatch_rows import clear_padding, copy_to_rows, store_rows, store_scales
+from .failures import poison
 from .protocol import (
     announce,
     await_block,
@@ -21,7 +22,7 @@ from .protocol import (
     open_launch,
     publish_to_all,
 )
-from .quantization import dequantize, quantize, scale_offsets
+from .quantization import GROUP, dequantize, quantize, scale_offsets
 from .wanted import wanted_by, wanting_ranks
 
 
@@ -120,14 +121,14 @@ def dispatch(
     TO_ROWS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     CLEAR: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
     Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written. With QUANTIZED,
     rows stay FP8 values, with scales in `out_scales [R, H / 128]`. Where there is no token, CLEAR writes zeros.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     # A step sends a block, and copies one of each peer where there are rows.
@@ -142,7 +143,7 @@ def dispatch(
         step = (task - 1) // step_tasks
         index = (task - 1) % step_tasks
         if task == 0:
-            announce(table_ptr, group_ptr, control, me, rank, W, D)
+            announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
         elif task >= steps_end:
             if CLEAR:
                 clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
@@ -159,7 +160,7 @@ def dispatch(
                     num_blocks,
                     alive,
                     task,
-                    OPERATION,
+                    LAUNCH,
                     FLAGS,
                     D,
                     MAX_BLOCKS,
@@ -167,7 +168,7 @@ def dispatch(
         elif index == 0:
             if step < num_blocks:
                 if begun == 0:
-                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, OPERATION, W, D)
+                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, LAUNCH, W, D)
                     begun = 1
                 if alive != 0:
                     send_block(
@@ -199,7 +200,7 @@ def dispatch(
             source_rank = (rank + W - index) % W
             source = tl.load(group_ptr + source_rank)
             alive = await_block(
-                table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+                table_ptr, control, rank, source_rank, source, block, alive, task, LAUNCH, FLAGS, D, MAX_BLOCKS
             )
             tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
             wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
@@ -221,4 +222,8 @@ def dispatch(
                 QUANTIZED,
             )
         task = next_task(control)
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        if TO_ROWS:
+            poison(out_ptr, R * H)
+        if QUANTIZED:
+            poison(out_scales_ptr, R * (H // GROUP))

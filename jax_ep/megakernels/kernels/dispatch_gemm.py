@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import push
+from .failures import poison
 from .gemm_tile import store_tile, zero_rows
 from .product import GROUP_M, count_row_tiles, find_group, multiply, row_tiles
 from .protocol import (
@@ -103,14 +104,14 @@ def dispatch_gemm(
     BK: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     KEEP: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`x [T, H]` and matrices `[L, H, N]` (`[L, N, H]` if TRANSPOSED) to `out [R, N]`.
 
     `ids [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle, `order [W, T]`, `num_sends [W]` and
     `num_needed [W, L]` those of the schedule. With KEEP, tokens with an expert here are copied to `kept [W * T, H]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     peers: tl.constexpr = W - 1 if W > 1 else 1
     push_end: tl.constexpr = 1 + num_blocks * (W - 1)
@@ -119,7 +120,7 @@ def dispatch_gemm(
         task = next_task(control)
         while task < push_end + (num_blocks * W if KEEP else 0):
             if task == 0:
-                announce(table_ptr, group_ptr, control, me, rank, W, D)
+                announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
             elif task < push_end:
                 block = (task - 1) // peers
                 peer_rank = (rank + 1 + (task - 1) % peers) % W
@@ -127,7 +128,7 @@ def dispatch_gemm(
                 peer = tl.load(group_ptr + peer_rank)
                 # Once even where nothing goes: no rank may run two launches ahead of another.
                 if (block == 0) | (block * BLOCK_T < num_sends):
-                    alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION, D)
+                    alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, LAUNCH, D)
                     if (alive != 0) & (block * BLOCK_T < num_sends):
                         place = block * BLOCK_T + tl.arange(0, BLOCK_T)
                         wanted = place < num_sends
@@ -157,7 +158,7 @@ def dispatch_gemm(
                         end,
                         alive,
                         task,
-                        OPERATION,
+                        LAUNCH,
                         FLAGS,
                         D,
                         MAX_BLOCKS,
@@ -193,7 +194,7 @@ def dispatch_gemm(
                         end,
                         alive,
                         tile,
-                        OPERATION,
+                        LAUNCH,
                         FLAGS,
                         D,
                         MAX_BLOCKS,
@@ -246,4 +247,7 @@ def dispatch_gemm(
         else:
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BM, R, N, BM, BN)
         tile = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(out_ptr, R * N)
+        if KEEP:
+            poison(kept_ptr, W * T * H)

@@ -1,4 +1,4 @@
-"""What a kernel leaves for the host when a launch cannot succeed, and how it stops waiting."""
+"""What a kernel leaves for the host when a launch cannot succeed, how it stops waiting, and what becomes of results."""
 
 import triton
 import triton.language as tl
@@ -8,31 +8,56 @@ FAILED = tl.constexpr(2)  # which control word is 1 after a failure
 STATE_TIMEOUT = tl.constexpr(1)
 STATE_WRITING = tl.constexpr(3)
 STATE_WRONG_MESH = tl.constexpr(4)
+STATE_OTHER_LAUNCH = tl.constexpr(5)
+
+POISON_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
-def give_up(
-    table_ptr, flag, epoch, control, rank, peer_rank, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr
-):
+def poison(ptr, N: tl.constexpr):
+    """Fills `[N]` elements of any type with the bytes 0xFF: NaN in floats, -1 in integers."""
+    bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    word: tl.constexpr = tl.int8 if bits == 8 else tl.int16 if bits == 16 else tl.int32 if bits == 32 else tl.int64
+    words = ptr.to(tl.pointer_type(word), bitcast=True)
+    index = tl.arange(0, POISON_BLOCK).to(tl.int64)
+    for _ in range((N + POISON_BLOCK - 1) // POISON_BLOCK):
+        tl.store(words + index, tl.full((POISON_BLOCK,), -1, word), mask=index < N)
+        index += POISON_BLOCK
+
+
+@triton.jit
+def give_up(table_ptr, flag, epoch, control, rank, peer_rank, task, timeout_ns, LAUNCH: tl.constexpr, D: tl.constexpr):
     """Ends all waiting on this device after that for `flag` has expired."""
     tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
     seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
-    report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION, D)
+    report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, LAUNCH, D)
 
 
 @triton.jit
-def report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, OPERATION: tl.constexpr, D: tl.constexpr):
+def refuse_greeting(table_ptr, rank, peer_rank, epoch, seen, task, LAUNCH: tl.constexpr, D: tl.constexpr):
+    """Tells the host of an expired wait for a greeting: the peer did not come, or it launches something else."""
+    seen_epoch, seen_launch = seen.to(tl.int32), (seen >> 32).to(tl.int32)
+    is_other = (seen_epoch == epoch) & (seen_launch != LAUNCH)
+    state = tl.where(is_other, STATE_OTHER_LAUNCH, STATE_TIMEOUT)
+    expected, found = tl.where(is_other, LAUNCH, epoch), tl.where(is_other, seen_launch, seen_epoch)
+    timeout_ns = tl.load(table_ptr + D + 1)
+    detail = tl.where(is_other, epoch, (timeout_ns // 1000000).to(tl.int32))
+    report(table_ptr, state, rank, peer_rank, expected, found, task, detail, LAUNCH, D)
+
+
+@triton.jit
+def report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, LAUNCH: tl.constexpr, D: tl.constexpr):
     """Tells the host of a wait that has expired."""
     detail = (timeout_ns // 1000000).to(tl.int32)
-    report(table_ptr, STATE_TIMEOUT, rank, peer_rank, epoch, seen, task, detail, OPERATION, D)
+    report(table_ptr, STATE_TIMEOUT, rank, peer_rank, epoch, seen, task, detail, LAUNCH, D)
 
 
 @triton.jit
-def report(table_ptr, state, rank, peer_rank, expected, seen, task, detail, OPERATION: tl.constexpr, D: tl.constexpr):
+def report(table_ptr, state, rank, peer_rank, expected, seen, task, detail, LAUNCH: tl.constexpr, D: tl.constexpr):
     """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
     status = tl.load(table_ptr + D).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
-        tl.store(status + 1, OPERATION)
+        tl.store(status + 1, LAUNCH & 0xFF)  # the operation
         tl.store(status + 2, rank)
         tl.store(status + 3, peer_rank)
         tl.store(status + 4, expected)

@@ -15,6 +15,7 @@ program suffices. gemm_reduce.py is the same operation with a row per rank inste
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .gemm_tile import multiply
 from .gemm_weights import ALL_TASKS, multiply_flat
 from .listed_sums import sum_listed
@@ -88,7 +89,7 @@ def gemm_combine(
     WEIGHT_R: tl.constexpr,
     WEIGHT_STAGES: tl.constexpr,
     WEIGHT_PARTS: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
 
@@ -99,12 +100,12 @@ def gemm_combine(
     TRANSPOSED), to `products`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices. Both are bounded
     descriptors with blocks of WEIGHT_R rows, and `products` is one of blocks `[1, WEIGHT_M, WEIGHT_N / WEIGHT_PARTS]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     received_ptr = heap_rows(table_ptr, me, dtype, DATA)
     if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
-        announce(table_ptr, group_ptr, control, me, rank, W, D)
-    alive = await_peers(table_ptr, group_ptr, control, rank, alive, 0, OPERATION, W, D)
+        announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
+    alive = await_peers(table_ptr, group_ptr, control, rank, alive, 0, LAUNCH, W, D)
     if DROPS:  # known when compiling, unlike what follows
         if alive != 0:
             clear_dropped(
@@ -113,7 +114,8 @@ def gemm_combine(
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     group_ends = number_tasks(starts, rows, H, BM, BN, 0, BN)
     # After a failure nobody may be there to receive: no more stores, whatever the results then are.
-    num_tiles = tasks_until(tl.max(group_ends, axis=0)) * alive
+    all_tiles = tasks_until(tl.max(group_ends, axis=0))
+    num_tiles = all_tiles * alive
     for turn in tl.range(0, num_turns(num_tiles), flatten=True):
         expert, row, end, column, _ = find_tile(task_of_turn(turn), group_ends, sizes_ptr, R, H, BM, BN, 0, BN, GROUP_M)
         total = multiply(h_desc, b_desc, row, expert, column, H, F, BM, BN, BK, TRANSPOSED)
@@ -131,8 +133,8 @@ def gemm_combine(
             products,
             starts,
             rows,
-            place_after(num_tiles),
-            ALL_TASKS * alive,
+            place_after(all_tiles),  # the same in all programs, also where some have failed and others not
+            ALL_TASKS,
             F if TRANSPOSED else H,
             H if TRANSPOSED else F,
             L,
@@ -152,7 +154,7 @@ def gemm_combine(
         block = next_task(control)
         if block < blocks:
             alive = await_block_of_all(
-                table_ptr, group_ptr, control, rank, 0, alive, block, OPERATION, FLAGS, W, D, MAX_BLOCKS
+                table_ptr, group_ptr, control, rank, 0, alive, block, LAUNCH, FLAGS, W, D, MAX_BLOCKS
             )
         while block < blocks:
             count = list_slots(list_ptr, ids_ptr, rank, block * SUM_T, T, K, W * L, SUM_T, CHOICES, LENGTH)
@@ -170,4 +172,5 @@ def gemm_combine(
                 tl.float32,
             )
             block = next_task(control)
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(out_ptr, T * H)  # the gradient needs nothing of other ranks

@@ -16,6 +16,7 @@ smaller numbers before it. One resident program suffices.
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .gemm_tile import multiply, store_tile
 from .programs import all_begun, count_stored
 from .protocol import STARTED, announce, end_launch, open_launch
@@ -69,18 +70,18 @@ def gemm_reduce(
     SUM_H: tl.constexpr,
     PHASES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
 
     `ids` and `slot_row [W, T, K]` and `sizes [L]` are those of the handle; `y [R, H]` is for the products. CHUNKS, at
     most 16, divides the number of column tiles.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     width: tl.constexpr = (H + BN - 1) // BN // CHUNKS * BN
     per_chunk: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * (W + 1)
     if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
-        announce(table_ptr, group_ptr, control, me, rank, W, D)
+        announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     group_ends = number_tasks(starts, rows, width, BM, BN, 0, BN)
     # After a failure nobody may be there to receive, whatever the sums then are.
@@ -137,7 +138,8 @@ def gemm_reduce(
                     BLOCK_T,
                     TILE_T,
                     SUM_H,
-                    OPERATION,
+                    LAUNCH,
                 )
         step += 1
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(out_ptr, T * H)

@@ -1,20 +1,32 @@
 """Low-latency combine: the rows of the experts go back to the ranks of their tokens, which sum them, in one launch.
 
-Tasks, in order: (tell) tell a rank that this launch has begun, W tasks; (send) send what the experts here have for one
+Tasks, in order: (greet) tell a rank that this launch has begun, W tasks; (send) send what the experts here have for one
 token of one rank, own tokens last; (sum) sum what has arrived for a token, LAG tokens later; (hear) hear from all
 ranks, as regions.py asks of every launch.
 
 What is sent depends on how many tokens there are. SUMS: the weighted sum of the token's rows here, rounded once; then
-the weights must have come first, with what `tell` tells. Otherwise each row is a task of its own, and has a flag of its
+the weights must have come first, before the greeting. Otherwise each row is a task of its own, and has a flag of its
 own: more words, but no word waits for another.
 """
 
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .low_latency_rows import load_row, store_row
 from .protocol import next_task, open_launch
-from .regions import await_flags, end_region_launch, in_set, open_regions, part_of, pick, pick_each, publish_to
+from .regions import (
+    await_flags,
+    await_greeting_of_each,
+    end_region_launch,
+    greet,
+    in_set,
+    open_regions,
+    part_of,
+    pick,
+    pick_each,
+    publish_to,
+)
 from .wanted import wanting_ranks
 
 
@@ -163,10 +175,10 @@ def low_latency_combine(
     LAG: tl.constexpr,
     SUMS: tl.constexpr,
     FP8: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`y [L, W * M, H]` and `weights [T, K]` to `out [T, H]`; the handle has `slot_row [W, M, K]`, `own_ids [M, K]`."""
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
@@ -199,10 +211,10 @@ def low_latency_combine(
             if alive != 0:
                 if SUMS:
                     send_weights(weights_ptr, region, T * K, WEIGHTS_AT, 1024)
-                publish_to(outgoing, epochs, peer, 0, W)
+                greet(outgoing, epochs, peer, LAUNCH, W)
         elif task == hear:
             sources = tl.where(lanes < W, lanes, 0)
-            alive = await_flags(table_ptr, control, incoming, begun, epochs, sources, rank, alive, task, OPERATION, D)
+            alive = await_greeting_of_each(table_ptr, control, incoming, epochs, sources, rank, alive, task, LAUNCH, D)
         elif sent >= 0:
             slots = (peer_rank * M + sent) * K
             if SUMS:
@@ -212,8 +224,8 @@ def low_latency_combine(
                         # Lanes of other ranks look at the same flag.
                         places = tl.full((LANES,), 0, tl.int64) + pick(incoming, peer_rank)
                         expected, senders = begun + pick(epochs, peer_rank), begun + peer_rank
-                        alive = await_flags(
-                            table_ptr, control, places, begun, expected, senders, rank, alive, task, OPERATION, D
+                        alive = await_greeting_of_each(
+                            table_ptr, control, places, expected, senders, rank, alive, task, LAUNCH, D
                         )
                         heard = heard | peer
                     if alive != 0:
@@ -248,9 +260,7 @@ def low_latency_combine(
                     sources = tl.load(own_ids_ptr + summed * K + shown) // L
                     flags = 1 + summed * K + shown
                 places, expected = pick_each(incoming, sources), pick_each(epochs, sources)
-                alive = await_flags(
-                    table_ptr, control, places, flags, expected, sources, rank, alive, task, OPERATION, D
-                )
+                alive = await_flags(table_ptr, control, places, flags, expected, sources, rank, alive, task, LAUNCH, D)
             if SUMS:
                 add_sums(out_ptr, summed, ranks, incoming, wire, SUM, W, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
             else:
@@ -272,4 +282,5 @@ def low_latency_combine(
                     FP8,
                 )
         task = next_task(control)
-    end_region_launch(control, group_ptr, W, D, LANES)
+    if end_region_launch(control, group_ptr, W, D, LANES):
+        poison(out_ptr, T * H)

@@ -12,11 +12,22 @@ expert, and the place tasks come last. Else it waits once for all place tasks of
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .low_latency_places import clear_slots, count_rows, place_expert
 from .low_latency_rows import copy_tokens
 from .protocol import DONE, await_flag, next_task, open_launch
 from .quantization import quantize
-from .regions import await_flags, end_region_launch, in_set, open_regions, part_of, pick, publish_to
+from .regions import (
+    await_flags,
+    await_greeting_of_each,
+    end_region_launch,
+    greet,
+    in_set,
+    open_regions,
+    part_of,
+    pick,
+    publish_to,
+)
 from .wanted import wanting_ranks
 
 
@@ -174,14 +185,14 @@ def low_latency_dispatch(
     LAG: tl.constexpr,
     DIRECT: tl.constexpr,
     COUNTED: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`x [T, H]` and `ids [T, K]` to `out [L, W * M, H]`; rows past the counts are not written.
 
     `G` scales per token travel beside FP8 tokens: those of `x_scales [T, G]`, or, with GROUP > 0, made here for groups
     of that many columns. With COUNTED only the first `num_tokens []` tokens count.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
     count = tl.minimum(tl.load(num_tokens_ptr), T) if COUNTED else T
     blocks: tl.constexpr = (T + BLOCK_C - 1) // BLOCK_C
@@ -202,7 +213,7 @@ def low_latency_dispatch(
             peer_rank = (rank + 1 + task) % W
             region, own = pick(outgoing, peer_rank), peer_rank == rank
             send_ids(ids_ptr, count, region, own_ids_ptr, invalid_ptr, own, alive, T, M, K, W * L, IDS_AT, 1024)
-            publish_to(outgoing, epochs, tl.full((), 1, tl.int64) * alive << peer_rank.to(tl.int64), 0, W)
+            greet(outgoing, epochs, tl.full((), 1, tl.int64) * alive << peer_rank.to(tl.int64), LAUNCH, W)
         elif task >= clear_at:
             clear_slots((task - clear_at) * 1024, slot_row_ptr, T, M, K, W, 1024)
         elif token >= 0:
@@ -231,9 +242,8 @@ def low_latency_dispatch(
                 publish_to(outgoing, epochs, ranks, 1 + token, W)
         else:
             if heard == 0:
-                flags = tl.zeros((LANES,), tl.int32)
-                alive = await_flags(
-                    table_ptr, control, incoming, flags, epochs, sources, rank, alive, task, OPERATION, D
+                alive = await_greeting_of_each(
+                    table_ptr, control, incoming, epochs, sources, rank, alive, task, LAUNCH, D
                 )
                 heard = 1
             if block < 0:
@@ -268,11 +278,14 @@ def low_latency_dispatch(
                 else:
                     if placed == 0:
                         done = control + DONE
-                        alive = await_flag(table_ptr, done, L, control, rank, rank, alive, task, OPERATION, D)
+                        # Also after a failure: own tasks always end, and without what they store rows would be random.
+                        ended = await_flag(table_ptr, done, L, control, rank, rank, alive | 1, task, LAUNCH, D)
+                        alive = alive & ended
                         placed = 1
                     k = tl.arange(0, BLOCK_K)[None, :]
                     slots = ((source_rank * M + tokens) * K)[:, None] + k
                     rows = tl.load(slot_row_ptr + slots, mask=(tokens < T)[:, None] & (k < K), other=-1)
+                    rows = tl.where(rows < L * W * M, rows, -1)
                 wanted = tl.max(rows, axis=1) >= 0
                 some = tl.max(tl.where(wanted, tokens, -1), axis=0)
                 if some >= 0:
@@ -281,23 +294,36 @@ def low_latency_dispatch(
                     senders = tl.zeros((BLOCK_C,), tl.int32) + source_rank
                     expected = tl.zeros((BLOCK_C,), tl.int32) + pick(epochs, source_rank)
                     alive = await_flags(
-                        table_ptr, control, regions, 1 + shown, expected, senders, rank, alive, task, OPERATION, D
+                        table_ptr, control, regions, 1 + shown, expected, senders, rank, alive, task, LAUNCH, D
                     )
-                    copy_tokens(
-                        rows,
-                        shown,
-                        wanted,
-                        region,
-                        out_ptr,
-                        out_scales_ptr,
-                        H,
-                        K,
-                        G,
-                        VALUES_AT,
-                        SCALES_AT,
-                        BLOCK_K,
-                        BLOCK_H,
-                        BLOCK_G,
-                    )
+                    if alive != 0:
+                        copy_tokens(
+                            rows,
+                            shown,
+                            wanted,
+                            region,
+                            out_ptr,
+                            out_scales_ptr,
+                            H,
+                            K,
+                            G,
+                            VALUES_AT,
+                            SCALES_AT,
+                            BLOCK_K,
+                            BLOCK_H,
+                            BLOCK_G,
+                        )
         task = next_task(control)
-    end_region_launch(control, group_ptr, W, D, LANES)
+    if end_region_launch(control, group_ptr, W, D, LANES):
+        poison(out_ptr, L * W * M * H)
+        if G > 0:
+            poison(out_scales_ptr, L * W * M * G)
+        poison(token_ptr, L * W * M)
+        poison(slot_row_ptr, W * M * K)
+        poison(own_ids_ptr, M * K)
+        poison(invalid_ptr, 1)
+        # Numbers that can be used, and a poisoned row for each expert.
+        for expert in range(L):
+            tl.store(sizes_ptr + expert, 1)
+            tl.store(start_ptr + expert * W + lanes, tl.zeros((LANES,), tl.int32), mask=lanes < W)
+            tl.store(count_ptr + expert * W + lanes, tl.zeros((LANES,), tl.int32), mask=lanes < W)

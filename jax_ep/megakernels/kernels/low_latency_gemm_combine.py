@@ -1,8 +1,8 @@
 """Masked grouped GEMM and low-latency combine in one launch: rows go to the ranks of their tokens as they are computed.
 
 A tile's epilogue stores each row in the region of its source (regions.py), at the slot of the (token, k) that asked for
-it; of a token that names an expert twice, at the first. When all programs have stored their tiles, the last one tells
-all ranks with one flag, which is also how they hear from each other. Then each rank adds the rows of its tokens, times
+it; of a token that names an expert twice, at the first. When all programs have stored their tiles, the last one greets
+all ranks, which is also how they hear from each other. Then each rank adds the rows of its tokens, times
 their weights, in float32 and in order of k.
 
 Shares of tiles are fixed, so that the loads of a tile begin before the one before it is stored. Sums wait for other
@@ -13,11 +13,12 @@ program that has yet to begin can be what another rank waits for, and one reside
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .masked_gemm import multiply_masked
 from .masked_tiles import find_masked_tile, number_masked_tasks
 from .programs import all_begun, count_stored
 from .protocol import STARTED, next_task, open_launch
-from .regions import await_flags, end_region_launch, open_regions, part_of, pick, pick_each, publish_to
+from .regions import await_greeting_of_each, end_region_launch, greet, open_regions, part_of, pick, pick_each
 from .tiles import num_turns, task_of_turn
 
 
@@ -122,13 +123,13 @@ def low_latency_gemm_combine(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     FP8: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`lhs [L, W * M, DEPTH]` and matrices `[L, H, DEPTH]` to `out [T, H]`; scales as those of `masked_grouped_gemm`.
 
     Of the handle: `token [L, W * M]`, `start [L, W]`, `slot_row [W, M, K]`, `own_ids [M, K]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu")
     epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -151,17 +152,17 @@ def low_latency_gemm_combine(
         tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
         if count_stored(control, 0):
-            publish_to(outgoing, epochs, (tl.full((), 1, tl.int64) << W) - 1, 0, W)
+            greet(outgoing, epochs, (tl.full((), 1, tl.int64) << W) - 1, LAUNCH, W)
     if all_begun(control):
         blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
         lanes = tl.arange(0, LANES)
-        begun = tl.zeros((LANES,), tl.int32)
         task = next_task(control)
         if task < T * blocks:
             ranks = tl.where(lanes < W, lanes, 0)
-            alive = await_flags(table_ptr, control, incoming, begun, epochs, ranks, rank, alive, task, OPERATION, D)
+            alive = await_greeting_of_each(table_ptr, control, incoming, epochs, ranks, rank, alive, task, LAUNCH, D)
         while task < T * blocks:
             token, h = task // blocks, task % blocks * BLOCK_H
             add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, W, K, H, L, VALUES_AT, BLOCK_H, BLOCK_K)
             task = next_task(control)
-    end_region_launch(control, group_ptr, W, D, LANES)
+    if end_region_launch(control, group_ptr, W, D, LANES):
+        poison(out_ptr, T * H)

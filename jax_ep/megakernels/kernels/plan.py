@@ -13,6 +13,7 @@ A place, among LANES slots at a time, is a comparison of all pairs: no sort, and
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .protocol import (
     DONE,
     announce,
@@ -181,14 +182,14 @@ def plan(
     ROWS: tl.constexpr,
     INVALID: tl.constexpr,
     FILL: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`x [N]`, the ids of this rank, to the arrays of the handle (jax_ep.types.Handle); N = T * K.
 
     `places [W, N]`, `counts [W * blocks per source, BINS]` and `invalid [blocks per source]` are scratch. BINS and
     INVALID are powers of two, at least L and blocks per source.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     source_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
     num_blocks: tl.constexpr = W * source_blocks
     num_fills: tl.constexpr = (R + FILL - 1) // FILL
@@ -200,12 +201,12 @@ def plan(
     task = next_task(control)
     while task < count_end + num_blocks:
         if task == 0:
-            announce(table_ptr, group_ptr, control, me, rank, W, D)
+            announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
         elif task < push_end:
             block = (task - 1) // peers
             peer_rank = (rank + 1 + (task - 1) % peers) % W
             peer = tl.load(group_ptr + peer_rank)
-            alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION, D)
+            alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, LAUNCH, D)
             if alive != 0:
                 target = heap_rows(table_ptr, peer, tl.int32, DATA) + rank.to(tl.int64) * stride + block * BLOCK
                 copy_ids(x_ptr + block * BLOCK, target, N - block * BLOCK, BLOCK, W * L)
@@ -243,7 +244,7 @@ def plan(
                         block,
                         alive,
                         task,
-                        OPERATION,
+                        LAUNCH,
                         FLAGS,
                         D,
                         MAX_BLOCKS,
@@ -259,7 +260,7 @@ def plan(
                 # Also after a failure: own tasks always end, and without what they store rows would be random.
                 done = control + DONE
                 expected: tl.constexpr = num_fills + num_blocks
-                ended = await_flag(table_ptr, done, expected, control, rank, -1, alive | 1, task, OPERATION, D)
+                ended = await_flag(table_ptr, done, expected, control, rank, -1, alive | 1, task, LAUNCH, D)
                 alive = alive & ended
                 total, before = sum_counts(counts_ptr, counts_row, num_blocks, BINS, ROWS)
                 padded = (total // ALIGNMENT + (total % ALIGNMENT > 0).to(tl.int32)) * ALIGNMENT
@@ -282,4 +283,12 @@ def plan(
                     )
                 place_block(places_ptr, slot_row_ptr, row_slot_ptr, first, count, starts + before, R, BLOCK, BINS)
         task = next_task(control)
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(row_slot_ptr, R)
+        poison(slot_row_ptr, W * N)
+        poison(ids_ptr, W * N)
+        poison(num_invalid_ptr, 1)
+        poison(num_dropped_ptr, 1)
+        # Sizes that can be used, and a poisoned row for each expert: the gradient of its matrix is then no zero.
+        experts = tl.arange(0, BINS)
+        tl.store(sizes_ptr + experts, ((experts + 1) * ALIGNMENT <= R).to(tl.int32) * ALIGNMENT, mask=experts < L)

@@ -92,13 +92,11 @@ def add_block(
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     SUM_H: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Adds what all ranks have sent for a block of tokens within a chunk; returns whether the launch is still alive."""
     flag = chunk * tl.cdiv(T, BLOCK_T) + block
-    alive = await_block_of_all(
-        table_ptr, group_ptr, control, rank, flag, alive, task, OPERATION, FLAGS, W, D, MAX_BLOCKS
-    )
+    alive = await_block_of_all(table_ptr, group_ptr, control, rank, flag, alive, task, LAUNCH, FLAGS, W, D, MAX_BLOCKS)
     values_ptr = heap_rows(table_ptr, me, out_ptr.dtype.element_ty, DATA)
     for t in range(0, BLOCK_T, TILE_T):
         tokens = block * BLOCK_T + t + tl.arange(0, TILE_T)
@@ -147,7 +145,7 @@ def move_sums(
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     SUM_H: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Does up to `left` tasks with numbers below `limit`, first `task`, if that is none of -1.
 
@@ -169,9 +167,9 @@ def move_sums(
         if (index < num_sends) & (part < CHUNKS):
             if part > computed:
                 if computed < 0:
-                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, OPERATION, W, D)
+                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, LAUNCH, W, D)
                 done = control + DONE + part
-                alive = await_flag(table_ptr, done, tl.num_programs(0), control, rank, -1, alive, task, OPERATION, D)
+                alive = await_flag(table_ptr, done, tl.num_programs(0), control, rank, -1, alive, task, LAUNCH, D)
                 computed = part
             if alive != 0:
                 send_block(
@@ -227,7 +225,7 @@ def move_sums(
                 BLOCK_T,
                 TILE_T,
                 SUM_H,
-                OPERATION,
+                LAUNCH,
             )
         left -= 1
         task = -1

@@ -1,12 +1,14 @@
 """The low-latency area of the heap: launches that send at once, without asking whether a peer is ready.
 
-The area holds `[2, D]` regions of one size. Of the regions of device d only d writes; each begins with flags (int32),
-and what a launch sends lies behind them, as it likes. The table says where the area begins, after the number of this
+The area holds `[2, D]` regions of one size. Of the regions of device d only d writes; each begins with d's greeting
+(int64, see protocol.py) and flags (int32, flag i >= 1 at byte 4 + 4 * i), and what a launch sends lies behind them, as
+it likes. The table says where the area begins, after the number of this
 device, and how large a region is: both may change when the heap is allocated again, with all its words zero.
 
 Two devices count the launches that use the area and in which both take part: their epoch here, at control word
-64 + 3 * D + device. A launch sends through half `epoch & 1`, and its flags become `epoch`. Every rank hears from every
-other rank of its group before its launch ends. So two halves suffice, and nobody needs to announce itself:
+64 + D + device. A launch sends through half `epoch & 1`, and its flags become `epoch`. Every rank waits for the
+greeting of every other rank of its group before its launch ends, and so learns whether all have launched the same. So
+two halves suffice, and nobody needs to announce itself:
 
     Let P send something in its launch e + 2 with me. Its launch e + 1 with me has ended, and in it P heard from me.
     So I had begun launch e + 1, and had ended launch e: I no longer read what P sent in e, which lay in the same half,
@@ -21,9 +23,13 @@ import triton
 import triton.language as tl
 
 from .failures import FAILED, report_timeout
-from .protocol import DONE, EXITED, STARTED, TICKET
+from .protocol import DONE, EPOCHS, EXITED, STARTED, TICKET, await_greetings, first_missing, greeting
 
-REGION_EPOCHS = tl.constexpr(64)  # behind 3 * D other words
+
+@triton.jit
+def region_epochs(control, devices, D: tl.constexpr):
+    """Pointers to the numbers of launches so far with each of `devices`."""
+    return control + EPOCHS + D + devices
 
 
 @triton.jit
@@ -34,7 +40,7 @@ def open_regions(table_ptr, group_ptr, control, me, W: tl.constexpr, D: tl.const
     """
     lanes = tl.arange(0, LANES)
     peers = tl.load(group_ptr + tl.where(lanes < W, lanes, 0))
-    epochs = tl.load(control + REGION_EPOCHS + 3 * D + peers) + 1
+    epochs = tl.load(region_epochs(control, peers, D)) + 1
     area, size = tl.load(table_ptr + D + 3), tl.load(table_ptr + D + 4)
     half = (epochs & 1) * D
     outgoing = tl.load(table_ptr + peers) + area + (half + me).to(tl.int64) * size
@@ -69,10 +75,30 @@ def in_set(ranks, rank):
 
 
 @triton.jit
-def publish_to(outgoing, epochs, ranks, flag, W: tl.constexpr):
-    """Sets a flag at each rank of a set: what this program has stored there is complete."""
+def greet(outgoing, epochs, ranks, LAUNCH: tl.constexpr, W: tl.constexpr):
+    """Greets each rank of a set; what this program has stored there is complete."""
     lanes = tl.arange(0, epochs.shape[0])
-    flags = part_of(outgoing, 0, tl.int32) + flag
+    words = part_of(outgoing, 0, tl.int64)
+    # A release by some threads covers the others' stores only after a barrier of the program.
+    tl.debug_barrier()
+    mask = (lanes < W) & in_set(ranks, lanes)
+    tl.atomic_store(words, greeting(epochs, LAUNCH), mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def await_greeting_of_each(
+    table_ptr, control, incoming, epochs, ranks, rank, alive, task, LAUNCH: tl.constexpr, D: tl.constexpr
+):
+    """Waits for the greetings in regions `incoming [N]`, those of `ranks [N]`; returns whether it is still alive."""
+    words = part_of(incoming, 0, tl.int64)
+    return await_greetings(table_ptr, words, epochs, ranks, control, rank, alive, task, LAUNCH, D)
+
+
+@triton.jit
+def publish_to(outgoing, epochs, ranks, flag, W: tl.constexpr):
+    """Sets flag `flag >= 1` at each rank of a set: what this program has stored there is complete."""
+    lanes = tl.arange(0, epochs.shape[0])
+    flags = part_of(outgoing, 0, tl.int32) + 1 + flag
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     tl.atomic_store(flags, epochs, mask=(lanes < W) & in_set(ranks, lanes), sem="release", scope="sys")
@@ -80,21 +106,21 @@ def publish_to(outgoing, epochs, ranks, flag, W: tl.constexpr):
 
 @triton.jit
 def await_flags(
-    table_ptr, control, regions, flags, epochs, ranks, rank, alive, task, OPERATION: tl.constexpr, D: tl.constexpr
+    table_ptr, control, regions, flags, epochs, ranks, rank, alive, task, LAUNCH: tl.constexpr, D: tl.constexpr
 ):
     """Waits for `flags [N]` in `regions [N]`, those of `ranks [N]`; returns whether the launch is still alive."""
     if alive != 0:
         timeout_ns = tl.load(table_ptr + D + 1)
-        places = part_of(regions, 0, tl.int32) + flags
+        places = part_of(regions, 0, tl.int32) + 1 + flags
         arrived = tl.atomic_poll(places, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns)
-        if tl.min(arrived.to(tl.int32), axis=0) == 0:
+        arrived = arrived.to(tl.int32)
+        if tl.min(arrived, axis=0) == 0:
             alive = 0
             tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
-            missing = tl.max(tl.where(arrived, -1, ranks), axis=0)
-            is_missing = (ranks == missing) & (arrived == 0)
-            seen = tl.max(tl.where(is_missing, tl.atomic_load(places, sem="relaxed", scope="sys"), -1), axis=0)
-            epoch = tl.max(tl.where(is_missing, epochs, -1), axis=0)
-            report_timeout(table_ptr, rank, missing, epoch, seen, task, timeout_ns, OPERATION, D)
+            late = first_missing(arrived)
+            seen = tl.sum(tl.where(late, tl.atomic_load(places, sem="relaxed", scope="sys"), 0), axis=0)
+            epoch, missing = tl.sum(tl.where(late, epochs, 0), axis=0), tl.sum(tl.where(late, ranks, 0), axis=0)
+            report_timeout(table_ptr, rank, missing, epoch, seen, task, timeout_ns, LAUNCH, D)
     # What the flags guard is read by all threads, after this barrier.
     tl.debug_barrier()
     return alive
@@ -102,14 +128,19 @@ def await_flags(
 
 @triton.jit
 def end_region_launch(control, group_ptr, W: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
-    """The last program to leave resets the queue and counts the launch with every peer."""
+    """As `end_launch` of protocol.py: 1 in the program that must poison what the launch returns, else 0."""
+    has_failed = 0
     tl.debug_barrier()
     if tl.atomic_add(control + EXITED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        has_failed = tl.atomic_load(control + FAILED, sem="relaxed", scope="gpu")
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
         tl.store(control + STARTED, 0)
         lanes = tl.arange(0, LANES)
         peers = tl.load(group_ptr + lanes, mask=lanes < W, other=0)
-        epochs = control + REGION_EPOCHS + 3 * D + peers
+        epochs = region_epochs(control, peers, D)
         tl.store(epochs, tl.load(epochs, mask=lanes < W, other=0) + 1, mask=lanes < W)
+    # Nothing of what other programs have stored may come after what poisons it.
+    tl.debug_barrier()
+    return has_failed

@@ -7,6 +7,7 @@ sent to its place in the result.
 import triton
 import triton.language as tl
 
+from .failures import poison
 from .protocol import (
     announce,
     await_block,
@@ -34,22 +35,22 @@ def exchange_words(
     FLAGS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OPERATION: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """`x [N]` to all ranks, or `DIFFERENT` `x [W, N]` one row to each; `out [W, N]` by source rank."""
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, OPERATION, W, D)
+    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     num_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
     push_end: tl.constexpr = 1 + W * num_blocks
     task = next_task(control)
     while task < push_end + W * num_blocks:
         if task == 0:
-            announce(table_ptr, group_ptr, control, me, rank, W, D)
+            announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
         elif task < push_end:
             block = (task - 1) // W
             peer_rank = (rank + 1 + (task - 1) % W) % W
             peer = tl.load(group_ptr + peer_rank)
             if peer_rank != rank:
-                alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, OPERATION, D)
+                alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, LAUNCH, D)
             if alive != 0:
                 words = block * BLOCK + tl.arange(0, BLOCK)
                 first = peer_rank.to(tl.int64) * N if DIFFERENT else 0
@@ -62,11 +63,12 @@ def exchange_words(
             source_rank = (rank + W - 1 - (task - push_end) % W) % W
             source = tl.load(group_ptr + source_rank)
             alive = await_block(
-                table_ptr, control, rank, source_rank, source, block, alive, task, OPERATION, FLAGS, D, MAX_BLOCKS
+                table_ptr, control, rank, source_rank, source, block, alive, task, LAUNCH, FLAGS, D, MAX_BLOCKS
             )
             words = source_rank.to(tl.int64) * N + block * BLOCK + tl.arange(0, BLOCK)
             inside = block * BLOCK + tl.arange(0, BLOCK) < N
             received = heap_rows(table_ptr, me, x_ptr.dtype.element_ty, DATA)
             tl.store(out_ptr + words, tl.load(received + words, mask=inside), mask=inside)
         task = next_task(control)
-    end_launch(control, group_ptr, W)
+    if end_launch(control, group_ptr, W):
+        poison(out_ptr, W * N)

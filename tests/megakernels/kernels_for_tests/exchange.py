@@ -25,7 +25,7 @@ def all_to_all(rank_ptr, epoch_ptr, heaps_ptr, x_ptr, y_ptr, W: tl.constexpr, H:
             tl.atomic_store(pointer(heaps_ptr, peer, BASE, tl.int32) + rank, epoch, sem="release", scope="sys")
         else:
             flag = pointer(heaps_ptr, rank, BASE, tl.int32) + peer
-            tl.atomic_poll(flag, epoch, sem="acquire", scope="sys", timeout_ns=20_000_000_000)
+            tl.atomic_poll(flag, epoch, sem="acquire", scope="sys", timeout_ns=1_000_000_000_000)
             tl.debug_barrier()
             row = tl.load(pointer(heaps_ptr, rank, BASE + 64, tl.float32) + peer * H + columns)
             tl.store(y_ptr + peer * H + columns, row)

@@ -1,0 +1,110 @@
+"""No tokens on any rank: every exchange gives what its shapes say, and gradients are zeros."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, F32
+from harness import EXPERT, make_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep.sharding import sharded_moe
+
+W, E, K, H, INNER = 2, 4, 2, 128, 128
+FP8 = jnp.float8_e4m3fn
+SPEC = P(EXPERT)
+
+
+def dispatch(x: Any, idx: Any, weights: Any, up: Any, down: Any, **options: Any) -> Any:
+    sent = jax_ep.dispatch(x, idx, weights, **options)
+    return sent.tokens * sent.weights[:, None].astype(x.dtype), sent.group_sizes, sent.dropped[None]
+
+
+def exchange(x: Any, idx: Any, weights: Any, up: Any, down: Any, *, implementation: str, **options: Any) -> Any:
+    sent = jax_ep.dispatch(x, idx, weights, implementation=implementation, **options)
+    again = jax_ep.dispatch(x, None, weights, handle=sent.handle, num_experts=E, implementation=implementation)
+    rows = again.tokens * again.weights[:, None].astype(x.dtype)
+    return jax_ep.combine(rows, sent.handle, implementation=implementation)
+
+
+def halves(x: Any, idx: Any, weights: Any, up: Any, down: Any, *, implementation: str, **options: Any) -> Any:
+    sent = jax_ep.dispatch_grouped_gemm(x, idx, weights, up, implementation=implementation, **options)
+    rows = sent.hidden[:, :INNER] * sent.weights[:, None].astype(x.dtype)
+    return jax_ep.grouped_gemm_combine(rows, down, sent.handle, implementation=implementation)
+
+
+def low_latency(x: Any, idx: Any, weights: Any, up: Any, down: Any, *, implementation: str, **options: Any) -> Any:
+    sizes = {"num_experts": E, "max_tokens_per_rank": 3, "implementation": implementation}
+    sent = jax_ep.low_latency_dispatch(x, idx, quantize=False, **sizes)
+    return jax_ep.low_latency_combine(sent.tokens, idx, weights, sent.handle, implementation=implementation)
+
+
+LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "dispatch": (dispatch, {}),
+    "dispatch with a capacity": (dispatch, {"capacity": 8, "alignment": 4}),
+    "dispatch and combine": (exchange, {}),
+    "dispatch and combine with a capacity": (exchange, {"capacity": 8}),
+    "fused halves": (halves, {}),
+    "moe": (jax_ep.moe, {}),
+    "moe with a capacity": (jax_ep.moe, {"capacity": 16}),
+    "moe, FP8 on the wire": (jax_ep.moe, {"wire_dtype": FP8}),
+    "moe, FP8 products": (jax_ep.moe, {"forward_dtype": FP8}),
+    "low latency": (low_latency, {}),
+}
+
+
+def arguments(mesh: Any, dtype: np.dtype) -> list[Any]:
+    tokens = jnp.ones((0, H), dtype), jnp.zeros((0, K), jnp.int32), jnp.ones((0, K))
+    matrices = jnp.ones((E, H, 2 * INNER), dtype), jnp.ones((E, INNER, H), dtype)
+    return [jax.device_put(value, NamedSharding(mesh, SPEC)) for value in (*tokens, *matrices)]
+
+
+def check(layer: Callable[..., Any], args: list[Any]) -> None:
+    """Eagerly and compiled; gradients of each argument alone, and of all together."""
+    x, idx, weights, *matrices = args
+
+    def loss(x: Any, weights: Any, *matrices: Any) -> Any:
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(layer(x, idx, weights, *matrices)))
+
+    for got, want in zip(
+        jax.tree.leaves(jax.jit(layer)(*args)), jax.tree.leaves(jax.eval_shape(layer, *args)), strict=True
+    ):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert not np.asarray(got, np.float32).any()
+    differentiable = (x, weights, *matrices)
+    for argnums in ((0,), (1,), (2, 3), (0, 1, 2, 3)):
+        gradients = jax.jit(jax.grad(loss, argnums=argnums))(*differentiable)
+        for number, gradient in zip(argnums, gradients, strict=True):
+            assert gradient.shape == differentiable[number].shape
+            assert not np.asarray(gradient, np.float32).any()
+
+
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.slow_interpreted)], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_tokens(implementation: str, name: str, dtype: np.dtype) -> None:
+    layer, options = LAYERS[name]
+    mesh = make_mesh((W,), (EXPERT,), AxisType.Explicit)
+    per_shard = functools.partial(layer, implementation=implementation, num_experts=E, **options)
+    with jax.set_mesh(mesh):
+        check(jax.shard_map(per_shard, in_specs=SPEC, out_specs=SPEC), arguments(mesh, dtype))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_no_tokens_in_sharded_moe(implementation: str, axis_type: AxisType) -> None:
+    mesh = make_mesh((W,), (EXPERT,), axis_type)
+    check(sharded_moe(mesh, num_experts=E, implementation=implementation), arguments(mesh, F32))
+
+
+def test_no_tokens_on_one_device(implementation: str) -> None:
+    args = [jnp.asarray(np.asarray(value)) for value in arguments(make_mesh((1,), (EXPERT,)), F32)]
+    layer = functools.partial(jax_ep.fused_moe, implementation=implementation)
+    check(layer, args)
+    assert layer(*args).shape == (0, H)

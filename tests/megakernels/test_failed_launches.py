@@ -1,0 +1,248 @@
+"""A launch that has failed hands out no numbers: its results are poisoned, and the next call says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, integers
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import context, ffi
+from jax_ep.heap import SymmetricHeap
+from jax_ep.interpreter import Launch, Pool
+from jax_ep.kernel import Kernel
+from jax_ep.megakernels.heap_launch import launch_identity
+
+W, T, K, E, H, F = 2, 5, 2, 4, 16, 24
+OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
+GIVEN = {"implementation": "triton"}
+SHORT_S = 0.3
+EPOCHS = 64  # the first of the control words that count launches
+
+
+@pytest.fixture(autouse=True)
+def no_context() -> Iterator[None]:
+    jax_ep.finalize()
+    yield
+    jax_ep.finalize()
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return harness.make_mesh((W,), (harness.EXPERT,))
+
+
+def all_control_words(heap: SymmetricHeap, rank: int) -> list[np.ndarray]:
+    return [harness.words_of(heap, generation, rank) for generation in (*heap._data, *heap._regions)]
+
+
+def shorten_waits(heap: SymmetricHeap) -> None:
+    """From now on no wait lasts long; nothing that has to succeed comes after it."""
+    heap._timeout_ns = int(SHORT_S * 1e9)
+    for generation in (*heap._data, *heap._regions):
+        heap._registered(generation)
+
+
+def exchange(x, ids, w, h):
+    d = jax_ep.dispatch(x, ids, jnp.ones(ids.shape, jnp.float32), **OPTIONS)
+    return d.tokens, d.weights, jax_ep.combine(d.tokens, d.handle, **GIVEN), d.handle.row_slot, d.handle.num_invalid
+
+
+def dispatch_alone(x, ids, w, h):
+    d = jax_ep.dispatch(x, ids, **OPTIONS)
+    return d.tokens, d.handle.row_slot, d.handle.slot_row, d.handle.ids
+
+
+def quantized(x, ids, w, h):
+    d = jax_ep.dispatch(x, ids, wire_dtype=jnp.float8_e4m3fn, **OPTIONS)
+    return d.tokens, jax_ep.combine(d.tokens, d.handle, wire_dtype=jnp.float8_e4m3fn, **GIVEN)
+
+
+def dispatch_gemm(x, ids, w, h):
+    d = jax_ep.dispatch_grouped_gemm(x.astype(jnp.bfloat16), ids, None, w, mode="fused", **OPTIONS)
+    return d.hidden, d.handle.row_slot
+
+
+def gemm_combine(mode: str) -> Callable[..., Any]:
+    def fn(x, ids, w, h):
+        handle = jax_ep.dispatch(x.astype(jnp.bfloat16), ids, **OPTIONS).handle
+        return (jax_ep.grouped_gemm_combine(h, w.swapaxes(1, 2), handle, mode=mode, **GIVEN),)
+
+    return fn
+
+
+def layer_gradients(x, ids, w, h):
+    def loss(x, w):
+        y = jax_ep.moe(x, ids, jnp.ones(ids.shape, jnp.float32), w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS)
+        return y.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1))(x.astype(jnp.bfloat16), w)
+
+
+def low_latency_dispatch(x, ids, w, h):
+    d = jax_ep.low_latency_dispatch(x, ids, max_tokens_per_rank=T, quantize=False, **OPTIONS)
+    return d.tokens, d.handle.source_token, d.handle.slot_row, d.handle.own_ids, d.handle.num_invalid
+
+
+def low_latency_round_trip(x, ids, w, h):
+    d = jax_ep.low_latency_dispatch(x, ids, max_tokens_per_rank=T, quantize=False, **OPTIONS)
+    return (jax_ep.low_latency_combine(d.tokens, ids, jnp.ones(ids.shape, jnp.float32), d.handle, **GIVEN),)
+
+
+def low_latency_gemm_combine(x, ids, w, h):
+    d = jax_ep.low_latency_dispatch(x.astype(jnp.bfloat16), ids, max_tokens_per_rank=T, quantize=False, **OPTIONS)
+    arguments = (d.tokens, w.swapaxes(1, 2)[:, :H], d.group_sizes, ids, jnp.ones(ids.shape, jnp.float32), d.handle)
+    return (jax_ep.low_latency_gemm_combine(*arguments, preferred_element_type=jnp.float32, **GIVEN),)
+
+
+PROGRAMS = {
+    "exchange": exchange,
+    "dispatch alone": dispatch_alone,
+    "fp8 wire": quantized,
+    "dispatch + GEMM": dispatch_gemm,
+    "GEMM + combine, scatter": gemm_combine("scatter"),
+    "GEMM + combine, serial": gemm_combine("serial"),
+    "layer, gradients": layer_gradients,
+    "low-latency dispatch": low_latency_dispatch,
+    "low-latency round trip": low_latency_round_trip,
+    "low-latency GEMM + combine": low_latency_gemm_combine,
+}
+
+
+def inputs(rng: np.random.Generator, hidden: int = H) -> tuple[np.ndarray, ...]:
+    x = rng.normal(size=(W, T, hidden)).astype(np.float32)
+    ids = rng.integers(0, E, size=(W, T, K), dtype=np.int32)
+    w = integers(rng, W, E // W, hidden, F, dtype=BF16)
+    return x, ids, w, integers(rng, W, W * T * K, F, dtype=BF16)
+
+
+def is_poisoned(array: np.ndarray) -> bool:
+    if np.issubdtype(array.dtype, np.integer):
+        return bool((array == -1).all())
+    return bool(np.isnan(array.astype(np.float32)).all())
+
+
+def run(call: Callable[..., Any], *args: np.ndarray) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(call(*args)))]
+
+
+def leave_ones(patch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write is no poison by itself: from now on the interpreter's own is the byte 1."""
+    launch = Pool.launch
+    patch.setattr(Pool, "launch", lambda pool, x, **rest: launch(pool, dataclasses.replace(x, poison=1), **rest))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_missing_launch_poisons_what_waited_for_it(monkeypatch, mesh, rng, name):
+    jax_ep.init(mesh, transport="shared_memory")
+    args = inputs(rng, 128 if name == "fp8 wire" else H)
+    call = harness.compiled(PROGRAMS[name], mesh)
+    right = run(call, *args)
+    assert not any(is_poisoned(leaf) for leaf in right)
+    heap = context.heap("test")
+    for rank in range(W):  # each believes that it and its peer are elsewhere: neither sees what it waits for
+        for words in all_control_words(heap, rank):
+            words[EPOCHS : EPOCHS + 2 * len(jax.devices())] += 2 * rank
+    shorten_waits(heap)
+    leave_ones(monkeypatch)
+    for leaf in run(call, *args):
+        assert is_poisoned(leaf), (name, leaf)
+    story = heap.failure()
+    assert story is not None and "rank 0" in story and "rank 1" in story
+    with pytest.raises(Exception, match="timed out"):
+        run(call, *args)
+
+
+def test_a_program_on_another_mesh_gives_no_numbers(monkeypatch, rng):
+    leave_ones(monkeypatch)
+    devices = jax.devices()[:W]
+    jax_ep.init(Mesh(np.array(devices), (harness.EXPERT,)), transport="shared_memory")
+    other = Mesh(np.array(devices[::-1]), (harness.EXPERT,))
+    call = harness.compiled(dispatch_alone, other)
+    for leaf in run(call, *inputs(rng)):
+        assert is_poisoned(leaf)
+    with pytest.raises(Exception, match="is another device in dispatch"):
+        run(call, *inputs(rng))
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "other"),
+    [
+        ("dispatch alone", "dispatch", ffi.Operation.COMBINE),
+        ("exchange", "combine", None),
+        ("dispatch + GEMM", "dispatch_grouped_gemm", None),
+        ("GEMM + combine, scatter", "grouped_gemm_combine", ffi.Operation.COMBINE),
+        ("low-latency dispatch", "low_latency_dispatch", None),
+        ("low-latency round trip", "low_latency_combine", ffi.Operation.LOW_LATENCY_DISPATCH),
+        ("low-latency GEMM + combine", "low_latency_gemm_combine", None),
+    ],
+)
+def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rng, name, operation, other):
+    """A `lax.cond` that differs between ranks, say: one rank's data was taken for what the other expected.
+
+    The interpreter starts only what all ranks come to, so rank 1 is told to launch another thing there.
+    """
+    jax_ep.init(mesh, transport="shared_memory")
+    args = inputs(rng)
+    call = harness.compiled(PROGRAMS[name], mesh)
+    run(call, *args)
+    launch = Pool.launch
+
+    def launch_something_else(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
+        identity = request.constants.get("LAUNCH", 0)
+        if worker == 1 and identity & 0xFF == ffi.Operation[operation.upper()]:
+            changed = identity ^ 256 if other is None else identity >> 8 << 8 | other
+            request = dataclasses.replace(request, constants={**request.constants, "LAUNCH": changed})
+        return launch(pool, request, worker=worker, **rest)
+
+    monkeypatch.setattr(Pool, "launch", launch_something_else)
+    heap = context.heap("test")
+    shorten_waits(heap)
+    assert is_poisoned(run(call, *args)[2 if name == "exchange" else 0])
+    story = heap.failure()
+    assert story is not None and "met another launch in" in story
+    with pytest.raises(Exception, match="met another launch"):
+        run(call, *args)
+    names = {operation, other.name.lower()} if other else {operation}
+    assert any(f"in {one} " in story for one in names)
+    assert ("launched other sizes" if other is None else " launched ") in story
+
+
+def test_what_a_launch_is(mesh):
+    """Sizes, dtypes and kernels tell launches apart; the same ones are the same."""
+    kernel, x = Kernel("dispatch", "dispatch"), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    sizes = {"T": 4, "H": 8, "OPERATION": int(ffi.Operation.DISPATCH)}
+    one = launch_identity(kernel, (x,), sizes)
+    assert one == launch_identity(kernel, (x,), dict(reversed(sizes.items())))
+    assert 0 < one < 2**31 and one & 0xFF == ffi.Operation.DISPATCH
+    others = [
+        launch_identity(kernel, (x,), sizes | {"T": 5}),
+        launch_identity(kernel, (jax.ShapeDtypeStruct((4, 8), jnp.float16),), sizes),
+        launch_identity(Kernel("combine", "combine"), (x,), sizes),
+        launch_identity(kernel, (x,), sizes | {"OPERATION": int(ffi.Operation.COMBINE)}),
+    ]
+    assert len({one, *others}) == 5
+
+
+@pytest.mark.parametrize("name", ["exchange", "low-latency round trip", "GEMM + combine, scatter"])
+def test_epochs_go_on_past_their_largest_number(mesh, rng, name):
+    jax_ep.init(mesh, transport="shared_memory")
+    args = inputs(rng)
+    call = harness.compiled(PROGRAMS[name], mesh)
+    want = run(call, *args)
+    heap = context.heap("test")
+    for start in (2**31 - 3, -3):  # where the sign changes, and where numbers begin again
+        for rank in range(W):
+            for words in all_control_words(heap, rank):
+                words[EPOCHS : EPOCHS + 2 * len(jax.devices())] = start
+        for _ in range(6):
+            for leaf, expected in zip(run(call, *args), want, strict=True):
+                np.testing.assert_array_equal(leaf, expected)

@@ -1,0 +1,179 @@
+"""Heaps that grow while programs run, and programs that outlive their context. On GPUs of one process too."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import context
+
+W, T, K, E, H = 2, 5, 2, 4, 8
+ALSO_ON_GPUS = True
+TRANSPORT = "shared_memory" if jax.default_backend() == "cpu" else None
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """Two ranks without a context, before the test and after it."""
+    jax_ep.finalize()
+    yield harness.make_mesh((W,), (harness.EXPERT,))
+    jax_ep.finalize()
+
+
+def inputs(num_tokens: int = T) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(num_tokens)
+    x = rng.integers(-8, 8, size=(W, num_tokens, H)).astype(np.float32)
+    return x, rng.integers(0, E, size=(W, num_tokens, K), dtype=np.int32)
+
+
+def round_trip(x, ids):
+    """Every row to its experts and back: each token times its number of experts."""
+    d = jax_ep.dispatch(x, ids, num_experts=E, implementation="triton")
+    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
+
+
+def decode(x, ids):
+    """The same by the low-latency kernels, which use another part of the heap."""
+    options = {"implementation": "triton", "axis_name": harness.EXPERT}
+    sizes = {"num_experts": E, "max_tokens_per_rank": x.shape[0]}
+    d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, **options)
+    return jax_ep.low_latency_combine(d.tokens, ids, jnp.ones(ids.shape, jnp.float32), d.handle, **options)
+
+
+def lower(fn: Callable[..., Any], mesh: Mesh, num_tokens: int, hidden: int) -> None:
+    """Traces a program, which makes the heap large enough for it, and does not run it."""
+    shapes = [(W, num_tokens, hidden), (W, num_tokens, K)]
+    types = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, (jnp.float32, jnp.int32), strict=True)]
+    jax.jit(harness.per_rank(fn, mesh)).lower(*types)
+
+
+@pytest.mark.parametrize("fn", [round_trip, decode], ids=["data", "regions"])
+def test_growing_while_a_program_runs(mesh, fn):
+    """A second thread traces programs that need ever more; the first goes on, in the heap with which it was traced."""
+    jax_ep.init(mesh, transport=TRANSPORT)
+    x, ids = inputs()
+    call = harness.compiled(fn, mesh)
+    np.testing.assert_array_equal(call(x, ids), K * x)
+    heap = context.heap("test")
+    before = (heap.data.id, [heap.regions.id] if fn is decode else [])
+    stop, finished, failures = threading.Event(), [], []
+
+    def run() -> None:
+        try:
+            while not stop.is_set() or len(finished) < 3:
+                np.testing.assert_array_equal(call(x, ids), K * x)
+                finished.append(1)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for factor in range(1, 5):
+            lower(fn, mesh, 64 << factor, 4096)
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == []
+    after = (heap.data.id, [heap.regions.id] if fn is decode else [])
+    assert after > before
+    np.testing.assert_array_equal(harness.run(fn, mesh, *inputs(3 * T)), K * inputs(3 * T)[0])
+    np.testing.assert_array_equal(call(x, ids), K * x)
+
+
+def test_threads_that_trace_at_once(mesh):
+    """Each gets room for its own program, whichever of them grows the heap first."""
+    jax_ep.init(mesh, transport=TRANSPORT)
+    failures = []
+
+    def trace(num_tokens: int) -> None:
+        try:
+            for fn in (round_trip, decode):
+                lower(fn, mesh, num_tokens, 4096)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=trace, args=(128 << i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert context.heap("test").data.num_bytes >= W * 1024 * 4096 * 4
+    x, ids = inputs()
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
+
+
+@pytest.mark.parametrize("heap_bytes", [None, 8 << 20], ids=["growing", "fixed"])
+def test_programs_run_on_in_a_later_context(mesh, heap_bytes):
+    """Also in a third, and those that found other generations; between contexts an error says what to do."""
+    jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
+    x, ids = inputs()
+    calls = [harness.compiled(fn, mesh) for fn in (round_trip, decode)]
+    for call in calls:
+        np.testing.assert_array_equal(call(x, ids), K * x)
+    if heap_bytes is None:
+        lower(round_trip, mesh, 1024, 4096)  # so that the next context has a larger heap under the old id
+    for _ in range(2):
+        jax_ep.finalize()
+        with pytest.raises(Exception, match=r"Call jax_ep\.init\(\).*jax\.clear_caches\(\)"):
+            calls[0](x, ids)
+        jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
+        for call in calls:
+            np.testing.assert_array_equal(call(x, ids), K * x)
+    wide = inputs(2 * T)
+    for fn in (round_trip, decode):
+        np.testing.assert_array_equal(harness.run(fn, mesh, *wide), K * wide[0])
+
+
+def test_a_later_context_that_is_too_small_says_so(mesh):
+    jax_ep.init(mesh, transport=TRANSPORT)
+    x, ids = inputs()
+    call = harness.compiled(round_trip, mesh)
+    np.testing.assert_array_equal(call(x, ids), K * x)
+    jax_ep.finalize()
+    jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=4 << 20)
+    with pytest.raises(Exception, match=r"unless its heap_bytes is too small.*jax\.clear_caches\(\)"):
+        call(x, ids)
+    jax.clear_caches()
+    np.testing.assert_array_equal(call(x, ids), K * x)
+
+
+def test_a_context_that_ends_while_a_program_is_traced(mesh, monkeypatch):
+    """What the thread has reserved is gone, and the new heap may be smaller."""
+    jax_ep.init(mesh, transport=TRANSPORT)
+    reserve = context.reserve
+
+    def restart() -> None:
+        jax_ep.finalize()
+        jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=8 << 20)
+
+    def reserve_in_vain(*args: Any) -> None:
+        reserve(*args)
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            executor.submit(restart).result()
+
+    monkeypatch.setattr(context, "reserve", reserve_in_vain)
+    with pytest.raises(RuntimeError, match=r"finalized by another thread .* trace it again"):
+        harness.run(round_trip, mesh, *inputs())
+    monkeypatch.undo()
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, *inputs()), K * inputs()[0])
+
+
+@pytest.mark.parametrize("heap_bytes", [1 << 46, 1 << 60], ids=["memory", "addresses"])
+def test_more_than_there_is(mesh, heap_bytes):
+    message = rf"init: .*{heap_bytes}.*(free|addressed)"
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
+    jax_ep.init(mesh, transport=TRANSPORT)
+    np.testing.assert_array_equal(harness.run(round_trip, mesh, *inputs()), K * inputs()[0])

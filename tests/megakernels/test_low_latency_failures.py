@@ -1,0 +1,211 @@
+"""The low-latency kernels and a peer that is late, does not come, or dies: right results, or errors that name it.
+
+What becomes of a rank is staged by its worker, which is stopped before a kernel, and goes on, or dies, when its peer
+has come to the state that the test is about. So no speed of the machine changes an outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import test_low_latency_gemm_kernels as gemm_kernels
+import test_low_latency_kernels as kernels
+from jax.sharding import Mesh
+from test_interpreter_failures import until
+
+import jax_ep
+from jax_ep import context, interpreter
+from jax_ep.interpreter import activity
+from jax_ep.megakernels import low_latency_tuning
+
+CASES = [
+    ("low_latency_dispatch", "few tokens"),
+    ("low_latency_dispatch", "many tokens"),
+    ("low_latency_combine", "few tokens"),
+    ("low_latency_combine", "many tokens"),
+    ("low_latency_gemm_combine", "few tokens"),
+]
+# What stands in a result before a kernel writes it. As a row number it lies far outside of every buffer.
+POISON = 0x01
+
+
+def choose(way: str, patch: pytest.MonkeyPatch) -> None:
+    comparisons, rows = kernels.WAYS[way]
+    patch.setattr(low_latency_tuning, "_MOST_COMPARISONS", comparisons)
+    patch.setattr(low_latency_tuning, "_MOST_ROWS", rows)
+
+
+class Program:
+    """A program with the kernel, compiled for the context that there is."""
+
+    def __init__(self, name: str, mesh: Mesh, rng: np.random.Generator) -> None:
+        self._is_fused = name == "low_latency_gemm_combine"
+        if self._is_fused:
+            self._problem: Any = gemm_kernels.Problem(rng, "uniform", 2)
+            self._call = harness.compiled(gemm_kernels.fused(), mesh)
+        else:
+            self._problem = kernels.Problem(rng, "uniform", 2, kernels.SHAPE, 7)
+            self._call = harness.compiled(kernels.round_trip(kernels.SHAPE, 7), mesh)
+
+    def run(self) -> None:
+        """Fails unless the results are right."""
+        results = self._call(*self._problem.args)
+        self._problem.check(results) if self._is_fused else self._problem.check(*results)
+
+
+class Stage:
+    """Lets something happen to worker 1 before its next launch of a kernel, and keeps what the launches return."""
+
+    def __init__(self, name: str, before: Callable[[interpreter.Pool], None], patch: pytest.MonkeyPatch) -> None:
+        self.pool: interpreter.Pool = context.heap("test")._memory.pool
+        self.results: dict[int, list[np.ndarray]] = {}
+        self._name, self._before = name, before
+        for index in range(2):
+            worker = self.pool._workers[index]
+            patch.setattr(worker, "run", self._staged(worker.run, index))
+
+    def _staged(self, run: Callable[..., list[bytes]], index: int) -> Callable[..., list[bytes]]:
+        def staged(launch: interpreter.Launch, *args: Any) -> list[bytes]:
+            if launch.function != self._name:
+                return run(launch, *args)
+            if index == 1:
+                self._before(self.pool)
+            outputs = run(dataclasses.replace(launch, poison=POISON), *args)
+            types = [DTYPES[element] for element, _ in launch.results]
+            self.results[index] = [np.frombuffer(data, dtype) for data, dtype in zip(outputs, types, strict=True)]
+            return outputs
+
+        return staged
+
+
+DTYPES = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def state(pool: interpreter.Pool) -> int:
+    """What worker 0 is doing."""
+    return int(pool._activity[0][activity.STATE])
+
+
+def stopped_until(wanted: int, then: int) -> Callable[[interpreter.Pool], None]:
+    """Stops worker 1 until worker 0 is in a state, and sends a signal then."""
+
+    def before(pool: interpreter.Pool) -> None:
+        pid = pool._workers[1].process.pid
+
+        def resume() -> None:
+            until(lambda: state(pool) == wanted)
+            os.kill(pid, then)
+
+        os.kill(pid, signal.SIGSTOP)
+        threading.Thread(target=resume).start()
+
+    return before
+
+
+def believe_in_other_launches(pool: interpreter.Pool) -> None:
+    """Rank 1 takes part in a launch that is not the one of rank 0: neither comes to the other's."""
+    heap = context.heap("test")
+    harness.words_of(heap, heap.regions, 1)[64 + heap.layout.num_devices] += 2
+
+
+def test_a_late_peer_changes_no_result(
+    two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, subtests: Any
+) -> None:
+    for name, way in CASES:
+        with subtests.test(f"{name}, {way}"), monkeypatch.context() as patch:
+            choose(way, patch)
+            program = Program(name, two_ranks, rng)
+            program.run()
+            stage = Stage(name, stopped_until(activity.WAITING, then=signal.SIGCONT), patch)
+            program.run()
+            assert sorted(stage.results) == [0, 1]
+
+
+def check_story(name: str, story: str) -> None:
+    """It names the operation and both ranks, of which each may have waited for the other."""
+    said = re.search(r"rank (\d+) timed out after 1 s in (\w+) .*waiting for rank (\d+)", story)
+    assert said, story
+    assert sorted([said[1], said[3]]) == ["0", "1"]
+    assert said[2] == name
+
+
+MISSING = {
+    "too late": stopped_until(activity.GAVE_UP, then=signal.SIGCONT),
+    "never": believe_in_other_launches,
+}
+EITHER = [(*case, "too late") for case in CASES]
+EITHER += [pytest.param(*case, "never", marks=pytest.mark.slow) for case in CASES if case[1] == "few tokens"]
+
+
+@pytest.mark.parametrize(("name", "way", "how"), EITHER)
+def test_a_missing_peer_is_named(
+    name: str,
+    way: str,
+    how: str,
+    two_impatient_ranks: Mesh,
+    rng: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    after_failures: None,
+    caplog: Any,
+) -> None:
+    """And what the launch returns cannot be taken for a result; the interpreter looks for what is written beside it."""
+    choose(way, monkeypatch)
+    program, heap = Program(name, two_impatient_ranks, rng), context.heap("test")
+    program.run()
+    with monkeypatch.context() as patch:
+        stage = Stage(name, MISSING[how], patch)
+        error = outcome(program.run)
+    # The check of a later call reports it, if the check of this one came too early.
+    error = error if "timed out" in error else outcome(program.run)
+    # It tells of one of the ranks; the other may have come further before it waited for the first.
+    check_story(name if name in error else "low_latency_combine", error)
+    story = heap.failure()
+    assert story is not None
+    check_story(name, story)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"refuses work after a failure"):
+        context.heap(name)
+    assert not caplog.records
+    jax_ep.finalize()
+    assert story in caplog.text  # for programs that end before a check could tell
+    # Of a dispatch, each expert has one row, which is poisoned, so that what is computed with it is no zero.
+    numbers = {2: 1, 4: 0, 5: 0} if name == "low_latency_dispatch" else {}
+    for index, result in enumerate(stage.results[0]):
+        if result.dtype == np.int32:
+            np.testing.assert_array_equal(result, numbers.get(index, -1))
+        elif len(result) > 1:  # not what stands for scales that there are none of
+            assert np.isnan(result.astype(np.float32)).all()
+
+
+def outcome(call: Callable[[], None]) -> str:
+    """The text of the error that a call ends in; wrong results are none, where nothing has told of the failure yet."""
+    try:
+        call()
+    except AssertionError:
+        return ""
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[1] == "few tokens"])
+def test_a_killed_peer_is_named(
+    name: str, way: str, two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, after_failures: None
+) -> None:
+    choose(way, monkeypatch)
+    program = Program(name, two_ranks, rng)
+    program.run()
+    with monkeypatch.context() as patch:
+        Stage(name, stopped_until(activity.WAITING, then=signal.SIGKILL), patch)
+        with pytest.raises(Exception, match=rf"kernel {name}, worker 1 \(process \d+\) died with exit code -9"):
+            program.run()

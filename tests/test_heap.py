@@ -1,0 +1,292 @@
+"""Generations of heaps: what grows, what stays where it is, and under which ids programs find it.
+
+The memory is the host's own, of two devices; kernels on real heaps are in tests/megakernels/test_growth.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from ffi_calls import FAILED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_ep import ffi, heap
+from jax_ep.heap import SymmetricHeap
+
+DEVICES = 2
+DATA = heap.HeapLayout(DEVICES).data
+MIB = 1 << 20
+
+
+class HostMemory:
+    """Addresses that nobody reads; or none, of an allocation that fails."""
+
+    def __init__(self) -> None:
+        self.devices = jax.devices()[:DEVICES]
+        self.sizes: list[int] = []
+        self.fails = False
+        self._statuses = [ffi.alloc_status(*ffi.device_key(device)) for device in self.devices]
+
+    def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
+        if self.fails:
+            raise RuntimeError(f"{function}: {num_bytes} bytes, and there are none")
+        base = (1 + len(self.sizes)) << 50
+        self.sizes.append(num_bytes)
+        return {number: [base + (peer << 45) for peer in range(DEVICES)] for number in range(DEVICES)}
+
+    def status_address(self, device: int) -> int:
+        return self._statuses[device].device_address
+
+    def statuses(self) -> list[ffi.StatusBuffer]:
+        return self._statuses
+
+    def close(self) -> None:
+        for status in self._statuses:
+            status.free()
+        self._statuses = []
+
+
+_bases = itertools.count(10_000, 100)
+base = 0
+
+
+def new_ids() -> None:
+    """As in a new process: this one remembers what programs have used under an id."""
+    global base
+    base = next(_bases)
+    heap._DATA, heap._REGIONS = base + 1, base + 2
+
+
+@pytest.fixture(autouse=True)
+def other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of this test's own, from `base` on."""
+    monkeypatch.setattr(heap, "_DATA", 0)
+    monkeypatch.setattr(heap, "_REGIONS", 0)
+    new_ids()
+
+
+def ids_of(*generations: heap.Generation) -> list[int]:
+    return [one.id - base for one in generations]
+
+
+@pytest.fixture
+def memory() -> HostMemory:
+    return HostMemory()
+
+
+@pytest.fixture
+def grown(memory: HostMemory) -> Iterator[SymmetricHeap]:
+    made = SymmetricHeap(memory, None, 5.0)
+    yield made
+    made.close()
+
+
+def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
+    """What a program that is compiled for `num_bytes` gets."""
+    program = jax.jit(lambda: ffi.pointer_table(base + table_id, DEVICES + 5, num_bytes=num_bytes))
+    return np.asarray(program()).tolist()
+
+
+def test_a_larger_need_leaves_what_there_is(memory, grown):
+    """The table of programs traced before keeps its id, its addresses and its sizes."""
+    grown.reserve("dispatch", 1000, 2000)
+    first = (grown.data, grown.regions)
+    tables = [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)]
+    grown.reserve("dispatch", 1 << 26, 1 << 24)
+    assert ids_of(*first, grown.data, grown.regions) == [1, 2, 3, 4]
+    assert [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)] == tables
+    new = fetch(3, 1 << 26)
+    assert not {*new[:DEVICES]} & {*tables[0][:DEVICES], *tables[1][:DEVICES]}
+    assert fetch(4)[-2:] == [grown.layout.regions, grown.regions.region_bytes]
+    assert grown.regions.region_bytes >= 1 << 24
+    assert len(memory.sizes) == 4
+
+
+def test_regions_and_data_grow_apart(memory, grown):
+    grown.reserve("dispatch", 1 << 26)
+    grown.reserve("low_latency_dispatch", 0, 1000)
+    assert memory.sizes[1] < memory.sizes[0] / 2  # no second data area beside the regions
+    grown.reserve("low_latency_dispatch", 0, 1 << 24)
+    assert len(memory.sizes) == 3
+    assert ids_of(grown.data, grown.regions) == [1, 4]
+
+
+def test_what_fits_allocates_nothing(memory, grown):
+    grown.reserve("dispatch", 1000, 1000)
+    grown.reserve("dispatch", grown.data.num_bytes, grown.regions.num_bytes)
+    assert len(memory.sizes) == 2
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 1 << 34), min_size=1, max_size=12))
+def test_growing_takes_at_most_four_and_a_half_times_the_largest_need(needs):
+    new_ids()
+    memory = HostMemory()
+    made = SymmetricHeap(memory, None, 5.0)
+    for need in needs:
+        made.reserve("dispatch", need)
+        assert made.data.num_bytes >= need
+    assert all(after >= 1.4 * before for before, after in itertools.pairwise(memory.sizes))
+    small = len(memory.sizes) * (DATA + MIB) + 16 * MIB
+    assert sum(memory.sizes) <= 4.5 * max(needs) + small
+    made.close()
+
+
+def test_an_allocation_that_fails_changes_nothing(memory, grown):
+    grown.reserve("dispatch", 1000)
+    table, memory.fails = fetch(1, 1000), True
+    with pytest.raises(RuntimeError, match=r"combine: .* and there are none"):
+        grown.reserve("combine", 1 << 26)
+    memory.fails = False
+    assert (ids_of(grown.data), fetch(1, 1000)) == ([1], table)
+    grown.reserve("combine", 1 << 26)
+    assert ids_of(grown.data) == [3]
+
+
+# --- a heap of a given size -------------------------------------------------------------------------------------------
+
+
+def places(made: SymmetricHeap) -> list[tuple[int, int]]:
+    """From where to where the data that programs use and the generations of regions lie, in order."""
+    spans = [(0, made.layout.data + made.data.reserved)]
+    for one in made._regions:
+        base = made.data.addresses[0][0]
+        assert one.addresses[0][0] == base + one.start
+        spans.append((one.start, one.start + made.layout.bytes_with_regions(one.region_bytes)))
+    return sorted(spans)
+
+
+def test_regions_never_share_a_place_with_anything(memory):
+    made = SymmetricHeap(memory, DATA + MIB, 5.0)
+    made.reserve("dispatch", 100_000, 1000)
+    made.reserve("combine", 200_000, 3000)
+    made.reserve("combine", 300_000, 20_000)
+    spans = places(made)
+    assert len(spans) == 4
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= DATA + MIB
+    assert memory.sizes == [DATA + MIB]
+    assert ids_of(*made._regions) == [2, 4, 6]
+    assert fetch(2)[-1] == 1024
+    with pytest.raises(ValueError, match=r"combine: .*needs \d+; call finalize\(\) and init\(heap_bytes=\d+\)"):
+        made.reserve("combine", made.data.num_bytes + 1)
+    made.reserve("combine", made.data.num_bytes)
+    assert places(made)[0][1] <= places(made)[1][0]
+    made.close()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 16)), min_size=1, max_size=4))
+def test_the_size_that_an_error_names_is_enough_for_it(needs):
+    size = DATA
+    for _ in range(2 * len(needs) + 1):
+        new_ids()
+        made = SymmetricHeap(HostMemory(), size, 5.0)
+        try:
+            for data_bytes, region_bytes in needs:
+                made.reserve("dispatch", data_bytes, region_bytes)
+            break
+        except ValueError as error:
+            larger = int(str(error).split("init(heap_bytes=")[1].split(")")[0])
+            assert larger > size
+            size = larger
+        finally:
+            made.close()
+    else:
+        pytest.fail("each call needed more than the error before said")
+
+
+def test_regions_keep_off_what_a_loaded_program_uses(memory):
+    """One that was compiled in another process has reserved nothing in this one."""
+    made = SymmetricHeap(memory, DATA + MIB, 5.0)
+    fetch(1, MIB - 8192)
+    with pytest.raises(ValueError, match=r"low_latency_dispatch: .*heap_bytes="):
+        made.reserve("low_latency_dispatch", 0, 20_000)
+    made.reserve("low_latency_dispatch", 0, 256)
+    with pytest.raises(FAILED, match=r"compiled for 1048576.*init\(heap_bytes=\.\.\.\)"):
+        fetch(1, MIB)
+    made.close()
+
+
+# --- one context after another ----------------------------------------------------------------------------------------
+
+
+def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, int]) -> dict[int, int]:
+    """The sizes after a context in which programs needed so much."""
+    made = SymmetricHeap(HostMemory(), limit, 5.0, earlier)
+    for data_bytes, region_bytes in needs:
+        made.reserve("dispatch", data_bytes, region_bytes)
+    made.close()
+    return made.sizes
+
+
+def test_programs_of_an_earlier_context_find_their_tables(memory):
+    """All its generations come back as one, under all their ids; what they can use is no less."""
+    sizes = life(None, None, (1000, 1000), (1 << 26, 1 << 24))
+    assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
+    with pytest.raises(FAILED, match=r"is not registered.*init\(\).*clear_caches"):
+        fetch(3, sizes[base + 3])
+    made = SymmetricHeap(memory, None, 5.0, sizes)
+    assert len(memory.sizes) == 2
+    assert (
+        fetch(1, sizes[base + 1]) == fetch(3, sizes[base + 3]) != fetch(2, sizes[base + 2]) == fetch(4, sizes[base + 4])
+    )
+    made.reserve("dispatch", 1 << 26, 1 << 24)
+    assert len(memory.sizes) == 2
+    assert ids_of(made.data, made.regions) == [3, 4]
+    made.reserve("dispatch", 1 << 28)
+    assert ids_of(made.data) == [5]
+    made.close()
+    assert all(made.sizes[i] >= size for i, size in sizes.items())
+
+
+def test_a_smaller_heap_takes_other_ids(memory):
+    """A graph that was captured with a table may be replayed: no id ever stands for less than before."""
+    sizes = life(None, None, (1 << 26, 1 << 24))
+    made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
+    with pytest.raises(FAILED, match="is not registered"):
+        fetch(1, sizes[base + 1])
+    made.reserve("dispatch", 1000, 1000)
+    assert ids_of(made.data, made.regions) == [3, 4]
+    made.close()
+    after = SymmetricHeap(HostMemory(), 1 << 28, 5.0, made.sizes)  # and one that is large enough brings all back
+    assert fetch(1, sizes[base + 1]) == fetch(3) != fetch(2, sizes[base + 2]) == fetch(4)
+    after.close()
+
+
+def test_a_smaller_heap_brings_back_what_fits(memory):
+    """Programs of a context before the last may have been larger."""
+    sizes = life(DATA + MIB, life(None, None, (1 << 26, 1 << 24)), (1000, 1000))
+    assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
+    made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
+    fetch(3, sizes[base + 3])
+    assert fetch(4)[-1] == sizes[base + 4] == 1024
+    for i in (1, 2):
+        with pytest.raises(FAILED, match="is not registered"):
+            fetch(i)
+    made.close()
+
+
+def test_heaps_of_one_size_have_the_same_ids_in_every_context():
+    sizes = life(DATA + MIB, None, (1000, 1000))
+    assert sorted(sizes) == sorted(life(DATA + MIB, sizes, (1000, 1000))) == [base + 1, base + 2]
+    assert sorted(life(DATA + MIB, sizes, (2000, 2000))) == [base + 1, base + 2, base + 4]
+
+
+def test_the_end_in_order(memory, monkeypatch):
+    """New launches find nothing, those under way are waited for, and only then their tables and memory go."""
+    made = SymmetricHeap(memory, None, 5.0)
+    made.reserve("dispatch", 1000)
+    steps = []
+    for module, name in ((heap, "wait_for_devices"), (ffi, "unregister_status"), (ffi, "hide_table"),
+                         (ffi, "unregister_table"), (memory, "close")):  # fmt: skip
+        step = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, step=step, name=name: (steps.append(name), step(*args))[1])
+    made.close()
+    wait = "wait_for_devices"
+    assert steps == [wait, "unregister_status", "hide_table", wait, "unregister_table", "close"]

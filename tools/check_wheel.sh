@@ -1,0 +1,40 @@
+#!/bin/sh
+# Installs a wheel as a user would, into an empty environment where no compiler can be found, and runs the README's
+# quick start and the compiled library there.
+# Usage: tools/check_wheel.sh PYTHON WHEEL. CONSTRAINTS names a file of versions to install; default: what pip finds.
+set -eu
+python=${1:?usage: tools/check_wheel.sh PYTHON WHEEL}
+wheel=$(realpath "${2:?usage: tools/check_wheel.sh PYTHON WHEEL}")
+readme=$(realpath "$(dirname "$0")/../README.md")
+constraints=${CONSTRAINTS:+$(realpath "$CONSTRAINTS")}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$python" -m venv "$folder/env"
+cd "$folder" # away from the sources, which Python would import first
+alone() { # with the environment's own programs, and no others
+  env -u CC -u CXX -u PYTHONPATH PATH="$folder/env/bin" XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+    PIP_NO_COMPILE=1 "$folder/env/bin/python" "$@"
+}
+alone -m pip install --disable-pip-version-check -q --only-binary :all: ${constraints:+-c "$constraints"} "$wheel"
+alone - "$readme" <<'PROGRAM'
+import importlib.util, re, shutil, sys
+from pathlib import Path
+
+present = [name for name in ("cc", "c++", "gcc", "g++", "clang", "cmake") if shutil.which(name)]
+present += [name for name in ("flax", "triton", "pytest") if importlib.util.find_spec(name)]
+if present:
+    sys.exit(f"not an empty environment: it has {present}")
+section = re.search(r"^## Quick start\n(.*?)^##+ ", Path(sys.argv[1]).read_text(), re.MULTILINE | re.DOTALL)
+blocks = re.findall(r"^```python\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
+if not blocks:
+    sys.exit("the README's quick start has no code")
+for block in blocks:
+    exec(block)
+
+import jax_ep.ffi
+
+library = jax_ep.ffi.load()._name
+if not library.startswith(sys.prefix):
+    sys.exit(f"{library} is not that of the wheel")
+print(f"the quick start ran with jax {jax.__version__} and {Path(library).name}")
+PROGRAM

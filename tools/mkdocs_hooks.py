@@ -1,0 +1,47 @@
+"""For mkdocs.yml: the site's version and repository from pyproject.toml, and the plots of benchmarks/results.
+
+Pages show a plot as the repository does, by a path relative to docs/, `../benchmarks/results/NAME.png`. The site has a
+copy of those that its pages show, and there the path is `results/NAME.png`.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PLOT = re.compile(r"\]\(\.\./benchmarks/results/([\w.-]+\.png)\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds what pyproject.toml says; REPOSITORY_URL, where it is set, stands for a fork's `project.urls.Repository`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
+    config.copyright = f"{project['name']} {project['version']}, licence {project['license']}"
+    url = os.environ.get("REPOSITORY_URL") or project.get("urls", {}).get("Repository")
+    if url:
+        config.repo_url, config.repo_name = url, project["name"]
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Takes the plots that pages show into the site; one that does not exist is left out, and a strict build fails."""
+    names = {name for page in files.documentation_pages() for name in PLOT.findall(page.content_string)}
+    for name in sorted(names):
+        path = ROOT / "benchmarks" / "results" / name
+        if path.exists():
+            files.append(File.generated(config, f"results/{name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Paths of plots as the site has them."""
+    folder = posixpath.dirname(page.file.src_uri)
+    return PLOT.sub(lambda match: f"]({posixpath.relpath('results', folder or '.')}/{match[1]})", markdown)

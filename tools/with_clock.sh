@@ -1,0 +1,28 @@
+#!/bin/sh
+# Runs a command that says nothing for long. On a terminal its first line counts the seconds; elsewhere it is printed
+# once. What the command prints appears after it, and its exit status is kept.
+# Usage: tools/with_clock.sh TEXT COMMAND [ARGUMENT...]
+set -u
+text=${1:?usage: tools/with_clock.sh TEXT COMMAND [ARGUMENT...]}
+shift
+if ! [ -t 1 ]; then
+  echo "$text"
+  exec "$@"
+fi
+
+output=$(mktemp)
+"$@" >"$output" 2>&1 &
+command=$!
+trap 'kill "$command" 2>/dev/null; rm -f "$output"; echo; exit 130' INT TERM HUP
+seconds=0
+while kill -0 "$command" 2>/dev/null; do
+  printf '\r%s: %d s ' "$text" "$seconds"
+  sleep 1
+  seconds=$((seconds + 1))
+done
+wait "$command"
+status=$?
+printf '\n'
+cat "$output"
+rm -f "$output"
+exit "$status"

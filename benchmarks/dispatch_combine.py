@@ -30,7 +30,7 @@ from harness import Panel, Report, Timing
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep.layout import round_up
+from jax_ep.core.layout import round_up
 from jax_ep.types import Layout
 
 __all__ = ["after", "local", "stack"]

@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import backends
-from jax_ep.dtypes import FP8
+from jax_ep.core.dtypes import FP8
+from jax_ep.ops import registry
 from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Handle, Layout
 
@@ -142,7 +142,7 @@ def variants(case: Case, *, baselines: bool, ragged: bool) -> dict[str, Variant]
 
 
 def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:
-    run = backends.get(name)
+    run = registry.get(name)
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS)), 1))(case.ids)
     send = case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None), 2)
     return handle, jax.jit(send)(case.x, handle)
@@ -150,7 +150,7 @@ def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:
 
 def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Variant]:
     """What every implementation has."""
-    run = backends.get(name)
+    run = registry.get(name)
 
     def planned(h: Handle, ids: Array, zero: Array) -> Array:
         leaves = lax.optimization_barrier(jax.tree.leaves(run.plan(ids + zero, case.layout, AXIS)))
@@ -172,7 +172,7 @@ def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Var
 
 def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
     """What only the kernels have: delivery without rows, FP8 on the wire, few programs."""
-    run: Any = backends.get("triton")
+    run: Any = registry.get("triton")
     num_tokens = case.layout.num_tokens
 
     def complete(h: Handle, x: Array, zero: Array, wire_dtype: Any = None) -> Array:

@@ -22,12 +22,12 @@ from harness import Panel, Report
 from jax import Array
 
 import jax_ep
-from jax_ep import tiled_gemm
 from jax_ep.megakernels import fp8_operands, gemm, gemm_fp8, products
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.pallas import gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
+from jax_ep.xla import grouped_gemm
 
 PallasTiles = PallasForwardTiles | PallasWeightTiles
 
@@ -111,8 +111,8 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
 def portable(direction: str) -> Product:
     """The loop over tiles in plain XLA."""
     if direction == "weight gradient":
-        return partial(tiled_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16)
-    return partial(tiled_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
+        return partial(grouped_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16)
+    return partial(grouped_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
 
 
 def cublas(direction: str) -> Product:

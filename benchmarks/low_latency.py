@@ -30,7 +30,7 @@ from harness import Panel, Report, Timing
 from jax import Array, lax
 
 import jax_ep
-from jax_ep.dtypes import FP8
+from jax_ep.core.dtypes import FP8
 from jax_ep.megakernels import low_latency_tuning
 from jax_ep.megakernels.heap_launch import group_on
 from jax_ep.megakernels.words import exchange_words

@@ -21,7 +21,7 @@ from exchange_chains import local
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.layout import round_up
+from jax_ep.core.layout import round_up
 from jax_ep.types import Handle, Layout
 
 CAPACITY_FACTOR = 1.25

@@ -47,7 +47,7 @@ from moe_run import Run, label, ratio_to_longer, shape_of
 from moe_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
 
 import jax_ep
-from jax_ep import backends
+from jax_ep.ops import registry
 
 QUICK_DEVICES = 4
 RAGGED_TIMEOUT_S = 60.0
@@ -108,9 +108,9 @@ def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Names
 
 def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
     """What rows of the report say about variants: which implementation serves the users' call, and what is dropped."""
-    request = backends.Request("moe", jnp.dtype("bfloat16"), case.model.hidden, "exchange", case.layout)
+    request = registry.Request("moe", jnp.dtype("bfloat16"), case.model.hidden, "exchange", case.layout)
     return {
-        LAYERS["moe"]: {"implementation": backends.choose(None, request)},
+        LAYERS["moe"]: {"implementation": registry.choose(None, request)},
         LAYERS["capacity"]: {"dropped": case.dropped},
     }
 

@@ -15,7 +15,7 @@ from jax import Array
 from moe_chains import BF16, CAPACITY_FACTOR, Case, Variant, on_ranks
 
 import jax_ep
-from jax_ep import backends
+from jax_ep.ops import registry
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle
 
 FP8 = jnp.float8_e4m3fn
@@ -77,7 +77,7 @@ def parts(case: Case, chosen: list[str], *, programs: Sequence[int], pallas: boo
 
     Dispatch + GEMM 1 in one launch is there once more for each of `programs`; with `pallas`, in two with its product.
     """
-    run: Any = backends.get("triton")
+    run: Any = registry.get("triton")
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS))))(case.inputs[2])
     found: dict[str, Variant] = {}
     if "dispatch" in chosen:
@@ -120,7 +120,7 @@ def _dispatch_part(
     launches = {(mode, None): name for mode, name in DISPATCHED.items()}
     for (mode, number), name in (launches | {("fused", n): with_programs(n) for n in programs}).items():
         found[name] = Variant(partial(fused, mode, number), (), (handle, x, w), flops, part.sequence)
-    for names, which in ((part, run), (PALLAS, backends.get("pallas")))[: 2 if pallas else 1]:
+    for names, which in ((part, run), (PALLAS, registry.get("pallas")))[: 2 if pallas else 1]:
         gemm = which.grouped_gemm
         found[names.product] = Variant(partial(product, gemm), (), (handle, rows, w), flops, part.sequence)
         found[names.sequence] = Variant(partial(sequence, gemm), (), (handle, x, w), flops, part.sequence)

@@ -7,13 +7,15 @@ globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.
 from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding
-from jax_ep.api import combine, dispatch, dispatch_grouped_gemm, grouped_gemm, grouped_gemm_combine
 from jax_ep.context import Context, finalize, init
-from jax_ep.low_latency import low_latency_combine, low_latency_dispatch
-from jax_ep.masked import masked_gated_activation, masked_grouped_gemm
-from jax_ep.moe import fused_moe, moe, moe_sort
+from jax_ep.ops.exchange import combine, dispatch
+from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
+from jax_ep.ops.grouped_gemm import grouped_gemm
+from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
+from jax_ep.ops.masked import masked_gated_activation, masked_grouped_gemm
+from jax_ep.ops.moe import fused_moe, moe, moe_sort
+from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
-from jax_ep.serving import low_latency_gemm_combine, low_latency_moe
 from jax_ep.types import (
     Dispatched,
     DispatchedGemm,
@@ -21,6 +23,7 @@ from jax_ep.types import (
     LowLatencyDispatched,
     LowLatencyHandle,
     Routing,
+    Schedule,
     SortedTokens,
 )
 
@@ -34,6 +37,7 @@ __all__ = [
     "LowLatencyDispatched",
     "LowLatencyHandle",
     "Routing",
+    "Schedule",
     "SortedTokens",
     "combine",
     "dispatch",

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_ep import context_validation, nvshmem, transports
-from jax_ep.mesh_axes import axis_tuple, check_mesh
+from jax_ep.core.mesh_axes import axis_tuple, check_mesh
+from jax_ep.heap import check, nvshmem, transports
 from jax_ep.types import AxisName
 
 if TYPE_CHECKING:
-    from jax_ep.heap import SymmetricHeap
-    from jax_ep.heap_memory import Memory
+    from jax_ep.heap.memory import Memory
+    from jax_ep.heap.symmetric import SymmetricHeap
 
 _log = logging.getLogger("jax_ep")
 _TIMEOUT_S = 30.0
@@ -145,8 +145,8 @@ def _checked(
     transport = transports.checked(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
-    context_validation.heap_bytes(heap_bytes)
-    context_validation.timeout_s(timeout_s, default=_TIMEOUT_S)
+    check.heap_bytes(heap_bytes)
+    check.timeout_s(timeout_s, default=_TIMEOUT_S)
     num_ranks = 1
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
@@ -184,7 +184,7 @@ def given_mesh() -> jax.sharding.Mesh | None:
 
 def concurrent_launches() -> str | None:
     """Why XLA's flags forbid kernels that meet their peers, or None."""
-    return context_validation.concurrent_launches()
+    return check.concurrent_launches()
 
 
 def missing_init() -> str | None:
@@ -255,8 +255,8 @@ def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:
 
 
 def _make_heap(context: Context) -> SymmetricHeap:
-    from jax_ep.heap import SymmetricHeap  # loads the FFI library
-    from jax_ep.heap_memory import PeerMemory
+    from jax_ep.heap.memory import PeerMemory
+    from jax_ep.heap.symmetric import SymmetricHeap  # loads the FFI library
 
     memory: Memory
     if context.transport == "shared_memory":

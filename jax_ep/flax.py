@@ -6,6 +6,7 @@ meshes with automatic and with explicit axes. Without any mesh it runs on one de
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import jax_ep
-from jax_ep import validation as check
-from jax_ep.activations import ACTIVATIONS
-from jax_ep.mesh_axes import rearrange
-from jax_ep.moe_metrics import MoEMetrics, count_assignments, update_router_bias
-from jax_ep.moe_router import RouterOptions, route
-from jax_ep.router_validation import check_token_mask
+from jax_ep.core import check
+from jax_ep.core.activations import ACTIVATIONS
+from jax_ep.core.mesh_axes import rearrange
+from jax_ep.core.named_scopes import operation
+from jax_ep.ops.moe import fused_moe
+from jax_ep.ops.moe_low_latency import low_latency_moe
+from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import moe_specs, sharded_moe
 
@@ -40,6 +41,45 @@ DENSE_INIT = nnx.initializers.lecun_normal()
 
 class RouterBias(nnx.Variable):
     """DeepSeek-V3's selection bias: state that `update_router_bias` changes, not a parameter an optimizer sees."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEMetrics:
+    """What one call of `MoE` did, over all devices; arrays, so it passes through scan, remat and grad's `aux`.
+
+    Tokens that `token_mask` leaves out count nowhere.
+
+    Attributes:
+      load: `[E]` int32, (token, k) assignments of each expert.
+      load_balancing_loss: `[]` float32, 1 when every expert is equally loaded; add it to the loss with a weight.
+      router_z_loss: `[]` float32, mean squared logsumexp of the router logits.
+      dropped: `[]` int32, assignments that did not fit `capacity`.
+    """
+
+    load: Array
+    load_balancing_loss: Array
+    router_z_loss: Array
+    dropped: Array
+
+    @property
+    def load_share(self) -> Array:
+        """`[..., E]` share of the assignments that went to each expert."""
+        load = self.load.astype(jnp.float32)
+        return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
+
+
+@operation
+def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array:
+    """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
+
+    Args:
+      bias: `[..., E]`, one row per layer when the layers are stacked.
+      load: `[..., E]`, `MoEMetrics.load` of the same layers.
+      rate: size of one step.
+    """
+    load = load.astype(bias.dtype)
+    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 
 class MoE(nnx.Module):
@@ -121,7 +161,7 @@ class MoE(nnx.Module):
         self.axis_name = _axes(axis_name)
         self.batch_axes = _axes(batch_axes)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.router_options = RouterOptions(
+        self.router_options = _RouterOptions(
             num_experts_per_tok, score, renormalize, num_groups, topk_groups, group_score, routed_scale
         )
         active = self._active_mesh()
@@ -162,7 +202,7 @@ class MoE(nnx.Module):
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         if token_mask is not None:
-            check_token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
+            check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
         mesh = self._active_mesh()
         tokens = x.astype(self.dtype)
         if mesh is None:
@@ -220,7 +260,7 @@ class MoE(nnx.Module):
     def _low_latency(self, axis_name: tuple[str, ...]) -> Callable[..., Array]:
         """The layer per shard, of tokens, ids, weights, and both matrices."""
         return partial(
-            jax_ep.low_latency_moe,
+            low_latency_moe,
             num_experts=self.num_experts,
             axis_name=axis_name,
             activation=self.activation,
@@ -233,13 +273,13 @@ class MoE(nnx.Module):
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
         bias = None if self.router_bias is None else self.router_bias[...]
-        topk_idx, topk_weights, statistics = route(
+        topk_idx, topk_weights, statistics = _route(
             tokens, mask, self.router[...], bias, options=self.router_options, axes=()
         )
         if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = self._low_latency(())(tokens, topk_idx, topk_weights, serving.w_gate_up, serving.w_down)
         else:
-            y = jax_ep.fused_moe(
+            y = fused_moe(
                 tokens,
                 topk_idx,
                 topk_weights,
@@ -265,7 +305,7 @@ class MoE(nnx.Module):
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
 
         route_shard = jax.shard_map(
-            partial(route, options=self.router_options, axes=routing_axes),
+            partial(_route, options=self.router_options, axes=routing_axes),
             mesh=self.mesh,
             in_specs=(token_spec, mask_spec, PartitionSpec(None, None), PartitionSpec(None)),
             out_specs=(token_spec, token_spec, PartitionSpec()),
@@ -310,7 +350,7 @@ class MoE(nnx.Module):
 
         def count(idx: Array) -> Array:
             # The expert ranks of one batch shard serve that shard's tokens only: one limit per batch shard.
-            load = lax.psum(count_assignments(idx, self.num_experts), self.axis_name)
+            load = lax.psum(_count_assignments(idx, self.num_experts), self.axis_name)
             rows = load.reshape(ranks, -1).sum(axis=1)
             return lax.psum(jnp.maximum(rows - self.capacity, 0).sum(dtype=jnp.int32), self.batch_axes)
 
@@ -323,3 +363,58 @@ def _axes(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+# topk_idx, topk_weights, (load, load_balancing_loss, router_z_loss)
+_Routed = tuple[Array, Array, tuple[Array, Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RouterOptions:
+    """The keyword arguments of `topk_router`; hashable, as static attributes of a module must be."""
+
+    k: int
+    score: Literal["softmax", "sigmoid"]
+    renormalize: bool
+    num_groups: int
+    topk_groups: int
+    group_score: Literal["top2_sum", "max"]
+    scale: float
+
+
+def _route(
+    tokens: Array,
+    token_mask: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    options: _RouterOptions,
+    axes: tuple[str, ...],
+) -> _Routed:
+    """Expert choice and statistics of tokens.
+
+    Args:
+      tokens: `[N, H]` floating.
+      token_mask: `[N]` bool, False for tokens that go to no expert and count in no statistic; None: all do.
+      kernel: `[H, E]` float32.
+      bias: `[E]` float32 for the selection, or None.
+      options: of `topk_router`.
+      axes: inside `shard_map`, mesh axes over which the statistics are summed.
+
+    Returns:
+      `topk_idx [N, K]`, `topk_weights [N, K]`, and `(load [E], load_balancing_loss [], router_z_loss [])`.
+    """
+    logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+    routing = topk_router(logits, bias=bias, **dataclasses.asdict(options))
+    topk_idx = routing.topk_idx if token_mask is None else jnp.where(token_mask[:, None], routing.topk_idx, -1)
+    load = _count_assignments(topk_idx, kernel.shape[1])
+    of_tokens: dict[str, Any] = {"token_mask": token_mask, "axis_name": axes or None}
+    balance = load_balancing_loss(routing.scores, topk_idx, **of_tokens)
+    statistics = (lax.psum(load, axes) if axes else load, balance, router_z_loss(logits, **of_tokens))
+    return topk_idx, routing.topk_weights, statistics
+
+
+def _count_assignments(topk_idx: Array, num_experts: int) -> Array:
+    """`[E]` int32 assignments per expert; comparisons instead of a scatter, which GPUs serialise."""
+    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
+    return hits.sum(axis=0, dtype=jnp.int32)

@@ -5,15 +5,17 @@ Pure JAX: these need no mesh axis, and run on any platform.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_ep import router_validation
-from jax_ep.dtypes import accumulation_dtype
-from jax_ep.named_scopes import operation
+from jax_ep.core import check
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.mesh_axes import axis_size
+from jax_ep.core.named_scopes import operation
 from jax_ep.types import Array, AxisName, Routing
 
 # DeepSeek-V3 adds 1e-20 to the sum. A lower bound of 1e-18 gives the same float32 weights for every sum above 1e-11,
@@ -67,7 +69,7 @@ def topk_router(
 
     Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
     """
-    router_validation.router_arguments(logits, k, score, bias, num_groups, topk_groups, group_score, scale)
+    _check_router(logits, k, score, bias, num_groups, topk_groups, group_score, scale)
     logits = logits.astype(accumulation_dtype(logits.dtype))
     scores = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
     selection = lax.stop_gradient(scores)
@@ -126,7 +128,7 @@ def load_balancing_loss(
 
     Source: Switch Transformers (arXiv:2101.03961, equation 4), DeepSeek-V3 (arXiv:2412.19437, equation 17).
     """
-    router_validation.loss_arguments(scores, topk_idx, token_mask, axis_name)
+    _check_balancing_loss(scores, topk_idx, token_mask, axis_name)
     num_experts = scores.shape[-1]
     scores = _counting(scores.astype(accumulation_dtype(scores.dtype)), token_mask)
     normalised = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _SMALLEST_SUM)
@@ -162,7 +164,7 @@ def router_z_loss(logits: Array, *, token_mask: Array | None = None, axis_name: 
 
     Source: ST-MoE (arXiv:2202.08906, equation 5).
     """
-    router_validation.z_loss_arguments(logits, token_mask, axis_name)
+    _check_z_loss(logits, token_mask, axis_name)
     logits = _counting(logits.astype(accumulation_dtype(logits.dtype)), token_mask)
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return _mean_over_tokens(
@@ -183,3 +185,61 @@ def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: AxisNa
         # Ranks may have different numbers of tokens that count, so the mean of their means would be another one.
         total, count = lax.psum(total, axis_name), lax.psum(count, axis_name)
     return total / jnp.maximum(count, 1).astype(values.dtype)
+
+
+def _check_router(
+    logits: Any, k: Any, score: str, bias: Any, num_groups: Any, topk_groups: Any, group_score: str, scale: Any
+) -> None:
+    """Arguments of `topk_router`."""
+    function = "topk_router"
+    num_experts = check.matrix(function, "logits", logits).shape[1]
+    for name, value in (("k", k), ("num_groups", num_groups), ("topk_groups", topk_groups)):
+        check.positive(function, name, value)
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"{function}: score={score!r}, expected 'softmax' or 'sigmoid'; pass one of them.")
+    if group_score not in ("top2_sum", "max"):
+        raise ValueError(f"{function}: group_score={group_score!r}, expected 'top2_sum' or 'max'; pass one of them.")
+    if not isinstance(scale, int | float | np.number | jax.Array | np.ndarray) or np.ndim(scale) != 0:
+        shape = f" of shape {np.shape(scale)}" if hasattr(scale, "shape") else ""
+        raise TypeError(f"{function}: scale is a {type(scale).__name__}{shape}, expected a number; pass a float.")
+    if num_experts % num_groups:
+        raise ValueError(
+            f"{function}: {num_experts} experts do not divide into num_groups={num_groups}; change either."
+        )
+    if topk_groups > num_groups:
+        raise ValueError(f"{function}: topk_groups={topk_groups} exceeds num_groups={num_groups}; lower topk_groups.")
+    selectable = num_experts // num_groups * topk_groups if num_groups > 1 else num_experts
+    if k > selectable:
+        raise ValueError(
+            f"{function}: k={k} exceeds the {selectable} experts that can be chosen; lower k or raise topk_groups."
+        )
+    if bias is not None:
+        bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))
+        check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
+
+
+def _check_balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Arguments of `load_balancing_loss`."""
+    function = "load_balancing_loss"
+    scores = check.matrix(function, "scores", scores)
+    topk_idx = check.array(function, "topk_idx", topk_idx, 2, "[T, K]")
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
+    remedy = "pass the ids of the same tokens"
+    check.size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
+    _check_other_tokens(function, scores.shape[0], token_mask, axis_name)
+
+
+def _check_z_loss(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Arguments of `router_z_loss`."""
+    function = "router_z_loss"
+    num_tokens = check.matrix(function, "logits", logits).shape[0]
+    _check_other_tokens(function, num_tokens, token_mask, axis_name)
+
+
+def _check_other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Which tokens count, here and on other ranks."""
+    if token_mask is not None:
+        check.token_mask(function, token_mask, (num_tokens,), "[T]")
+    if axis_name is not None:
+        axis_size(axis_name, function=function, of_vmap=True)

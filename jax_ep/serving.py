@@ -1,31 +1,17 @@
-"""The expert layer of decode-sized batches: low-latency dispatch, the experts, low-latency combine."""
+"""The matrices of expert layers as serving takes them, and where its path is the faster one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from jax_ep import backends
-from jax_ep import masked_validation as check_masked
-from jax_ep import validation as check
-from jax_ep.low_latency import (
-    check_combine,
-    checked_count,
-    checked_max_tokens,
-    low_latency_combine,
-    low_latency_dispatch,
-)
-from jax_ep.masked import masked_gated_activation, masked_grouped_gemm
-from jax_ep.mesh_axes import axis_tuple, vary_alike
-from jax_ep.named_scopes import operation
-from jax_ep.no_gradient import call_without_gradient
-from jax_ep.quantization import GROUP_SIZE, quantize_fp8_weights
-from jax_ep.types import Array, AxisName, LowLatencyHandle, Quantized
+from jax_ep.core import check, check_fp8
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.named_scopes import operation
+from jax_ep.quantization import quantize_fp8_weights
+from jax_ep.types import Array, Quantized
 
 LOW_LATENCY_TOKENS = 128
 """Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.
@@ -78,8 +64,7 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
     """
     function = "serving_weights"
     w_gate_up, w_down = (
-        check_masked.matrices(function, name, w, whole=False)
-        for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
+        check_fp8.matrices(function, name, w, whole=False) for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
     )
     check.same_dtype(function, "w_down", w_down, "w_gate_up", w_gate_up.dtype)
     if w_gate_up.shape[:-2] != w_down.shape[:-2]:
@@ -93,208 +78,10 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
     check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, remedy)
     if not fp8:
         return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2))
-    check_masked.whole_blocks(function, "H, axis -2 of w_gate_up,", hidden)
+    check_fp8.whole_blocks(function, "H, axis -2 of w_gate_up,", hidden)
     missing = -inner % GROUP_SIZE
     halves = w_gate_up.reshape(*w_gate_up.shape[:-1], 2, inner)
     halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 1) + [(0, missing)])
     w_gate_up = halves.reshape(*w_gate_up.shape[:-1], 2 * (inner + missing))
     w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
     return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down))
-
-
-@operation
-def low_latency_moe(
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    w_gate_up: Array | Quantized,
-    w_down: Array | Quantized,
-    *,
-    num_experts: int,
-    axis_name: AxisName = "expert",
-    max_tokens_per_rank: int | None = None,
-    num_tokens: Array | int | None = None,
-    activation: str = "silu",
-    implementation: str | Sequence[str] | None = None,
-) -> Array:
-    """The expert layer for a few tokens per rank, in FP8 or in the dtype of x: `moe` for decoding.
-
-    `low_latency_dispatch`, `masked_grouped_gemm`, `masked_gated_activation`, `low_latency_gemm_combine`. For inference:
-    in FP8 or not, it has no gradient.
-
-    Args:
-      x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank.
-      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` float32 router weights.
-      w_gate_up: this rank's matrices, transposed: `[L, 2 * I, H]` in the dtype of x, gate in the first I rows; or in
-        FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`.
-      w_down: `[L, H, I]`, or such a pair.
-      num_experts: E over all ranks.
-      axis_name: mesh axis, or tuple of axes, over which experts are spread.
-      max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers. None: T.
-      num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
-      activation: "silu", "gelu" (the tanh approximation) or "relu".
-      implementation: see `dispatch`.
-
-    Returns:
-      `[T, H]` in the dtype of x; zero for tokens without experts.
-
-    Raises:
-      ValueError: shapes, sizes, axes or an activation that do not fit; in FP8, H or I is not a multiple of 128.
-      TypeError: unsupported or different dtypes, or one matrix in FP8 and the other not; also by the gradient.
-      NotImplementedError: none of the implementations asked for can serve the call.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_ep
-      >>> from jax_ep.quantization import quantize_fp8_weights
-      >>> x, idx, weights = jnp.ones((2, 128)), jnp.array([[0], [1]]), jnp.ones((2, 1))
-      >>> w_gate_up, w_down = jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128))
-      >>> matrices = quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down)
-      >>> y = jax_ep.low_latency_moe(x, idx, weights, *matrices, num_experts=2, axis_name=(), activation="relu")
-      >>> y[0, 0].item()  # 128 * 128 from the first matrix, gated by as much, times 128 from the second
-      2097152.0
-
-    Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
-    """
-    function = "low_latency_moe"
-    x = check.matrix(function, "x", x, "[T, H]")
-    num_experts, num_ranks = check.experts(function, num_experts, axis_name)
-    check.activation(function, activation)
-    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
-    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
-    num_tokens = checked_count(function, num_tokens, x.shape[0])
-    if max_tokens_per_rank is None:
-        max_tokens_per_rank = max(1, x.shape[0])
-    max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
-    fp8 = check_masked.expert_matrices(function, x, w_gate_up, w_down, num_experts // num_ranks)
-    d = low_latency_dispatch(
-        x,
-        topk_idx,
-        num_experts=num_experts,
-        max_tokens_per_rank=max_tokens_per_rank,
-        axis_name=axis_name,
-        quantize=fp8,
-        num_tokens=num_tokens,
-        implementation=implementation,
-    )
-    expected_rows = max(1, -(-num_ranks * topk_idx.size // num_experts))
-
-    def multiply(rows: Array, scales: Array | None, matrix: Array | Quantized) -> Array:
-        values, blocks = matrix if isinstance(matrix, tuple) else (matrix, None)
-        return masked_grouped_gemm(
-            rows,
-            values,
-            d.group_sizes,
-            lhs_scales=scales,
-            rhs_scales=blocks,
-            preferred_element_type=x.dtype,
-            expected_rows=expected_rows,
-            implementation=implementation,
-        )
-
-    hidden = multiply(d.tokens, d.scales, w_gate_up)
-    rows, scales = masked_gated_activation(
-        hidden, d.group_sizes, activation=activation, quantize=fp8, implementation=implementation
-    )
-    down, blocks = w_down if isinstance(w_down, tuple) else (w_down, None)
-    return low_latency_gemm_combine(
-        rows,
-        down,
-        d.group_sizes,
-        topk_idx,
-        topk_weights,
-        d.handle,
-        lhs_scales=scales,
-        rhs_scales=blocks,
-        preferred_element_type=x.dtype,
-        expected_rows=expected_rows,
-        axis_name=axis_name,
-        implementation=implementation,
-    )
-
-
-@operation
-def low_latency_gemm_combine(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    handle: LowLatencyHandle,
-    *,
-    lhs_scales: Array | None = None,
-    rhs_scales: Array | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    expected_rows: int | None = None,
-    axis_name: AxisName = "expert",
-    implementation: str | Sequence[str] | None = None,
-) -> Array:
-    """`masked_grouped_gemm`, then `low_latency_combine`, without a copy in between where the implementation can.
-
-    With `triton` it is one kernel: each tile of the product is stored at the ranks of its tokens as soon as it is
-    computed, and travels while the next ones are. For inference: it has no gradient.
-
-    Args:
-      lhs: `[L, M, I]` rows in the layout of the dispatch; for this and all operands see `masked_grouped_gemm`.
-      rhs: `[L, H, I]` matrices, transposed.
-      group_sizes: `[L]` int32, those of the dispatch.
-      topk_idx: `[T, K]` int32, the ids of the dispatch.
-      topk_weights: `[T, K]` float32 router weights.
-      handle: `LowLatencyDispatched.handle`.
-      lhs_scales: of an FP8 lhs.
-      rhs_scales: of an FP8 rhs.
-      preferred_element_type: dtype of the rows that travel and of the result; None: that of lhs, bfloat16 for FP8.
-      expected_rows: how many rows an expert has on average.
-      axis_name: the axis of the dispatch.
-      implementation: see `dispatch`.
-
-    Returns:
-      `[T, H]`: `sum_k weight[t, k] * y[row of expert idx[t, k]]` with y the product, rounded to the dtype of the result
-      as it travels; added in float32.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: as `masked_grouped_gemm` and `low_latency_combine` do.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_ep
-      >>> x, idx = jnp.ones((2, 128), jnp.bfloat16), jnp.array([[0, 1], [1, -1]])
-      >>> d = jax_ep.low_latency_dispatch(
-      ...     x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=(), quantize=False)
-      >>> w, weights = jnp.ones((2, 8, 128), jnp.bfloat16), jnp.full((2, 2), 0.5)
-      >>> y = jax_ep.low_latency_gemm_combine(d.tokens, w, d.group_sizes, idx, weights, d.handle, axis_name=())
-      >>> y[:, 0].tolist()
-      [128.0, 64.0]
-    """
-    function = "low_latency_gemm_combine"
-    lhs, rhs, group_sizes = check_masked.operands(function, lhs, rhs, group_sizes)
-    lhs_scales = check_masked.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    rhs_scales = check_masked.scales(function, "rhs_scales", rhs_scales, rhs, check_masked.BLOCK)
-    out_dtype = check_masked.result_dtype(function, preferred_element_type, lhs)
-    if expected_rows is not None:
-        expected_rows = check.positive(function, "expected_rows", expected_rows)
-    # What travels looks to the checks as the result of the product does.
-    y = jax.ShapeDtypeStruct((*lhs.shape[:2], rhs.shape[1]), out_dtype)
-    layout = check.handle(function, handle, LowLatencyHandle, axis_name)
-    topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
-    foreign = handle.group is None
-    request = backends.Request(function, out_dtype, rhs.shape[1], "low_latency", layout, foreign_handle=foreign)
-    name = backends.choose(implementation, request)
-    run = backends.get(name)
-    if not run.fuses_low_latency(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1]):
-        product = masked_grouped_gemm(
-            lhs,
-            rhs,
-            group_sizes,
-            lhs_scales=lhs_scales,
-            rhs_scales=rhs_scales,
-            preferred_element_type=out_dtype,
-            expected_rows=expected_rows,
-            implementation=implementation,
-        )
-        return low_latency_combine(
-            product, topk_idx, topk_weights, handle, axis_name=axis_name, implementation=implementation
-        )
-    axis = axis_tuple(axis_name)
-    operands = vary_alike((lhs, rhs, group_sizes, topk_weights, handle, lhs_scales, rhs_scales), over=axis)
-    fused = partial(run.low_latency_gemm_combine, axis=axis, out_dtype=out_dtype, expected_rows=expected_rows)
-    return call_without_gradient(f"{function} has no gradient: train with moe.", fused, *operands)

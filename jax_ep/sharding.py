@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import validation as check
-from jax_ep.mesh_axes import axis_tuple, check_mesh, vary_alike
-from jax_ep.moe import moe
+from jax_ep.core import check
+from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
+from jax_ep.ops.moe import moe
 from jax_ep.types import Array, AxisName
 
 
@@ -84,8 +84,8 @@ def sharded_moe(
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
       axis_name, batch_axes, tensor_axis: see `moe_specs`.
-      **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, forward_dtype, combine_mode,
-        dispatch_mode, fuse_weight_gradients, num_communicating_programs, implementation.
+      **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, forward_dtype, schedule,
+        implementation.
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H]) -> [N, H]` with the shardings of

@@ -10,18 +10,128 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 TOKENS_NAME = "jax_ep.tokens"
 """What `jax.checkpoint` policies know dispatched tokens as."""
 HIDDEN_NAME = "jax_ep.hidden"
 """And the results of the first product."""
-COMBINE_MODES = ("scatter", "reduce", "serial")
-DISPATCH_MODES = ("fused", "serial")
-"""How a product and the combine after it run: see `jax_ep.grouped_gemm_combine`."""
+OUTPUT_NAME = "jax_ep.output"
+"""And those of the layer."""
 AxisName = str | tuple[str, ...]
 Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
+
+DISPATCH_MODES = ("fused", "serial")
+COMBINE_MODES = ("scatter", "serial")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How an operation's launches share the GPU. It changes the time, and no result but the order of some roundings.
+
+    Everything is the package's choice where it is None. A mode, or `fuse_weight_gradients=True`, is an error where
+    there is no such launch; numbers that a launch has no use for are not read. A handle does not depend on the
+    schedule: one may be used with several.
+
+    Attributes:
+      dispatch_mode: "fused": one kernel for dispatch and product, in which tokens travel while the rows of those that
+        have arrived are multiplied; "serial": a kernel for each. "fused" exists in `triton`, for tokens of 16 bits
+        without `wire_dtype`.
+      combine_mode: "scatter": one kernel for product and combine, which stores every row at the rank of its token,
+        where the K rows of a token are added and rounded once; "serial": a kernel for each, which rounds the sum of
+        each expert rank, then that of the ranks. "scatter" exists where "fused" does. Gradients are the same in both.
+      fuse_weight_gradients: True: in the backward pass of dispatch + product, the gradient of the matrices comes from
+        the launch that sends the gradient of the tokens, whose other programs multiply meanwhile; False: from a launch
+        of its own. True exists where "fused" does.
+      num_communicating_programs: of dispatch + product in one kernel, how many programs, of one per multiprocessor,
+        send tokens before they multiply too: fewer leave more to the first products, more send sooner. Of a dispatch
+        alone, at most how many it has.
+      num_combining_programs: at most how many programs a launch of combine has.
+      num_summing_programs: of combine beside the gradient of the matrices, how many programs make sums; the others
+        multiply.
+      num_warps: of each program of dispatch and of combine, a power of two up to 16.
+      tokens_per_block: of dispatch and combine, tokens that share a flag, a power of two: fewer tell of arrivals
+        sooner, more cost fewer flags.
+      rows_in_flight: rows on their way to each program of combine while it adds others, 1 to 10.
+
+    Raises:
+      ValueError: an unknown mode, or a number out of its range.
+      TypeError: a value of another type.
+
+    Example:
+      >>> import jax_ep
+      >>> jax_ep.Schedule(dispatch_mode="serial").combine_mode is None
+      True
+    """
+
+    dispatch_mode: str | None = None
+    combine_mode: str | None = None
+    fuse_weight_gradients: bool | None = None
+    num_communicating_programs: int | None = None
+    num_combining_programs: int | None = None
+    num_summing_programs: int | None = None
+    num_warps: int | None = None
+    tokens_per_block: int | None = None
+    rows_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("dispatch_mode", DISPATCH_MODES), ("combine_mode", COMBINE_MODES)):
+            mode = getattr(self, name)
+            if mode is not None and (not isinstance(mode, str) or mode not in known):
+                raise ValueError(
+                    f"Schedule: {name}={mode!r}, expected one of {known}, or None for what should be fastest."
+                )
+        fuse = self.fuse_weight_gradients
+        if fuse is not None and not isinstance(fuse, bool):
+            raise TypeError(
+                f"Schedule: fuse_weight_gradients={fuse!r} is a {type(fuse).__name__}, expected True, False, or None"
+                " for what should be faster."
+            )
+        for name in ("num_communicating_programs", "num_combining_programs", "num_summing_programs"):
+            self._check_number(name, 1, 1 << 16)
+        self._check_number("num_warps", 1, 16, power_of_two=True)
+        self._check_number("tokens_per_block", 1, 1024, power_of_two=True)
+        self._check_number("rows_in_flight", 1, 10)
+
+    def _check_number(self, name: str, least: int, most: int, *, power_of_two: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(
+                f"Schedule: {name}={value!r} is a {type(value).__name__}, expected an int, or None for the default."
+            )
+        if not least <= value <= most or (power_of_two and value & (value - 1)):
+            kind = "a power of two" if power_of_two else "a number"
+            raise ValueError(
+                f"Schedule: {name}={value}, expected {kind} from {least} to {most}; None takes the default."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the keywords of one public call settle, checked once and passed on unchanged: static, hashable.
+
+    Attributes:
+      function: the public function, for messages.
+      axis: mesh axes over which the experts are spread; `()` for one device.
+      implementation: names in order of preference, or None for the best that fits.
+      wire_dtype: FP8 where tokens are quantised to travel, or None to send them as they are.
+      schedule: how launches share the GPU.
+    """
+
+    function: str
+    axis: tuple[str, ...] = ()
+    implementation: tuple[str, ...] | None = None
+    wire_dtype: DTypeLike | None = None
+    schedule: Schedule = Schedule()
+
+    @property
+    def alone(self) -> bool:
+        """Whether the caller named one implementation, and none to fall back to."""
+        return self.implementation is not None and len(self.implementation) == 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,12 +74,12 @@ def pytest_report_header() -> str:
 
 def implementations(config: pytest.Config) -> list[str]:
     """Those asked for, or all that run on these devices without preparations."""
-    from jax_ep import backends
+    from jax_ep.ops import registry
 
     chosen = config.getoption("implementation")
     if chosen:
         return chosen.split(",")
-    return list(backends.available()) if ON_GPU else ["xla", "pallas"]
+    return list(registry.available()) if ON_GPU else ["xla", "pallas"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -124,10 +124,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A module that is not about exchanges names its `OPERATION`, and also gets implementations made for that alone."""
-    from jax_ep import backends
+    from jax_ep.ops import registry
 
     if "implementation" in metafunc.fixturenames:
-        made_for = backends.available(getattr(metafunc.module, "OPERATION", "exchange"))
+        made_for = registry.available(getattr(metafunc.module, "OPERATION", "exchange"))
         names = [name for name in implementations(metafunc.config) if name in made_for]
         metafunc.parametrize("implementation", names, scope="session")
 

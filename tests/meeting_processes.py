@@ -15,9 +15,9 @@ import jax
 from jax._src import distributed
 
 from jax_ep import ffi
-from jax_ep.heap import SymmetricHeap
-from jax_ep.nvshmem import NvshmemMemory
-from jax_ep.processes import Meetings
+from jax_ep.heap.nvshmem import NvshmemMemory
+from jax_ep.heap.rendezvous import Meetings
+from jax_ep.heap.symmetric import SymmetricHeap
 
 TIMEOUT_S = 3.0  # of waits for a process that does not come
 PATIENCE_S = 1000.0  # of all others: beyond the time limit of the test

@@ -15,11 +15,12 @@ from ffi_calls import FAILED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_ep import ffi, heap
-from jax_ep.heap import SymmetricHeap
+from jax_ep import ffi
+from jax_ep.heap import symmetric
+from jax_ep.heap.symmetric import SymmetricHeap
 
 DEVICES = 2
-DATA = heap.HeapLayout(DEVICES).data
+DATA = symmetric.HeapLayout(DEVICES).data
 MIB = 1 << 20
 
 
@@ -59,18 +60,18 @@ def new_ids() -> None:
     """As in a new process: this one remembers what programs have used under an id."""
     global base
     base = next(_bases)
-    heap._DATA, heap._REGIONS = base + 1, base + 2
+    symmetric._DATA, symmetric._REGIONS = base + 1, base + 2
 
 
 @pytest.fixture(autouse=True)
 def other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of this test's own, from `base` on."""
-    monkeypatch.setattr(heap, "_DATA", 0)
-    monkeypatch.setattr(heap, "_REGIONS", 0)
+    monkeypatch.setattr(symmetric, "_DATA", 0)
+    monkeypatch.setattr(symmetric, "_REGIONS", 0)
     new_ids()
 
 
-def ids_of(*generations: heap.Generation) -> list[int]:
+def ids_of(*generations: symmetric.Generation) -> list[int]:
     return [one.id - base for one in generations]
 
 
@@ -283,7 +284,7 @@ def test_the_end_in_order(memory, monkeypatch):
     made = SymmetricHeap(memory, None, 5.0)
     made.reserve("dispatch", 1000)
     steps = []
-    for module, name in ((heap, "wait_for_devices"), (ffi, "unregister_status"), (ffi, "hide_table"),
+    for module, name in ((symmetric, "wait_for_devices"), (ffi, "unregister_status"), (ffi, "hide_table"),
                          (ffi, "unregister_table"), (memory, "close")):  # fmt: skip
         step = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, step=step, name=name: (steps.append(name), step(*args))[1])

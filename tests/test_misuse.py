@@ -34,7 +34,8 @@ from mistakes import (
 )
 
 import jax_ep
-from jax_ep import backends, sharding
+from jax_ep import sharding
+from jax_ep.ops import registry
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
@@ -199,8 +200,8 @@ def test_an_implementation_of_another_kind(name):
 def two_that_refuse(monkeypatch):
     """Two registered implementations that serve no request, each for a reason of its own."""
     for name, reason in (("wheeled", "needs eight wheels"), ("winged", "H must be a prime")):
-        entry = backends.Entry(name, load=lambda: pytest.fail("loaded a refusal"), refusal=lambda _, r=reason: r)
-        monkeypatch.setitem(backends._REGISTRY, name, entry)
+        entry = registry.Entry(name, load=lambda: pytest.fail("loaded a refusal"), refusal=lambda _, r=reason: r)
+        monkeypatch.setitem(registry._REGISTRY, name, entry)
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)

@@ -17,7 +17,9 @@ import pytest
 from harness import make_mesh
 from test_benchmarks import BENCHMARKS, ROOT, Clock, check_report, load
 
-from jax_ep import backends, layout, reference
+from jax_ep.core import layout
+from jax_ep.ops import registry
+from jax_ep.xla import exchange
 
 MODULES = ("harness", "processes", "exchange_chains", "dispatch_combine", "moe_baselines")
 MODULES += ("moe_chains", "moe_variants", "moe_run", "moe_layer")
@@ -186,29 +188,29 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     called = []
 
     def dispatch_gemm(x, w, handle, *, transpose_rhs, keep, num_communicating, mode):
-        rows = reference.send_tokens(x, handle, ("expert",), None)
+        rows = exchange.send_tokens(x, handle, ("expert",), None)
         sizes = handle.group_sizes
-        return reference.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
+        return exchange.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
 
     def gemm_combine(h, w, handle, *, transpose_rhs, mode):
         called.append(mode)
-        y = reference.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-        return reference.return_tokens(y, handle, ("expert",), None)
+        y = exchange.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        return exchange.return_tokens(y, handle, ("expert",), None)
 
     def token_products(kept, rows, handle, *, transpose, kept_as):
         tokens = layout.gather_rows(kept, layout.row_tokens(handle))
-        return reference.grouped_gemm_weights(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
+        return exchange.grouped_gemm_weights(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
 
     def gemm_combine_products(h, w, kept, handle, *, transpose_rhs, mode, kept_as):
         sums = gemm_combine(h, w, handle, transpose_rhs=transpose_rhs, mode=None)
         return sums, token_products(kept, h, handle, transpose=not transpose_rhs, kept_as=kept_as)
 
     names = ("plan", "send_tokens", "return_tokens", "grouped_gemm")
-    functions = {name: getattr(reference, name) for name in names}
+    functions = {name: getattr(exchange, name) for name in names}
     functions |= {"deliver": lambda x, handle, axis: x[:1, 0] + handle.row_slot[0].astype(x.dtype)}
     functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
     portable = SimpleNamespace(**functions)
-    monkeypatch.setattr(backends, "get", lambda name: portable)
+    monkeypatch.setattr(registry, "get", lambda name: portable)
     variants = modules.moe_variants.parts(case, list(modules.moe_variants.PARTS), programs=[3], pallas=True)
     named = {name for part in (*modules.moe_variants.PARTS.values(), modules.moe_variants.PALLAS) for name in part}
     found = modules.moe_variants

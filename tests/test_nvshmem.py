@@ -23,10 +23,12 @@ import numpy as np
 import pytest
 from run_processes import free_port
 
-from jax_ep import backends, context, ffi, nvshmem, processes, transports
-from jax_ep.heap import SymmetricHeap
+from jax_ep import context, ffi
+from jax_ep.heap import nvshmem, rendezvous, transports
+from jax_ep.heap.nvshmem import NvshmemMemory
+from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import capability
-from jax_ep.nvshmem import NvshmemMemory
+from jax_ep.ops import registry
 
 HERE = Path(__file__).parent
 PEER = types.SimpleNamespace(process_index=1, platform="gpu")
@@ -63,7 +65,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     context.finalize()  # heaps of tests have the ids of the context's own
     store = Store()
     own = jax.local_devices()[0]
-    monkeypatch.setattr(processes, "_client", lambda function: store)
+    monkeypatch.setattr(rendezvous, "_client", lambda function: store)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "devices", lambda: [own, PEER])
     monkeypatch.setattr(jax, "local_devices", lambda: [own])
@@ -261,10 +263,10 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     context.finalize()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(capability, "_written", lambda: "9.0")
-    backends._say_once.cache_clear()
+    registry._say_once.cache_clear()
     yield
     context.finalize()
-    backends._say_once.cache_clear()
+    registry._say_once.cache_clear()
 
 
 MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
@@ -272,17 +274,17 @@ MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 def test_several_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
-    request = backends.Request("dispatch", np.dtype(np.float32), 8, "gemm", platform="gpu")
+    request = registry.Request("dispatch", np.dtype(np.float32), 8, "gemm", platform="gpu")
     reason = "several processes: call jax_ep.init() in each of them first"
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert [backends.choose(None, request) for _ in range(2)] == ["xla", "xla"]
+        assert [registry.choose(None, request) for _ in range(2)] == ["xla", "xla"]
     assert [record.getMessage() for record in caplog.records] == [f"implementation triton is not used: {reason}"]
     with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
-        backends.choose("triton", request)
+        registry.choose("triton", request)
     with pytest.raises(RuntimeError, match=r"dispatch: several processes: call jax_ep.init"):
         context.heap("dispatch")
     context.init(MESH)
-    assert backends.choose(None, request) == "triton"
+    assert registry.choose(None, request) == "triton"
     assert context.transport() == "nvshmem"
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep
-from jax_ep import backends
-from jax_ep.backends import Request
+from jax_ep.ops import registry
+from jax_ep.ops.registry import Request
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -51,8 +51,8 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     jax_ep.finalize()
     device = types.SimpleNamespace(platform="gpu", compute_capability=request.param, device_kind="a GPU")
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [device])
-    monkeypatch.setattr("jax_ep.megakernels.peer_access.missing", lambda: None)
-    backends._say_once.cache_clear()
+    monkeypatch.setattr("jax_ep.heap.peer_access.missing", lambda: None)
+    registry._say_once.cache_clear()
     return request.param
 
 
@@ -62,7 +62,7 @@ def request(name: str, **changes: Any) -> Request:
 
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
 def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
-    assert {name: backends.choose(None, request(name)) for name in OPERATIONS} == used
+    assert {name: registry.choose(None, request(name)) for name in OPERATIONS} == used
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
 )
 def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, asked: str, needed: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
-        backends.choose(asked, request(name))
+        registry.choose(asked, request(name))
     message = str(caught.value)
     assert needed in message and gpus in message and "`xla`" in message
 
@@ -89,11 +89,11 @@ def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, ask
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_a_fused_mode_needs_tma(gpus: str) -> None:
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
-        backends.choose("triton", request("exchange", mode="scatter", columns=256))
+        registry.choose("triton", request("exchange", mode="scatter", columns=256))
 
 
 def test_other_platforms() -> None:
     for platform in ("tpu", "METAL"):
-        assert backends.choose(None, request("exchange", platform=platform)) == "xla"
+        assert registry.choose(None, request("exchange", platform=platform)) == "xla"
         with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
-            backends.choose("triton", request("exchange", platform=platform))
+            registry.choose("triton", request("exchange", platform=platform))

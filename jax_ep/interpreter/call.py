@@ -28,9 +28,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
+from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
-from jax_ep.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
 from jax_ep.types import Array
 
 __all__ = ["Pool", "SharedMemory", "call", "current_pool", "set_pool"]

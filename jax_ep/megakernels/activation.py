@@ -10,12 +10,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ep import activations
-from jax_ep.kernel import Kernel
-from jax_ep.layout import power_of_two
+from jax_ep.core import activations
+from jax_ep.core.kernel import Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.megakernels.rows import pass_config, row_sizes
-from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
 
 _FORWARD = Kernel("activation", "weighted_activation")

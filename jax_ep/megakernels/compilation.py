@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.kernel import Config, Kernel
+from jax_ep.core.kernel import Config, Kernel
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""

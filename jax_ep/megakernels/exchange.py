@@ -8,14 +8,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep import layout as rows
-from jax_ep.collectives import Axis, sum_in_order
-from jax_ep.dtypes import FP8
-from jax_ep.kernel import Config, Kernel
+from jax_ep.core import layout as rows
+from jax_ep.core.collectives import Axis, sum_in_order
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.words import exchange_words
-from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Array, Handle, Quantized
 
 _DISPATCH = Kernel("dispatch", "dispatch")

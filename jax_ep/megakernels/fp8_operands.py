@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from jax_ep import fp8_reference
-from jax_ep.dtypes import FP8
-from jax_ep.kernel import Config, Kernel
-from jax_ep.layout import power_of_two
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.megakernels.rows import pass_config, row_sizes
-from jax_ep.mesh_axes import vary_alike
-from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Array, Quantized
+from jax_ep.xla import fp8
 
 _QUANTIZE = Kernel("fp8_operands", "quantize_rows")
 _DEQUANTIZE = Kernel("fp8_operands", "dequantize_rows")
@@ -34,7 +34,7 @@ _ELEMENTS = 2048  # of a block: two 16-byte words of 16-bit elements for a threa
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
     """`[R, H]` rows to FP8 values and their scales `[R, H / 128]`; past the groups they hold anything."""
     if x.dtype == jnp.float64 or 0 in (*x.shape, *group_sizes.shape):
-        return fp8_reference.quantize_rows(x, group_sizes)
+        return fp8.quantize_rows(x, group_sizes)
     make_ready("moe")
     return _quantize_rows(x, group_sizes)
 
@@ -53,7 +53,7 @@ def _quantize_rows(x: Array, group_sizes: Array) -> Quantized:
 def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: DTypeLike) -> Array:
     """The inverse of `quantize_rows`, rounded to `dtype`."""
     if jnp.dtype(dtype) == jnp.float64 or 0 in (*values.shape, *group_sizes.shape):
-        return fp8_reference.dequantize_rows(values, scales, group_sizes, dtype=dtype)
+        return fp8.dequantize_rows(values, scales, group_sizes, dtype=dtype)
     make_ready("moe")
     return _dequantize_rows(values, scales, group_sizes, jnp.dtype(dtype))
 
@@ -74,7 +74,7 @@ def activate_quantized(
 ) -> tuple[Array, Array, Array | None]:
     """Activated and weighted rows in FP8, `[R, I]` and `[R, I / 128]`, and, with `keep`, as `activate` makes them."""
     if hidden.dtype == jnp.float64 or weights.dtype != jnp.float32 or 0 in (*hidden.shape, *group_sizes.shape):
-        portable = functools.partial(fp8_reference.activate_quantized, activation=activation, keep=keep)
+        portable = functools.partial(fp8.activate_quantized, activation=activation, keep=keep)
         return portable(hidden, weights, group_sizes, gated=gated)
     make_ready("moe")
     values, scales, rows = _activate_quantized(hidden, weights, group_sizes, activation, gated, keep)
@@ -102,7 +102,7 @@ def _activate_quantized(
 def quantize_matrices(w: Array) -> Quantized:
     """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of `quantize_fp8_weights`."""
     if w.dtype == jnp.float64 or 0 in w.shape:
-        return fp8_reference.quantize_matrices(w)
+        return fp8.quantize_matrices(w)
     make_ready("moe")
     return _quantize_matrices(w)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.kernel import Config, Descriptor, Kernel
-from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
+from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, mode_times, tuning
 from jax_ep.megakernels.exchange import return_tokens, send_tokens
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap

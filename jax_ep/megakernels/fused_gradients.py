@@ -10,8 +10,8 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.kernel import BOUND, Descriptor, Kernel
-from jax_ep.layout import row_tokens
+from jax_ep.core.kernel import BOUND, Descriptor, Kernel
+from jax_ep.core.layout import row_tokens
 from jax_ep.megakernels import fused, mode_times, tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.products import grouped_gemm

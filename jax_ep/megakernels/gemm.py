@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from jax_ep import tiled_gemm
-from jax_ep.kernel import BOUND, Config, Descriptor, Kernel
-from jax_ep.layout import power_of_two, round_up
+from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.layout import power_of_two, round_up
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
+from jax_ep.xla import grouped_gemm as xla
 
 _FORWARD = Kernel("gemm", "grouped_gemm")
 _WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
@@ -66,7 +66,7 @@ def grouped_gemm(
       `[M, N]`.
     """
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return tiled_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     columns = rhs.shape[1 if transpose_rhs else 2]
     groups = group_sizes.shape[0]
     tiles = tiles or gemm_tuning.forward_tiles(lhs.shape[0], columns, groups, jnp.dtype(out_dtype).itemsize)
@@ -135,7 +135,7 @@ def grouped_gemm_weights(
       `[G, K, N]`; zero for empty groups.
     """
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return tiled_gemm.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
+        return xla.grouped_gemm_weights(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or gemm_tuning.weight_tiles(jnp.dtype(out_dtype).itemsize)
     make_ready("grouped_gemm")
     return _weights(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from jax_ep import fp8_reference
-from jax_ep.kernel import BOUND, Config, Descriptor, Kernel
-from jax_ep.layout import power_of_two
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import capability, gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Fp8Tiles
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.mesh_axes import vary_alike
-from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Array
+from jax_ep.xla import fp8
 
 _KERNEL = Kernel("gemm_fp8", "grouped_gemm_fp8")
 
@@ -42,7 +42,7 @@ def grouped_gemm_fp8(
     out_dtype: DTypeLike,
     tiles: Fp8Tiles | None = None,
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; see fp8_reference.py.
+    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; see fp8.py.
 
     Args:
       lhs: `[M, K]` float8_e4m3fn.
@@ -60,7 +60,7 @@ def grouped_gemm_fp8(
     has_kernel = groups <= gemm_tuning.MAX_GROUPS and lhs.shape[0] <= BOUND and out_dtype != jnp.float64
     if 0 in (*lhs.shape, *rhs.shape) or not has_kernel:
         operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-        return fp8_reference.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
+        return fp8.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
     tiles = tiles or gemm_tuning.fp8_tiles(lhs.shape[0], groups, out_dtype.itemsize)
     make_ready("grouped_gemm")
     return _gemm(lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, tiles)

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import context, ffi
-from jax_ep.collectives import Axis, all_gather, rank_on
-from jax_ep.heap import MAX_BLOCKS, SymmetricHeap
-from jax_ep.kernel import Config, Descriptor, Kernel, array_of
+from jax_ep.core.collectives import Axis, all_gather, rank_on
+from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of
+from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.heap.symmetric import MAX_BLOCKS, SymmetricHeap
 from jax_ep.megakernels.launch import launch
-from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array, Handle
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from jax_ep import context, nvshmem
-from jax_ep.dtypes import FP8
-from jax_ep.heap import MAX_BLOCKS
-from jax_ep.megakernels import capability, gemm_fp8, low_latency, masked, peer_access, tuning
+from jax_ep import context
+from jax_ep.core.dtypes import FP8
+from jax_ep.heap import nvshmem, peer_access
+from jax_ep.heap.symmetric import MAX_BLOCKS
+from jax_ep.megakernels import capability, gemm_fp8, low_latency, masked, tuning
 from jax_ep.megakernels.activation import activate, activate_gradient
 from jax_ep.megakernels.exchange import (
     deliver,

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 
 from jax_ep import context, ffi
-from jax_ep.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
+from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
+from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import compilation
 from jax_ep.megakernels.compilation import Copies, Parameter
-from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array
 
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.collectives import Axis
-from jax_ep.dtypes import FP8
-from jax_ep.kernel import Kernel
-from jax_ep.layout import power_of_two, round_up
+from jax_ep.core.collectives import Axis
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.kernel import Kernel
+from jax_ep.core.layout import power_of_two, round_up
+from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import capability
 from jax_ep.megakernels import low_latency_tuning as tuning
 from jax_ep.megakernels.heap_launch import group_on, launch_on_heap
-from jax_ep.mesh_axes import varying_axes
 from jax_ep.quantization import GROUP_SIZE, quantize_fp8
 from jax_ep.types import Array, Layout, LowLatencyHandle, Quantized
 

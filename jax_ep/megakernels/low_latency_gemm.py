@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.collectives import Axis
-from jax_ep.kernel import Config, Descriptor, Kernel
-from jax_ep.layout import power_of_two
+from jax_ep.core.collectives import Axis
+from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels import masked_tuning
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs

@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_ep.kernel import Config
-from jax_ep.layout import power_of_two
+from jax_ep.core.kernel import Config
+from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.types import Layout
 

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from jax_ep.dtypes import FP8
-from jax_ep.kernel import Config, Descriptor, Kernel
-from jax_ep.layout import power_of_two
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import capability, masked_tuning
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.megakernels.masked_tuning import MaskedTiles
-from jax_ep.mesh_axes import vary_alike
-from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Array
 
 _GEMM = Kernel("masked_gemm", "masked_grouped_gemm")

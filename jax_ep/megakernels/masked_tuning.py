@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from jax_ep.layout import power_of_two
+from jax_ep.core.layout import power_of_two
 
 _SHARED_BYTES = 226 << 10  # of a multiprocessor
 ACTIVATION_PROGRAMS = 8

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import context, ffi
-from jax_ep import layout as rows
-from jax_ep.collectives import Axis
-from jax_ep.kernel import Config, Kernel
+from jax_ep.core import layout as rows
+from jax_ep.core.collectives import Axis
+from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import group_on, launch_on_heap
 from jax_ep.megakernels.words import exchange_words
-from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array, Handle, Layout
 
 _PLAN = Kernel("plan", "plan")

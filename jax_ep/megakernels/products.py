@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep import layout
+from jax_ep.core import layout
 from jax_ep.megakernels import gemm
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.pallas import requirements

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax
 
-from jax_ep.kernel import Config, Kernel
-from jax_ep.layout import power_of_two
+from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.mesh_axes import vary_alike
 from jax_ep.types import Array
 
 _GATHER = Kernel("rows", "gather_rows")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.kernel import Config, Kernel
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.heap_launch import group_of

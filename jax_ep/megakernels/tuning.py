@@ -10,12 +10,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ep.heap import MAX_BLOCKS
-from jax_ep.kernel import Config
-from jax_ep.layout import power_of_two
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import Config
+from jax_ep.core.layout import power_of_two
+from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import gemm_tuning, mode_times
 from jax_ep.megakernels.grid import all_programs, num_programs
-from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Layout
 
 BLOCK_T = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jax_ep import context, ffi
-from jax_ep.kernel import Kernel
+from jax_ep.core.kernel import Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import launch_on_heap
 from jax_ep.types import Array

@@ -7,34 +7,47 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from jax_ep.core.mesh_axes import platform
 from jax_ep.pallas.tiling import ALIGNMENT, STEP
+from jax_ep.types import Options
 
 _CAPABILITY = "9.0"
+_DTYPES = ("bfloat16", "float16")
 _ROWS_PER_GROUP = 256
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
 _COMPILER = "jax.experimental.mosaic.gpu"
 
 
-def refusal(request: Any) -> str | None:
-    """Why this implementation cannot serve a request, or None; see `backends.Request`."""
-    if request.platform == "cpu":
+def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> str | None:
+    """Why this implementation cannot serve a request, or None; see ops/registry.py."""
+    if not is_made_for(dtype):
+        return f"it was made for {_DTYPES}, not for {jnp.dtype(dtype).name}"
+    on = platform()
+    if on == "cpu":
         return (
-            _missing_on_cpu() if request.alone else "it runs on GPUs; on CPU devices only for tests that name it alone"
+            _missing_on_cpu() if options.alone else "it runs on GPUs; on CPU devices only for tests that name it alone"
         )
-    if request.platform != "gpu":
-        return f"the platform is {request.platform}, it needs NVIDIA GPUs"
+    if on != "gpu":
+        return f"the platform is {on}, it needs NVIDIA GPUs"
     return missing()
 
 
-def fastest(request: Any) -> bool:
-    """Whether this implementation is the fastest for a request; see `backends.Entry`."""
-    known = request.operation in ("gemm", "gemm_weights") and request.product is not None
-    return known and request.platform == "gpu" and is_fastest(*request.product)
+def is_made_for(dtype: DTypeLike) -> bool:
+    """Whether there are machines where it takes these operands."""
+    return jnp.dtype(dtype).name in _DTYPES
 
 
-def is_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
+def is_fastest(options: Options, operation: str, dtype: DTypeLike, *product: int) -> bool:
+    """Whether it serves a product of `num_rows, depth, columns, groups`, or its weight gradient, faster than others."""
+    can = operation == "grouped_gemm" and bool(product) and platform() == "gpu" and is_made_for(dtype)
+    return can and multiplies_fastest(*product)
+
+
+def multiplies_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
     """Whether these GPUs have no faster product of `[num_rows, depth]` rows and `[groups, depth, columns]` matrices.
 
     Nor a faster gradient of the matrices. That is so where groups have hundreds of rows (docs/performance.md), and

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles
-from jax_ep.tiled_gemm import locate_groups
 from jax_ep.types import Array
+from jax_ep.xla.grouped_gemm import locate_groups
 
 _MOST_EQUAL_TILES = 3
 

@@ -14,7 +14,7 @@ from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabi
 from harness import compiled, run
 
 import jax_ep
-from jax_ep import backends
+from jax_ep.ops import registry
 from jax_ep.types import Layout
 
 # Groups end within tiles, and T is no multiple of a block.
@@ -24,7 +24,7 @@ TOLERANCE = 4e-2  # two products deep, each with its own rounding of what it rea
 
 @pytest.fixture(autouse=True)
 def needs_fused_products(implementation: str) -> None:
-    run = backends.get(implementation)
+    run = registry.get(implementation)
     if not run.fuses(Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
         pytest.skip(f"{implementation} fuses no products with exchanges")
 

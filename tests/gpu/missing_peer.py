@@ -27,7 +27,8 @@ from jax.sharding import Mesh
 from lateness import after, when
 
 import jax_ep
-from jax_ep import backends, context, interpreter
+from jax_ep import context, interpreter
+from jax_ep.ops import registry
 
 # On CPU devices, time in which nobody is at work; on GPUs much longer than any call here takes.
 TIMEOUT_S = 2.0 if jax.default_backend() == "cpu" else 10.0
@@ -115,7 +116,7 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
 
 def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
     """A dispatch to all ranks that all but the last one launch."""
-    run = backends.get("triton")
+    run = registry.get("triton")
     layout = jax_ep.types.Layout(everyone.size, 8, T, K, capacity=everyone.size * T * K)
     handles = jax.jit(per_rank(lambda ids: run.plan(ids, layout, AXIS), everyone))(work.ids)
     others = make_mesh((everyone.size - 1,), AXIS)

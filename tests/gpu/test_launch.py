@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import serialize_executable
 
 from jax_ep import ffi
-from jax_ep.kernel import Config, Kernel
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import compilation, rows
 from jax_ep.megakernels.compilation import Parameter
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import triton
 
-from jax_ep.kernel import Config, Kernel
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import compilation
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.interpreter import Pool
-from jax_ep.kernel import Config, Kernel
 from jax_ep.megakernels.launch import launch
 
 FOLDER = Path(__file__).parent / "kernels_for_tests"

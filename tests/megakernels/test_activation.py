@@ -11,7 +11,7 @@ import oracle
 import pytest
 from cases import assert_close
 
-from jax_ep.activations import ACTIVATIONS
+from jax_ep.core.activations import ACTIVATIONS
 from jax_ep.megakernels import activation as kernels
 
 # Groups that end within a block of rows, and columns that end within a block of columns.

@@ -12,9 +12,9 @@ import pytest
 from cases import BF16, ROUTINGS, Shape, reals
 
 import jax_ep
-from jax_ep import backends
-from jax_ep.kernel import Config
+from jax_ep.core.kernel import Config
 from jax_ep.megakernels import fused, mode_times, tuning
+from jax_ep.ops import registry
 from jax_ep.types import COMBINE_MODES, Layout
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=24)
@@ -38,7 +38,7 @@ def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, 
     kernel = {"scatter": "gemm_combine", "reduce": "gemm_reduce"}[mode]
     chosen, launched = getattr(tuning, kernel), []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
-    run: Any = backends.get("triton")
+    run: Any = registry.get("triton")
     ids = ROUTINGS["some_without_expert"](rng, 2, SHAPE)
     h = reals(rng, 2, 90, SHAPE.intermediate, dtype=BF16)
     w = reals(rng, 2, 4, SHAPE.intermediate, SHAPE.hidden, dtype=BF16)

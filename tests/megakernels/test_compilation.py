@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.kernel import Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.megakernels import compilation, launch
 from jax_ep.megakernels.compilation import Parameter
 

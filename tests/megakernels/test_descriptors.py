@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_calls import kernel
 
-from jax_ep.kernel import BOUND, Config, Descriptor
+from jax_ep.core.kernel import BOUND, Config, Descriptor
 from jax_ep.megakernels.launch import launch
 
 

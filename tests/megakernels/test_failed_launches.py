@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep import context, ffi
-from jax_ep.heap import SymmetricHeap
+from jax_ep.core.kernel import Kernel
+from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.interpreter import Launch, Pool
-from jax_ep.kernel import Kernel
 from jax_ep.megakernels.heap_launch import launch_identity
 
 W, T, K, E, H, F = 2, 5, 2, 4, 16, 24

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import backends
-from jax_ep.kernel import Config
+from jax_ep.core.kernel import Config
 from jax_ep.megakernels import exchange, tuning
+from jax_ep.ops import registry
 from jax_ep.types import Layout
 
 LAYOUT = Layout(num_ranks=2, num_experts=4, num_tokens=9, top_k=2, capacity=40)
@@ -38,7 +38,7 @@ def test_one_program_sends_what_several_send(mesh, monkeypatch):
         return launch(kernel, *arguments, **options)
 
     monkeypatch.setattr(exchange, "launch_on_heap", launch_and_note)
-    run: Any = backends.get("triton")
+    run: Any = registry.get("triton")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 9, 64)).astype(np.float32)
     ids = rng.integers(0, 4, (2, 9, 2), np.int32)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import fp8_reference
 from jax_ep.megakernels import fp8_operands
+from jax_ep.xla import fp8
 
 SIZES = jnp.array([5, 0, 17, 3], jnp.int32)
 USED, ROWS = 25, 40
@@ -29,14 +29,14 @@ def test_rows(pool, rng, columns, dtype):
     x = magnitudes(rng, ROWS, columns, dtype=dtype)
     x[3, 130 % columns], x[7], x[USED:] = np.nan, 0, np.nan
     values, scales = fp8_operands.quantize_rows(jnp.asarray(x), SIZES)
-    want = fp8_reference.quantize_rows(jnp.asarray(x), SIZES)
+    want = fp8.quantize_rows(jnp.asarray(x), SIZES)
     same(values[:USED], want[0][:USED])
     same(scales[:USED], want[1][:USED])
 
     assert (np.asarray(values)[USED:].view(np.uint8) == 0xFF).all(), "rows past the groups were written"
     rows = fp8_operands.dequantize_rows(*want, SIZES, dtype=dtype)
     assert rows.dtype == dtype
-    same(rows[:USED], fp8_reference.dequantize_rows(*want, SIZES, dtype=dtype)[:USED])
+    same(rows[:USED], fp8.dequantize_rows(*want, SIZES, dtype=dtype)[:USED])
 
 
 @pytest.mark.parametrize("columns", [128, 200, 40])
@@ -44,7 +44,7 @@ def test_matrices(pool, rng, columns):
     w = magnitudes(rng, 3, 256, columns)
     w[1, 140, 3], w[2] = np.nan, 0
     values, scales = fp8_operands.quantize_matrices(jnp.asarray(w))
-    want = fp8_reference.quantize_matrices(jnp.asarray(w))
+    want = fp8.quantize_matrices(jnp.asarray(w))
     assert values.shape == want[0].shape and scales.shape == want[1].shape
     same(values, want[0])
     same(scales, want[1])
@@ -60,7 +60,7 @@ def test_activation(pool, rng, activation, keep, gated):
     hidden[USED:], weights[USED:] = np.nan, np.nan
     options = {"activation": activation, "gated": gated, "keep": keep}
     inputs = jnp.asarray(hidden), jnp.asarray(weights), SIZES
-    want = fp8_reference.activate_quantized(*inputs, **options)
+    want = fp8.activate_quantized(*inputs, **options)
     got = [x if x is None else np.asarray(x) for x in fp8_operands.activate_quantized(*inputs, **options)]
     np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
     exact = np.asarray(want[0]).astype(np.float32)[:USED]

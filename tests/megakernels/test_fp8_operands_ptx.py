@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compiling import build
 
-from jax_ep.heap import MAX_BLOCKS, HeapLayout
+from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout
 from jax_ep.megakernels import exchange, fp8_operands, rows, tuning
 from jax_ep.types import Layout
 

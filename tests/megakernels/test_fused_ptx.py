@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
-from jax_ep.heap import MAX_BLOCKS, HeapLayout
+from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout
 from jax_ep.megakernels import fused, gemm_tuning, tuning
 from jax_ep.types import Layout
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
-from jax_ep.kernel import Descriptor, array_of
+from jax_ep.core.kernel import Descriptor, array_of
 from jax_ep.megakernels import gemm, gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 

@@ -15,10 +15,10 @@ import pytest
 from cases import BF16, ROUTINGS, Shape
 
 import jax_ep
-from jax_ep import backends
-from jax_ep.kernel import Config
-from jax_ep.layout import dropless_capacity
+from jax_ep.core.kernel import Config
+from jax_ep.core.layout import dropless_capacity
 from jax_ep.megakernels import fused, fused_gradients, gemm_tuning, mode_times, tuning
+from jax_ep.ops import registry
 from jax_ep.types import Layout
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -43,7 +43,7 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any:
     """`fn(ids, x, h, w)`: sums and products by one launch, or one less and, with `parts`, each by its own."""
-    run: Any = backends.get("triton")
+    run: Any = registry.get("triton")
 
     def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
         handle = run.plan(ids, layout, AXIS)
@@ -134,7 +134,7 @@ def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: 
     launched, launch = [], fused_gradients.launch_on_heap
     monkeypatch.setattr(fused_gradients, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
     forms, dispatch = [], fused.dispatch_gemm
-    triton: Any = backends.get("triton")
+    triton: Any = registry.get("triton")
     monkeypatch.setattr(
         triton, "dispatch_gemm", lambda *a, keep, **k: forms.append(keep) or dispatch(*a, keep=keep, **k)
     )

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from kernel_calls import BASES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
 from jax_ep import interpreter
+from jax_ep.core.kernel import Config
 from jax_ep.ffi.status import StatusRecord
-from jax_ep.kernel import Config
 from jax_ep.megakernels.launch import launch
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -21,8 +21,8 @@ from kernel_calls import FOLDER, HEAP_BYTES, H, W, exchange, heap_tables, kernel
 
 import jax_ep
 from jax_ep import context, interpreter
+from jax_ep.core.kernel import Config
 from jax_ep.interpreter import activity
-from jax_ep.kernel import Config
 from jax_ep.megakernels.launch import launch
 
 LONG_S = 1000.0  # beyond the time limit of a test
@@ -263,7 +263,8 @@ import harness, jax
 from kernel_calls import heap_tables, ranks
 from test_interpreter_failures import all_wait, until, wait_for_ever
 import jax_ep
-from jax_ep import context, interpreter
+from jax_ep import context
+from jax_ep import interpreter
 mesh = harness.make_mesh((4,), ("expert",))
 jax_ep.init(mesh, transport="shared_memory", heap_bytes=16 << 20)
 pool = context.heap("test")._memory.pool

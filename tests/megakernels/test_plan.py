@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import backends, context
-from jax_ep import layout as rows
-from jax_ep.heap import SymmetricHeap
+from jax_ep import context
+from jax_ep.core import layout as rows
+from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import heap_launch, tuning
-from jax_ep.mesh_axes import varying_axes
+from jax_ep.ops import registry
 from jax_ep.types import Handle, Layout
 
 FIELDS = ("row_slot", "slot_row", "group_sizes", "ids", "num_invalid", "num_dropped")
@@ -53,7 +54,7 @@ def planner(layout: Layout) -> Callable[..., Any]:
     mesh = harness.make_mesh((layout.num_ranks,), (EXPERT,))
 
     def fn(ids):
-        handle = backends.get("triton").plan(ids, layout, (EXPERT,))
+        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
         assert isinstance(handle, Handle)
         return tuple(getattr(handle, name) for name in FIELDS)
 
@@ -205,7 +206,7 @@ def test_results_that_are_the_same_over_an_axis_stay_so(fresh):
     ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
 
     def fn(ids):
-        return backends.get("triton").plan(ids, layout, (EXPERT,)).row_slot[None]
+        return registry.get("triton").plan(ids, layout, (EXPERT,)).row_slot[None]
 
     row_slot = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT)))(ids)
     want = [rows.make_handle(jnp.asarray(ids.reshape(2, 3, 2)), r, jnp.int32(0), layout).row_slot for r in range(2)]
@@ -226,7 +227,7 @@ def test_another_mesh_than_the_one_given_fails(fresh):
     ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
 
     def fn(ids):
-        handle = backends.get("triton").plan(ids, layout, (EXPERT,))
+        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
         return handle.row_slot, handle.slot_row
 
     def run(devices):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compiling import build
 
-from jax_ep.layout import power_of_two
+from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import rows
 

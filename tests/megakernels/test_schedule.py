@@ -12,9 +12,9 @@ import pytest
 from compiling import build
 
 import jax_ep
-from jax_ep import backends
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.schedule import send_schedule, sorted_schedule
+from jax_ep.ops import registry
 from jax_ep.types import Layout
 
 EXPERT = harness.EXPERT
@@ -59,7 +59,7 @@ def test_order(sizes, hostile, rng):
         ids = np.where(rng.random(ids.shape) < 0.5, rng.choice(HOSTILE, ids.shape), ids)
 
     def fn(ids):
-        handle = backends.get("triton").plan(ids, layout, (EXPERT,))
+        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
         return (*send_schedule(handle), *sorted_schedule(handle))
 
     got = harness.run(fn, mesh, ids)

@@ -14,11 +14,11 @@ from cases import BF16, F16, F32, assert_close, integers, reals
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep import backends
+from jax_ep.ops import registry
 from jax_ep.pallas import gemm, requirements, tiling
 from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
 
-REFUSAL = requirements.refusal(backends.Request("grouped_gemm", BF16, 64, "gemm", alone=True))
+REFUSAL = requirements.refusal(registry.Request("grouped_gemm", BF16, 64, "gemm", alone=True))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
 

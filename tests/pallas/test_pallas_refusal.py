@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep
-from jax_ep import backends
+from jax_ep.ops import registry
 
-NO_TRITON = backends.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
+NO_TRITON = registry.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def request(dtype=BF16, operation="gemm", platform="gpu", **options):
-    return backends.Request("grouped_gemm", dtype, 64, operation, platform=platform, **options)
+    return registry.Request("grouped_gemm", dtype, 64, operation, platform=platform, **options)
 
 
 @pytest.fixture
@@ -25,17 +25,17 @@ def hopper(monkeypatch):
     def make(capability="9.0"):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        monkeypatch.setitem(backends._REGISTRY, "triton", NO_TRITON)
+        monkeypatch.setitem(registry._REGISTRY, "triton", NO_TRITON)
 
-    backends._say_once.cache_clear()
+    registry._say_once.cache_clear()
     yield make
-    backends._say_once.cache_clear()
+    registry._say_once.cache_clear()
 
 
 def test_order():
-    assert backends.available() == ("triton", "pallas", "xla")
-    assert backends.available("exchange") == ("triton", "xla")
-    assert backends.available("gemm") == backends.available("gemm_weights") == backends.available()
+    assert registry.available() == ("triton", "pallas", "xla")
+    assert registry.available("exchange") == ("triton", "xla")
+    assert registry.available("gemm") == registry.available("gemm_weights") == registry.available()
 
 
 @pytest.mark.parametrize(
@@ -55,35 +55,35 @@ def test_order():
 )
 def test_fastest(wanted, options, hopper, caplog, monkeypatch):
     hopper()
-    served = backends.Entry("triton", NO_TRITON.load, lambda _: None)
-    monkeypatch.setitem(backends._REGISTRY, "triton", served)
-    assert backends.choose(None, request(**options)) == wanted
-    assert backends.choose(("triton", "pallas"), request(**options)) == "triton"
+    served = registry.Entry("triton", NO_TRITON.load, lambda _: None)
+    monkeypatch.setitem(registry._REGISTRY, "triton", served)
+    assert registry.choose(None, request(**options)) == wanted
+    assert registry.choose(("triton", "pallas"), request(**options)) == "triton"
     hopper("8.0")
-    monkeypatch.setitem(backends._REGISTRY, "triton", served)
-    assert backends.choose(None, request(**options)) == "triton"
+    monkeypatch.setitem(registry._REGISTRY, "triton", served)
+    assert registry.choose(None, request(**options)) == "triton"
     assert not caplog.records  # nobody expected another one
 
 
 def test_serves_products_on_hopper_without_triton(hopper, caplog):
     hopper()
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert backends.choose(None, request()) == "pallas"
+        assert registry.choose(None, request()) == "pallas"
         for operation in ("exchange", "activation", "low_latency", "masked_gemm", "masked_activation"):
-            assert backends.choose(None, request(operation=operation)) == "xla"
-        assert backends.choose(None, request(F32)) == "xla"
+            assert registry.choose(None, request(operation=operation)) == "xla"
+        assert registry.choose(None, request(F32)) == "xla"
     assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
 
 
 def test_other_gpus(hopper, caplog):
     hopper("10.0")
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert backends.choose(None, request()) == "xla"
+        assert registry.choose(None, request()) == "xla"
     reason = "its kernels are for compute capability 9.0 (Hopper), that of these GPUs is 10.0"
     reason += "; `triton` or `xla` multiply there"
     assert f"implementation pallas is not used: {reason}" in [record.getMessage() for record in caplog.records]
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
-        backends.choose("pallas", request())
+        registry.choose("pallas", request())
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_other_gpus(hopper, caplog):
 )
 def test_reasons(reason, options):
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
-        backends.choose("pallas", request(**options))
+        registry.choose("pallas", request(**options))
 
 
 def test_on_the_cpu_only_where_it_is_named_alone():
-    assert backends.choose(None, request(platform="cpu")) == "xla"
-    assert backends.choose(("pallas", "xla"), request(platform="cpu")) == "xla"
-    assert backends.choose("pallas", request(platform="cpu")) == "pallas"
-    assert backends.choose(["pallas"], request(platform="cpu")) == "pallas"
+    assert registry.choose(None, request(platform="cpu")) == "xla"
+    assert registry.choose(("pallas", "xla"), request(platform="cpu")) == "xla"
+    assert registry.choose("pallas", request(platform="cpu")) == "pallas"
+    assert registry.choose(["pallas"], request(platform="cpu")) == "pallas"
 
 
 def test_interpreter_needs_threads(monkeypatch):
@@ -114,25 +114,25 @@ def test_interpreter_needs_threads(monkeypatch):
         with pytest.raises(
             NotImplementedError, match=rf"4 cores or CPU devices, here are {max(devices, 2)}.*XLA_FLAGS"
         ):
-            backends.choose("pallas", request(platform="cpu"))
+            registry.choose("pallas", request(platform="cpu"))
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    assert backends.choose("pallas", request(platform="cpu")) == "pallas"
+    assert registry.choose("pallas", request(platform="cpu")) == "pallas"
 
 
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
     """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
-    entry = backends._REGISTRY["pallas"]
-    served = backends.Entry("pallas", entry.load, lambda _: None, entry.operations, entry.dtypes)
-    monkeypatch.setitem(backends._REGISTRY, "pallas", served)
-    monkeypatch.setitem(backends._REGISTRY, "triton", NO_TRITON)
+    entry = registry._REGISTRY["pallas"]
+    served = registry.Entry("pallas", entry.load, lambda _: None, entry.operations, entry.dtypes)
+    monkeypatch.setitem(registry._REGISTRY, "pallas", served)
+    monkeypatch.setitem(registry._REGISTRY, "triton", NO_TRITON)
     chosen = []
-    choose = backends.choose
+    choose = registry.choose
 
     def choose_and_tell(implementation, asked):
         chosen.append((asked.operation, choose(implementation, asked)))
         return chosen[-1][1]
 
-    monkeypatch.setattr(backends, "choose", choose_and_tell)
+    monkeypatch.setattr(registry, "choose", choose_and_tell)
     x, idx, weights = jnp.ones((4, 64), BF16), jnp.array([[0], [1], [1], [0]], jnp.int32), jnp.ones((4, 1), F32)
     w_gate_up, w_down = jnp.ones((2, 64, 64), BF16), jnp.ones((2, 32, 64), BF16)
 

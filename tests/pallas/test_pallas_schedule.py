@@ -7,7 +7,7 @@ import pytest
 from jax_ep.pallas import tiling
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ForwardTiles
-from jax_ep.tiled_gemm import locate_groups
+from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
 ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))

@@ -1,0 +1,1 @@
+"""What all layers use and what knows nothing of operations: argument checks, mesh axes, layout arithmetic."""

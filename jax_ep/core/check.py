@@ -1,0 +1,336 @@
+"""Argument checks of the public functions: every message gives both values and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep.core.activations import ACTIVATIONS
+from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
+from jax_ep.core.mesh_axes import axis_size, spread_axes
+from jax_ep.types import Array, AxisName, Handle, Layout, LowLatencyHandle, Quantized
+
+
+def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
+    """`value` as a JAX array of that rank; `shape` describes it to the user."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{function}: {name} is a {type(value).__name__}, not an array; pass a JAX or NumPy array {shape}."
+        )
+    if value.ndim != rank:
+        raise ValueError(f"{function}: {name} has shape {value.shape}, expected rank {rank}, {shape}; reshape it.")
+    return jnp.asarray(value)
+
+
+def rows(function: str, name: str, value: Any, shape: str) -> Array:
+    """`value` as a JAX array with a last axis, whatever comes before."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        what = f"is a {type(value).__name__}"
+    elif value.ndim < 1:
+        what = f"has shape {value.shape}"
+    else:
+        return jnp.asarray(value)
+    raise TypeError(f"{function}: {name} {what}, expected a JAX or NumPy array {shape}; pass one.")
+
+
+def matrix(function: str, name: str, value: Any, shape: str = "[T, E]") -> Array:
+    """A floating matrix."""
+    value = array(function, name, value, 2, shape)
+    return floating(function, name, value)
+
+
+def floating(function: str, name: str, value: Array) -> Array:
+    """A floating array in one of the token dtypes."""
+    if value.dtype not in TOKEN_DTYPES:
+        names = ", ".join(d.name for d in TOKEN_DTYPES)
+        raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected one of {names}; cast it with astype.")
+    return value
+
+
+def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:
+    """Two operands of one product."""
+    if value.dtype != other:
+        raise TypeError(
+            f"{function}: {name} has dtype {value.dtype} but {other_name} has {jnp.dtype(other)}; cast one of them with"
+            " astype."
+        )
+
+
+def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
+    """What is, or names, a dtype."""
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name}={value!r} is no dtype, expected {examples}; pass one of them.") from None
+
+
+def size(function: str, what: str, actual: int, expected: int, remedy: str) -> None:
+    """Two sizes that must agree."""
+    if actual != expected:
+        raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
+
+
+def positive(function: str, name: str, value: Any) -> int:
+    """A static integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected a Python int; it must be static.")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{function}: {name}={value}, expected at least 1 and below 2**31; pass a positive {name}.")
+    return int(value)
+
+
+def countable(function: str, what: str, number: int, remedy: str) -> None:
+    """So many rows that int32, by which slots and rows are known, can number them."""
+    if number >= 2**31:
+        raise ValueError(f"{function}: {what} make {number} rows, expected fewer than 2**31; {remedy}.")
+
+
+def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantized:
+    """FP8 values `[..., H]` with float32 scales `[..., H // group_size]`."""
+    values = array(function, "values", values, rank, "[T, H]")
+    scales = array(function, "scales", scales, rank, "[T, H // group_size]")
+    if values.dtype != FP8 or scales.dtype != jnp.float32:
+        raise TypeError(
+            f"{function}: (values, scales) have dtypes ({values.dtype}, {scales.dtype}), expected (float8_e4m3fn,"
+            " float32);"
+            " convert with jax_ep.quantization.quantize_fp8."
+        )
+    if scales.shape[:-1] != values.shape[:-1] or scales.shape[-1] == 0 or values.shape[-1] % scales.shape[-1]:
+        raise ValueError(
+            f"{function}: values have shape {values.shape} and scales {scales.shape}, expected one row of scales"
+            " per row of"
+            " values and a whole number of columns per scale; quantise with jax_ep.quantization.quantize_fp8."
+        )
+    return values, scales
+
+
+def tokens(function: str, x: Any) -> Array | Quantized:
+    """`[T, H]` tokens, or FP8 values `[T, H]` with scales `[T, H // group]`."""
+    if not isinstance(x, tuple):
+        x = matrix(function, "x", x, "[T, H]")
+        if x.shape[1] < 1:
+            raise ValueError(
+                f"{function}: x has shape {x.shape}, expected H >= 1; pass tokens with at least one column."
+            )
+        return x
+    if len(x) != 2:
+        raise ValueError(f"{function}: x is a tuple of {len(x)}, expected 2; pass (values, scales).")
+    return quantized(function, *x)
+
+
+def expert_ids(function: str, topk_idx: Any, num_tokens: int | None, num_experts: int) -> Array:
+    """`[T, K]` int32; ids out of range are an error where their values are known."""
+    # Read before the conversion below: under a trace that hides the values of a NumPy array.
+    known = _known_values(topk_idx)
+    topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
+    if topk_idx.dtype != jnp.int32:
+        raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
+    if num_tokens is not None:
+        remedy = "pass one row of expert ids per token"
+        size(function, "the number of rows of topk_idx", topk_idx.shape[0], num_tokens, remedy)
+    if topk_idx.shape[1] < 1:
+        raise ValueError(
+            f"{function}: topk_idx has shape {topk_idx.shape}, expected K >= 1; pass at least one expert id."
+        )
+    if known is not None and known.size and (known.min() < -1 or known.max() >= num_experts):
+        worst = int(known.min() if known.min() < -1 else known.max())
+        raise ValueError(
+            f"{function}: topk_idx contains {worst}, expected ids in [0, {num_experts}), or -1 for no expert; check the"
+            " router and num_experts. Under jit such ids are counted and treated as -1."
+        )
+    return topk_idx
+
+
+def _known_values(x: Any) -> np.ndarray | None:
+    """The values of an array that is not being traced, also inside an eager `shard_map`; None under a trace."""
+    # An eager shard_map hands out tracers that hold the values of all shards in `val`.
+    value = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else x
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or not value.is_fully_addressable:
+        return None
+    return np.asarray(value)
+
+
+def router_weights(
+    function: str, topk_weights: Any, shape: tuple[int, ...], x: Array | Quantized | jax.ShapeDtypeStruct
+) -> Array:
+    """`[T, K]` float32 (or float64 next to float64 tokens)."""
+    topk_weights = array(function, "topk_weights", topk_weights, 2, "[T, K]")
+    if topk_weights.shape != shape:
+        raise ValueError(
+            f"{function}: topk_weights has shape {topk_weights.shape} but topk_idx has {shape}; pass one weight"
+            " per expert"
+            " id."
+        )
+    is_f64 = not isinstance(x, tuple) and x.dtype == jnp.float64
+    allowed = (jnp.float32, jnp.float64) if is_f64 else (jnp.float32,)
+    if topk_weights.dtype not in allowed:
+        raise TypeError(
+            f"{function}: topk_weights has dtype {topk_weights.dtype}, expected float32; use .astype(jnp.float32)."
+        )
+    return topk_weights
+
+
+def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
+    """Number of experts as a Python int, and of ranks on the axis, which must divide it."""
+    num_experts = positive(function, "num_experts", num_experts)
+    num_ranks = axis_size(axis_name, function=function)
+    divisible_experts(function, num_experts, num_ranks, axis_name)
+    return num_experts, num_ranks
+
+
+def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name: AxisName) -> None:
+    """As many experts on each rank."""
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"{function}: num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis"
+            f" {axis_name!r}; every rank owns the same number of experts, so change one of the two."
+        )
+
+
+def wire(function: str, wire_dtype: DTypeLike | None, x: Array | Quantized | jax.ShapeDtypeStruct) -> DTypeLike | None:
+    """The FP8 dtype where tokens must be quantised to travel, else None."""
+    if wire_dtype is None:
+        return None
+    values = x[0] if isinstance(x, tuple) else x
+    dtype = values.dtype
+    try:
+        wanted = jnp.dtype(wire_dtype)
+    except TypeError:
+        raise TypeError(
+            f"{function}: wire_dtype={wire_dtype!r} is no dtype, expected float8_e4m3fn or None; pass"
+            " jnp.float8_e4m3fn."
+        ) from None
+    if wanted == dtype:
+        return None
+    if wanted != FP8:
+        raise TypeError(
+            f"{function}: wire_dtype={wanted} with {dtype} tokens, expected float8_e4m3fn; pass"
+            " jnp.float8_e4m3fn, or None to send the tokens as they are."
+        )
+    return fp8_columns(function, values.shape[-1], 128)
+
+
+def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:
+    """FP8 needs whole groups of columns."""
+    group_size = positive(function, "group_size", group_size)
+    if hidden % group_size:
+        raise ValueError(
+            f"{function}: H={hidden} is not a multiple of group_size={group_size}, the columns that share an FP8"
+            " scale; pad H, or"
+            " send the tokens unquantised."
+        )
+    return FP8
+
+
+def capacity(function: str, value: Any, alignment: int) -> int | None:
+    """A static number of rows, whole groups of `alignment`."""
+    if value is None:
+        return None
+    value = positive(function, "capacity", value)
+    if value % alignment:
+        raise ValueError(
+            f"{function}: capacity={value} is not a multiple of alignment={alignment}; round it up to"
+            f" {-(-value // alignment) * alignment}."
+        )
+    return value
+
+
+def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHandle], axis_name: AxisName) -> Layout:
+    """A handle of the right kind, made on the ranks of this axis."""
+    if not isinstance(value, expected):
+        raise TypeError(
+            f"{function}: handle is a {type(value).__name__}, expected the {expected.__name__} of the matching"
+            " dispatch."
+        )
+    num_ranks = axis_size(axis_name, function=function)
+    remedy = f"use the axis_name of the dispatch that made the handle, not {axis_name!r}"
+    size(function, "the number of ranks of the handle", value.layout.num_ranks, num_ranks, remedy)
+    if value.layout.axis != spread_axes(axis_name):
+        raise ValueError(
+            f"{function}: the axis of the handle is {value.layout.axis}, expected {spread_axes(axis_name)}, that of"
+            f" axis_name={axis_name!r}; {remedy}. Axes of one rank do not count, the order of the others does."
+        )
+    return value.layout
+
+
+def reused_layout(function: str, value: Any, wanted: Layout, capacity: int | None, axis_name: AxisName) -> Layout:
+    """The layout of a handle that is used again, which the other arguments must not contradict."""
+    layout = handle(function, value, Handle, axis_name)
+    sizes = {"num_tokens": wanted.num_tokens, "num_experts": wanted.num_experts}
+    if wanted.top_k:
+        sizes["top_k"] = wanted.top_k
+    if capacity is not None:
+        sizes["capacity"] = capacity
+    if wanted.alignment != 1:
+        sizes["alignment"] = wanted.alignment
+    for name, expected in sizes.items():
+        remedy = "pass the handle of a dispatch of the same sizes, or none"
+        size(function, f"{name} of the handle", getattr(layout, name), expected, remedy)
+    return layout
+
+
+def group_sizes(function: str, value: Any) -> Array:
+    """`[G]` int32."""
+    value = array(function, "group_sizes", value, 1, "[G]")
+    if value.dtype != jnp.int32:
+        raise TypeError(f"{function}: group_sizes has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
+    return value
+
+
+def activation(function: str, name: str) -> None:
+    """A known activation."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(
+            f"{function}: activation={name!r}, expected one of {tuple(ACTIVATIONS)}; apply others yourself"
+            " between the two products."
+        )
+
+
+def expert_weights(
+    function: str,
+    name: str,
+    value: Any,
+    leading: tuple[int, int],
+    dtype: DTypeLike,
+    counted_by: str = "this rank's experts",
+) -> Array:
+    """`[*leading, N]`: one matrix per group, in the dtype of the tokens."""
+    num_groups, num_rows = leading
+    value = array(function, name, value, 3, f"[{num_groups}, {num_rows}, N]")
+    same_dtype(function, name, value, "the tokens", dtype)
+    size(function, f"axis 0 of {name}", value.shape[0], num_groups, f"pass one matrix for each of {counted_by}")
+    size(
+        function, f"axis 1 of {name}", value.shape[1], num_rows, "it must match the columns that the matrix multiplies"
+    )
+    return value
+
+
+def result_dtype(function: str, preferred: DTypeLike | None, own: DTypeLike) -> jnp.dtype:
+    """The dtype of a product: `preferred`, which must be floating, or that of the tokens."""
+    names = ", ".join(d.name for d in TOKEN_DTYPES)
+    result = dtype(function, "preferred_element_type", own if preferred is None else preferred, names)
+    if result not in TOKEN_DTYPES:
+        raise TypeError(
+            f"{function}: preferred_element_type={result}, expected one of {names}; cast the result instead."
+        )
+    return result
+
+
+def token_mask(function: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:
+    """One bool for each token."""
+    value = array(function, "token_mask", value, len(shape), meaning)
+    if value.dtype != jnp.bool_:
+        raise TypeError(
+            f"{function}: token_mask has dtype {value.dtype}, expected bool, True for tokens that count; pass"
+            " attention_mask != 0."
+        )
+    if value.shape != shape:
+        raise ValueError(
+            f"{function}: token_mask has shape {value.shape}, expected {shape}, {meaning}; pass a bool per token."
+        )

@@ -1,0 +1,288 @@
+"""Dispatch and combine: the per-shard functions that move tokens to their experts and back.
+
+Symbols: T tokens per rank, H hidden, K experts per token, E experts, W ranks on the expert axis, L = E / W local
+experts, R rows of the expert-major layout.
+
+Dispatch and combine are each other's transpose over the same handle, for tokens and for weights, so each backward pass
+is made of the functions of this file, and gradients of any order exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep.core import check
+from jax_ep.core.layout import dropless_capacity
+from jax_ep.core.mesh_axes import spread_axes, vary_alike
+from jax_ep.core.named_scopes import operation
+from jax_ep.core.no_gradient import without_gradient
+from jax_ep.ops import registry
+from jax_ep.types import Array, AxisName, Dispatched, Handle, Layout, Options, Quantized, Schedule
+
+_NO_GRADIENT_OF_PAIRS = (
+    "dispatch of a (values, scales) pair has no gradient: pass the tokens themselves with wire_dtype=float8_e4m3fn."
+)
+
+
+@operation
+def dispatch(
+    x: Array | Quantized,
+    topk_idx: Array | None,
+    topk_weights: Array | None = None,
+    *,
+    num_experts: int,
+    axis_name: AxisName = "expert",
+    capacity: int | None = None,
+    alignment: int = 1,
+    wire_dtype: DTypeLike | None = None,
+    handle: Handle | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Dispatched:
+    """Brings every token to the ranks that hold its experts, ordered by expert.
+
+    Rows are ordered by expert, then source rank, token and k. Every `(token, k)` with a valid id has a row; the same
+    expert twice in one token gives two. Differentiable in `x` and `topk_weights`: the transpose is `combine` over the
+    same handle.
+
+    Args:
+      x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank, or FP8 tokens as a pair
+        `(values [T, H] float8_e4m3fn, scales [T, H // 128] float32)`, which travels bit for bit and has no gradient.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert. Other ids outside `[0, E)` raise where values are known
+        (outside jit), and are treated as -1 and counted in `handle.num_invalid` elsewhere. May be None with `handle`.
+      topk_weights: `[T, K]` float32 router weights, or None.
+      num_experts: E over all ranks; rank r owns experts `[r * L, (r + 1) * L)`.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread; `()` on one device without a mesh.
+      capacity: R, static rows on each rank. None: enough for any routing (W * T * K plus alignment padding), so that
+        nothing is dropped. Rows past it, in row order, are dropped and counted.
+      alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
+      wire_dtype: `jnp.float8_e4m3fn` sends tokens quantised per 128 columns, and their cotangents too; None sends them
+        as they are.
+      handle: layout of an earlier dispatch with the same ids, to be used again.
+      schedule: how launches share the GPU, see `Schedule`; None: the package's choice.
+      implementation: name, names in order of preference, or None for the best that fits.
+
+    Returns:
+      `Dispatched(tokens [R, H], weights [R] or None, group_sizes [L] int32, handle, dropped [] int32)`; padding rows
+      are zero.
+
+    Raises:
+      ValueError: shapes, sizes or axes that do not fit; ids out of range where they are known.
+      TypeError: unsupported dtypes or kinds of arguments.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def layer(x, idx, weights):  # per shard: [T, H], [T, K], [T, K]
+      ...     d = jax_ep.dispatch(x, idx, weights, num_experts=16)
+      ...     return jax_ep.combine(d.tokens * d.weights[:, None], d.handle)
+      >>> x, idx = jnp.ones((16, 8)), jnp.arange(32, dtype=jnp.int32).reshape(16, 2) % 16
+      >>> run = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> float(jax.jit(run)(x, idx, jnp.full((16, 2), 0.5)).sum())
+      128.0
+
+    Source: the expert-major layout is that of MegaBlocks (arXiv:2211.15841).
+    """
+    options = registry.options("dispatch", axis_name, implementation, wire_dtype, schedule)
+    options, x, topk_weights, handle = prepare(
+        options,
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        handle=handle,
+    )
+    tokens: Array | Quantized
+    if isinstance(x, tuple):
+        pair = without_gradient(_NO_GRADIENT_OF_PAIRS, x)
+        tokens, weights = dispatch_pair(options, pair, topk_weights, handle)
+    else:
+        tokens, weights = dispatch_tokens(options, x, topk_weights, handle)
+    return Dispatched(tokens, weights, handle.group_sizes, handle, handle.num_dropped)
+
+
+@operation
+def combine(
+    y: Array,
+    handle: Handle,
+    *,
+    axis_name: AxisName = "expert",
+    wire_dtype: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Sends expert outputs back to the ranks of their tokens and sums them there, unweighted.
+
+    Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
+    order of k in float32, rounded to the wire format, and added at the source in rank order in float32; the result is
+    deterministic. Differentiable in `y`: the transpose is `dispatch` over the same handle.
+
+    Args:
+      y: `[R, H]` rows in the order of the dispatch; what padding rows hold is never read.
+      handle: `Dispatched.handle`.
+      axis_name: the axis of the dispatch.
+      wire_dtype: `jnp.float8_e4m3fn` quantises what travels per 128 columns; None sends `y.dtype`.
+      schedule: see `dispatch`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of y; zero for tokens without experts.
+
+    Raises:
+      ValueError: y or the axis does not fit the handle.
+      TypeError: unsupported dtypes, or something that is no handle.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> d = jax_ep.dispatch(jnp.ones((2, 4)), jnp.array([[0, 1], [1, -1]]), num_experts=2, axis_name=())
+      >>> jax_ep.combine(d.tokens, d.handle, axis_name=())[:, 0].tolist()
+      [2.0, 1.0]
+    """
+    function = "combine"
+    options = registry.options(function, axis_name, implementation, wire_dtype, schedule)
+    y = check.matrix(function, "y", y, "[R, H]")
+    layout = check.handle(function, handle, Handle, axis_name)
+    remedy = "pass one row per row of the dispatch that made the handle"
+    check.size(function, "the number of rows of y", y.shape[0], layout.capacity, remedy)
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, y))
+    y, handle = vary_alike((y, handle), over=options.axis)
+    return combine_tokens(options, y, None, handle)[0]
+
+
+class Prepared(NamedTuple):
+    """Checked arguments of a dispatch, alike in the mesh axes over which they vary; `x` may be a quantised pair."""
+
+    options: Options
+    x: Any
+    topk_weights: Array | None
+    handle: Handle
+
+
+def prepare(
+    options: Options,
+    x: Array | Quantized,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    alignment: int = 1,
+    handle: Handle | None = None,
+    columns: int | None = None,
+) -> Prepared:
+    """Checks the arguments of a dispatch, and makes the handle where there is none.
+
+    `columns` are those of the matrices that the dispatched rows are multiplied by, if they are.
+    """
+    function = options.function
+    x = check.tokens(function, x)
+    values = x[0] if isinstance(x, tuple) else x
+    num_experts, num_ranks = check.experts(function, num_experts, options.axis)
+    if topk_idx is not None:
+        topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts)
+    top_k = 0 if topk_idx is None else topk_idx.shape[1]
+    wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
+    layout = _layout(options, wanted, capacity, handle)
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, (layout.num_tokens, layout.top_k), x)
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, options.wire_dtype, x))
+    name = choose(options, values, layout, handle, columns)
+    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=options.axis)
+    if handle is None:
+        handle = registry.get("exchange", name).plan(options, cast(Array, topk_idx), layout)
+    return Prepared(options, x, topk_weights, handle)
+
+
+def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:
+    """The static sizes of a dispatch: `wanted` with its capacity, or those of the handle that it reuses."""
+    function = options.function
+    alignment = check.positive(function, "alignment", wanted.alignment)
+    capacity = check.capacity(function, capacity, alignment)
+    if handle is not None:
+        return check.reused_layout(function, handle, wanted, capacity, options.axis)
+    if wanted.top_k == 0:
+        raise ValueError(f"{function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle.")
+    # Rows past the capacity are numbered too, before they are dropped.
+    most = dropless_capacity(wanted.num_slots, wanted.num_local_experts, alignment)
+    sizes = f"{wanted.num_ranks} ranks * {wanted.num_tokens} tokens * K={wanted.top_k} with {alignment=}"
+    check.countable(function, sizes, most, "pass fewer tokens in each call, or a smaller alignment")
+    return dataclasses.replace(wanted, capacity=most if capacity is None else capacity)
+
+
+def choose(
+    options: Options, rows: Array, layout: Layout, handle: Handle | None = None, columns: int | None = None
+) -> str:
+    """The implementation of an exchange of `rows [N, H]`, that made the handle, if there is one."""
+    is_foreign = handle is not None and handle.group is None
+    name = registry.choose(options, "exchange", rows.dtype, rows.shape[1], layout, is_foreign, columns)
+    # Where there is nothing to exchange no kernel is needed.
+    return name if layout.num_tokens else "xla"
+
+
+def _run(options: Options, rows: Array, handle: Handle) -> Any:
+    return registry.get("exchange", choose(options, rows, handle.layout, handle))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]` rows; transpose of `combine_tokens`."""
+    run = _run(options, x, handle)
+    tokens = run.dispatch_tokens(options, x, handle)
+    return tokens, None if weights is None else run.dispatch_weights(options, weights, handle, after=tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[R, H]` rows to `[T, H]` sums, and `[R]` row values to their `[T, K]` slots; transpose of `dispatch_tokens`."""
+    run = _run(options, y, handle)
+    sums = run.combine_tokens(options, y, handle)
+    return sums, None if row_weights is None else run.combine_weights(options, row_weights, handle, after=sums)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_weights(options: Options, weights: Array, handle: Handle) -> tuple[Array]:
+    """`[T, K]` router weights to `[R]`, without tokens; transpose of `combine_weights`."""
+    return (_run(options, weights, handle).dispatch_weights(options, weights, handle),)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_weights(options: Options, row_weights: Array, handle: Handle) -> tuple[Array]:
+    """`[R]` row values to their `[T, K]` slots; transpose of `dispatch_weights`."""
+    return (_run(options, row_weights[:, None], handle).combine_weights(options, row_weights, handle),)
+
+
+def _transposes(function: Any, transpose: Any) -> None:
+    """Makes `transpose` the backward of the linear `function(options, *arrays, handle)`."""
+
+    def forward(options: Options, *args: Any) -> tuple[Any, Handle]:
+        return function(options, *args), args[-1]
+
+    def backward(options: Options, handle: Handle, cotangents: Any) -> tuple[Any, ...]:
+        return *transpose(options, *cotangents, handle), None
+
+    function.defvjp(forward, backward)
+
+
+for _function, _transpose in ((dispatch_tokens, combine_tokens), (dispatch_weights, combine_weights)):
+    _transposes(_function, _transpose)
+    _transposes(_transpose, _function)
+
+
+def dispatch_pair(
+    options: Options, pair: Quantized, weights: Array | None, handle: Handle
+) -> tuple[Quantized, Array | None]:
+    """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit, and the weights of the rows."""
+    run = _run(options, pair[0], handle)
+    values, scales = (run.dispatch_rows(options, part, handle) for part in pair)
+    return (values, scales), None if weights is None else dispatch_weights(options, weights, handle)[0]

@@ -1,0 +1,171 @@
+"""Grouped GEMM: consecutive groups of rows times one matrix each, and the gradient of the matrices.
+
+Both are closed under differentiation, so gradients of any order exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep.core import check, check_fp8
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.named_scopes import operation
+from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.ops import registry
+from jax_ep.types import Array, Options
+
+
+@operation
+def grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    lhs_scales: Array | None = None,
+    rhs_scales: Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Multiplies consecutive groups of rows by one matrix each: `lax.ragged_dot` that costs what the rows cost.
+
+    Differentiable in `lhs` and `rhs`, to any order. Needs no mesh axis. Sums run in float32 (float64 for float64).
+
+    FP8 operands come with scales, and have no gradient (`moe(forward_dtype=...)` has one). The products of 128 elements
+    of a row are scaled by both scales and added in float32.
+
+    Args:
+      lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
+      rhs: `[G, K, N]` of the same dtype. In FP8 `[G, N, K]`, the matrices transposed, so that both operands have K
+        last, as FP8 tensor cores need it; `quantize_fp8_weights` makes it of `[G, K, N]`.
+      group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
+      lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, as `quantize_fp8` makes it; else None.
+      rhs_scales: `[G, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
+      preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[M, N]`; rows past the groups are zero, whatever lhs holds there.
+
+    Raises:
+      ValueError: shapes that do not fit; in FP8, K is not a multiple of 128.
+      TypeError: unsupported or different dtypes, scales missing or too many; by the gradient of FP8 operands.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+      >>> rhs = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])
+      >>> jax_ep.grouped_gemm(jnp.ones((3, 2)), rhs, jnp.array([1, 1]))[:, 0].tolist()
+      [1.0, 3.0, 0.0]
+      >>> rows, scales = quantize_fp8(jnp.ones((3, 128)))
+      >>> w, w_scales = quantize_fp8_weights(jnp.ones((2, 128, 4)))
+      >>> y = jax_ep.grouped_gemm(rows, w, jnp.array([1, 1]), lhs_scales=scales, rhs_scales=w_scales)
+      >>> y.shape, y.dtype.name, y[:, 0].tolist()
+      ((3, 4), 'bfloat16', [128.0, 128.0, 0.0])
+
+    Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    """
+    options = registry.options("grouped_gemm", implementation=implementation)
+    if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
+        scales = (lhs_scales, rhs_scales)
+        return _grouped_gemm_fp8(options, lhs, rhs, group_sizes, *scales, preferred_element_type)
+    lhs, rhs, group_sizes = checked(options, lhs, rhs, group_sizes)
+    out_dtype = check.result_dtype(options.function, preferred_element_type, lhs.dtype)
+    return multiply(options, False, out_dtype, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def checked(
+    options: Options, lhs: Array, rhs: Array, group_sizes: Array, *, name: str = "rhs"
+) -> tuple[Array, Array, Array]:
+    """Operands that fit together; `name` is what the caller knows `rhs` as."""
+    function = options.function
+    lhs = check.matrix(function, "lhs", lhs, "[M, K]")
+    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
+    group_sizes = check.group_sizes(function, group_sizes)
+    rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
+    return lhs, rhs, group_sizes
+
+
+def _grouped_gemm_fp8(
+    options: Options,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    preferred_element_type: DTypeLike | None,
+) -> Array:
+    function = options.function
+    lhs, rhs, group_sizes = check_fp8.ragged_operands(function, lhs, rhs, group_sizes)
+    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
+    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, check_fp8.BLOCK)
+    out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
+    name = registry.choose(options, "grouped_gemm", lhs.dtype)
+    run = partial(registry.get("grouped_gemm", name).grouped_gemm_fp8, out_dtype=out_dtype)
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    remedy = (
+        f"{function} of FP8 operands has no gradient: train with moe(forward_dtype=float8_e4m3fn), or pass the operands"
+        " in bfloat16."
+    )
+    return call_without_gradient(remedy, run, *operands)
+
+
+def _run(options: Options, dtype: DTypeLike, num_rows: int, depth: int, columns: int, groups: int) -> Any:
+    name = registry.choose(options, "grouped_gemm", dtype, num_rows, depth, columns, groups)
+    return registry.get("grouped_gemm", name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def multiply(
+    options: Options, transpose_rhs: bool, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array
+) -> Array:
+    """`[M, K]` rows times the `[G, K, N]` matrix of their group (`[G, N, K]` if `transpose_rhs`)."""
+    (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
+    run = _run(options, lhs.dtype, num_rows, depth, columns, rhs.shape[0])
+    return run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def weight_gradient(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """`[M, K]` and `[M, N]` rows to `[G, K, N]`, one product per group."""
+    (num_rows, depth), columns = lhs.shape, rhs.shape[1]
+    run = _run(options, lhs.dtype, num_rows, depth, columns, group_sizes.shape[0])
+    return run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+
+
+def _multiply_forward(options: Options, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array) -> Any:
+    return multiply(options, transpose_rhs, out_dtype, *operands), operands
+
+
+def _multiply_backward(
+    options: Options, transpose_rhs: bool, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = residuals
+    cotangent = cotangent.astype(lhs.dtype)
+    d_lhs = multiply(options, not transpose_rhs, lhs.dtype, cotangent, rhs, group_sizes)
+    rows = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
+    return d_lhs, weight_gradient(options, rhs.dtype, *rows, group_sizes), None
+
+
+def _weight_gradient_forward(options: Options, out_dtype: DTypeLike, *operands: Array) -> Any:
+    return weight_gradient(options, out_dtype, *operands), operands
+
+
+def _weight_gradient_backward(
+    options: Options, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = residuals
+    cotangent = cotangent.astype(lhs.dtype)
+    d_lhs = multiply(options, True, lhs.dtype, rhs, cotangent, group_sizes)
+    d_rhs = multiply(options, False, lhs.dtype, lhs, cotangent, group_sizes)
+    return d_lhs, d_rhs, None
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
+weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)

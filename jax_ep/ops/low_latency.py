@@ -1,0 +1,286 @@
+"""Dispatch and combine for decode-sized batches: one fixed block of rows per expert, FP8 by default.
+
+Symbols: M = max_tokens_per_rank; the others as in exchange.py.
+
+Kernels for decoding need no fast gradient: both backward passes are those of the portable implementation, which reads
+the handles of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep.core import check
+from jax_ep.core.mesh_axes import spread_axes, vary_alike
+from jax_ep.core.named_scopes import operation
+from jax_ep.ops import registry
+from jax_ep.types import (
+    Array,
+    AxisName,
+    Layout,
+    LowLatencyDispatched,
+    LowLatencyHandle,
+    Options,
+    Quantized,
+    Schedule,
+)
+from jax_ep.xla import low_latency as portable
+
+
+@operation
+def low_latency_dispatch(
+    x: Array | Quantized,
+    topk_idx: Array,
+    *,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    axis_name: AxisName = "expert",
+    group_size: int = 128,
+    quantize: bool = True,
+    num_tokens: Array | int | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> LowLatencyDispatched:
+    """Sends a small batch of tokens to their experts, quantised to FP8 on the way.
+
+    Rows of an expert are packed at the start of its block, ordered by source rank, then token. A token goes to an
+    expert once, however often its ids name it. Inference only when quantised; with `quantize=False` it has a gradient.
+
+    Args:
+      x: `[T, H]` tokens with `T <= max_tokens_per_rank`, or a quantised pair `(values [T, H] float8_e4m3fn,
+        scales [T, H // group_size] float32)`, which travels as it is.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      num_experts: E over all ranks.
+      max_tokens_per_rank: M, static; sizes the result.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread.
+      group_size: columns that share an FP8 scale.
+      quantize: send FP8 (True) or the dtype of x (False).
+      num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count. May be a device value.
+      schedule: see `dispatch`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `LowLatencyDispatched(tokens [L, W * M, H], scales [L, W * M, H // group_size] float32 or None, group_sizes [L]
+      int32, handle)`; rows past `group_sizes` hold anything, NaN included.
+
+    Raises:
+      ValueError: shapes or sizes that do not fit.
+      TypeError: unsupported dtypes; also by the gradient of a quantised dispatch.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx = jnp.ones((2, 128), jnp.bfloat16), jnp.array([[0, 1], [1, -1]])
+      >>> d = jax_ep.low_latency_dispatch(x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=())
+      >>> d.tokens.shape, d.group_sizes.tolist()
+      ((2, 4, 128), [1, 2])
+
+    Source: the low-latency kernels of DeepEP define this layout.
+    """
+    function = "low_latency_dispatch"
+    x = check.tokens(function, x)
+    num_experts, num_ranks = check.experts(function, num_experts, axis_name)
+    actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
+    max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
+    topk_idx = check.expert_ids(function, topk_idx, actual, num_experts)
+    if isinstance(x, tuple):
+        remedy = "pass the group_size that x was quantised with"
+        check.size(function, "the number of columns per scale of x", hidden // x[1].shape[1], group_size, remedy)
+        dtype = x[0].dtype
+    else:
+        dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
+    num_tokens = checked_count(function, num_tokens, actual)
+    capacity = num_experts * max_tokens
+    slots = num_ranks * max_tokens * topk_idx.shape[1]
+    sizes = f"max_tokens_per_rank={max_tokens} of {num_ranks} ranks, K={topk_idx.shape[1]} and {num_experts=}"
+    check.countable(function, sizes, max(capacity, slots), "lower max_tokens_per_rank, or use dispatch")
+    layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity, axis=spread_axes(axis_name))
+    options = registry.options(function, axis_name, implementation, None, schedule)
+    x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
+    columns = group_size if quantize or isinstance(x, tuple) else None
+    return LowLatencyDispatched(*dispatch_tokens(options, layout, columns, dtype, x, topk_idx, num_tokens))
+
+
+@operation
+def low_latency_combine(
+    y: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    handle: LowLatencyHandle,
+    *,
+    axis_name: AxisName = "expert",
+    wire_dtype: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Sends expert outputs back and sums them with their router weights in float32.
+
+    Args:
+      y: `[L, W * M, H]` outputs in the layout of the dispatch; rows past its counts are never read.
+      topk_idx: `[T, K]` int32, the ids of the dispatch.
+      topk_weights: `[T, K]` float32 router weights.
+      handle: `LowLatencyDispatched.handle`.
+      axis_name: the axis of the dispatch.
+      wire_dtype: `jnp.float8_e4m3fn` rounds what travels, rows or their weighted sums per rank, to FP8 with one scale
+        per 128 columns, and has no gradient; None sends both at least as exact as y.
+      schedule: see `dispatch`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of y: `sum_k weight[t, k] * y[row of expert idx[t, k]]`.
+
+    Raises:
+      ValueError: shapes or the axis do not fit the handle.
+      TypeError: unsupported dtypes, or something that is no handle.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx = jnp.ones((2, 128), jnp.bfloat16), jnp.array([[0, 1], [1, -1]])
+      >>> d = jax_ep.low_latency_dispatch(
+      ...     x, idx, num_experts=2, max_tokens_per_rank=4, axis_name=(), quantize=False)
+      >>> jax_ep.low_latency_combine(d.tokens, idx, jnp.full((2, 2), 0.5), d.handle, axis_name=())[:, 0].tolist()
+      [1.0, 0.5]
+    """
+    function = "low_latency_combine"
+    y = check.floating(function, "y", check.array(function, "y", y, 3, "[L, W * M, H]"))
+    layout = check.handle(function, handle, LowLatencyHandle, axis_name)
+    topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
+    options = registry.options(function, axis_name, implementation, check.wire(function, wire_dtype, y), schedule)
+    return combine_tokens(options, *vary_alike((y, topk_weights, handle), over=options.axis))
+
+
+def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int) -> int:
+    """A maximum that the tokens at hand do not exceed."""
+    max_tokens = check.positive(function, "max_tokens_per_rank", max_tokens_per_rank)
+    if num_tokens > max_tokens:
+        raise ValueError(
+            f"{function}: x has {num_tokens} tokens but max_tokens_per_rank={max_tokens}; raise max_tokens_per_rank"
+            " or split the batch."
+        )
+    return max_tokens
+
+
+def checked_count(function: str, num_tokens: Array | int | None, most: int) -> Array | None:
+    """`num_tokens` as an int32 scalar. Any integer is one: more than `most` are as good as that many."""
+    if num_tokens is None:
+        return None
+    value: Any = num_tokens
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        value = np.asarray(min(max(int(value), 0), most), np.int32)
+    value = check.array(function, "num_tokens", value, 0, "[], an int32 scalar")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
+    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:
+        return value.astype(jnp.int32)
+    return jnp.clip(value, 0, most).astype(jnp.int32)  # in its own dtype, which has room for `most`
+
+
+def check_combine(
+    function: str, name: str, y: Array | jax.ShapeDtypeStruct, topk_idx: Array, topk_weights: Array, layout: Layout
+) -> tuple[Array, Array]:
+    """Checked ids and weights for a combine of rows `[L, W * M, ...]`, of which the caller knows `y` as `name`."""
+    block = layout.num_ranks * layout.num_tokens
+    if y.shape[:2] != (layout.num_local_experts, block):
+        raise ValueError(
+            f"{function}: {name} has shape {y.shape}, expected [{layout.num_local_experts}, {block}, H]; pass rows in"
+            " the layout of the dispatch."
+        )
+    topk_idx = check.expert_ids(function, topk_idx, None, layout.num_experts)
+    check.size(function, "top_k of the handle", layout.top_k, topk_idx.shape[1], "pass the topk_idx of the dispatch")
+    if topk_idx.shape[0] > layout.num_tokens:
+        raise ValueError(
+            f"{function}: topk_idx has {topk_idx.shape[0]} tokens, expected at most the {layout.num_tokens} of"
+            " the handle; pass the topk_idx of the dispatch."
+        )
+    return topk_idx, check.router_weights(function, topk_weights, topk_idx.shape, y)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def dispatch_tokens(
+    options: Options,
+    layout: Layout,
+    group_size: int | None,
+    dtype: DTypeLike,
+    x: Array | Quantized,
+    topk_idx: Array,
+    num_tokens: Array | None,
+) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
+    """Tokens, scales, group sizes and handle of a dispatch of `dtype`; differentiable where it quantises nothing.
+
+    `group_size` are the columns per FP8 scale; None: x travels as it is.
+    """
+    hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
+    name = registry.choose(options, "low_latency", jnp.dtype(dtype), hidden, layout, False)
+    run = registry.get("low_latency", name).low_latency_dispatch
+    return run(options, x, topk_idx, num_tokens, layout, group_size)
+
+
+def _dispatch_forward(
+    options: Options,
+    layout: Layout,
+    group_size: int | None,
+    dtype: DTypeLike,
+    x: Array | Quantized,
+    topk_idx: Array,
+    num_tokens: Array | None,
+) -> Any:
+    found = dispatch_tokens(options, layout, group_size, dtype, x, topk_idx, num_tokens)
+    tokens, scales, group_sizes, handle = found
+    # Rows past the counts hold anything, and would meet zeros in the gradient of a product: NaN * 0 is NaN.
+    counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
+    tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
+    return (tokens, scales, group_sizes, handle), (x, handle)
+
+
+def _dispatch_backward(
+    options: Options,
+    layout: Layout,
+    group_size: int | None,
+    dtype: DTypeLike,
+    residuals: tuple[Array | Quantized, LowLatencyHandle],
+    cotangents: Any,
+) -> tuple[Array, None, None]:
+    x, handle = residuals
+    if group_size is not None or isinstance(x, tuple):
+        raise TypeError(
+            "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...)."
+        )
+    _, transpose = jax.vjp(lambda x: portable.dispatch_rows(options, x, handle), x)
+    return *transpose(cotangents[0]), None, None
+
+
+dispatch_tokens.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_tokens(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
+    """Weighted sums of a combine; differentiable where nothing is rounded to FP8."""
+    is_foreign = handle.group is None
+    name = registry.choose(options, "low_latency", y.dtype, y.shape[2], handle.layout, is_foreign)
+    return registry.get("low_latency", name).low_latency_combine(options, y, topk_weights, handle)
+
+
+def _combine_forward(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Any:
+    return combine_tokens(options, y, topk_weights, handle), (y, topk_weights, handle)
+
+
+def _combine_backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Any, Any, None]:
+    y, topk_weights, handle = residuals
+    if options.wire_dtype is not None:
+        raise TypeError("low_latency_combine in FP8 has no gradient: leave wire_dtype=None, or train with combine.")
+
+    def combine(y: Array, topk_weights: Array) -> Array:
+        return portable.low_latency_combine(options, y, topk_weights, handle)
+
+    return *jax.vjp(combine, y, topk_weights)[1](cotangent), None
+
+
+combine_tokens.defvjp(_combine_forward, _combine_backward)

@@ -1,0 +1,143 @@
+"""The expert layer of decode-sized batches, between low-latency dispatch and combine: products of the rows that count.
+
+Symbols: L local experts, M rows of an expert's block, W * max_tokens_per_rank in the layout of the dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from jax.typing import DTypeLike
+
+from jax_ep.core import check, check_fp8
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.named_scopes import operation
+from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.ops import registry
+from jax_ep.types import Array
+
+
+@operation
+def masked_grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    lhs_scales: Array | None = None,
+    rhs_scales: Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    expected_rows: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """Multiplies the rows of each expert that count by its matrix, in FP8 or in the dtype of the tokens.
+
+    It takes what `low_latency_dispatch` returns. Experts without rows, and rows past the counts, cost nothing: with
+    few rows the time is that of reading the matrices of the experts that have some, once. Needs no mesh axis. For
+    inference: it has no gradient.
+
+    In FP8 the products of 128 elements of a row are scaled by both scales and added in float32.
+
+    Args:
+      lhs: `[L, M, K]` float8_e4m3fn, bfloat16, float16, float32 or float64.
+      rhs: `[L, N, K]` of the same dtype: the matrices, transposed, so that both operands have K last, as FP8 tensor
+        cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`.
+      group_sizes: `[L]` int32, how many of the M rows count.
+      lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, else None.
+      rhs_scales: `[L, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
+      preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
+      expected_rows: static, how many rows an expert has on average, for example `W * T * K / E` with K experts per
+        token. It only chooses tiles; None: as for up to 64.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[L, M, N]`; rows past the counts hold anything, NaN included.
+
+    Raises:
+      ValueError: shapes that do not fit; in FP8, K is not a multiple of 128.
+      TypeError: unsupported or different dtypes, scales missing or too many; also by the gradient.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+      >>> rows, scales = quantize_fp8(jnp.ones((2, 4, 256)))
+      >>> w, w_scales = quantize_fp8_weights(jnp.ones((2, 256, 8)))
+      >>> sizes = jnp.array([3, 0])
+      >>> y = jax_ep.masked_grouped_gemm(rows, w, sizes, lhs_scales=scales, rhs_scales=w_scales)
+      >>> y.shape, y.dtype.name, y[0, :3, 0].tolist()
+      ((2, 4, 8), 'bfloat16', [256.0, 256.0, 256.0])
+
+    Source: the masked layout and the scales are those of DeepGEMM and DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    """
+    function = "masked_grouped_gemm"
+    lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
+    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
+    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, check_fp8.BLOCK)
+    out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
+    if expected_rows is not None:
+        expected_rows = check.positive(function, "expected_rows", expected_rows)
+    options = registry.options(function, implementation=implementation)
+    name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
+    run = registry.get("masked", name).masked_grouped_gemm
+    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    return call_without_gradient("masked_grouped_gemm has no gradient: train with moe or grouped_gemm.", run, *operands)
+
+
+@operation
+def masked_gated_activation(
+    hidden: Array,
+    group_sizes: Array,
+    *,
+    activation: str = "silu",
+    quantize: bool = True,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Array, Array | None]:
+    """`activation(gate) * up` of the rows that count, quantised for the next `masked_grouped_gemm`.
+
+    Computed in float32 and rounded once. For inference: it has no gradient.
+
+    Args:
+      hidden: `[L, M, 2 * I]` bfloat16, float16, float32 or float64, gate in its first I columns, up in its last.
+      group_sizes: `[L]` int32, how many of the M rows count.
+      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      quantize: to FP8 with one scale per row and 128 columns (True), or to the dtype of hidden (False).
+      implementation: see `dispatch`.
+
+    Returns:
+      `(rows [L, M, I], scales [L, M, I / 128] float32 or None)`; rows past the counts hold anything, NaN included.
+
+    Raises:
+      ValueError: shapes or an activation that do not fit; I is not a multiple of 128 with `quantize`.
+      TypeError: unsupported dtypes; also by the gradient.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> hidden, sizes = jnp.full((2, 4, 256), 2.0), jnp.array([3, 0])
+      >>> rows, scales = jax_ep.masked_gated_activation(hidden, sizes, activation="relu")
+      >>> rows.shape, scales.shape, (rows.astype(jnp.float32) * scales)[0, 0, 0].item()
+      ((2, 4, 128), (2, 4, 1), 4.0)
+    """
+    function = "masked_gated_activation"
+    hidden = check.floating(function, "hidden", check.array(function, "hidden", hidden, 3, "[L, M, 2 * I]"))
+    check.countable(function, f"hidden of shape {hidden.shape}", hidden.shape[0] * hidden.shape[1], "split it")
+    group_sizes = check.group_sizes(function, group_sizes)
+    remedy = "pass the counts of the local experts"
+    check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)
+    check.activation(function, activation)
+    if hidden.shape[2] % 2:
+        raise ValueError(
+            f"{function}: hidden has {hidden.shape[2]} columns, expected an even number, 2 * I; pass gate and up side"
+            " by side."
+        )
+    inner = hidden.shape[2] // 2
+    if quantize:
+        check_fp8.whole_blocks(function, "I, half of the columns of hidden,", inner)
+    options = registry.options(function, implementation=implementation)
+    name = registry.choose(options, "masked", hidden.dtype, "activation", inner, quantize)
+    run = registry.get("masked", name).masked_gated_activation
+    run = partial(run, activation=activation, quantize=quantize)
+    operands = vary_alike((hidden, group_sizes))
+    return call_without_gradient("masked_gated_activation has no gradient: train with moe.", run, *operands)

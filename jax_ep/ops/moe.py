@@ -1,0 +1,235 @@
+"""The whole expert layer, over a mesh axis (`moe`) and on one device (`fused_moe`), and the sorting step alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jax_ep.core import check
+from jax_ep.core.layout import dropless_capacity, sort_tokens
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.named_scopes import operation
+from jax_ep.ops import exchange, exchange_gemm, moe_fp8, registry
+from jax_ep.ops.activation import activate
+from jax_ep.ops.grouped_gemm import multiply
+from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, TOKENS_NAME, Array, AxisName, Options, Schedule, SortedTokens
+
+
+@operation
+def moe(
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    num_experts: int,
+    activation: str = "silu",
+    axis_name: AxisName = "expert",
+    capacity: int | None = None,
+    wire_dtype: DTypeLike | None = None,
+    forward_dtype: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
+
+    Differentiable in x, the router weights and the matrices. Under `jax.checkpoint` the names `jax_ep.tokens`
+    (dispatched tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed by a policy.
+
+    Args:
+      x: `[T, H]` tokens of this rank.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights; they scale the rows in float32 before the second product.
+      w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
+        gate, whose hidden rows are `act(x @ w)`.
+      w_down: `[L, I, H]`.
+      num_experts: E over all ranks.
+      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      axis_name: mesh axis, or tuple of axes, over which experts are spread.
+      capacity: static rows per rank; None: nothing is dropped. See `dispatch`.
+      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward.
+      forward_dtype: `jnp.float8_e4m3fn` runs both products of the forward pass in FP8: tokens and activated rows with
+        one scale per 128 columns, matrices, quantised in each call, with one per block of 128 by 128. The backward pass
+        is that of the layer without it, in the dtype of x at the hidden rows of the forward pass; rounding counts as
+        the identity. Tokens that travel in FP8 too (`wire_dtype`) are quantised once. None: the dtype of x.
+      schedule: how launches share the GPU, see `Schedule`: its modes count for both products and their gradients;
+        `fuse_weight_gradients` for the first product, and not with `forward_dtype`. None: the package's choice.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of x.
+
+    Raises:
+      ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
+        where there is no such launch; with `forward_dtype`, H or I is not a multiple of 128.
+      TypeError: unsupported or different dtypes; by the second derivative with `forward_dtype`.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
+      >>> w_gate_up, w_down = jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))
+      >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), activation="relu")[0, 0].item()
+      48.0
+
+    Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
+    """
+    options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
+    x = check.matrix("moe", "x", x, "[T, H]")
+    gated = _check_experts(options, x, w_gate_up, w_down, num_experts, activation)
+    if topk_weights is None:
+        raise TypeError(
+            "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
+        )
+    in_fp8 = forward_dtype is not None and moe_fp8.checked(options, forward_dtype, *w_down.shape[1:])
+    prepare = functools.partial(
+        exchange.prepare, options, num_experts=num_experts, capacity=capacity, columns=w_gate_up.shape[2]
+    )
+    if x.shape[0] == 0:
+        # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
+        jax.eval_shape(prepare, x, topk_idx, topk_weights)
+        # Gradients are zeros that have the shardings of what they belong to.
+        return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in (topk_weights, w_gate_up, w_down))
+    options, *prepared = prepare(x, topk_idx, topk_weights)
+    tokens, weights, handle, w_gate_up, w_down = vary_alike((*prepared, w_gate_up, w_down), over=options.axis)
+    if in_fp8:
+        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, weights, w_gate_up, handle)
+        hidden = checkpoint_name(hidden, HIDDEN_NAME)
+        y = moe_fp8.multiply_and_combine(options, activation, gated, hidden, row_weights, w_down, handle)
+        return checkpoint_name(y, OUTPUT_NAME)
+    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
+    sizes = handle.group_sizes
+    row_weights: Array | None
+    if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
+        operands = (tokens, weights, w_gate_up, handle)
+        hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
+    else:
+        rows, row_weights = exchange.dispatch_tokens(options, tokens, weights, handle)
+        hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), w_gate_up, sizes)
+    hidden = checkpoint_name(hidden, HIDDEN_NAME)
+    rows = activate(options, activation, gated, hidden, row_weights, sizes)
+    if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
+        y, _ = exchange_gemm.multiply_and_combine(options, False, rows, None, w_down, handle)
+    else:
+        y, _ = exchange.combine_tokens(options, multiply(options, False, x.dtype, rows, w_down, sizes), None, handle)
+    return checkpoint_name(y, OUTPUT_NAME)
+
+
+@operation
+def fused_moe(
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    activation: str = "silu",
+    forward_dtype: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """The expert layer on one device: `moe` without a mesh axis.
+
+    Args:
+      x: `[T, H]` tokens.
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate.
+      w_down: `[E, I, H]`.
+      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      forward_dtype: see `moe`.
+      schedule: see `moe`.
+      implementation: see `dispatch`.
+
+    Returns:
+      `[T, H]` in the dtype of x.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `moe` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> x, idx, weights = jnp.ones((2, 4)), jnp.array([[0], [1]]), jnp.ones((2, 1))
+      >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4)), activation="relu").shape
+      (2, 4)
+    """
+    w_gate_up = check.array("fused_moe", "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
+    return moe(
+        x,
+        topk_idx,
+        topk_weights,
+        w_gate_up,
+        w_down,
+        num_experts=w_gate_up.shape[0],
+        activation=activation,
+        axis_name=(),
+        forward_dtype=forward_dtype,
+        schedule=schedule,
+        implementation=implementation,
+    )
+
+
+@operation
+def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts: int, block_size: int) -> SortedTokens:
+    """Sorts the slots of one device by expert and pads every expert to whole blocks, for block-wise kernels.
+
+    Args:
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights, or None.
+      num_experts: E.
+      block_size: rows per block.
+
+    Returns:
+      `SortedTokens(slots [P] int32, weights [P] or None, block_expert [P // block_size] int32, group_sizes [E] int32,
+      num_rows [] int32)` with `P = round_up(T * K + min(E, T * K) * (block_size - 1), block_size)`, which holds any
+      routing.
+
+    Raises:
+      ValueError: shapes or sizes that do not fit, or ids out of range where they are known.
+      TypeError: unsupported dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> jax_ep.moe_sort(jnp.array([[1], [0], [1]]), num_experts=2, block_size=2).slots.tolist()
+      [1, -1, 0, 2, -1, -1]
+
+    Source: the block-aligned sort that vLLM's fused MoE kernel takes as its input.
+    """
+    function = "moe_sort"
+    num_experts = check.positive(function, "num_experts", num_experts)
+    block_size = check.positive(function, "block_size", block_size)
+    topk_idx = check.expert_ids(function, topk_idx, None, num_experts)
+    num_rows = dropless_capacity(topk_idx.size, num_experts, block_size)
+    sizes = f"topk_idx of shape {topk_idx.shape} with {num_experts=} and {block_size=}"
+    check.countable(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
+    return sort_tokens(topk_idx, topk_weights, num_experts, block_size)
+
+
+def _check_experts(
+    options: Options, x: Array, w_gate_up: Array, w_down: Array, num_experts: int, activation: str
+) -> bool:
+    """Checks the two matrices against the tokens and each other; returns whether the experts are gated."""
+    function = options.function
+    num_experts, num_ranks = check.experts(function, num_experts, options.axis)
+    num_local = num_experts // num_ranks
+    check.activation(function, activation)
+    w_gate_up = check.expert_weights(function, "w_gate_up", w_gate_up, (num_local, x.shape[1]), x.dtype)
+    columns = w_gate_up.shape[2]
+    w_down = check.array(function, "w_down", w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
+    intermediate = w_down.shape[1]
+    w_down = check.expert_weights(function, "w_down", w_down, (num_local, intermediate), x.dtype)
+    if columns not in (intermediate, 2 * intermediate):
+        raise ValueError(
+            f"{function}: w_gate_up has {columns} columns and w_down has I={intermediate} rows, expected 2 * I ="
+            f" {2 * intermediate} columns (gated) or I = {intermediate} (not gated); change one of the two."
+        )
+    check.size(function, "the number of columns of w_down", w_down.shape[2], x.shape[1], "it must return to H of x")
+    return columns == 2 * intermediate

@@ -1,0 +1,160 @@
+"""The halves of the expert layer with products in FP8, whose derivatives are those of the products without it.
+
+Rounding to FP8 counts as the identity (straight-through). So the backward pass consists of the functions that the
+layer without FP8 has, at the tokens and hidden rows of this one, and is as precise as that of the other.
+
+Source: forward products with scales per block as in DeepSeek-V3 (arXiv:2412.19437, section 3.3), which however rounds
+the operands of the backward products too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jax_ep.core import check_fp8
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.ops import exchange, exchange_gemm, registry
+from jax_ep.ops.activation import activate_gradient
+from jax_ep.ops.grouped_gemm import multiply, weight_gradient
+from jax_ep.types import TOKENS_NAME, Array, Handle, Options, Quantized
+
+_REMEDY = (
+    "an expert layer with forward_dtype=float8_e4m3fn has first derivatives only: for second ones, leave"
+    " forward_dtype=None."
+)
+
+
+def checked(options: Options, forward_dtype: DTypeLike, intermediate: int, hidden: int) -> bool:
+    """True, after checking that the products of the layer can run in this dtype, FP8, with this schedule."""
+    check_fp8.forward(options.function, forward_dtype, hidden, intermediate)
+    if options.schedule.fuse_weight_gradients:
+        raise ValueError(
+            f"{options.function}: fuse_weight_gradients=True and forward_dtype={forward_dtype!r}: the layer with FP8"
+            " products saves its tokens in another form, by other launches; leave one of them None."
+        )
+    return True
+
+
+def _fp8(options: Options) -> tuple[Any, Any]:
+    """The functions of products in FP8, and of what makes their operands."""
+    name = registry.choose(options, "grouped_gemm", FP8)
+    return registry.get("grouped_gemm", name), registry.get("activation", name)
+
+
+def _multiply(options: Options, rows: Quantized, w: Array, handle: Handle) -> Array:
+    """`[R, K]` rows in FP8 times `w [L, K, N]`, quantised here."""
+    products, operands = _fp8(options)
+    matrices, scales = operands.quantize_matrices(w)
+    return products.grouped_gemm_fp8(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=w.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_and_multiply(options: Options, x: Array, weights: Array, w: Array, handle: Handle) -> tuple[Array, Array]:
+    """`[T, H]` tokens to rows, times `w [L, H, N]` in FP8; and `[T, K]` weights to `[R]`."""
+    saved, row_weights = _dispatch(options, x, weights, handle)
+    return _multiply_saved(options, saved, w, handle), row_weights
+
+
+def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Array | Quantized, Array]:
+    """Tokens by row, as they travel, which is what the backward pass needs; and the weights of rows."""
+    run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
+    if options.wire_dtype is None:
+        tokens = run.dispatch_tokens(options, x, handle)
+        return tokens, run.dispatch_weights(options, weights, handle, after=tokens)
+    values, scales = run.dispatch_quantized(options, x, handle)
+    row_weights = run.dispatch_weights(options, weights, handle, after=scales)
+    # As bytes: FP8 values that `jax.checkpoint` saves inside of a scan come back as NaN on the CPU (JAX 0.11.2).
+    return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
+
+
+def _multiply_saved(options: Options, saved: Array | Quantized, w: Array, handle: Handle) -> Array:
+    """Tokens by row times `w [L, H, N]`."""
+    if isinstance(saved, tuple):
+        return _multiply(options, _as_fp8(saved), w, handle)
+    return _multiply(options, _fp8(options)[1].quantize_rows(saved, handle.group_sizes), w, handle)
+
+
+def _as_fp8(saved: Quantized) -> Quantized:
+    return lax.bitcast_convert_type(saved[0], FP8), saved[1]
+
+
+def _dispatch_forward(options: Options, x: Array, weights: Array, w: Array, handle: Handle) -> Any:
+    saved, row_weights = call_without_gradient(_REMEDY, partial(_dispatch, options), x, weights, handle)
+    saved = checkpoint_name(saved, TOKENS_NAME)
+    hidden = call_without_gradient(_REMEDY, partial(_multiply_saved, options), saved, w, handle)
+    return (hidden, row_weights), (saved, w, handle)
+
+
+def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+    saved, w, handle = residuals
+    d_hidden, d_row_weights = cotangents
+    if exchange_gemm.fuses(options, d_hidden, w.shape[1], handle):
+        d_x, d_weights = exchange_gemm.multiply_and_combine(options, True, d_hidden, d_row_weights, w, handle)
+    else:
+        d_rows = multiply(options, True, w.dtype, d_hidden, w, handle.group_sizes)
+        d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
+    if isinstance(saved, tuple):
+        values, scales = _as_fp8(saved)
+        saved = _fp8(options)[1].dequantize_rows(values, scales, handle.group_sizes, dtype=w.dtype)
+    return d_x, d_weights, weight_gradient(options, w.dtype, saved, d_hidden, handle.group_sizes), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def multiply_and_combine(
+    options: Options, activation: str, gated: bool, hidden: Array, row_weights: Array, w: Array, handle: Handle
+) -> Array:
+    """`[R, N]` hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
+    return _activate_to_sums(options, activation, gated, hidden, row_weights, w, handle, keep=False)[0]
+
+
+def _activate_to_sums(
+    options: Options,
+    activation: str,
+    gated: bool,
+    hidden: Array,
+    row_weights: Array,
+    w: Array,
+    handle: Handle,
+    *,
+    keep: bool,
+) -> tuple[Array, Array | None]:
+    """The sums and, with `keep`, the activated rows without the rounding to FP8."""
+    activate = partial(_fp8(options)[1].activate_quantized, activation=activation, gated=gated, keep=keep)
+    values, scales, rows = activate(hidden, row_weights, handle.group_sizes)
+    y = _multiply(options, (values, scales), w, handle)
+    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
+    return run.combine_tokens(options, y, handle), rows
+
+
+def _combine_forward(
+    options: Options, activation: str, gated: bool, hidden: Array, row_weights: Array, w: Array, handle: Handle
+) -> Any:
+    run = partial(_activate_to_sums, options, activation, gated, keep=True)
+    sums, rows = call_without_gradient(_REMEDY, run, hidden, row_weights, w, handle)
+    return sums, (hidden, row_weights, rows, w, handle)
+
+
+def _combine_backward(options: Options, activation: str, gated: bool, residuals: Any, d_sums: Array) -> Any:
+    hidden, row_weights, rows, w, handle = residuals
+    sizes = handle.group_sizes
+    if exchange_gemm.fuses(options, d_sums, w.shape[1], handle):
+        d_rows, saved, _ = exchange_gemm.dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
+        d_w = exchange_gemm.weight_gradient(options, True, "rows", d_sums, saved, rows, handle)
+    else:
+        d_products, _ = exchange.dispatch_tokens(options, d_sums, None, handle)
+        d_rows = multiply(options, True, w.dtype, d_products, w, sizes)
+        d_w = weight_gradient(options, w.dtype, rows, d_products, sizes)
+    d_hidden, d_weights = activate_gradient(options, activation, gated, hidden, row_weights, d_rows, sizes)
+    return d_hidden, d_weights, d_w, None
+
+
+dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward)
+multiply_and_combine.defvjp(_combine_forward, _combine_backward)

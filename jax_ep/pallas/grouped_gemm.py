@@ -1,0 +1,211 @@
+"""Grouped GEMM and its weight gradient for bfloat16 and float16 on Hopper's tensor cores, accumulated in float32.
+
+The kernels are written for Pallas's Mosaic GPU backend, which gives them what these GPUs have: asynchronous products of
+warpgroups and copies by TMA. Pallas's Triton backend, which would run on more GPUs, has neither. On the CPU they run in
+Mosaic's interpreter, with the same barriers and copies.
+
+TMA moves blocks of 8 rows of 128 bytes here. Operands of other sizes are padded with zeros and the result is cut, which
+costs copies; the widths of models are multiples of 64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jax_ep.core.layout import round_up
+from jax_ep.core.mesh_axes import vary_alike, varying_axes
+from jax_ep.pallas import forward, lending, ring, storing, tiling, weights
+from jax_ep.pallas.memory import WARPGROUP, swizzled
+from jax_ep.pallas.schedule import row_tiles
+from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
+from jax_ep.types import Array
+from jax_ep.xla import grouped_gemm as xla
+
+_MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
+_ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
+_DEFAULT_PROGRAMS = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
+_INTERPRETED_PROGRAMS = 2
+_STATIC = ("transpose", "out_dtype", "tiles", "interpret")
+
+
+def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
+    """Whether the kernels take these operands; the portable loop takes all."""
+    return (
+        lhs.dtype == rhs.dtype
+        and lhs.dtype in (jnp.bfloat16, jnp.float16)
+        and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
+        and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
+        and lhs.shape[0] < _MOST_ROWS
+    )
+
+
+def grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    tiles: ForwardTiles | None = None,
+    interpret: bool | None = None,
+) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+      group_sizes: `[G]` int32.
+      transpose_rhs: contract with the last axis of rhs.
+      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+      interpret: run in the interpreter; None: where there is no GPU.
+
+    Returns:
+      `[M, N]`.
+
+    Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
+    """
+    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
+    interpret = jax.default_backend() == "cpu" if interpret is None else interpret
+    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    return _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
+def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
+    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _MATRICES), group_sizes))
+    run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
+    return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
+
+
+def _launch_forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose: bool,
+    out_dtype: jnp.dtype,
+    tiles: ForwardTiles,
+    interpret: bool,
+) -> Array:
+    schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
+    columns = rhs.shape[1 if transpose else 2]
+    programs = _num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
+    left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
+    slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
+    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": storing.columns_scratch(out_dtype)}
+    body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
+    result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
+    return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
+
+
+def weight_gradient(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: WeightTiles | None = None,
+    interpret: bool | None = None,
+) -> Array:
+    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[M, N]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+      interpret: run in the interpreter; None: where there is no GPU.
+
+    Returns:
+      `[G, K, N]`; zero for empty groups.
+    """
+    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+        return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
+    interpret = jax.default_backend() == "cpu" if interpret is None else interpret
+    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    return _weights(lhs, rhs, group_sizes, **static)
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _weights(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
+    # Copies past the last column are cut off where there are more than those of one line.
+    columns = STEP if rhs.shape[1] > STEP else 2 * STEP
+    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, (ALIGNMENT, columns)), group_sizes))
+    run = sequential_vmap(functools.partial(_launch_weights, **static))
+    return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
+
+
+def _launch_weights(
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool
+) -> Array:
+    groups = xla.locate_groups(group_sizes, lhs.shape[0])
+    shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+    num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
+    programs = _num_programs(num_tasks, interpret)
+    right, results = lending.scratch(lhs.dtype, out_dtype, (STEP, tiles.columns), tiles.stages)
+    memory = ring.scratch(swizzled((tiles.stages, STEP, TILE), lhs.dtype), right, tiles.stages)
+    edge = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages)
+    scratch = {"ring": memory, "results": results, "edge": edge}
+    body = functools.partial(weights.grouped_gemm_weights, tiles=tiles, programs=programs)
+    operands = (groups.starts, groups.ends, lhs, rhs)
+    result = jax.ShapeDtypeStruct(shape, out_dtype)
+    return _launch("grouped_gemm_weights", body, operands, result, scratch, programs, interpret)
+
+
+def _launch(
+    name: str,
+    body: Callable[..., None],
+    operands: tuple[Any, ...],
+    result: jax.ShapeDtypeStruct,
+    scratch: dict[str, Any],
+    programs: int,
+    interpret: bool,
+) -> Array:
+    """Runs a kernel; its result varies over the mesh axes over which operands do."""
+    operands = vary_alike(operands)
+    kernel = plgpu.kernel(
+        body,
+        out_type=result,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=(ring.PROGRAM,),
+        num_threads=tiling.CONSUMERS + 1,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        # Nothing is reduced across warps. These semantics refuse copies of blocks that may begin within one.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
+        ),
+    )
+    out = kernel(*operands)
+    axes = tuple(sorted(varying_axes(operands[-1]) - varying_axes(out)))
+    return jax.lax.pcast(out, axes, to="varying") if axes else out
+
+
+def _num_programs(num_tasks: int, interpret: bool) -> int:
+    """One per multiprocessor: they stay, and take every so-manieth task."""
+    if interpret:
+        return _INTERPRETED_PROGRAMS
+    on_gpu = jax.default_backend() == "gpu"
+    cores = jax.local_devices()[0].core_count if on_gpu else _DEFAULT_PROGRAMS
+    return min(num_tasks, cores)
+
+
+def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
+    """`x` with its sizes rounded up to multiples; a copy only where they are none."""
+    missing = [round_up(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

@@ -1,0 +1,220 @@
+"""Grouped GEMM in plain XLA: loops over groups and row tiles that stop at the last row in use.
+
+XLA's own `ragged_dot` multiplies every row by every group on the CPU, and on GPUs reaches a small part of the machine
+(benchmarks/grouped_gemm.py). Here each tile of rows is one ordinary matrix product with the matrix of its group, so
+the cost follows the rows in use, whatever the number of groups. A group is covered by large tiles and its remainder
+by small ones, so that few rows are computed in vain. The outer loop runs over groups, so that
+each group's matrix is fetched once, and skips empty ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_ep.core import fp8
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.types import Array
+
+_TILES = {"cpu": (128, 16), "gpu": (512, 128)}
+"""Rows of large and small tiles: a GPU needs more rows to be busy, and each step of a loop costs it a round trip."""
+
+
+class Tile(NamedTuple):
+    """Rows `[start, start + len(mask))`, of which those in `mask [rows, 1]` belong to the tile."""
+
+    start: Array
+    mask: Array
+
+    def rows(self, x: Array) -> Array:
+        """These rows of `x`."""
+        return lax.dynamic_slice_in_dim(x, self.start, self.mask.shape[0])
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """`a` times `b` over one axis each, at full precision for float32 and float64, accumulated in float32 or more."""
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else lax.Precision.DEFAULT,
+        preferred_element_type=accumulation_dtype(a.dtype),
+    )
+
+
+class Groups(NamedTuple):
+    """First row and end of each group (`[G]`), the groups with rows before the empty ones, and how many have rows."""
+
+    starts: Array
+    ends: Array
+    order: Array
+    num_used: Array
+
+
+def order_groups(starts: Array, ends: Array) -> Groups:
+    """Groups of rows `[starts, ends)`."""
+    used = ends > starts
+    return Groups(starts, ends, jnp.argsort(~used, stable=True), jnp.sum(used, dtype=jnp.int32))
+
+
+def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
+    """Groups one after another; negative sizes are empty groups, and none reaches past the last row."""
+    sizes = jnp.clip(group_sizes, 0, num_rows)
+    ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, num_rows - a), sizes)  # no sum leaves int32
+    return order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
+
+
+def _for_each_tile[Carry](
+    body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
+) -> Carry:
+    """Folds `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
+    large, small = (min(tile, num_rows) for tile in _TILES.get(jax.default_backend(), _TILES["gpu"]))
+    num_large = (end - start) // large
+    remainder = start + num_large * large
+    for rows, base, count in ((large, start, num_large), (small, remainder, -(-(end - remainder) // small))):
+
+        def step(i: Array, carry: Carry, rows: int = rows, base: Array = base) -> Carry:
+            first = base + i * rows
+            # The last tile of all may reach past the array: move it up, and let the mask keep other rows untouched.
+            tile_start = jnp.minimum(first, num_rows - rows)
+            row = tile_start + lax.iota(jnp.int32, rows)
+            return body(Tile(tile_start, ((row >= first) & (row < end))[:, None]), carry)
+
+        carry = lax.fori_loop(0, count, step, carry)
+    return carry
+
+
+def multiply_groups(
+    groups: Groups,
+    rows_of: Callable[[Tile], Array],
+    matrix_of: Callable[[Array], Array],
+    out: Array,
+    *,
+    transpose_rhs: bool,
+) -> Array:
+    """`out [M, N]` with the rows of each group replaced by their product with its matrix.
+
+    Args:
+      groups: which rows.
+      rows_of: the rows of a tile, `[rows, K]`.
+      matrix_of: the matrix of a group, `[K, N]`, or `[N, K]` with `transpose_rhs`.
+      out: `[M, N]`.
+      transpose_rhs: contract with the last axis of the matrix.
+    """
+
+    def one_group(i: Array, out: Array) -> Array:
+        group = groups.order[i]
+        matrix = matrix_of(group)
+
+        def one_tile(tile: Tile, out: Array) -> Array:
+            product = _dot(rows_of(tile), matrix, (1, 1 if transpose_rhs else 0)).astype(out.dtype)
+            new = jnp.where(tile.mask, product, tile.rows(out))
+            return lax.dynamic_update_slice_in_dim(out, new, tile.start, axis=0)
+
+        return _for_each_tile(one_tile, out, groups.starts[group], groups.ends[group], out.shape[0])
+
+    return lax.fori_loop(0, groups.num_used, one_group, out)
+
+
+@functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
+def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+      group_sizes: `[G]` int32.
+      transpose_rhs: contract with the last axis of rhs.
+      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+
+    Returns:
+      `[M, N]`.
+    """
+    num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, num_cols), out_dtype)))
+    if 0 in (*lhs.shape, *rhs.shape):
+        return out
+
+    def matrix_of(group: Array) -> Array:
+        return lax.dynamic_index_in_dim(rhs, group, keepdims=False)
+
+    groups = locate_groups(group_sizes, num_rows)
+    return multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose_rhs=transpose_rhs)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype",))
+def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[M, N]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+
+    Returns:
+      `[G, K, N]`; zero for empty groups.
+    """
+    num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+    lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
+    if 0 in (num_rows, *shape):
+        # XLA's partitioner fails at a manual region that uses no operand but empty ones: let it use this one.
+        return lax.optimization_barrier((out, group_sizes))[0]
+    groups = locate_groups(group_sizes, num_rows)
+
+    def one_group(i: Array, out: Array) -> Array:
+        group = groups.order[i]
+
+        def one_tile(tile: Tile, total: Array) -> Array:
+            # Rows of the tile that belong to other groups, or to none, may hold anything, NaN included.
+            a, b = (jnp.where(tile.mask, tile.rows(x), 0) for x in (lhs, rhs))
+            return total + _dot(a, b, (0, 0))
+
+        total = vary_alike((jnp.zeros(shape[1:], accumulation_dtype(lhs.dtype)), lhs))[0]
+        total = _for_each_tile(one_tile, total, groups.starts[group], groups.ends[group], num_rows)
+        return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, axis=0)
+
+    return lax.fori_loop(0, groups.num_used, one_group, out)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype",))  # one compilation for eager callers
+def grouped_gemm_fp8(
+    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, *, out_dtype: DTypeLike
+) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g].T` of the float32 values for which the operands stand.
+
+    Each element has the error of one float32 product of length K: about `K * 2**-24` of the sum of magnitudes.
+
+    Args:
+      lhs: `[M, K]` float8_e4m3fn.
+      rhs: `[G, N, K]` float8_e4m3fn.
+      group_sizes: `[G]` int32.
+      lhs_scales: `[M, K / 128]`.
+      rhs_scales: `[G, ceil(N / 128), K / 128]`.
+      out_dtype: dtype of the result.
+
+    Returns:
+      `[M, N]`, zero past the groups.
+    """
+    num_rows, columns = lhs.shape[0], rhs.shape[1]
+    operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.zeros((num_rows, columns), out_dtype))
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales, out = vary_alike(operands)
+    if 0 in (*lhs.shape, *rhs.shape):
+        return out
+
+    def matrix_of(group: Array) -> Array:
+        matrix, scales = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rhs, rhs_scales))
+        return fp8.dequantize_matrices(matrix, scales, jnp.float32)
+
+    def rows_of(tile: Tile) -> Array:
+        return fp8.dequantize_rows(tile.rows(lhs), tile.rows(lhs_scales), jnp.float32)
+
+    groups = locate_groups(group_sizes, num_rows)
+    return multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)

@@ -15,7 +15,7 @@ has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
-any routing, and does the same work with W times the rows. `--layers scatter reduce serial` is the layer in each mode of
+any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
 GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
 apart" with `fuse_weight_gradients`. `--layers moe wire fp8 "fp8 and wire" xla` compares the layer in bfloat16 with
 those that send, or multiply forward, in FP8; the quantisation of the matrices is in their time. The other baseline

@@ -271,9 +271,9 @@ def grouped_gemm_combine(
 ) -> Array:
     """The rows of each expert times its matrix, then `combine`.
 
-    Where the sums are made is a matter of speed. The modes "reduce" and "serial" round as `combine` does after
-    `grouped_gemm`: the products to the dtype of h, then the sum of each expert rank, then that of the ranks. "scatter"
-    rounds the products, and the sum of all K of them. Each mode gives the same bits on every run.
+    Where the sums are made is a matter of speed. "serial" rounds as `combine` does after `grouped_gemm`: the
+    products to the dtype of h, then the sum of each expert rank, then that of the ranks. "scatter" rounds the products,
+    and the sum of all K of them. Each mode gives the same bits on every run.
 
     Args:
       h: `[R, I]` rows in the order of the dispatch.
@@ -282,9 +282,9 @@ def grouped_gemm_combine(
       axis_name: the axis of the dispatch.
       wire_dtype: see `combine`.
       mode: "scatter": one kernel, which stores every row at the rank of its token, where the K rows of a token are
-        added; "reduce": one kernel, in which each expert rank adds the rows of a token and sends one; "serial": a
-        kernel for the product and one for the combine; None: the one that should be fastest for these sizes. "scatter"
-        and "reduce" exist in `triton`, for tokens of 16 bits without `wire_dtype`. The gradients are the same in all.
+        added; "serial": a kernel for the product and one for the combine; None: the one that should be faster for these
+        sizes. "scatter" exists in `triton`, for tokens of 16 bits without `wire_dtype`. The gradients are the same in
+        both.
       implementation: see `dispatch`.
 
     Returns:

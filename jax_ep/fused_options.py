@@ -59,10 +59,7 @@ def check_gradients(
 ) -> None:
     """Raises ValueError where the backward pass of dispatch + GEMM with `w [L, H, N]` cannot be one launch."""
     hidden, columns = w.shape[1:]
-    if mode == "reduce":
-        reason = f"combine_mode={mode!r} sends other rows than that launch"
-        remedy = "pass combine_mode='scatter', 'serial' or None"
-    elif wire_dtype is not None:
+    if wire_dtype is not None:
         reason = f"with wire_dtype={jnp.dtype(wire_dtype).name} exchanges and products have launches of their own"
         remedy = "pass wire_dtype=None"
     elif not _has_launch(implementation, layout, w, mode):

@@ -63,8 +63,7 @@ def moe(
         the identity. Tokens that travel in FP8 too (`wire_dtype`) are quantised once. None: the dtype of x.
       combine_mode: the `mode` of `grouped_gemm_combine` for the second product and the way back, and for the gradient
         of the tokens; None: what should be fastest.
-      fuse_weight_gradients: of the first product, see `dispatch_grouped_gemm`; True needs a `combine_mode` that is not
-        "reduce", and no `forward_dtype`.
+      fuse_weight_gradients: of the first product, see `dispatch_grouped_gemm`; True needs no `forward_dtype`.
       num_communicating_programs: of the first product and of the backward pass of the second, see
         `dispatch_grouped_gemm`; needs no `forward_dtype`.
       dispatch_mode: the `mode` of `dispatch_grouped_gemm` for the first product, and for the backward pass of the

@@ -15,7 +15,7 @@ TOKENS_NAME = "jax_ep.tokens"
 """What `jax.checkpoint` policies know dispatched tokens as."""
 HIDDEN_NAME = "jax_ep.hidden"
 """And the results of the first product."""
-COMBINE_MODES = ("scatter", "reduce", "serial")
+COMBINE_MODES = ("scatter", "serial")
 DISPATCH_MODES = ("fused", "serial")
 """How a product and the combine after it run: see `jax_ep.grouped_gemm_combine`."""
 AxisName = str | tuple[str, ...]

@@ -21,7 +21,6 @@ from jax_ep.types import Array, Handle, Layout
 
 _DISPATCH_GEMM = Kernel("dispatch_gemm", "dispatch_gemm")
 GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
-_GEMM_REDUCE = Kernel("gemm_reduce", "gemm_reduce")
 
 _NO_GRADIENT = dict.fromkeys(
     ("lhs", "rhs", "products", *(f"WEIGHT_{name}" for name in ("M", "N", "R", "STAGES", "PARTS")))
@@ -133,8 +132,7 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
     if mode == "serial":
         y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return return_tokens(y, handle, (), None)
-    run = _gemm_reduce if mode == "reduce" else _gemm_scatter
-    return run(h, w, handle, hidden, transpose_rhs)
+    return _gemm_scatter(h, w, handle, hidden, transpose_rhs)
 
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
@@ -162,20 +160,6 @@ def scatter_arguments(
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
     return operands, (sums, lists), constants
-
-
-def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
-    """One launch: the rows of a token are added on each expert rank, and their sums at the source."""
-    layout, features = handle.layout, h.shape[1]
-    config, blocks = tuning.gemm_reduce(layout, features, hidden)
-    context.reserve("gemm_reduce", layout.num_ranks * layout.num_tokens * hidden * h.dtype.itemsize)
-    shapes = (layout.num_tokens, hidden), (layout.capacity, hidden)
-    results = tuple(jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes)
-    constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs}
-    matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
-    operands = (lines, matrices, handle.ids, handle.slot_row, handle.group_sizes)
-    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
-    return launch_on_heap(_GEMM_REDUCE, operands, group_of(handle), results, config, constants)[0]
 
 
 def _matrices(w: Array, blocks: dict[str, int], transpose_rhs: bool) -> Descriptor:

@@ -9,7 +9,7 @@ which need nothing of other ranks. Who had fewer tiles of the product begins wit
 
 Only sums wait for what other ranks compute, and only in programs that see all programs of this launch begun; the last
 to begin always does, and so no program that has yet to begin can be what another rank waits for. So one resident
-program suffices. gemm_reduce.py is the same operation with a row per rank instead of one per expert on the way.
+program suffices.
 """
 
 import triton

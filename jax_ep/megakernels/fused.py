@@ -12,6 +12,7 @@ from jax_ep import context, ffi
 from jax_ep.kernel import Config, Descriptor, Kernel
 from jax_ep.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, mode_times, tuning
+from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.exchange import return_tokens, send_tokens
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.products import gathered_gemm_weights, grouped_gemm, grouped_gemm_weights
@@ -36,7 +37,7 @@ def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     """
     whole_words = depth % 8 == 0 and columns % 8 == 0 and min(depth, columns, layout.num_tokens) > 0
     few_groups = layout.num_local_experts <= gemm_tuning.MAX_GROUPS
-    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and gemm_tuning.has_tma()
+    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and has_tma()
 
 
 def dispatch_gemm(

@@ -10,7 +10,7 @@ import jax
 from jax_ep import context, nvshmem
 from jax_ep.dtypes import FP8
 from jax_ep.heap import MAX_BLOCKS
-from jax_ep.megakernels import capability, gemm_fp8, low_latency, masked, peer_access, tuning
+from jax_ep.megakernels import capability, gemm, gemm_fp8, low_latency, masked, peer_access, tuning
 from jax_ep.megakernels.activation import activate, activate_gradient
 from jax_ep.megakernels.exchange import (
     deliver,
@@ -84,7 +84,7 @@ def refusal(request: Any) -> str | None:
     if request.operation == "activation":
         return None
     if request.operation in ("gemm", "gemm_weights"):
-        return gemm_fp8.refusal(request) if request.dtype == FP8 else None
+        return gemm_fp8.refusal(request) if request.dtype == FP8 else gemm.refusal(request)
     if request.operation == "low_latency" and (reason := low_latency.refusal(request)) is not None:
         return reason
     if request.platform == "gpu" and (reason := context.concurrent_launches()) is not None:

@@ -9,7 +9,7 @@ import pytest
 from compiling import build
 
 from jax_ep.heap import MAX_BLOCKS, HeapLayout
-from jax_ep.megakernels import fused, gemm_tuning, tuning
+from jax_ep.megakernels import fused, tuning
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -117,11 +117,8 @@ def test_gemm_combine_with_weights(
 @pytest.mark.parametrize(
     ("capability", "shape", "transposed"), [(90, DEEPSEEK, True), (90, DEEPSEEK_LONG, False), (100, MIXTRAL, True)]
 )
-def test_combine_with_weights(
-    capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_combine_with_weights(capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None) -> None:
     """Two programs fit on a multiprocessor."""
-    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: True)
     tokens, hidden, features, _ = shape
     lay = layout(tokens)
     config, blocks = tuning.combine_products(lay, hidden, jnp.dtype(jnp.bfloat16))

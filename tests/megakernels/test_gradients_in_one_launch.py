@@ -18,7 +18,7 @@ import jax_ep
 from jax_ep import backends
 from jax_ep.kernel import Config
 from jax_ep.layout import dropless_capacity
-from jax_ep.megakernels import fused, fused_gradients, gemm_tuning, mode_times, tuning
+from jax_ep.megakernels import fused, fused_gradients, mode_times, tuning
 from jax_ep.types import Layout
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -216,6 +216,6 @@ def layout(ranks: int) -> Layout:
 def test_the_model_chooses(
     ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: True)
+    monkeypatch.setattr(fused, "has_tma", lambda: True)
     for asked, expected in ((None, wanted), (False, False), (True, True)):
         assert fused_gradients.fuses_products(layout(ranks), BF16, *sizes, mode=mode, wanted=asked) == expected

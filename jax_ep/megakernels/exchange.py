@@ -38,7 +38,9 @@ def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array 
     words = _as_words(slots)
     num_ranks = handle.layout.num_ranks
     flat = words.reshape(num_ranks, -1)
-    parts = exchange_words(flat, group_of(handle), num_ranks, different=True, after=after)
+    parts = exchange_words(
+        flat, group_of(handle), num_ranks, different=True, after=after, operation=ffi.Operation.COMBINE
+    )
     return sum_in_order(_from_words(parts.reshape(words.shape), slots.dtype))
 
 

@@ -6,8 +6,8 @@
 Writes results/moe_layer.json and a plot. `--quick` without GPUs runs the layers in plain XLA, and parts, if asked for,
 in Triton's interpreter.
 
-Parts: `deliver` is dispatch without rows of its own, which is what fusing hides; fused kernels are compared with the
-longer of exchange and product, and with both in sequence, dispatch + GEMM 1 with the product of `pallas`, too. GEMM 2 +
+Parts: fused kernels are compared with the longer of exchange and product, and with both in sequence, dispatch + GEMM 1
+with the product of `pallas`, too. GEMM 2 +
 combine runs as the package chooses, and in each mode by name; the sequence has the product of `triton`. "gradients" is
 the backward pass of dispatch + GEMM 1: GEMM + combine, as the package chooses, and the weight gradient, each alone, one
 after the other, and with the gradient in the launch of GEMM + combine, or in that of combine alone. The batched einsum

@@ -13,7 +13,6 @@ from jax_ep.heap import MAX_BLOCKS
 from jax_ep.megakernels import capability, gemm, gemm_fp8, low_latency, masked, peer_access, tuning
 from jax_ep.megakernels.activation import activate, activate_gradient
 from jax_ep.megakernels.exchange import (
-    deliver,
     return_tokens,
     return_weights,
     send_quantized,
@@ -35,7 +34,6 @@ __all__ = [
     "activate",
     "activate_gradient",
     "activate_quantized",
-    "deliver",
     "dequantize_rows",
     "dispatch_gemm",
     "fuses",

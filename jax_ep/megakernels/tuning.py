@@ -119,8 +119,6 @@ def dispatch(
     hidden: int,
     dtype: jnp.dtype,
     wire_dtype: jnp.dtype,
-    *,
-    to_rows: bool,
     limit: int | None = None,
 ) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
@@ -128,7 +126,7 @@ def dispatch(
     warps, per_processor = 8, 2
     if limit is not None and limit <= FEW:
         block, columns, per_processor = 32, min(columns, 512), 1
-    elif to_rows and wire_dtype != dtype:
+    elif wire_dtype != dtype:
         # Converting what arrives needs more programs rather than wider tiles.
         columns, warps, per_processor = min(columns, 512), 4, 4
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)

@@ -36,7 +36,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
-        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True, limit=limit)
+        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit=limit)
         rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
         config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)

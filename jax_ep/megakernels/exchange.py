@@ -104,7 +104,7 @@ def _dispatch(
     config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, limit=num_programs)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    constants = {"R": layout.capacity, "TO_ROWS": True, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
+    constants = {"R": layout.capacity, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
     constants["OPERATION"] = int(ffi.Operation.DISPATCH)
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
     rows, row_scales = _exchange_rows(

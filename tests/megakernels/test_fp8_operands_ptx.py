@@ -76,5 +76,5 @@ def test_dispatch(capability: int) -> None:
     sizes = {"W": 4, "D": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "R": layout.capacity, "LAUNCH": 1}
     heap = HeapLayout(4)
     places = {"DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "SCALES": 1 << 29}
-    constants = sizes | places | blocks | {"FP8": True, "TO_ROWS": True, "QUANTIZED": True, "CLEAR": False}
+    constants = sizes | places | blocks | {"FP8": True, "QUANTIZED": True, "CLEAR": False}
     check(exchange._DISPATCH, types | dict.fromkeys(integers, "*i32"), constants, config, capability)

@@ -46,10 +46,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     types |= rows
     sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
     constants = (
-        places()
-        | sizes
-        | blocks
-        | ({"R": 40960, "TO_ROWS": True, "QUANTIZED": False, "CLEAR": True} if name == "dispatch" else {})
+        places() | sizes | blocks | ({"R": 40960, "QUANTIZED": False, "CLEAR": True} if name == "dispatch" else {})
     )
     built = build(name, name, types, constants, config.num_warps, STAGES, capability)
     loads = r"ld\.global\.v4\.b32" if name == "dispatch" else r"cp\.async\.cg\.shared\.global \[.*\], 0x10"

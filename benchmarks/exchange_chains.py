@@ -171,35 +171,30 @@ def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Var
 
 
 def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
-    """What only the kernels have: delivery without rows, FP8 on the wire, few programs."""
+    """What only the kernels have: FP8 on the wire, few programs, a dispatch with its plan."""
     run: Any = registry.get("triton")
     num_tokens = case.layout.num_tokens
 
-    def complete(h: Handle, x: Array, zero: Array, wire_dtype: Any = None) -> Array:
+    def planned_too(h: Handle, x: Array, zero: Array, wire_dtype: Any = None) -> Array:
         first = h.group[-1] * num_tokens  # ids of all ranks are in every handle, so that it needs no second input
         ids = lax.dynamic_slice_in_dim(h.ids.reshape(-1, case.layout.top_k), first, num_tokens)
-        return run.deliver(x, run.plan(ids + zero, case.layout, AXIS), AXIS, wire_dtype)
+        return run.send_tokens(x, run.plan(ids + zero, case.layout, AXIS), AXIS, wire_dtype)
 
-    def deliver(h: Handle, x: Array, zero: Array, **options: Any) -> Array:
-        return run.deliver(x, h, AXIS, **options)
-
-    def to_rows(h: Handle, x: Array, zero: Array) -> Array:
-        return run.send_tokens(x, h, AXIS, FP8)
+    def to_rows(h: Handle, x: Array, zero: Array, wire_dtype: Any = None, **options: Any) -> Array:
+        return run.send_tokens(x, h, AXIS, wire_dtype, **options)
 
     def sums(h: Handle, y: Array, zero: Array, wire_dtype: Any = None, **options: Any) -> Array:
         return run.return_tokens(y, h, AXIS, wire_dtype, **options)
 
     few = {"num_programs": FEW_PROGRAMS}
     return {
-        "triton dispatch, cached handle": Variant(deliver, handle, case.x, "bf16"),
-        "triton dispatch complete": Variant(complete, handle, case.x, "bf16"),
-        "triton dispatch, cached handle, FP8 wire": Variant(partial(deliver, wire_dtype=FP8), handle, case.x, "fp8"),
-        "triton dispatch complete, FP8 wire": Variant(partial(complete, wire_dtype=FP8), handle, case.x, "fp8"),
-        "triton dispatch to rows, FP8 wire": Variant(to_rows, handle, case.x, "fp8"),
-        "triton combine, FP8 wire": Variant(partial(sums, wire_dtype=FP8), handle, y, "fp8"),
-        f"triton dispatch, cached handle, {FEW_PROGRAMS} programs": Variant(
-            partial(deliver, **few), handle, case.x, "bf16"
+        "triton plan and dispatch to rows": Variant(planned_too, handle, case.x, "bf16"),
+        "triton plan and dispatch to rows, FP8 wire": Variant(
+            partial(planned_too, wire_dtype=FP8), handle, case.x, "fp8"
         ),
+        "triton dispatch to rows, FP8 wire": Variant(partial(to_rows, wire_dtype=FP8), handle, case.x, "fp8"),
+        "triton combine, FP8 wire": Variant(partial(sums, wire_dtype=FP8), handle, y, "fp8"),
+        f"triton dispatch to rows, {FEW_PROGRAMS} programs": Variant(partial(to_rows, **few), handle, case.x, "bf16"),
         f"triton combine, {FEW_PROGRAMS} programs": Variant(partial(sums, **few), handle, y, "bf16"),
     }
 

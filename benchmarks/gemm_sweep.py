@@ -30,39 +30,23 @@ from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 type AnyTiles = Tiles | WeightTiles | PallasTiles
 
 _BASE = Tiles()
-_NESTED = dataclasses.replace(_BASE, flat_percent=-1)
-_FLAT = dataclasses.replace(_BASE, flat_percent=100)
-_NARROW = dataclasses.replace(_BASE, block_n=128, small_n=128)
-_LOW = dataclasses.replace(_BASE, small_m=0, block_m=64)
+_NARROW = dataclasses.replace(_BASE, block_n=128)
+_LOW = dataclasses.replace(_BASE, block_m=64)
 _WEIGHTS = WeightTiles()
 # All of these compile for sm_90 without spilled registers and within 227 KB of shared memory.
 FORWARD_SWEEP = (
     _BASE,
-    _NESTED,
-    dataclasses.replace(_NESTED, num_stages=3),
-    _FLAT,
-    dataclasses.replace(_FLAT, num_stages=3),
-    dataclasses.replace(_FLAT, small_m=0),
-    dataclasses.replace(_NESTED, num_stages=3, small_n=512),
-    dataclasses.replace(_FLAT, small_m=0, num_stages=3),
-    dataclasses.replace(_FLAT, small_m=0, num_stages=3, tma_store=True),
-    dataclasses.replace(_FLAT, small_m=0, num_stages=3, tma_store=True, store_parts=2),
-    dataclasses.replace(_FLAT, small_m=0, tma_store=True, store_parts=2),
-    dataclasses.replace(_FLAT, small_m=0, tma_store=True, store_parts=4),
-    dataclasses.replace(_NESTED, gather=True, num_stages=3),
-    dataclasses.replace(_NESTED, gather=True),
-    dataclasses.replace(_FLAT, gather=True),
-    dataclasses.replace(_NESTED, gather=True, descriptors=False, num_stages=3),
-    dataclasses.replace(_NESTED, group_m=4),
-    dataclasses.replace(_NESTED, group_m=16),
-    dataclasses.replace(_FLAT, group_m=4),
-    dataclasses.replace(_FLAT, group_m=16),
-    dataclasses.replace(_NARROW, flat_percent=-1),
-    dataclasses.replace(_NARROW, num_warps=4, num_stages=3, programs=2, flat_percent=-1),
-    dataclasses.replace(_NARROW, num_warps=4, num_stages=3, programs=2, flat_percent=100),
-    dataclasses.replace(_NARROW, block_m=256, small_m=128, flat_percent=100),
+    dataclasses.replace(_BASE, num_stages=3),
+    dataclasses.replace(_BASE, num_stages=3, tma_store=True),
+    dataclasses.replace(_BASE, num_stages=3, tma_store=True, store_parts=2),
+    dataclasses.replace(_BASE, tma_store=True, store_parts=2),
+    dataclasses.replace(_BASE, tma_store=True, store_parts=4),
+    dataclasses.replace(_BASE, group_m=4),
+    dataclasses.replace(_BASE, group_m=16),
+    dataclasses.replace(_NARROW, num_warps=4, num_stages=3, programs=2),
+    dataclasses.replace(_NARROW, block_m=256),
     dataclasses.replace(_LOW, num_warps=4),
-    dataclasses.replace(_LOW),
+    _LOW,
     dataclasses.replace(_LOW, block_n=512, block_k=32, num_stages=5),
     dataclasses.replace(_LOW, block_n=128, num_warps=4, programs=2),
 )
@@ -85,17 +69,11 @@ WEIGHT_SWEEP = (
     dataclasses.replace(_BY_TMA, block_r=128, num_stages=2, store_parts=2),
     dataclasses.replace(_BY_TMA, block_m=256, block_n=128),
     dataclasses.replace(_BY_TMA, block_m=256, block_n=128, num_stages=4, store_parts=2),
-    dataclasses.replace(_BY_TMA, flatten=False),
-    dataclasses.replace(_BY_TMA, flatten=False, num_stages=4, store_parts=2),
-    dataclasses.replace(_WEIGHTS, flatten=False),
     _PAIRS,
-    dataclasses.replace(_PAIRS, flatten=False),
     dataclasses.replace(_PAIRS, tma_store=True, store_parts=2),
     dataclasses.replace(_PAIRS, tma_store=True, store_parts=4),
-    dataclasses.replace(_PAIRS, tma_store=True, store_parts=2, flatten=False),
     dataclasses.replace(_PAIRS, tma_store=True, store_parts=2, group_m=16),
     dataclasses.replace(_PAIRS, num_stages=2, tma_store=True),
-    dataclasses.replace(_WEIGHTS, descriptors=False, num_stages=3),
 )
 PALLAS_WEIGHT_SWEEP = (
     *(PallasWeightTiles(256, 4, band) for band in (4, 8, 16)),
@@ -178,13 +156,7 @@ def label(tiles: AnyTiles) -> str:
     t = dataclasses.asdict(tiles)
     size = f"{t['block_m']}x{t['block_n']}x{t.get('block_k') or t['block_r']}"
     words = [size, f"w{t['num_warps']}", f"s{t['num_stages']}", f"g{t['group_m']}"]
-    if t.get("small_m"):
-        words.append(f"small {t['small_m']}x{t['small_n']}")
-        words.append({-1: "nested", 100: "flat"}.get(t["flat_percent"], f"flat {t['flat_percent']} %"))
-    else:
-        words.append("flat" if t.get("flatten", True) else "nested")
     words += [f"{t['programs']} per SM"] if t["programs"] > 1 else []
-    words += [flag.replace("_", " ") for flag in ("gather", "tma_store") if t.get(flag)]
-    words += [f"in {t['store_parts']}"] if t.get("store_parts", 1) > 1 else []
-    words += [] if t["descriptors"] else ["pointers"]
+    words += ["tma store"] if t["tma_store"] else []
+    words += [f"in {t['store_parts']}"] if t["store_parts"] > 1 else []
     return ", ".join(words)

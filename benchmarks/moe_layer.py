@@ -6,8 +6,8 @@
 Writes results/moe_layer.json and a plot. `--quick` without GPUs runs the layers in plain XLA, and parts, if asked for,
 in Triton's interpreter.
 
-Parts: `deliver` is dispatch without rows of its own, which is what fusing hides; fused kernels are compared with the
-longer of exchange and product, and with both in sequence, dispatch + GEMM 1 with the product of `pallas`, too. GEMM 2 +
+Parts: fused kernels are compared with the longer of exchange and product, and with both in sequence, dispatch + GEMM 1
+with the product of `pallas`, too. GEMM 2 +
 combine runs as the package chooses, and in each mode by name; the sequence has the product of `triton`. "gradients" is
 the backward pass of dispatch + GEMM 1: GEMM + combine, as the package chooses, and the weight gradient, each alone, one
 after the other, and with the gradient in the launch of GEMM + combine, or in that of combine alone. The batched einsum
@@ -15,7 +15,7 @@ has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
-any routing, and does the same work with W times the rows. `--layers scatter reduce serial` is the layer in each mode of
+any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
 GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
 apart" with `fuse_weight_gradients`. `--layers moe wire fp8 "fp8 and wire" xla` compares the layer in bfloat16 with
 those that send, or multiply forward, in FP8; the quantisation of the matrices is in their time. The other baseline

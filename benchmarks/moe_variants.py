@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "dispatch": Part(
-        "deliver", "GEMM 1", "dispatch + GEMM 1, fused", "dispatch, then GEMM 1", "einsum 1, equal groups"
+        "dispatch", "GEMM 1", "dispatch + GEMM 1, fused", "dispatch, then GEMM 1", "einsum 1, equal groups"
     ),
     "combine": Part("combine", "GEMM 2", "GEMM 2 + combine, fused", "GEMM 2, then combine", "einsum 2, equal groups"),
     "gradients": Part(
@@ -99,8 +99,8 @@ def _dispatch_part(
 ) -> dict[str, Variant]:
     x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
 
-    def deliver(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.deliver(fixed[1], _fresh(fixed[0], zero), AXIS)
+    def dispatch(_: Any, fixed: Any, zero: Array) -> Array:
+        return run.send_tokens(fixed[1], _fresh(fixed[0], zero), AXIS, None)
 
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
@@ -116,7 +116,7 @@ def _dispatch_part(
 
     rows = jax.jit(case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None)))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
-    found = {part.exchange: Variant(deliver, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
+    found = {part.exchange: Variant(dispatch, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
     launches = {(mode, None): name for mode, name in DISPATCHED.items()}
     for (mode, number), name in (launches | {("fused", n): with_programs(n) for n in programs}).items():
         found[name] = Variant(partial(fused, mode, number), (), (handle, x, w), flops, part.sequence)

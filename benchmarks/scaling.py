@@ -25,11 +25,9 @@ import harness
 import numpy as np
 
 VARIANTS = (
-    "triton dispatch, cached handle",
-    "triton dispatch complete",
     "triton dispatch to rows",
     "triton combine",
-    "triton dispatch, cached handle, FP8 wire",
+    "triton dispatch to rows, FP8 wire",
     "triton combine, FP8 wire",
 )
 RESULTS = tuple(harness.RESULTS / f"dispatch_combine_{ranks}_gpus.json" for ranks in (2, 4))

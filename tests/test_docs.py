@@ -19,7 +19,7 @@ import jax_ep
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PLOTS = ROOT / "benchmarks" / "results"  # of which tools/mkdocs_hooks.py brings the PNGs to the site
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 TESTED_ELSEWHERE = {"flax.md", "training.md"}  # test_flax.py, test_examples.py
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to

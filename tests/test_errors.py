@@ -245,7 +245,7 @@ COMPUTE_CASES = [
     *size("grouped_gemm_combine", "w", f32(L, 25, H), 25, INNER),
     *size("grouped_gemm_combine", "w", f32(3, INNER, H), 3, L),
     *size("grouped_gemm_combine", "h", f32(R + 3, INNER), R + 3, R),
-    *value("grouped_gemm_combine", "mode", {"mode": "gather"}, r"\bmode\b", "gather", "scatter", "reduce", "serial"),
+    *value("grouped_gemm_combine", "mode", {"mode": "reduce"}, r"\bmode\b", "reduce", "scatter", "serial"),
     # gradients in one launch
     *value(
         ["moe", "dispatch_grouped_gemm"],
@@ -308,7 +308,7 @@ COMPUTE_CASES = [
         *("moe", "dispatch_mode", {"dispatch_mode": "serial", "num_communicating_programs": 8}),
         *("dispatch_mode='serial'", "num_communicating_programs=8", "'fused'", "None"),
     ),
-    *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "reduce", "serial"),
+    *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "serial"),
     *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
     *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),
     *value("fused_moe", "another I", {"w_gate_up": f32(E, H, 50)}, "w_down", number(50), number(48), number(24)),

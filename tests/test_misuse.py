@@ -215,9 +215,7 @@ def test_no_implementation_that_fits(name, two_that_refuse):
     ("name", "argument", "mode"),
     [
         ("grouped_gemm_combine", "mode", "scatter"),
-        ("grouped_gemm_combine", "mode", "reduce"),
         ("moe", "combine_mode", "scatter"),
-        ("moe", "combine_mode", "reduce"),
         ("moe", "dispatch_mode", "fused"),
         ("dispatch_grouped_gemm", "mode", "fused"),
     ],

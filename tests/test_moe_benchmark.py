@@ -207,7 +207,6 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
 
     names = ("plan", "send_tokens", "return_tokens", "grouped_gemm")
     functions = {name: getattr(exchange, name) for name in names}
-    functions |= {"deliver": lambda x, handle, axis: x[:1, 0] + handle.row_slot[0].astype(x.dtype)}
     functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
     portable = SimpleNamespace(**functions)
     monkeypatch.setattr(registry, "get", lambda name: portable)
@@ -223,11 +222,11 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     for name, variant in variants.items():
         if variant.same_as:
             assert modules.moe_chains.difference(samples[name], samples[variant.same_as]) < 0.02, name
-    assert set(called) == {None, *modules.moe_variants.MODES} == {None, "scatter", "reduce", "serial"}
+    assert set(called) == {None, *modules.moe_variants.MODES} == {None, "scatter", "serial"}
     rows = 48 * 2
     for name, columns in (("GEMM 1", 2 * 128), ("GEMM 2 + combine, fused", 128), ("einsum 2, equal groups", 128)):
         assert variants[name].flops == 2 * rows * 128 * columns
-    assert variants["deliver"].flops == 0
+    assert variants["dispatch"].flops == 0
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ OPERATIONS = {
     "masked activation to FP8": {"dtype": BF16, "operation": "masked_activation", "wire_dtype": FP8},
 }
 HOPPER = dict.fromkeys(OPERATIONS, "triton") | {"large products": "pallas"}
-WITHOUT_TMA = dict.fromkeys(OPERATIONS, "triton") | dict.fromkeys(("products in FP8", "masked products"), "xla")
+PRODUCTS = ("large products", "small products", "products in FP8", "masked products")
+WITHOUT_TMA = dict.fromkeys(OPERATIONS, "triton") | dict.fromkeys(PRODUCTS, "xla")
 IN_FP8 = ("exchange in FP8", "low latency in FP8", "masked activation to FP8")
 AMPERE = WITHOUT_TMA | dict.fromkeys(IN_FP8, "xla")
 USED = {
@@ -72,6 +73,8 @@ def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
         ("8.0", "exchange in FP8", "triton", "FP8 on the wire needs GPUs of compute capability 8.9 or more"),
         ("8.0", "low latency in FP8", "triton", "8.9 or more"),
         ("12.0", "products in FP8", "triton", "9.0 to 11.x"),
+        ("8.0", "large products", "triton", "grouped GEMM in bfloat16 needs GPUs of compute capability 9.0 to 11.x"),
+        ("12.0", "small products", "triton", "9.0 to 11.x"),
         ("8.0", "masked products", "triton", "9.0 to 11.x"),
         ("8.0", "masked activation to FP8", "triton", "8.9 or more"),
         ("10.0", "large products", "pallas", "9.0"),
@@ -90,6 +93,12 @@ def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, ask
 def test_a_fused_mode_needs_tma(gpus: str) -> None:
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
         registry.choose("triton", request("exchange", mode="scatter", columns=256))
+
+
+@pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
+def test_products_without_tensor_cores_need_no_tma(gpus: str) -> None:
+    """float32 is a loop over products of XLA in every implementation."""
+    assert registry.choose("triton", request("large products", dtype=jnp.dtype(jnp.float32))) == "triton"
 
 
 def test_other_platforms() -> None:

@@ -38,7 +38,9 @@ def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array 
     words = _as_words(slots)
     num_ranks = handle.layout.num_ranks
     flat = words.reshape(num_ranks, -1)
-    parts = exchange_words(flat, group_of(handle), num_ranks, different=True, after=after)
+    parts = exchange_words(
+        flat, group_of(handle), num_ranks, different=True, after=after, operation=ffi.Operation.COMBINE
+    )
     return sum_in_order(_from_words(parts.reshape(words.shape), slots.dtype))
 
 
@@ -77,28 +79,14 @@ def send_tokens(
     """
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    sent, _ = _dispatch(padded, handle, result, wire_dtype, num_programs, to_rows=True, clear=clear)
+    sent, _ = _dispatch(padded, handle, result, wire_dtype, num_programs, clear=clear)
     return sent[:, : x.shape[1]]
 
 
 def send_quantized(x: Array, handle: Handle, axis: Axis) -> Quantized:
     """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows hold anything."""
     shape = (handle.layout.capacity, x.shape[1])
-    return _dispatch(x, handle, jax.ShapeDtypeStruct(shape, FP8), FP8, None, to_rows=True)
-
-
-def deliver(
-    x: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None = None, *, num_programs: int | None = None
-) -> Array:
-    """`[T, H]` tokens to slot `[source rank, token]` of the heaps of their experts' ranks, for kernels that gather.
-
-    At most `num_programs` programs work on it, or as many as fill the GPU.
-
-    Returns:
-      `[1]` of unspecified value, to depend on: the tokens that this rank needs are in its heap.
-    """
-    result = jax.ShapeDtypeStruct((1,), x.dtype)
-    return _dispatch(x, handle, result, wire_dtype, num_programs, to_rows=False)[0]
+    return _dispatch(x, handle, jax.ShapeDtypeStruct(shape, FP8), FP8, None)
 
 
 def _dispatch(
@@ -108,16 +96,15 @@ def _dispatch(
     wire_dtype: DTypeLike | None,
     num_programs: int | None,
     *,
-    to_rows: bool,
     clear: bool = False,
 ) -> tuple[Array, Array]:
     """Launches the dispatch kernel, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden = handle.layout, x.shape[1]
     wire = jnp.dtype(wire_dtype or x.dtype)
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
+    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, limit=num_programs)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
+    constants = {"R": layout.capacity, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
     constants["OPERATION"] = int(ffi.Operation.DISPATCH)
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
     rows, row_scales = _exchange_rows(

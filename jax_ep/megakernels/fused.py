@@ -12,6 +12,7 @@ from jax_ep import context, ffi
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import gemm_tuning, mode_times, tuning
+from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.exchange import return_tokens, send_tokens
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.products import gathered_gemm_weights, grouped_gemm, grouped_gemm_weights
@@ -21,7 +22,6 @@ from jax_ep.types import Array, Handle, Layout
 
 _DISPATCH_GEMM = Kernel("dispatch_gemm", "dispatch_gemm")
 GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
-_GEMM_REDUCE = Kernel("gemm_reduce", "gemm_reduce")
 
 _NO_GRADIENT = dict.fromkeys(
     ("lhs", "rhs", "products", *(f"WEIGHT_{name}" for name in ("M", "N", "R", "STAGES", "PARTS")))
@@ -37,7 +37,7 @@ def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
     """
     whole_words = depth % 8 == 0 and columns % 8 == 0 and min(depth, columns, layout.num_tokens) > 0
     few_groups = layout.num_local_experts <= gemm_tuning.MAX_GROUPS
-    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and gemm_tuning.has_tma()
+    return dtype in (jnp.bfloat16, jnp.float16) and whole_words and few_groups and has_tma()
 
 
 def dispatch_gemm(
@@ -133,8 +133,7 @@ def gemm_combine(h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, mod
     if mode == "serial":
         y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return return_tokens(y, handle, (), None)
-    run = _gemm_reduce if mode == "reduce" else _gemm_scatter
-    return run(h, w, handle, hidden, transpose_rhs)
+    return _gemm_scatter(h, w, handle, hidden, transpose_rhs)
 
 
 def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
@@ -162,20 +161,6 @@ def scatter_arguments(
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
     return operands, (sums, lists), constants
-
-
-def _gemm_reduce(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs: bool) -> Array:
-    """One launch: the rows of a token are added on each expert rank, and their sums at the source."""
-    layout, features = handle.layout, h.shape[1]
-    config, blocks = tuning.gemm_reduce(layout, features, hidden)
-    context.reserve("gemm_reduce", layout.num_ranks * layout.num_tokens * hidden * h.dtype.itemsize)
-    shapes = (layout.num_tokens, hidden), (layout.capacity, hidden)
-    results = tuple(jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes)
-    constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs}
-    matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
-    operands = (lines, matrices, handle.ids, handle.slot_row, handle.group_sizes)
-    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
-    return launch_on_heap(_GEMM_REDUCE, operands, group_of(handle), results, config, constants)[0]
 
 
 def _matrices(w: Array, blocks: dict[str, int], transpose_rhs: bool) -> Descriptor:

@@ -16,11 +16,9 @@ from jax_ep.megakernels import fused, mode_times, tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
 from jax_ep.megakernels.products import grouped_gemm
 from jax_ep.megakernels.rows import gather_rows
-from jax_ep.types import Array, Handle, Layout
+from jax_ep.types import COMBINE_MODES, Array, Handle, Layout
 
 COMBINE_PRODUCTS = Kernel("combine_products", "combine_products")
-_MODES = ("scatter", "serial")
-"""Of GEMM + combine, those that have such a launch."""
 
 
 def fuses_products(
@@ -33,10 +31,10 @@ def fuses_products(
       dtype: of the tokens.
       features: F, the depth of the product.
       hidden: H, its columns.
-      mode: of GEMM + combine; "reduce" has no such launch.
+      mode: of GEMM + combine.
       wanted: True: wherever the launch can; False: nowhere; None: where it should be faster, too.
     """
-    can = mode in (None, *_MODES) and fused.fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND
+    can = fused.fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND
     if not can or wanted is not None:
         return can and bool(wanted)
     return _is_faster(layout, features, hidden, mode)
@@ -46,8 +44,8 @@ def _is_faster(layout: Layout, features: int, hidden: int, mode: str | None) -> 
     if jax.default_backend() == "cpu":
         return False  # nothing runs beside anything in the interpreter
     times = mode_times.backward_times(layout, features, hidden)
-    fastest = min(times.beside[name] for name in _MODES if mode in (None, name))
-    apart = min(times.apart.values()) if mode is None else times.apart[mode]
+    modes = COMBINE_MODES if mode is None else (mode,)
+    apart, fastest = (min(found[name] for name in modes) for found in times)
     return 1.01 * fastest < apart  # simpler is better, up to a hundredth
 
 
@@ -75,7 +73,7 @@ def gemm_combine_products(
     tokens = kept if kept_as == "rows" else gather_rows(kept, row_tokens(handle), handle.group_sizes)
     if mode is None:
         times = mode_times.backward_times(handle.layout, h.shape[1], tokens.shape[1]).beside
-        mode = min(_MODES, key=lambda name: times[name])
+        mode = min(COMBINE_MODES, key=lambda name: times[name])
     run = _scatter_products if mode == "scatter" else _combine_products
     return run(h, w, tokens, handle, transpose_rhs)
 

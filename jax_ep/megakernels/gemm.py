@@ -10,6 +10,7 @@ copies; the widths of models are multiples of 8.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.megakernels import gemm_tuning
+from jax_ep.megakernels import capability, gemm_tuning
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
@@ -29,6 +30,13 @@ from jax_ep.xla import grouped_gemm as xla
 _FORWARD = Kernel("gemm", "grouped_gemm")
 _WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
 _WORD = 8  # elements of a 16-byte word
+
+
+def refusal(request: Any) -> str | None:
+    """Why these kernels cannot serve a request, or None; other dtypes take the portable loop."""
+    if request.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    return capability.missing_tma(f"its grouped GEMM in {request.dtype}")
 
 
 def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
@@ -88,34 +96,21 @@ def _launch_forward(
 ) -> Array:
     num_rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-
-    def described(rows: int, block_columns: int) -> tuple[Array | Descriptor, Array | Descriptor]:
-        """Both operands for tiles of one size."""
-        inner, outer = (block_columns, tiles.block_k) if transpose_rhs else (tiles.block_k, block_columns)
-        by_tma = tiles.descriptors and rows > 0
-        left = Descriptor(lhs, (rows, tiles.block_k)) if by_tma and not tiles.gather else lhs
-        return left, Descriptor(rhs, (1, inner, outer)) if by_tma else rhs
-
-    main, small = described(tiles.block_m, tiles.block_n), described(tiles.small_m, tiles.small_n)
+    inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
     constants = {
         **_sizes(num_rows, columns, depth, groups),
         "BM": tiles.block_m,
         "BN": tiles.block_n,
         "BK": tiles.block_k,
-        "SM": tiles.small_m,
-        "SN": tiles.small_n,
         "GROUP_M": tiles.group_m,
-        "FLAT_PERCENT": tiles.flat_percent,
         "TRANSPOSE": transpose_rhs,
-        "GATHER": tiles.gather,
-        "DESCRIPTORS": tiles.descriptors,
         "TMA_PARTS": tiles.store_parts if tiles.tma_store else 0,
     }
-    most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // min(tiles.block_n, tiles.small_n))
+    most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     if tiles.tma_store:
         result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
-    operands = (main[0], small[0], main[1], small[1], group_sizes)
+    operands = (Descriptor(lhs, (tiles.block_m, tiles.block_k)), Descriptor(rhs, (1, inner, outer)), group_sizes)
     return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), constants)[0]
 
 
@@ -150,20 +145,14 @@ def _weights(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, t
 
 def _launch_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles) -> Array:
     num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
-    operands: tuple[Array | Descriptor, ...] = (lhs, rhs)
-    if tiles.descriptors:
-        widths = (tiles.block_m, tiles.block_n)
-        operands = tuple(
-            Descriptor(x, (tiles.block_r, width), bounded=True) for x, width in zip((lhs, rhs), widths, strict=True)
-        )
+    left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
+    right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
     constants = {
         **_sizes(num_rows, columns, rows, groups),
         "BM": tiles.block_m,
         "BN": tiles.block_n,
         "BR": tiles.block_r,
         "GROUP_M": tiles.group_m,
-        "FLATTEN": tiles.flatten,
-        "DESCRIPTORS": tiles.descriptors,
         "PARTS": tiles.store_parts,
         "TMA_STORE": tiles.tma_store,
     }
@@ -171,7 +160,7 @@ def _launch_weights(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     if tiles.tma_store:
         result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
-    return launch(_WEIGHTS, (*operands, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
+    return launch(_WEIGHTS, (left, right, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
 
 
 def _sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:

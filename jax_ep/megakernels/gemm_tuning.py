@@ -6,8 +6,6 @@ import dataclasses
 
 import jax
 
-from jax_ep.megakernels.capability import has_tma
-
 MAX_GROUPS = 1024
 """More groups would take more registers than a program has to spare."""
 
@@ -17,34 +15,24 @@ class Tiles:
     """How a grouped GEMM covers its result.
 
     Attributes:
-      block_m: rows of a main tile.
-      block_n: columns of a main tile.
+      block_m: rows of a tile.
+      block_n: columns of a tile.
       block_k: depth of one step.
-      small_m: rows of a small tile, for the end of a group; 0: main tiles only, whose loop is flat.
-      small_n: columns of a small tile.
-      flat_percent: up to this share of small tiles, main ones replace them, whose loop is faster; -1: never.
       group_m: row tiles that share the columns of a matrix while they are in the L2 cache.
       num_warps: of a program.
       num_stages: blocks in flight, the one in use included.
       programs: per multiprocessor.
-      gather: read rows by pointers.
-      descriptors: read by TMA; without it, everything by pointers.
-      tma_store: store by TMA, while the next tile is computed; only without small tiles.
+      tma_store: store by TMA, while the next tile is computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
     """
 
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
-    small_m: int = 64
-    small_n: int = 256
-    flat_percent: int = 10
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 4
     programs: int = 1
-    gather: bool = False
-    descriptors: bool = True
     tma_store: bool = False
     store_parts: int = 1
 
@@ -61,8 +49,6 @@ class WeightTiles:
       num_warps: of a program.
       num_stages: blocks in flight.
       programs: per multiprocessor.
-      flatten: one loop over tiles and rows.
-      descriptors: read by TMA.
       tma_store: store by TMA, while the next tile is computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that are stored one after another: each takes less shared memory.
     """
@@ -74,8 +60,6 @@ class WeightTiles:
     num_warps: int = 8
     num_stages: int = 4
     programs: int = 1
-    flatten: bool = True
-    descriptors: bool = True
     tma_store: bool = False
     store_parts: int = 1
 
@@ -106,19 +90,15 @@ class Fp8Tiles:
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
     """Tiles for `[num_rows, .]` times `[groups, ., columns]`."""
-    if jax.default_backend() == "cpu":  # several steps, columns and small tiles at the sizes of tests
-        return Tiles(block_n=32, block_k=16, small_n=64, num_stages=2)
-    if not has_tma():
-        # Wider tiles spill registers, and these fit into the shared memory of any GPU.
-        return Tiles(block_n=128, small_n=128, num_stages=3, gather=True, descriptors=False, flat_percent=-1)
+    if jax.default_backend() == "cpu":  # several steps, rows and columns at the sizes of tests
+        return Tiles(block_m=64, block_n=32, block_k=16, num_stages=2)
     if num_rows <= 64 * groups or columns <= 128:
         # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
-        return Tiles(block_m=64, block_n=128, small_m=0, small_n=128, num_warps=4, programs=2)
-    # A tile of 64 rows reads as much of the matrix as one of 128 and takes almost as long: a flat loop is worth more.
+        return Tiles(block_m=64, block_n=128, num_warps=4, programs=2)
     if out_itemsize <= 2:
-        return Tiles(small_m=0, num_stages=3, tma_store=True)
+        return Tiles(num_stages=3, tma_store=True)
     # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
-    return Tiles(block_n=128, small_m=0)
+    return Tiles(block_n=128)
 
 
 def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
@@ -134,8 +114,6 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
     """Tiles for matrices whose elements have so many bytes."""
     if jax.default_backend() == "cpu":
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
-    if not has_tma():
-        return WeightTiles(block_n=128, num_stages=3, descriptors=False)
     if out_itemsize <= 2:
         # Two programs of narrow tiles: while one stores its tile, the other multiplies.
         return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2)

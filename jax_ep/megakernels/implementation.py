@@ -11,10 +11,9 @@ from jax_ep import context
 from jax_ep.core.dtypes import FP8
 from jax_ep.heap import nvshmem, peer_access
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import capability, gemm_fp8, low_latency, masked, tuning
+from jax_ep.megakernels import capability, gemm, gemm_fp8, low_latency, masked, tuning
 from jax_ep.megakernels.activation import activate, activate_gradient
 from jax_ep.megakernels.exchange import (
-    deliver,
     return_tokens,
     return_weights,
     send_quantized,
@@ -36,7 +35,6 @@ __all__ = [
     "activate",
     "activate_gradient",
     "activate_quantized",
-    "deliver",
     "dequantize_rows",
     "dispatch_gemm",
     "fuses",
@@ -85,7 +83,7 @@ def refusal(request: Any) -> str | None:
     if request.operation == "activation":
         return None
     if request.operation in ("gemm", "gemm_weights"):
-        return gemm_fp8.refusal(request) if request.dtype == FP8 else None
+        return gemm_fp8.refusal(request) if request.dtype == FP8 else gemm.refusal(request)
     if request.operation == "low_latency" and (reason := low_latency.refusal(request)) is not None:
         return reason
     if request.platform == "gpu" and (reason := context.concurrent_launches()) is not None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-
-from jax_ep.megakernels import gemm_tuning, products
-from jax_ep.megakernels.grid import all_programs
+from jax_ep.megakernels import products
 from jax_ep.types import Layout
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
@@ -32,12 +29,8 @@ BESIDE = 0.15
 """Part of the time of sums by which the gradient takes longer in their launch: they move bytes, it multiplies."""
 FAR, FAR_MEMORY = 1 << 30, 1.5e12
 """Rows that arrive in so many bytes or more count with this rate: their stores hold up the products by then."""
-AMONG_TILES = 0.53e12
-"""Bytes moved in a second to make sums where each program makes some between its tiles (moe_layer.json, "reduce")."""
 MEETING_SECONDS = 50e-6
 """What the end of GEMM + combine costs beside its sums: all programs of all ranks meet there (moe_layer.json)."""
-CHUNK_SECONDS = 60e-6
-"""Products and sums of a chunk take at least as long: it costs each program some waits, and two ends of its loop."""
 
 
 def _holders(layout: Layout) -> float:
@@ -70,20 +63,6 @@ def _scattered_sums(layout: Layout, hidden: int) -> float:
     return (layout.top_k + 1) * row / rate + meeting
 
 
-def reduced_chunks(layout: Layout, features: int, hidden: int) -> int:
-    """Chunks of columns whose sums are made while others are multiplied."""
-    tile = gemm_tuning.product_tile(hidden)
-    column_tiles = -(-hidden // tile["BN"])
-    if jax.default_backend() == "cpu":
-        most = 4.0
-    else:
-        num_rows = min(layout.capacity, layout.num_tokens * layout.top_k)  # in use, where experts are equally loaded
-        turns = column_tiles * -(-num_rows // tile["BM"]) / all_programs()
-        time = _product(layout, features, hidden) + _made(layout, hidden) / AMONG_TILES
-        most = min(turns / 2, layout.num_tokens * time / CHUNK_SECONDS)
-    return next(chunks for chunks in range(8, 0, -1) if column_tiles % chunks == 0 and chunks <= max(1, most))
-
-
 def _is_from_pallas(layout: Layout, features: int, hidden: int) -> bool:
     """Whether a product in a launch of its own comes from there."""
     return products.is_from_pallas(layout.capacity, features, hidden, layout.num_local_experts)
@@ -109,12 +88,9 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
     docs/performance.md tells why.
     """
     product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
-    between = _made(layout, hidden) / AMONG_TILES
-    last = 1 / reduced_chunks(layout, features, hidden)
     return {
         "serial": _product_alone(layout, features, hidden) + max(sent, made),
         "scatter": max(product, _scattered(layout, hidden)) + _scattered_sums(layout, hidden),
-        "reduce": max(product + (1 - last) * between, (1 - last) * sent) + last * max(sent, between),
     }
 
 

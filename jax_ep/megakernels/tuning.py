@@ -14,7 +14,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import power_of_two
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import gemm_tuning, mode_times
+from jax_ep.megakernels import gemm_tuning
 from jax_ep.megakernels.grid import all_programs, num_programs
 from jax_ep.types import Layout
 
@@ -119,8 +119,6 @@ def dispatch(
     hidden: int,
     dtype: jnp.dtype,
     wire_dtype: jnp.dtype,
-    *,
-    to_rows: bool,
     limit: int | None = None,
 ) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
@@ -128,7 +126,7 @@ def dispatch(
     warps, per_processor = 8, 2
     if limit is not None and limit <= FEW:
         block, columns, per_processor = 32, min(columns, 512), 1
-    elif to_rows and wire_dtype != dtype:
+    elif wire_dtype != dtype:
         # Converting what arrives needs more programs rather than wider tiles.
         columns, warps, per_processor = min(columns, 512), 4, 4
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
@@ -176,7 +174,7 @@ def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = Non
 
 def gemm_combine(layout: Layout, hidden: int) -> tuple[Config, dict[str, int]]:
     """Config and tile sizes of GEMM + combine, for rows of `hidden` columns."""
-    # Sums all at the end: between products they come at a fraction of the memory's rate (AMONG_TILES).
+    # Sums all at the end: between products they come at a seventh of the rate (docs/design/rejected.md).
     tokens, choices = 4, power_of_two(layout.top_k)
     columns, stages = _summed_rows(hidden, 2)
     sums = {"SUM_T": tokens, "SUM_H": columns, "SUM_STAGES": stages, "CHOICES": choices, "LENGTH": tokens * choices}
@@ -211,20 +209,3 @@ def combine_products(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Con
     blocks = {"COMM": programs, "TASKS": 4, "GROUP_M": tiles.group_m, **sums}
     config = Config(all_programs(tiles.programs), num_warps=tiles.num_warps)
     return config, blocks | {f"WEIGHT_{name}": size for name, size in weights.items()}
-
-
-def gemm_reduce(layout: Layout, features: int, hidden: int) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of GEMM + combine with a row per rank, `[., features]` times `[features, hidden]`."""
-    tile = gemm_tuning.product_tile(hidden)
-    chunks = mode_times.reduced_chunks(layout, features, hidden)
-    width = -(-hidden // tile["BN"]) // chunks * tile["BN"]
-    columns = min(_columns(hidden, 2), width & -width)  # a power of two that divides a chunk
-    few = jax.default_backend() == "cpu"
-    tokens = 8 if few else min(16, 8192 // columns)
-    block = 2 * tokens if few else tokens
-    # A few tasks for each program and chunk, since each ends with a flag; and no more flags than there are.
-    most = min(MAX_BLOCKS // chunks, 6 * all_programs() // (layout.num_ranks + 1))
-    while not few and -(-layout.num_tokens // block) > most:
-        block *= 2
-    sums = {"BLOCK_T": block, "TILE_T": tokens, "SUM_H": columns, "PHASES": 8, "GROUP_M": 8}
-    return Config(all_programs(), num_warps=8, num_stages=4), {**tile, "CHUNKS": chunks, **sums}

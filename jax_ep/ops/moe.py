@@ -99,13 +99,12 @@ def moe(
     options, *prepared = prepare(x, topk_idx, topk_weights)
     tokens, weights, handle, w_gate_up, w_down = vary_alike((*prepared, w_gate_up, w_down), over=options.axis)
     if in_fp8:
-        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, weights, w_gate_up, handle)
+        hidden, factors = moe_fp8.dispatch_and_multiply(options, tokens, weights, w_gate_up, handle)
         hidden = checkpoint_name(hidden, HIDDEN_NAME)
-        y = moe_fp8.multiply_and_combine(options, activation, gated, hidden, row_weights, w_down, handle)
+        y = moe_fp8.multiply_and_combine(options, activation, gated, hidden, factors, w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
     exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
     sizes = handle.group_sizes
-    row_weights: Array | None
     if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
         operands = (tokens, weights, w_gate_up, handle)
         hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import jax_ep
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES
 
-# Groups end within tiles, chunks of columns are uneven, and T is no multiple of a block.
+# Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
 # Two products deep, each with its own rounding of what it reads and writes.
 TOLERANCE = 4e-2
@@ -192,7 +192,7 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def test_modes_round_as_they_say(
     implementation: str, num_ranks: int, options: dict[str, int], expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
-    """ "reduce" gives the bits of "serial"; the gradients of all modes are the same bits."""
+    """Each mode rounds elsewhere; the gradients of both are the same bits."""
 
     def fn(mode: str, x, topk_idx, h, w_down, d_y):
         common = {"num_experts": SHAPE.num_experts, "implementation": implementation}
@@ -209,11 +209,9 @@ def test_modes_round_as_they_say(
             w_down = sixteenths(rng, num_ranks, SHAPE.num_experts // num_ranks, SHAPE.intermediate, SHAPE.hidden)
             d_y = reals(rng, *x.shape, dtype=BF16)
             found = {mode: call(x, topk_idx, h, w_down, d_y) for mode, call in calls.items()}
-            assert_same_bits(found["reduce"][0], found["serial"][0], "reduce")
             assert_close(found["scatter"][0], found["serial"][0].astype(np.float64), "scatter", tolerance=TOLERANCE)
-            for mode in COMBINE_MODES[:-1]:
-                for name, got, wanted in zip(("dh", "dw"), found[mode][1:], found["serial"][1:], strict=True):
-                    assert_same_bits(got, wanted, f"{mode}: {name}")
+            for name, got, wanted in zip(("dh", "dw"), found["scatter"][1:], found["serial"][1:], strict=True):
+                assert_same_bits(got, wanted, name)
 
 
 def test_the_mode_is_chosen_where_none_is_named(implementation: str, mesh: Mesh, rng: np.random.Generator) -> None:

@@ -163,7 +163,7 @@ def test_layer(example: int, rng: np.random.Generator) -> None:
     shape, dtype, gated = problem.shape, problem.dtype, bool(rng.random() < 0.8)
     fusable = dtype != F32 and multiple > 1
     tuned = {
-        "combine_mode": one_of(rng, None, "scatter", "reduce", "serial"),
+        "combine_mode": one_of(rng, None, "scatter", "serial"),
         "num_communicating_programs": one_of(rng, None, 1, 7, 64),
     }
     options = problem.options | {"activation": one_of(rng, "silu", "gelu", "relu")}

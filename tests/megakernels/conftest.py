@@ -14,7 +14,7 @@ from kernel_calls import HEAP_BYTES, W
 
 import jax_ep
 from jax_ep import context, interpreter
-from jax_ep.megakernels import mode_times, tuning
+from jax_ep.megakernels import tuning
 from jax_ep.pallas import requirements
 
 
@@ -35,8 +35,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(requirements, "missing", lambda: None)
     monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
-    for module in (mode_times, tuning):
-        monkeypatch.setattr(module, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 @pytest.fixture(scope="module")

@@ -26,17 +26,9 @@ def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return two_ranks
 
 
-DIVISIONS = {
-    "scatter": [(1, {}), (2, {}), (5, {})],
-    "reduce": [(programs, {"CHUNKS": chunks}) for programs, chunks in ((1, 6), (2, 1), (2, 2), (5, 3), (5, 6))],
-}
-
-
-@pytest.mark.parametrize("mode", DIVISIONS)
-def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
-    """One program or several, which leave tasks to the last one; for "reduce" one chunk of columns, or several."""
-    kernel = {"scatter": "gemm_combine", "reduce": "gemm_reduce"}[mode]
-    chosen, launched = getattr(tuning, kernel), []
+def test_the_number_of_programs_changes_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
+    """One program or several, which leave sums to the last one."""
+    chosen, launched = tuning.gemm_combine, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
     run: Any = registry.get("triton")
     ids = ROUTINGS["some_without_expert"](rng, 2, SHAPE)
@@ -45,19 +37,19 @@ def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, 
 
     def fn(ids, h, w):
         handle = run.plan(ids, layout, AXIS)
-        return run.gemm_combine(h, w, handle, transpose_rhs=False, mode=mode)
+        return run.gemm_combine(h, w, handle, transpose_rhs=False, mode="scatter")
 
     wanted = harness.run(fn, mesh, ids, h, w)
     assert np.abs(wanted.astype(np.float32)).max() > 0
-    for division in DIVISIONS[mode]:
+    for programs in (1, 2, 5):
 
-        def divided(*arguments: Any, division: Any = division) -> Any:
-            launched.append(division)
-            return Config(division[0]), chosen(*arguments)[1] | division[1]
+        def divided(*arguments: Any, programs: int = programs) -> Any:
+            launched.append(programs)
+            return Config(programs), chosen(*arguments)[1]
 
-        monkeypatch.setattr(tuning, kernel, divided)
+        monkeypatch.setattr(tuning, "gemm_combine", divided)
         np.testing.assert_array_equal(harness.run(fn, mesh, ids, h, w), wanted)
-        assert launched[-1] == division
+        assert launched[-1] == programs
 
 
 def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256) -> Layout:
@@ -67,7 +59,7 @@ def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256
 def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
     times = {mode: 1e9 * time for mode, time in mode_times.combine_times(layout(4), 2048, 7168).items()}
-    assert times == pytest.approx({"serial": 486.9, "scatter": 453.3, "reduce": 829.6}, abs=0.1)
+    assert times == pytest.approx({"serial": 486.9, "scatter": 453.3}, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -100,17 +92,9 @@ def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int],
     assert mode_times.combine_mode(layout(ranks), *sizes) == wanted
 
 
-def test_a_single_chunk_hides_nothing(on_h200: None) -> None:
-    """Then one launch does what two do, and two are simpler."""
-    few = layout(8, tokens=256)
-    times = mode_times.combine_times(few, 768, 2048)
-    assert mode_times.reduced_chunks(few, 768, 2048) == 1 and times["reduce"] >= times["serial"]
-    assert mode_times.combine_mode(few, 768, 2048) != "reduce"
-
-
 def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     ran = []
-    names = {"scatter": "_gemm_scatter", "reduce": "_gemm_reduce", "serial": "return_tokens"}
+    names = {"scatter": "_gemm_scatter", "serial": "return_tokens"}
     for mode, name in names.items():
         original = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *a, mode=mode, original=original: ran.append(mode) or original(*a))
@@ -127,8 +111,7 @@ def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> N
     assert ran == list(COMBINE_MODES)
 
 
-@pytest.mark.parametrize("mode", ["scatter", "reduce"])
-def test_other_calls_are_refused_with_what_they_have(mode: str, mesh: jax.sharding.Mesh) -> None:
+def test_other_calls_are_refused_with_what_they_have(mesh: jax.sharding.Mesh) -> None:
     """float32, sizes that are no multiples of 8, FP8 on the wire: no launch for both, and no other in its place."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)
 
@@ -136,11 +119,11 @@ def test_other_calls_are_refused_with_what_they_have(mode: str, mesh: jax.shardi
         x = x.astype(dtype)
         d = jax_ep.dispatch(x, ids, num_experts=4, implementation="triton")
         w = jax.numpy.ones((2, 128, width), dtype)
-        return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, mode=mode, implementation="triton", **options)
+        return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, mode="scatter", implementation="triton", **options)
 
     refused = {"float32": (128, np.float32, {}), r"\[128, 12\]": (12, BF16, {})}
     refused["wire_dtype=.*float8_e4m3fn"] = (128, BF16, {"wire_dtype": jax.numpy.float8_e4m3fn})
     for found, (width, dtype, options) in refused.items():
         call = harness.per_rank(functools.partial(fn, width=width, dtype=dtype, **options), mesh)
-        with pytest.raises(NotImplementedError, match=f"mode='{mode}'.*{found}"):
+        with pytest.raises(NotImplementedError, match=f"mode='scatter'.*{found}"):
             jax.eval_shape(call, x, ids)

@@ -20,7 +20,7 @@ GATHER = Kernel("rows", "gather_rows")
 GATHER_SIZES = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
 WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
 WEIGHT_SIZES = {"M": 256, "N": 128, "K": 192, "G": 4, "GROUPS": 16, "BM": 64, "BN": 64, "BR": 64, "GROUP_M": 8}
-WEIGHT_SIZES |= {"FLATTEN": True, "DESCRIPTORS": True, "PARTS": 1, "TMA_STORE": True}
+WEIGHT_SIZES |= {"PARTS": 1, "TMA_STORE": True}
 Array = jax.ShapeDtypeStruct
 
 

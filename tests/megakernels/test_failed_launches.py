@@ -19,6 +19,7 @@ from jax_ep import context, ffi
 from jax_ep.core.kernel import Kernel
 from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.interpreter import Launch, Pool
+from jax_ep.megakernels import heap_launch
 from jax_ep.megakernels.heap_launch import launch_identity
 
 W, T, K, E, H, F = 2, 5, 2, 4, 16, 24
@@ -85,6 +86,17 @@ def layer_gradients(x, ids, w, h):
         return y.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1))(x.astype(jnp.bfloat16), w)
+
+
+def gradients_of_parts(x, ids, w, h):
+    """With the gradient of the matrices beside combine, and that of router weights."""
+    options = {"combine_mode": "serial", "dispatch_mode": "fused", "fuse_weight_gradients": True}
+
+    def loss(x, w, weights):
+        y = jax_ep.moe(x, ids, weights, w, w.swapaxes(1, 2), **OPTIONS, **options)
+        return y.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))
 
 
 def low_latency_dispatch(x, ids, w, h):
@@ -171,6 +183,59 @@ def test_a_program_on_another_mesh_gives_no_numbers(monkeypatch, rng):
         assert is_poisoned(leaf)
     with pytest.raises(Exception, match="is another device in dispatch"):
         run(call, *inputs(rng))
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("dispatch alone", "dispatch"),
+        ("exchange", "combine"),
+        ("dispatch + GEMM", "dispatch_grouped_gemm"),
+        ("GEMM + combine, scatter", "grouped_gemm_combine"),
+        ("low-latency dispatch", "low_latency_dispatch"),
+        ("low-latency round trip", "low_latency_combine"),
+        ("low-latency GEMM + combine", "low_latency_gemm_combine"),
+    ],
+)
+def test_a_wait_that_expires_names_its_operation(monkeypatch, mesh, rng, name, operation):
+    jax_ep.init(mesh, transport="shared_memory")
+    args = inputs(rng)
+    call = harness.compiled(PROGRAMS[name], mesh)
+    run(call, *args)
+    heap = context.heap("test")
+    launch = Pool.launch
+
+    def launch_out_of_step(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
+        if worker == 1 and request.constants.get("LAUNCH", 0) & 0xFF == ffi.Operation[operation.upper()]:
+            for words in all_control_words(heap, 1):
+                words[EPOCHS : EPOCHS + 2 * len(jax.devices())] += 2
+        return launch(pool, request, worker=worker, **rest)
+
+    monkeypatch.setattr(Pool, "launch", launch_out_of_step)
+    shorten_waits(heap)
+    run(call, *args)
+    story = heap.failure()
+    assert story is not None and "timed out" in story and f" in {operation} " in story
+
+
+def test_launches_have_the_operation_that_they_are_part_of(monkeypatch, mesh, rng):
+    """Every launch on the heap; and there is no operation that no launch has."""
+    jax_ep.init(mesh, transport="shared_memory")
+    found, launch = set(), heap_launch.launch
+
+    def record(kernel: Kernel, operands: Any, results: Any, config: Any, constants: Any) -> Any:
+        found.add((kernel.function, ffi.Operation(constants["LAUNCH"] & 0xFF).name.lower()))
+        return launch(kernel, operands, results, config, constants)
+
+    monkeypatch.setattr(heap_launch, "launch", record)
+    for program in (*PROGRAMS.values(), gradients_of_parts):
+        jax.eval_shape(harness.per_rank(program, mesh), *inputs(rng, 128))
+    names = ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine"]
+    of_parts = {"plan": "dispatch", "dispatch_gemm": "dispatch_grouped_gemm"}
+    of_parts |= dict.fromkeys(("gemm_combine", "combine_products"), "grouped_gemm_combine")
+    words = {("exchange_words", "dispatch"), ("exchange_words", "combine")}
+    assert found == {*((name, name) for name in names), *of_parts.items(), *words}
+    assert {operation for _, operation in found} == {x.name.lower() for x in ffi.Operation if x}
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,12 @@ def test_one_program_sends_what_several_send(mesh, monkeypatch):
 
     def fn(x, ids, **options):
         handle = run.plan(ids, LAYOUT, AXIS)
-        arrived = run.deliver(x, handle, AXIS, **options)
-        # After each other: on the CPU the runtime would start what is independent in any order.
-        x = x + (arrived[0] == 12345.678).astype(x.dtype)
         rows = run.send_tokens(x, handle, AXIS, None, **options)
         return rows, run.return_tokens(rows, handle, AXIS, None, **options)
 
     wanted = harness.run(fn, mesh, x, ids)
-    assert launched == [2, 2, 2]
+    assert launched == [2, 2]
     for got, want in zip(harness.run(lambda *a: fn(*a, num_programs=1), mesh, x, ids), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    assert launched[3:] == [1, 1, 1]
+    assert launched[2:] == [1, 1]
     np.testing.assert_array_equal(wanted[1], 2 * x)

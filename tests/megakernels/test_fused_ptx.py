@@ -9,7 +9,7 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout
-from jax_ep.megakernels import fused, gemm_tuning, tuning
+from jax_ep.megakernels import fused, tuning
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -18,7 +18,6 @@ SHARED_BYTES = 227 << 10
 PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
-DEEPSEEK_SHORT, QWEN = (1024, 7168, 4096, 2048), (4096, 2048, 1536, 768)
 COMMON = ["row_slot_ptr", "sizes_ptr", "group_ptr", "after_ptr", "ids_ptr"]
 
 
@@ -118,11 +117,8 @@ def test_gemm_combine_with_weights(
 @pytest.mark.parametrize(
     ("capability", "shape", "transposed"), [(90, DEEPSEEK, True), (90, DEEPSEEK_LONG, False), (100, MIXTRAL, True)]
 )
-def test_combine_with_weights(
-    capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_combine_with_weights(capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None) -> None:
     """Two programs fit on a multiprocessor."""
-    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: True)
     tokens, hidden, features, _ = shape
     lay = layout(tokens)
     config, blocks = tuning.combine_products(lay, hidden, jnp.dtype(jnp.bfloat16))
@@ -139,21 +135,3 @@ def test_combine_with_weights(
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap
     assert capability != 90 or 2 * (built["shared"] + 1024) <= SHARED_BYTES + 1024
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
-
-
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(
-    ("shape", "transposed"),
-    [(DEEPSEEK, False), (DEEPSEEK, True), (DEEPSEEK_SHORT, False), (QWEN, False), (MIXTRAL, True)],
-)
-def test_gemm_reduce(shape: tuple[int, ...], transposed: bool, capability: int, on_h200: None) -> None:
-    tokens, hidden, _, features = shape
-    lay = layout(tokens)
-    config, blocks = tuning.gemm_reduce(lay, features, hidden)
-    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "sizes_ptr", "group_ptr", "after_ptr"], "*i32")
-    types |= {"table_ptr": "*i64", "out_ptr": "*bf16", "y_ptr": "*bf16", "b_desc": matrices(blocks, transposed)}
-    types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"}
-    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed}
-    built = build("gemm_reduce", "gemm_reduce", types, constants, config.num_warps, config.num_stages, capability)
-    check(built, capability)
-    check_flat(built, blocks, config.num_stages)

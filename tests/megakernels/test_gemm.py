@@ -15,27 +15,19 @@ from kernel_calls import W
 from jax_ep.megakernels import gemm, products
 from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 
-SMALL = Tiles(block_n=32, block_k=16, small_n=64, num_stages=2)  # of the interpreter
+TALL = Tiles(block_n=32, block_k=16, num_stages=2)
 FORWARD = {
     "as chosen": None,
-    "main and small tiles": dataclasses.replace(SMALL, flat_percent=-1),
-    "last tasks in halves": dataclasses.replace(SMALL, small_n=32, flat_percent=-1),
-    "main tiles": dataclasses.replace(SMALL, small_m=0),
-    "main tiles, last tasks in halves": dataclasses.replace(SMALL, small_n=32, flat_percent=100),
-    "gathered rows": dataclasses.replace(SMALL, gather=True),
-    "pointers": dataclasses.replace(SMALL, gather=True, descriptors=False),
-    "stored by TMA": dataclasses.replace(SMALL, small_m=0, tma_store=True),
-    "stored by TMA in halves": dataclasses.replace(SMALL, small_m=0, tma_store=True, store_parts=2),
-    "bands of two": dataclasses.replace(SMALL, block_m=32, small_m=16, group_m=2),
+    "tall": TALL,
+    "stored by TMA": dataclasses.replace(TALL, tma_store=True),
+    "stored by TMA in halves": dataclasses.replace(TALL, tma_store=True, store_parts=2),
+    "bands of two": dataclasses.replace(TALL, block_m=32, group_m=2),
 }
 WEIGHTS = {
     "as chosen": None,
-    "two loops": WeightTiles(block_m=32, block_n=64, block_r=16, flatten=False),
-    "pointers": WeightTiles(block_m=64, block_n=32, block_r=32, descriptors=False),
-    "two loops over pointers": WeightTiles(block_m=32, block_n=32, flatten=False, descriptors=False),
     "stored by TMA": WeightTiles(block_m=32, block_n=32, block_r=64, group_m=1, tma_store=True),
     "stored by TMA in halves": WeightTiles(block_m=32, block_n=64, block_r=32, tma_store=True, store_parts=2),
-    "stored in quarters": WeightTiles(block_m=32, block_n=64, block_r=32, flatten=False, store_parts=4),
+    "stored in quarters": WeightTiles(block_m=32, block_n=64, block_r=32, store_parts=4),
 }
 # Rows past the groups are 13 more.
 GROUPS = {
@@ -142,8 +134,7 @@ def test_dtypes_of_results(pool, rng, name):
         np.testing.assert_array_equal(got, weights(lhs, lhs[:, :8], sizes).astype(out_dtype))
 
 
-@pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_nan_stays_in_its_group(pool, rng, descriptors):
+def test_nan_stays_in_its_group(pool, rng):
     """Tiles reach into the rows of the next group, which may hold anything."""
     sizes = [70, 0, 33, 130, 9]
     lhs, rhs = integers(rng, sum(sizes), K), integers(rng, sum(sizes), N)
@@ -151,14 +142,12 @@ def test_nan_stays_in_its_group(pool, rng, descriptors):
     sound = forward(lhs, matrices, sizes), weights(lhs, rhs, sizes)
     start, end = bounds(sizes, sum(sizes))[2]
     lhs[start:end], rhs[start:end], matrices[2] = np.nan, np.inf, np.nan
-    tiles = dataclasses.replace(SMALL, gather=not descriptors, descriptors=descriptors)
-    got = run_forward(lhs, matrices, sizes, tiles=tiles)
+    got = run_forward(lhs, matrices, sizes)
     others = np.ones(len(lhs), bool)
     others[start:end] = False
     np.testing.assert_array_equal(got[others], sound[0][others])
     assert np.isnan(got[~others]).all()
-    weight_tiles = WeightTiles(block_m=32, block_n=32, descriptors=descriptors)
-    got = run_weights(lhs, rhs, sizes, tiles=weight_tiles)
+    got = run_weights(lhs, rhs, sizes)
     np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(sound[1], 2, axis=0))
     backwards = np.arange(len(lhs))[::-1].astype(np.int32)
     got = run_gathered(lhs[::-1], backwards, rhs, sizes, transpose=False)

@@ -17,8 +17,8 @@ from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
 pytest.importorskip("triton")
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-PRODUCTS = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+SHARED_BYTES = 227 << 10
+PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # rows, K, N, groups
 DEEPSEEK, FEW_ROWS, ODD = (32768, 7168, 4096, 64), (1024, 4096, 3072, 128), (4096, 1000, 520, 1000)
 
@@ -47,43 +47,37 @@ def compile_launch(monkeypatch):
         monkeypatch.setattr(gemm, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
         jax.eval_shape(functools.partial(function, **options), *arrays)
         ((kernel, operands, results, config, constants),) = launches
-        forward = function is gemm._launch_forward
-        names = ("lhs", "small_lhs", "rhs", "small_rhs") if forward else ("lhs", "rhs")
-        types = {name: type_name(x) for name, x in zip((*names, "sizes_ptr"), operands, strict=True)}
+        types = {name: type_name(x) for name, x in zip(("lhs", "rhs", "sizes_ptr"), operands, strict=True)}
         types["out"] = type_name(results[0])
         built = build(kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, capability)
-        check(built, capability, constants["DESCRIPTORS"])
+        check(built, capability)
         return built
 
     return run
 
 
-def check(built, capability, by_tma):
+def check(built, capability):
     assert re.search(PRODUCTS[capability], built["ptx"]), "the tensor cores are not used"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     assert ".local" not in built["ptx"]
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap
-    assert built["shared"] <= SHARED_BYTES[capability]
-    assert by_tma == (capability >= 90)
-    if by_tma:
-        assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared", built["ptx"])
-    else:
-        assert "cp.async.cg.shared.global" in built["ptx"]
+    assert built["shared"] <= SHARED_BYTES
+    assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared", built["ptx"])
+    assert "cp.async.cg.shared.global" not in built["ptx"]
 
 
 @pytest.fixture
-def on_architecture(monkeypatch, capability):
+def on_gpus(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: capability >= 90)
 
 
 EVERYWHERE = [(DEEPSEEK, False, "bfloat16"), (DEEPSEEK, True, "bfloat16"), (DEEPSEEK, False, "float32")]
-CASES = [(capability, *case) for case in EVERYWHERE for capability in (80, 90, 100)]
+CASES = [(capability, *case) for case in EVERYWHERE for capability in (90, 100)]
 CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
 
 
 @pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
-def test_forward(on_architecture, compile_launch, capability, size, transpose, out):
+def test_forward(on_gpus, compile_launch, capability, size, transpose, out):
     rows, k, n, groups = size
     tiles = gemm_tuning.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
     shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups,))
@@ -91,42 +85,38 @@ def test_forward(on_architecture, compile_launch, capability, size, transpose, o
     built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
     stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
-    assert stored in built["ptx"] or capability < 90
+    assert stored in built["ptx"]
 
 
-WEIGHT_CASES = [(80, "float16"), (90, "float16"), (90, "float32"), (100, "float16")]
+WEIGHT_CASES = [(90, "float16"), (90, "float32"), (100, "float16")]
 
 
 @pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
-def test_weights(on_architecture, compile_launch, capability, out):
+def test_weights(on_gpus, compile_launch, capability, out):
     rows, k, n, groups = DEEPSEEK
     tiles = gemm_tuning.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
     shapes = ((rows, k), (rows, n), (groups,))
     built = compile_launch(gemm._launch_weights, capability, shapes, jnp.float16, **options)
     assert built["scratch"] == 0
-    assert ("cp.async.cg.shared.global" in built["ptx"]) == (capability < 90)
 
 
 VARIANTS = {
-    "stored by TMA": Tiles(small_m=0, num_stages=3, tma_store=True),
-    "stored by TMA in halves": Tiles(small_m=0, tma_store=True, store_parts=2),
-    "stored by TMA in quarters": Tiles(small_m=0, tma_store=True, store_parts=4),
-    "stored by pointers": Tiles(small_m=0),
-    "gathered": Tiles(num_stages=3, gather=True),
-    "wide small tiles": Tiles(num_stages=3, small_n=512),
+    "stored by TMA": Tiles(num_stages=3, tma_store=True),
+    "stored by TMA in halves": Tiles(tma_store=True, store_parts=2),
+    "stored by TMA in quarters": Tiles(tma_store=True, store_parts=4),
+    "stored by pointers": Tiles(),
 }
 
 
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants(on_architecture, compile_launch, capability, name):
+def test_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
     options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
     shapes = ((rows, k), (groups, k, n), (groups,))
     built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
     assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == VARIANTS[name].tma_store
-    assert ("cp.async.cg.shared.global" in built["ptx"]) == VARIANTS[name].gather
 
 
 WEIGHT_VARIANTS = {
@@ -141,7 +131,7 @@ WEIGHT_VARIANTS = {
 
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", WEIGHT_VARIANTS)
-def test_weight_variants(on_architecture, compile_launch, capability, name):
+def test_weight_variants(on_gpus, compile_launch, capability, name):
     """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
     tiles = WEIGHT_VARIANTS[name]
     options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}

@@ -17,7 +17,7 @@ from cases import BF16, ROUTINGS, Shape
 import jax_ep
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
-from jax_ep.megakernels import fused, fused_gradients, gemm_tuning, mode_times, tuning
+from jax_ep.megakernels import fused, fused_gradients, mode_times, tuning
 from jax_ep.ops import registry
 from jax_ep.types import Layout
 
@@ -181,7 +181,6 @@ def gradients(function: str, **options: Any) -> Any:
 
 REFUSED = {
     "float32 tokens": ("moe", np.float32, {}, r"tokens of float32.*matrices of \[16, 32\].*bfloat16"),
-    "a mode": ("moe", BF16, {"combine_mode": "reduce"}, r"combine_mode='reduce'.*'scatter'"),
     "float32": ("dispatch_grouped_gemm", np.float32, {}, r"dispatch_grouped_gemm: .*tokens of float32"),
 }
 
@@ -212,12 +211,11 @@ def layout(ranks: int) -> Layout:
         (8, (4096, 7168), "serial", True),
         (4, (3072, 4096), None, True),  # Qwen3-235B
         (8, (512, 4096), None, True),  # narrow experts: the rows take longer than the products
-        (8, (512, 4096), "reduce", False),  # not that launch
     ],
 )
 def test_the_model_chooses(
     ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm_tuning, "has_tma", lambda: True)
-    for asked, expected in ((None, wanted), (False, False), (True, mode != "reduce")):
+    monkeypatch.setattr(fused, "has_tma", lambda: True)
+    for asked, expected in ((None, wanted), (False, False), (True, True)):
         assert fused_gradients.fuses_products(layout(ranks), BF16, *sizes, mode=mode, wanted=asked) == expected

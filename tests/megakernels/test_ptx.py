@@ -36,7 +36,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
-        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True, limit=limit)
+        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit=limit)
         rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
         config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
@@ -46,10 +46,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     types |= rows
     sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
     constants = (
-        places()
-        | sizes
-        | blocks
-        | ({"R": 40960, "TO_ROWS": True, "QUANTIZED": False, "CLEAR": True} if name == "dispatch" else {})
+        places() | sizes | blocks | ({"R": 40960, "QUANTIZED": False, "CLEAR": True} if name == "dispatch" else {})
     )
     built = build(name, name, types, constants, config.num_warps, STAGES, capability)
     loads = r"ld\.global\.v4\.b32" if name == "dispatch" else r"cp\.async\.cg\.shared\.global \[.*\], 0x10"

@@ -126,7 +126,6 @@ def combine_products(
             WEIGHT_N,
             WEIGHT_R,
             GROUP_M,
-            True,
             WEIGHT_PARTS,
             True,
             WEIGHT_STAGES,

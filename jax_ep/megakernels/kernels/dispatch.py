@@ -3,7 +3,7 @@
 Tasks: first announce; then, for each block of tokens, send it, and copy what has arrived of the block LAG steps earlier
 to its rows; last, zero the padding rows. A token is read once, quantised where it travels in FP8, and stored to slot
 `[source rank, token]` of every rank that has one of its experts, and to its rows here; a received token is read once
-and written to each of its rows. Without rows, the last tasks only wait for what arrives.
+and written to each of its rows.
 """
 
 import triton
@@ -14,7 +14,6 @@ from .failures import poison
 from .protocol import (
     announce,
     await_block,
-    await_blocks,
     await_peers,
     end_launch,
     heap_rows,
@@ -58,7 +57,6 @@ def send_block(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     FP8: tl.constexpr,
-    TO_ROWS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
     """Stores a block of this rank's tokens in the heap of every peer that wants them, and in their rows of `out`."""
@@ -82,13 +80,12 @@ def send_block(
             tl.store(tl.multiple_of(row_ptr + columns, (16, 16)), values, mask=wanted & inside)
             if FP8:
                 tl.store(heap_rows(table_ptr, peer, tl.float32, SCALES) + offsets, scales, mask=wanted & exists)
-        if TO_ROWS:
-            own = (ranks >> rank.to(tl.int64)) & 1 > 0
-            if QUANTIZED:
-                store_scales(scales, slot_row_ptr + slots * K, own, out_scales_ptr, h, H, K, BLOCK_H)
-            elif FP8:
-                values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(x_ptr.dtype.element_ty)
-            store_rows(values, slot_row_ptr + slots * K, own, out_ptr, columns, inside, H, K)
+        own = (ranks >> rank.to(tl.int64)) & 1 > 0
+        if QUANTIZED:
+            store_scales(scales, slot_row_ptr + slots * K, own, out_scales_ptr, h, H, K, BLOCK_H)
+        elif FP8:
+            values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(x_ptr.dtype.element_ty)
+        store_rows(values, slot_row_ptr + slots * K, own, out_ptr, columns, inside, H, K)
 
 
 @triton.jit
@@ -118,53 +115,31 @@ def dispatch(
     BLOCK_R: tl.constexpr,
     LAG: tl.constexpr,
     FP8: tl.constexpr,
-    TO_ROWS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     CLEAR: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
-    Without TO_ROWS the launch ends when all tokens have arrived in the heap, and `out` is not written. With QUANTIZED,
-    rows stay FP8 values, with scales in `out_scales [R, H / 128]`. Where there is no token, CLEAR writes zeros.
+    With QUANTIZED, rows stay FP8 values, with scales in `out_scales [R, H / 128]`. CLEAR writes zeros where there is no
+    token.
     """
     rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
     wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
-    # A step sends a block, and copies one of each peer where there are rows.
-    step_tasks: tl.constexpr = W if TO_ROWS else 1
-    num_steps: tl.constexpr = num_blocks + (LAG if TO_ROWS else 0)
-    steps_end: tl.constexpr = 1 + num_steps * step_tasks
-    clearing_tasks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R if CLEAR else 0
-    num_tasks: tl.constexpr = steps_end + (clearing_tasks if TO_ROWS else W - 1)
+    # A step sends a block, and copies one of each peer.
+    steps_end: tl.constexpr = 1 + (num_blocks + LAG) * W
+    num_tasks: tl.constexpr = steps_end + ((R + BLOCK_R - 1) // BLOCK_R if CLEAR else 0)
     begun = 0
     task = next_task(control)
     while task < num_tasks:
-        step = (task - 1) // step_tasks
-        index = (task - 1) % step_tasks
+        step = (task - 1) // W
+        index = (task - 1) % W
         if task == 0:
             announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
         elif task >= steps_end:
             if CLEAR:
                 clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
-            elif not TO_ROWS:
-                source_rank = (rank + 1 + task - steps_end) % W
-                source = tl.load(group_ptr + source_rank)
-                alive = await_blocks(
-                    table_ptr,
-                    control,
-                    rank,
-                    source_rank,
-                    source,
-                    0,
-                    num_blocks,
-                    alive,
-                    task,
-                    LAUNCH,
-                    FLAGS,
-                    D,
-                    MAX_BLOCKS,
-                )
         elif index == 0:
             if step < num_blocks:
                 if begun == 0:
@@ -191,7 +166,6 @@ def dispatch(
                         BLOCK_T,
                         BLOCK_H,
                         FP8,
-                        TO_ROWS,
                         QUANTIZED,
                     )
                     publish_to_all(table_ptr, group_ptr, control, me, rank, step, FLAGS, W, D, MAX_BLOCKS)
@@ -223,7 +197,6 @@ def dispatch(
             )
         task = next_task(control)
     if end_launch(control, group_ptr, W):
-        if TO_ROWS:
-            poison(out_ptr, R * H)
+        poison(out_ptr, R * H)
         if QUANTIZED:
             poison(out_scales_ptr, R * (H // GROUP))

@@ -64,7 +64,7 @@ def product_tile(
     own_ptrs = x_ptr + (token % T).to(tl.int64)[:, None] * H + columns
     received_ptrs = received_ptr + token.to(tl.int64)[:, None] * H + columns
     a_ptrs = tl.multiple_of(tl.where(own, own_ptrs, received_ptrs), (16, 16))
-    total = multiply(a_ptrs, b_desc, group, column * BN, N, H, BM, BN, BK, TRANSPOSED)
+    total = multiply(a_ptrs, b_desc, group, column * BN, H, BM, BN, BK, TRANSPOSED)
     total = tl.where((slot >= 0)[:, None], total, 0.0)
     store_tile(out_ptr, total, first_row, first_row + num_rows, column * BN, N, BM, BN, 0)
 

@@ -9,7 +9,7 @@ which need nothing of other ranks. Who had fewer tiles of the product begins wit
 
 Only sums wait for what other ranks compute, and only in programs that see all programs of this launch begun; the last
 to begin always does, and so no program that has yet to begin can be what another rank waits for. So one resident
-program suffices. gemm_reduce.py is the same operation with a row per rank instead of one per expert on the way.
+program suffices.
 """
 
 import triton
@@ -112,13 +112,13 @@ def gemm_combine(
                 ids_ptr, slot_row_ptr, group_ptr, table_ptr, rank, dtype, W, T, K, H, L, DATA, CLEAR_T, CLEAR_H
             )
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
-    group_ends = number_tasks(starts, rows, H, BM, BN, 0, BN)
+    group_ends = number_tasks(starts, rows, H, BM, BN)
     # After a failure nobody may be there to receive: no more stores, whatever the results then are.
     all_tiles = tasks_until(tl.max(group_ends, axis=0))
     num_tiles = all_tiles * alive
     for turn in tl.range(0, num_turns(num_tiles), flatten=True):
-        expert, row, end, column, _ = find_tile(task_of_turn(turn), group_ends, sizes_ptr, R, H, BM, BN, 0, BN, GROUP_M)
-        total = multiply(h_desc, b_desc, row, expert, column, H, F, BM, BN, BK, TRANSPOSED)
+        expert, row, end, column = find_tile(task_of_turn(turn), group_ends, sizes_ptr, R, H, BM, BN, GROUP_M)
+        total = multiply(h_desc, b_desc, row, expert, column, F, BM, BN, BK, TRANSPOSED)
         # Addresses that live beside the sums would spill registers in the flat loop.
         addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
         store_rows(total, addresses, column, dtype, H, BN)
@@ -143,7 +143,6 @@ def gemm_combine(
             WEIGHT_N,
             WEIGHT_R,
             GROUP_M,
-            True,
             WEIGHT_PARTS,
             True,
             WEIGHT_STAGES,

@@ -36,11 +36,11 @@ def grouped_gemm_fp8(
     `[M, K / 128]` and `[G, ceil(N / 128), K / 128]`.
     """
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
-    group_ends = number_tasks(starts, rows, N, BM, BN, 0, BN)
+    group_ends = number_tasks(starts, rows, N, BM, BN)
     last = tl.max(group_ends, axis=0)
     for turn in tl.range(0, num_turns(tasks_until(last)), flatten=True):
         task = task_of_turn(turn)
-        group, row, end, column, _ = find_tile(task, group_ends, sizes_ptr, M, N, BM, BN, 0, BN, GROUP_M)
+        group, row, end, column = find_tile(task, group_ends, sizes_ptr, M, N, BM, BN, GROUP_M)
         # Rows of other groups are computed too, whatever they hold, and not stored.
         total = multiply_masked(
             lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, M, N, K, BM, BN, GROUP, False, True, True

@@ -1,6 +1,6 @@
 """One tile of a grouped GEMM: rows times columns of their group's matrix. Kernels that communicate use it too.
 
-Blocks come through descriptors, by TMA, or by pointers. What lies outside an array reads as zero, so K needs no
+Blocks come through descriptors, by TMA. What lies outside an array reads as zero, so K needs no
 care, and neither do rows: those of other groups are computed, whatever they hold, and not stored.
 
 Operands have 16-bit elements. For FP8, the scales of a block of K belong between the products of `multiply`.
@@ -20,31 +20,18 @@ def load_rhs(
     group,
     k,
     column,
-    N: tl.constexpr,
-    K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     TRANSPOSE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
 ):
     """`[BK, BN]` of one group's matrix, from `[G, K, N]`, or transposed from `[G, N, K]`.
 
-    `rhs` is a descriptor with blocks `[1, BK, BN]`, or `[1, BN, BK]`; without DESCRIPTORS it is a pointer.
+    `rhs` is a descriptor with blocks `[1, BK, BN]`, or `[1, BN, BK]`.
     """
-    if DESCRIPTORS:
-        if TRANSPOSE:
-            block = tl.trans(tl.reshape(rhs.load([group, column, k]), (BN, BK)))
-        else:
-            block = tl.reshape(rhs.load([group, k, column]), (BK, BN))
+    if TRANSPOSE:
+        block = tl.trans(tl.reshape(rhs.load([group, column, k]), (BN, BK)))
     else:
-        inner = (k + tl.arange(0, BK))[:, None]
-        columns = (column + tl.arange(0, BN))[None, :]
-        offsets = columns * K + inner if TRANSPOSE else inner * N + columns
-        elements = rhs + group.to(tl.int64) * (N * K) + offsets
-        if K % BK == 0 and N % BN == 0:
-            block = tl.load(elements)
-        else:
-            block = tl.load(elements, mask=(inner < K) & (columns < N), other=0.0)
+        block = tl.reshape(rhs.load([group, k, column]), (BK, BN))
     return block
 
 
@@ -55,7 +42,6 @@ def multiply(
     row,
     group,
     column,
-    N: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -65,38 +51,8 @@ def multiply(
     """float32 `[BM, BN]` of consecutive rows; `lhs` is a descriptor of `[M, K]` with blocks `[BM, BK]`."""
     total = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        block = load_rhs(rhs, group, k, column, N, K, BN, BK, TRANSPOSE, True)
+        block = load_rhs(rhs, group, k, column, BN, BK, TRANSPOSE)
         total = tl.dot(lhs.load([row, k]), block, total)
-    return total
-
-
-@triton.jit
-def multiply_gathered(
-    rows,
-    rhs,
-    group,
-    column,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """float32 `[BM, BN]` of any rows; `rows [BM]` points at their first elements, which must be 16-byte aligned.
-
-    All of them must be readable: let those that do not count repeat one that does.
-    """
-    total = tl.zeros((BM, BN), tl.float32)
-    columns = tl.arange(0, BK)[None, :]
-    for k in range(0, K, BK):
-        elements = tl.multiple_of(rows[:, None] + (k + columns), (16, 16))
-        if K % BK == 0:
-            a = tl.load(elements)
-        else:
-            a = tl.load(elements, mask=k + columns < K, other=0.0)
-        total = tl.dot(a, load_rhs(rhs, group, k, column, N, K, BN, BK, TRANSPOSE, DESCRIPTORS), total)
     return total
 
 
@@ -133,31 +89,3 @@ def zero_bounded(out, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: 
     """The same through a bounded descriptor of blocks `[ROWS, COLUMNS]`."""
     for column in range(0, N, COLUMNS):
         store_bounded(out, tl.zeros((ROWS, COLUMNS), out.dtype), first, end, column, ROWS, COLUMNS)
-
-
-@triton.jit
-def compute_tile(
-    lhs,
-    rhs,
-    out,
-    row,
-    end,
-    group,
-    column,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    GATHER: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    TMA_PARTS: tl.constexpr,
-):
-    """One tile of the result; with GATHER `lhs` is a pointer."""
-    if GATHER:
-        rows = tl.minimum(row + tl.arange(0, BM), end - 1).to(tl.int64)
-        total = multiply_gathered(lhs + rows * K, rhs, group, column, N, K, BM, BN, BK, TRANSPOSE, DESCRIPTORS)
-    else:
-        total = multiply(lhs, rhs, row, group, column, N, K, BM, BN, BK, TRANSPOSE)
-    store_tile(out, total, row, end, column, N, BM, BN, TMA_PARTS)

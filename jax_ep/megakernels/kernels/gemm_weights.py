@@ -14,28 +14,6 @@ ALL_TASKS = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def load_rows(
-    x,
-    row,
-    end,
-    column,
-    WIDTH: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """`[BR, BC]` of `[M, WIDTH]`, zero from row `end` on; `x` is a bounded descriptor, or a pointer."""
-    if DESCRIPTORS:
-        block = load_bounded(x, row, end, column, BR, BC)
-    else:
-        rows = row + tl.arange(0, BR)
-        columns = column + tl.arange(0, BC)
-        inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
-        block = tl.load(x + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
-    return block
-
-
-@triton.jit
 def store_block(
     out,
     values,
@@ -122,7 +100,6 @@ def multiply_flat(
     BN: tl.constexpr,
     BR: tl.constexpr,
     GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA_STORE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -148,8 +125,8 @@ def multiply_flat(
     total = tl.zeros((BM, BN), tl.float32)
     for _ in tl.range(0, num_steps, num_stages=STAGES):
         first = start + block * BR
-        a = load_rows(lhs, first, end, row, K, BR, BM, DESCRIPTORS)
-        b = load_rows(rhs, first, end, column, N, BR, BN, DESCRIPTORS)
+        a = load_bounded(lhs, first, end, row, BR, BM)
+        b = load_bounded(rhs, first, end, column, BR, BN)
         total = tl.dot(tl.trans(a), b, total)
         is_last = block == num_blocks - 1
         if is_last:
@@ -179,48 +156,32 @@ def grouped_gemm_weights(
     BN: tl.constexpr,
     BR: tl.constexpr,
     GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
     TMA_STORE: tl.constexpr,
 ):
     """`out[g] = lhs[rows of g].T @ rhs[rows of g]` in `[G, K, N]`, zero for empty groups.
 
-    With FLATTEN the loops over tiles and rows are one. `out` is a pointer, or with TMA_STORE a descriptor of what is
-    stored at a time, and stores end while the next tile is computed.
+    `lhs` and `rhs` are bounded descriptors. `out` is a pointer, or with TMA_STORE a descriptor of what is stored at a
+    time, and stores end while the next tile is computed.
     """
     starts, rows = locate_groups(sizes_ptr, M, G, GROUPS)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    if FLATTEN:
-        multiply_flat(
-            lhs,
-            rhs,
-            out,
-            starts,
-            rows,
-            program,
-            ALL_TASKS,
-            N,
-            K,
-            G,
-            GROUPS,
-            BM,
-            BN,
-            BR,
-            GROUP_M,
-            DESCRIPTORS,
-            PARTS,
-            TMA_STORE,
-            None,
-        )
-    else:
-        tiles: tl.constexpr = ((K + BM - 1) // BM) * ((N + BN - 1) // BN)
-        for task in range(program, G * tiles, programs):
-            group, start, end, row, column = find_matrix_tile(task, starts, rows, N, K, GROUPS, BM, BN, GROUP_M)
-            total = tl.zeros((BM, BN), tl.float32)
-            for first in range(start, end, BR):
-                a = load_rows(lhs, first, end, row, K, BR, BM, DESCRIPTORS)
-                b = load_rows(rhs, first, end, column, N, BR, BN, DESCRIPTORS)
-                total = tl.dot(tl.trans(a), b, total)
-            store_matrix_tile(out, total, group, row, column, N, K, BM, BN, PARTS, TMA_STORE)
+    multiply_flat(
+        lhs,
+        rhs,
+        out,
+        starts,
+        rows,
+        tl.program_id(0),
+        ALL_TASKS,
+        N,
+        K,
+        G,
+        GROUPS,
+        BM,
+        BN,
+        BR,
+        GROUP_M,
+        PARTS,
+        TMA_STORE,
+        None,
+    )

@@ -49,7 +49,6 @@ def multiply(
     b_desc,
     group,
     column,
-    N: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -67,5 +66,5 @@ def multiply(
         else:
             a = tl.load(a_ptrs, mask=(k + tl.arange(0, BK) < K)[None, :], other=0.0)
         a_ptrs += BK
-        total = tl.dot(a, load_rhs(b_desc, group, k, column, N, K, BN, BK, TRANSPOSED, True), total)
+        total = tl.dot(a, load_rhs(b_desc, group, k, column, BN, BK, TRANSPOSED), total)
     return total

@@ -1,7 +1,6 @@
 """Which tile of a grouped GEMM a task computes, from the group sizes alone, on the device.
 
-The rows of a group are covered by main tiles of BM rows. Where at most SM rows remain, a tile of SM rows covers them,
-and is SN columns wide: the matrix of a group then serves fewer rows at a time, so that it should serve more columns.
+The rows of a group are covered by tiles of BM rows; the last one reaches past the group where they are no multiple.
 Tasks are numbered group by group, so that all programs work on few matrices at a time, which stay in the L2 cache.
 """
 
@@ -21,20 +20,9 @@ def locate_groups(sizes_ptr, M: tl.constexpr, G: tl.constexpr, GROUPS: tl.conste
 
 
 @triton.jit
-def divide_rows(rows, BM: tl.constexpr, SM: tl.constexpr):
-    """Number of main tiles, and whether a small one is left; without small tiles (SM = 0) main ones cover all."""
-    remainder = rows % BM
-    small = (remainder > 0) & (remainder <= SM)
-    return rows // BM + ((remainder > 0) & (remainder > SM)).to(tl.int32), small.to(tl.int32)
-
-
-@triton.jit
-def number_tasks(starts, rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SM: tl.constexpr, SN: tl.constexpr):
+def number_tasks(starts, rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """`[GROUPS]` end of each group, as (last row << 32 | last task) in int64; both never decrease."""
-    main, small = divide_rows(rows, BM, SM)
-    tasks = main * ((N + BN - 1) // BN)
-    if SM > 0:
-        tasks += small * ((N + SN - 1) // SN)
+    tasks = tl.cdiv(rows, BM) * ((N + BN - 1) // BN)
     return (starts + rows).to(tl.int64) << 32 | tl.cumsum(tasks, axis=0).to(tl.int64)
 
 
@@ -62,8 +50,6 @@ def find_tile(
     N: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    SM: tl.constexpr,
-    SN: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
     """Where a task computes.
@@ -73,7 +59,7 @@ def find_tile(
       group_ends: of `number_tasks`.
 
     Returns:
-      Group, first row, end of the rows that are the group's, first column, and whether the tile is a small one.
+      Group, first row, end of the rows that are the group's, and first column.
     """
     before = tasks_until(group_ends) <= task
     group = tl.sum(before.to(tl.int32), axis=0)
@@ -81,16 +67,8 @@ def find_tile(
     start = (previous >> 32).to(tl.int32)
     local = task - tasks_until(previous)
     rows = tl.minimum(tl.maximum(tl.load(sizes_ptr + group), 0), M - start)
-    main, _ = divide_rows(rows, BM, SM)
-    num_columns: tl.constexpr = (N + BN - 1) // BN
-    is_small = local >= main * num_columns
-    row, column = tile_in_grid(local, main, num_columns, GROUP_M)
-    if SM > 0:
-        row = tl.where(is_small, main, row)
-        column = tl.where(is_small, (local - main * num_columns) * SN, column * BN)
-    else:
-        column = column * BN
-    return group, start + row * BM, start + rows, column, is_small
+    row, column = tile_in_grid(local, tl.cdiv(rows, BM), (N + BN - 1) // BN, GROUP_M)
+    return group, start + row * BM, start + rows, column * BN
 
 
 @triton.jit
@@ -105,8 +83,8 @@ def num_turns(num_tasks):
 def task_of_turn(turn):
     """The task of this program in a turn: all programs take neighbours, and each turn their places move by one.
 
-    Without the move, programs could meet small tiles always or never: as often as their number and that of a group's
-    tiles have a common factor.
+    Without the move, programs could meet the tiles at the end of a group always or never: as often as their number and
+    that of a group's tiles have a common factor.
     """
     programs = tl.num_programs(0)
     return turn * programs + (tl.program_id(0) + turn) % programs

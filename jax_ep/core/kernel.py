@@ -50,6 +50,33 @@ class Config:
     max_registers: int | None = None
 
 
+_ELEMENT_TYPES = {
+    "bool": "i1",
+    "int8": "i8",
+    "uint8": "u8",
+    "int16": "i16",
+    "uint16": "u16",
+    "int32": "i32",
+    "uint32": "u32",
+    "int64": "i64",
+    "uint64": "u64",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+}
+
+
+def element_type(dtype: Any) -> str:
+    """Triton's name of a NumPy dtype."""
+    name = _ELEMENT_TYPES.get(dtype.name)
+    if name is None:
+        raise TypeError(f"kernels take no arrays of {dtype.name}, only of {', '.join(_ELEMENT_TYPES)}")
+    return name
+
+
 BOUND = 1 << 30
 """Most rows that a bounded descriptor can have."""
 

@@ -28,30 +28,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
-from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
+from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of, element_type
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
 from jax_ep.types import Array
 
 __all__ = ["Pool", "SharedMemory", "call", "current_pool", "set_pool"]
-
-_ELEMENT_TYPES = {
-    "bool": "i1",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
 
 _DEVICE_NUMBERS = 1 << 62  # a pointer table beside those of heaps: by it a program knows the device it runs on
 
@@ -159,7 +141,7 @@ def call(
         function=kernel.function,
         descriptors=tuple(blocks_of(x) for x in (*operands, *results)),
         results=tuple(_as_words(shape) for shape in shapes),
-        element_types=tuple(_element_type(np.dtype(shape.dtype)) for shape in shapes),
+        element_types=tuple(element_type(np.dtype(shape.dtype)) for shape in shapes),
         num_programs=config.num_programs,
         constants=tuple(sorted(constants.items())),
         num_devices=_mesh_size(),
@@ -220,7 +202,7 @@ def _callback(
         launch = Launch(
             path=path,
             function=function,
-            operands=tuple((_element_type(array.dtype), array.tobytes()) for array in arrays),
+            operands=tuple((element_type(array.dtype), array.tobytes()) for array in arrays),
             results=tuple(
                 (element, math.prod(shape) * dtype.itemsize)
                 for element, (shape, dtype) in zip(element_types, results, strict=True)
@@ -235,13 +217,6 @@ def _callback(
         )
 
     return run
-
-
-def _element_type(dtype: np.dtype) -> str:
-    try:
-        return _ELEMENT_TYPES[dtype.name]
-    except KeyError:
-        raise TypeError(f"kernels take no arrays of dtype {dtype.name}; they take {sorted(_ELEMENT_TYPES)}.") from None
 
 
 def _abstract(*_: Any, results: tuple[tuple[tuple[int, ...], np.dtype], ...], **__: Any) -> list[Any]:

@@ -15,12 +15,11 @@ from jax_ep.core.kernel import Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.megakernels.rows import pass_config, row_sizes
+from jax_ep.megakernels.rows import BLOCK_ELEMENTS, pass_config, row_sizes
 from jax_ep.types import Array
 
 _FORWARD = Kernel("activation", "weighted_activation")
 _GRADIENT = Kernel("activation", "weighted_activation_gradient")
-_ELEMENTS = 2048  # of a block: two 16-byte words of each operand for a thread
 _COLUMNS = {_FORWARD: 512, _GRADIENT: 1024}
 """Most columns of a block; the gradient of weights adds up whole rows."""
 
@@ -94,4 +93,4 @@ def _activate_gradient(
 
 def _sizes(num_rows: int, columns: int, group_sizes: Array, kernel: Kernel) -> dict[str, int]:
     block = min(_COLUMNS[kernel], power_of_two(columns))
-    return row_sizes(num_rows, group_sizes) | {"INNER": columns, "BR": _ELEMENTS // block, "BC": block}
+    return row_sizes(num_rows, group_sizes) | {"INNER": columns, "BR": BLOCK_ELEMENTS // block, "BC": block}

@@ -8,34 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.kernel import Config, Kernel, element_type
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""
-
-_TYPES = {
-    np.dtype(dtype): name
-    for dtype, name in (
-        (jnp.bool_, "i1"),
-        (jnp.int8, "i8"),
-        (jnp.uint8, "u8"),
-        (jnp.int16, "i16"),
-        (jnp.uint16, "u16"),
-        (jnp.int32, "i32"),
-        (jnp.uint32, "u32"),
-        (jnp.int64, "i64"),
-        (jnp.uint64, "u64"),
-        (jnp.float8_e4m3fn, "fp8e4nv"),
-        (jnp.float8_e5m2, "fp8e5"),
-        (jnp.bfloat16, "bf16"),
-        (jnp.float16, "fp16"),
-        (jnp.float32, "fp32"),
-        (jnp.float64, "fp64"),
-    )
-}
 
 
 class Parameter(NamedTuple):
@@ -47,9 +25,7 @@ class Parameter(NamedTuple):
     @property
     def type_name(self) -> str:
         """Triton's name of the type."""
-        name = _TYPES.get(self.dtype)
-        if name is None:
-            raise TypeError(f"kernels take no arrays of {self.dtype}, only of {', '.join(map(str, _TYPES))}")
+        name = element_type(self.dtype)
         return f"*{name}" if self.block_shape is None else f"tensordesc<{name}{list(self.block_shape)}>"
 
 

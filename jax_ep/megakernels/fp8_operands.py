@@ -20,7 +20,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.megakernels.rows import pass_config, row_sizes
+from jax_ep.megakernels.rows import BLOCK_ELEMENTS, pass_config, row_sizes
 from jax_ep.types import Array, Quantized
 from jax_ep.xla import fp8
 
@@ -28,7 +28,6 @@ _QUANTIZE = Kernel("fp8_operands", "quantize_rows")
 _DEQUANTIZE = Kernel("fp8_operands", "dequantize_rows")
 _ACTIVATE = Kernel("fp8_operands", "activate_rows")
 _MATRICES = Kernel("fp8_operands", "quantize_matrices")
-_ELEMENTS = 2048  # of a block: two 16-byte words of 16-bit elements for a thread
 
 
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
@@ -123,7 +122,7 @@ def _quantize_matrices(w: Array) -> Quantized:
 def tile_of(num_rows: int, columns: int, group_sizes: Array) -> dict[str, int]:
     """Sizes of a pass over rows of `columns` elements, and of its blocks."""
     block = min(512, power_of_two(columns))
-    return row_sizes(num_rows, group_sizes) | {"H": columns, "BR": _ELEMENTS // block, "BC": block}
+    return row_sizes(num_rows, group_sizes) | {"H": columns, "BR": BLOCK_ELEMENTS // block, "BC": block}
 
 
 def matrices_config(num_tasks: int) -> Config:

@@ -14,6 +14,8 @@ from jax_ep.types import Array
 _GATHER = Kernel("rows", "gather_rows")
 _PROGRAMS = 8
 """Of four warps, on a multiprocessor: it takes many bytes in flight to keep the memory busy."""
+BLOCK_ELEMENTS = 2048
+"""Of a block that is computed with: two 16-byte words of 16-bit elements for a thread."""
 _BLOCK_BYTES = 8192
 """Of a block: four 16-byte words for a thread."""
 

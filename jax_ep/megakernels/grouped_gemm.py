@@ -1,0 +1,371 @@
+"""Grouped GEMM, its weight gradient, and the product of FP8 rows and matrices, on the tensor cores.
+
+float32 and float64 stay with the portable loop over ordinary products: cuBLAS has full precision there, tensor cores
+have not. So do empty arrays, more than 1024 groups, and results that are neither of the operands' dtype nor float32.
+
+Descriptors need rows of whole 16-byte words. Other arrays are padded with zeros and the result is cut, which costs
+copies; the widths of models are multiples of 8.
+
+Tiles are by shape and GPU; benchmarks/grouped_gemm.py --parts sweep compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
+
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.layout import power_of_two, round_up
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.types import Array
+from jax_ep.xla import grouped_gemm as xla
+
+_FORWARD = Kernel("gemm", "grouped_gemm")
+_WEIGHT_GRADIENT = Kernel("gemm_weights", "grouped_gemm_weights")
+_WORD = 8  # elements of a 16-byte word
+_FP8 = Kernel("gemm_fp8", "grouped_gemm_fp8")
+MAX_GROUPS = 1024
+"""More groups would take more registers than a program has to spare."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a grouped GEMM covers its result.
+
+    Attributes:
+      block_m: rows of a tile.
+      block_n: columns of a tile.
+      block_k: depth of one step.
+      group_m: row tiles that share the columns of a matrix while they are in the L2 cache.
+      num_warps: of a program.
+      num_stages: blocks in flight, the one in use included.
+      programs: per multiprocessor.
+      tma_store: store by TMA, while the next tile is computed.
+      store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    programs: int = 1
+    tma_store: bool = False
+    store_parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """How the weight gradient covers its result.
+
+    Attributes:
+      block_m: rows of a tile, columns of the left-hand side.
+      block_n: columns of a tile, and of the right-hand side.
+      block_r: rows of the operands in one step.
+      group_m: see `Tiles`, as all that follow.
+      num_warps: of a program.
+      num_stages: blocks in flight.
+      programs: per multiprocessor.
+      tma_store: store by TMA, while the next tile is computed.
+      store_parts: 1, 2 or 4 parts of a tile's columns that are stored one after another: each takes less shared memory.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_r: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    programs: int = 1
+    tma_store: bool = False
+    store_parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tiles:
+    """How a grouped GEMM in FP8 covers its result, in steps of the 128 elements that share a scale.
+
+    More than 128 by 128 elements take registers that a program of 8 warps has not: each has a sum, and the product of
+    one step.
+
+    Attributes:
+      block_m: see `Tiles`, as all that follow.
+      block_n: at most 128, the columns that share a scale.
+      group_m: as in `Tiles`.
+      num_warps: as in `Tiles`.
+      num_stages: as in `Tiles`.
+      programs: as in `Tiles`.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 5
+    programs: int = 1
+
+
+def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
+    """Tiles for `[num_rows, .]` times `[groups, ., columns]`."""
+    if jax.default_backend() == "cpu":  # several steps, rows and columns at the sizes of tests
+        return Tiles(block_m=64, block_n=32, block_k=16, num_stages=2)
+    if num_rows <= 64 * groups or columns <= 128:
+        # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
+        return Tiles(block_m=64, block_n=128, num_warps=4, programs=2)
+    if out_itemsize <= 2:
+        return Tiles(num_stages=3, tma_store=True)
+    # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
+    return Tiles(block_n=128)
+
+
+def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
+    """Tiles for FP8 rows `[num_rows, .]` times `groups` matrices."""
+    if jax.default_backend() == "cpu":
+        return Fp8Tiles(block_m=32, block_n=64, group_m=2, num_stages=2)
+    if num_rows <= 64 * groups:
+        return Fp8Tiles(block_m=64, num_warps=4, num_stages=3 if out_itemsize > 2 else 4, programs=2)
+    return Fp8Tiles()
+
+
+def weight_tiles(out_itemsize: int) -> WeightTiles:
+    """Tiles for matrices whose elements have so many bytes."""
+    if jax.default_backend() == "cpu":
+        return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
+    if out_itemsize <= 2:
+        # Two programs of narrow tiles: while one stores its tile, the other multiplies.
+        return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2)
+    return WeightTiles(block_n=128)
+
+
+def product_tile(columns: int) -> dict[str, int]:
+    """Tile of a product on the tensor cores; narrow where the matrices are."""
+    if jax.default_backend() == "cpu":
+        return {"BM": 32, "BN": 16, "BK": 16}
+    return {"BM": 128, "BN": 256 if columns > 128 else 128, "BK": 64}
+
+
+def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
+    """Whether the kernels take these operands; the portable loop takes all."""
+    return (
+        lhs.dtype == rhs.dtype
+        and lhs.dtype in (jnp.bfloat16, jnp.float16)
+        and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
+        and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
+        and group_sizes.shape[0] <= MAX_GROUPS
+        and lhs.shape[0] <= BOUND
+    )
+
+
+def grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    tiles: Tiles | None = None,
+) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+      group_sizes: `[G]` int32.
+      transpose_rhs: contract with the last axis of rhs.
+      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+
+    Returns:
+      `[M, N]`.
+    """
+    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
+        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    columns = rhs.shape[1 if transpose_rhs else 2]
+    groups = group_sizes.shape[0]
+    tiles = tiles or forward_tiles(lhs.shape[0], columns, groups, jnp.dtype(out_dtype).itemsize)
+    make_ready("grouped_gemm")
+    return _forward(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype), tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # one compilation for eager callers
+def _forward(
+    lhs: Array, rhs: Array, group_sizes: Array, transpose_rhs: bool, out_dtype: jnp.dtype, tiles: Tiles
+) -> Array:
+    operands = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes))
+    run = functools.partial(_launch_forward, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
+    return sequential_vmap(run)(*operands)[:, : rhs.shape[1 if transpose_rhs else 2]]
+
+
+def _launch_forward(
+    lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: jnp.dtype, tiles: Tiles
+) -> Array:
+    num_rows, depth = lhs.shape
+    groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
+    constants = {
+        **_sizes(num_rows, columns, depth, groups),
+        "BM": tiles.block_m,
+        "BN": tiles.block_n,
+        "BK": tiles.block_k,
+        "GROUP_M": tiles.group_m,
+        "TRANSPOSE": transpose_rhs,
+        "TMA_PARTS": tiles.store_parts if tiles.tma_store else 0,
+    }
+    most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
+    result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
+    if tiles.tma_store:
+        result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
+    operands = (Descriptor(lhs, (tiles.block_m, tiles.block_k)), Descriptor(rhs, (1, inner, outer)), group_sizes)
+    return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), constants)[0]
+
+
+def weight_gradient(
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
+) -> Array:
+    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[M, N]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+      tiles: of the kernel; None: those for the shape.
+
+    Returns:
+      `[G, K, N]`; zero for empty groups.
+    """
+    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
+        return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    tiles = tiles or weight_tiles(jnp.dtype(out_dtype).itemsize)
+    make_ready("grouped_gemm")
+    return _weight_gradient(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles) -> Array:
+    operands = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
+    run = functools.partial(_launch_weight_gradient, out_dtype=out_dtype, tiles=tiles)
+    return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
+
+
+def _launch_weight_gradient(
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles
+) -> Array:
+    num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
+    right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
+    constants = {
+        **_sizes(num_rows, columns, rows, groups),
+        "BM": tiles.block_m,
+        "BN": tiles.block_n,
+        "BR": tiles.block_r,
+        "GROUP_M": tiles.group_m,
+        "PARTS": tiles.store_parts,
+        "TMA_STORE": tiles.tma_store,
+    }
+    num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
+    result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    if tiles.tma_store:
+        result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
+    return launch(_WEIGHT_GRADIENT, (left, right, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
+
+
+def grouped_gemm_fp8(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: Fp8Tiles | None = None,
+) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; see xla/grouped_gemm.py.
+
+    Args:
+      lhs: `[M, K]` float8_e4m3fn.
+      rhs: `[G, N, K]` float8_e4m3fn.
+      group_sizes: `[G]` int32.
+      lhs_scales: `[M, K / 128]`.
+      rhs_scales: `[G, ceil(N / 128), K / 128]`.
+      out_dtype: dtype of the result.
+      tiles: of the kernel; None: those for the shape.
+
+    Returns:
+      `[M, N]`.
+    """
+    groups, out_dtype = rhs.shape[0], jnp.dtype(out_dtype)
+    has_kernel = groups <= MAX_GROUPS and lhs.shape[0] <= BOUND and out_dtype != jnp.float64
+    if 0 in (*lhs.shape, *rhs.shape) or not has_kernel:
+        operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+        return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
+    tiles = tiles or fp8_tiles(lhs.shape[0], groups, out_dtype.itemsize)
+    make_ready("grouped_gemm")
+    return _forward_fp8(lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, tiles)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))  # one compilation for eager callers
+def _forward_fp8(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    out_dtype: jnp.dtype,
+    tiles: Fp8Tiles,
+) -> Array:
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    return sequential_vmap(functools.partial(_launch_fp8, out_dtype=out_dtype, tiles=tiles))(*operands)
+
+
+def _launch_fp8(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    *,
+    out_dtype: jnp.dtype,
+    tiles: Fp8Tiles,
+) -> Array:
+    (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
+    operands = (
+        Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE)),
+        Descriptor(rhs, (1, tiles.block_n, GROUP_SIZE)),
+        lhs_scales,
+        rhs_scales,
+        group_sizes,
+    )
+    most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
+    config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+    constants = fp8_constants(num_rows, columns, depth, groups, tiles)
+    return launch(_FP8, operands, (jax.ShapeDtypeStruct((num_rows, columns), out_dtype),), config, constants)[0]
+
+
+def fp8_constants(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> dict[str, int]:
+    """The kernel's `tl.constexpr` parameters."""
+    sizes = {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
+    return sizes | {"BM": tiles.block_m, "BN": tiles.block_n, "GROUP_M": tiles.group_m}
+
+
+def _sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:
+    return {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
+
+
+def _config(tiles: Tiles | WeightTiles, num_tasks: int) -> Config:
+    return Config(num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+
+
+def pad(x: Array, *axes: int) -> Array:
+    """`x` with whole 16-byte words along `axes`; a copy only where there are none."""
+    missing = [round_up(size, _WORD) - size if axis in axes else 0 for axis, size in enumerate(x.shape)]
+    return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,12 +13,13 @@ from jax_ep import context, ffi
 from jax_ep import layout as rows
 from jax_ep.collectives import Axis, sum_in_order
 from jax_ep.dtypes import FP8
-from jax_ep.kernel import Config, Kernel
+from jax_ep.kernel import Kernel
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
-from jax_ep.megakernels.words import exchange_words
+from jax_ep.megakernels.kernels.structs import Combine, Dispatch
+from jax_ep.megakernels.small_exchange import all_gather_i32, all_to_all_i32
 from jax_ep.quantization import GROUP_SIZE
-from jax_ep.types import Array, Handle, Quantized
+from jax_ep.types import Array, Handle, Layout, Quantized
 
 _DISPATCH = Kernel("dispatch", "dispatch")
 _COMBINE = Kernel("combine", "combine")
@@ -25,8 +28,7 @@ _COMBINE = Kernel("combine", "combine")
 def send_weights(weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:
     """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
     words = _as_words(weights.reshape(-1))
-    num_ranks = handle.layout.num_ranks
-    sent = exchange_words(words.reshape(-1), group_of(handle), num_ranks, different=False, after=after)
+    sent = all_gather_i32(words.reshape(-1), group_of(handle), after)
     row_weights = rows.gather_rows(_from_words(sent.reshape(-1, *words.shape[1:]), weights.dtype), handle.row_slot)
     # A plan that has failed has no rows: their weights are not zero, but unknown.
     return jnp.where(handle.num_invalid < 0, jnp.nan, row_weights)
@@ -36,9 +38,7 @@ def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array 
     """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
     slots = rows.gather_rows(row_weights, handle.slot_row)
     words = _as_words(slots)
-    num_ranks = handle.layout.num_ranks
-    flat = words.reshape(num_ranks, -1)
-    parts = exchange_words(flat, group_of(handle), num_ranks, different=True, after=after)
+    parts = all_to_all_i32(words.reshape(handle.layout.num_ranks, -1), group_of(handle), after)
     return sum_in_order(_from_words(parts.reshape(words.shape), slots.dtype))
 
 
@@ -114,15 +114,20 @@ def _dispatch(
     """Launches the dispatch kernel, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden = handle.layout, x.shape[1]
     wire = jnp.dtype(wire_dtype or x.dtype)
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
+    config, tile = tuning.dispatch(layout, hidden, x.dtype, wire, to_rows=to_rows, limit=num_programs)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    constants = {"R": layout.capacity, "TO_ROWS": to_rows, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
-    constants["OPERATION"] = int(ffi.Operation.DISPATCH)
-    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    rows, row_scales = _exchange_rows(
-        _DISPATCH, operands, (result, scales), handle, config, constants, hidden, wire_dtype
+    sizes = Dispatch(
+        **_reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype),
+        R=layout.capacity,
+        TO_ROWS=to_rows,
+        QUANTIZED=quantized,
+        CLEAR=clear,
+        tile=tile,
     )
+    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
+    rows, row_scales = launch_on_heap(_DISPATCH, operands, group_of(handle), (result, scales), config, constants)
     return rows, row_scales
 
 
@@ -132,12 +137,13 @@ def return_tokens(
     """`[R, H]` rows to their unweighted sums `[T, H]`, by at most `num_programs` programs."""
     layout, hidden = handle.layout, y.shape[1]
     y = _pad_columns(y)
-    config, blocks = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype), num_programs)
-    constants = {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    config, tile = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype), num_programs)
+    sizes = Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
     operands = (y, handle.ids, handle.slot_row)
-    sums, _ = _exchange_rows(_COMBINE, operands, (result, lists), handle, config, constants, y.shape[1], wire_dtype)
+    sums, _ = launch_on_heap(_COMBINE, operands, group_of(handle), (result, lists), config, constants)
     return sums[:, :hidden]
 
 
@@ -147,29 +153,20 @@ def _pad_columns(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) if columns > x.shape[1] else x
 
 
-def _exchange_rows(
-    kernel: Kernel,
-    operands: tuple[Array, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    handle: Handle,
-    config: Config,
-    constants: dict[str, int],
-    hidden: int,
-    wire_dtype: DTypeLike | None,
-) -> tuple[Array, ...]:
-    """Launches a kernel that exchanges rows of `hidden` columns."""
-    layout = handle.layout
+def _reserved_sizes(
+    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None
+) -> dict[str, Any]:
+    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns."""
     num_slots = layout.num_ranks * layout.num_tokens
-    value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or operands[0].dtype).itemsize, 16)
+    value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or dtype).itemsize, 16)
     scale_bytes = num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0
     context.reserve(kernel.function, value_bytes + scale_bytes)
-    sizes = {
-        "W": layout.num_ranks,
+    return {
         "T": layout.num_tokens,
         "K": layout.top_k,
         "H": hidden,
         "L": layout.num_local_experts,
+        "E": layout.num_experts,
         "SCALES": context.heap(kernel.function).layout.data + value_bytes,
         "FP8": wire_dtype is not None,
     }
-    return launch_on_heap(kernel, operands, group_of(handle), results, config, {**sizes, **constants})

@@ -146,7 +146,7 @@ def _gemm_scatter(h: Array, w: Array, handle: Handle, hidden: int, transpose_rhs
 
 
 def scatter_arguments(
-    h: Array, w: Array, handle: Handle, config: Config, blocks: dict[str, int], transpose_rhs: bool
+    h: Array, w: Array, handle: Handle, config: Config, blocks: dict[str, Any], transpose_rhs: bool
 ) -> tuple[tuple[Array | Descriptor, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
@@ -160,7 +160,7 @@ def scatter_arguments(
     operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["SUMS"].LENGTH), jnp.int32)
     return operands, (sums, lists), constants
 
 
@@ -188,7 +188,6 @@ def sizes_of(handle: Handle) -> dict[str, int]:
     """Constants of kernels that exchange rows and know the groups."""
     layout = handle.layout
     return {
-        "W": layout.num_ranks,
         "T": layout.num_tokens,
         "K": layout.top_k,
         "L": layout.num_local_experts,

@@ -14,6 +14,7 @@ from jax_ep.kernel import BOUND, Descriptor, Kernel
 from jax_ep.layout import row_tokens
 from jax_ep.megakernels import fused, mode_times, tuning
 from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
+from jax_ep.megakernels.kernels.structs import Combine, CombineTile
 from jax_ep.megakernels.products import grouped_gemm
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.types import Array, Handle, Layout
@@ -92,17 +93,29 @@ def _scatter_products(h: Array, w: Array, tokens: Array, handle: Handle, transpo
 def _combine_products(h: Array, w: Array, tokens: Array, handle: Handle, transpose_rhs: bool) -> tuple[Array, Array]:
     layout, hidden = handle.layout, tokens.shape[1]
     y = grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-    config, blocks = tuning.combine_products(layout, hidden, h.dtype)
+    config, tile, blocks = tuning.combine_products(layout, hidden, h.dtype)
     factors, products = _gradient_arguments(h, w, tokens, blocks, transpose_rhs)
     context.reserve("combine", layout.num_ranks * layout.num_tokens * hidden * h.dtype.itemsize)
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), handle.ids.dtype)
-    sizes = {"H": hidden, "R": layout.capacity, "ROWS": w.shape[1], "COLUMNS": w.shape[2]}
-    constants = fused.sizes_of(handle) | sizes | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), handle.ids.dtype)
+    sizes = {
+        "R": layout.capacity,
+        "BLOCK_L": fused.sizes_of(handle)["BLOCK_L"],
+        "ROWS": w.shape[1],
+        "COLUMNS": w.shape[2],
+    }
+    constants = sizes | {"COMBINE": unquantized_sums(layout, hidden, tile), **blocks}
+    constants["OPERATION"] = int(ffi.Operation.GROUPED_GEMM_COMBINE)
     operands = (y, handle.ids, handle.slot_row, handle.group_sizes, *factors)
     results = (sums, lists, products)
     found = launch_on_heap(COMBINE_PRODUCTS, operands, group_of(handle), results, config, constants)
     return found[0], found[2]
+
+
+def unquantized_sums(layout: Layout, hidden: int, tile: CombineTile) -> Combine:
+    """The sizes of combine where sums travel as they are."""
+    local, experts = layout.num_local_experts, layout.num_experts
+    return Combine(layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, FP8=False, tile=tile)
 
 
 def _gradient_arguments(

@@ -13,8 +13,9 @@ from jax import lax
 
 from jax_ep import context, ffi
 from jax_ep.collectives import Axis, all_gather, rank_on
-from jax_ep.heap import MAX_BLOCKS, SymmetricHeap
-from jax_ep.kernel import Config, Descriptor, Kernel, array_of
+from jax_ep.heap import MAX_BLOCKS, HeapLayout, SymmetricHeap
+from jax_ep.kernel import Config, Descriptor, Kernel, flat_arrays
+from jax_ep.megakernels.kernels.structs import Heap, Peers
 from jax_ep.megakernels.launch import launch
 from jax_ep.mesh_axes import varying_axes
 from jax_ep.types import Array, Handle
@@ -79,17 +80,18 @@ def launch_on_heap(
     kernel: Kernel,
     operands: tuple[Array | Descriptor, ...],
     group: Array,
-    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
+    results: tuple[Any, ...],
     config: Config,
-    constants: dict[str, int],
+    constants: dict[str, Any],
     after: Array | None = None,
     *,
     uses_data: bool = True,
 ) -> tuple[Array, ...]:
-    """Launches a kernel on the heap; its last operands are the group, the table and what must come earlier, if any.
+    """Launches a kernel on the heap; which gets the group, the table and what must come earlier, if any.
 
-    Kernels use the data area, and get to know where it and its flags lie, or the low-latency regions, never both. For
-    what they use there has been a `context.reserve`. `constants` has the `OPERATION`, one of `ffi.Operation`.
+    The kernel's parameter behind its own operands is a `Peers`, and HEAP a `Heap`. It uses the data area or the
+    low-latency regions, never both. For what it uses there has been a `context.reserve`. `constants` has the
+    `OPERATION`, one of `ffi.Operation`.
     """
     heap = context.reserved_heap(kernel.function)
     generation = heap.data if uses_data else heap.regions
@@ -97,13 +99,16 @@ def launch_on_heap(
     # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
     checked = ffi.check_status(group, generation.id)
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
-    places = {"D": heap.layout.num_devices}
-    if uses_data:
-        places |= {"DATA": heap.layout.data, "FLAGS": heap.layout.flags, "MAX_BLOCKS": MAX_BLOCKS}
-    places["LAUNCH"] = launch_identity(kernel, (*operands, *results), constants)
+    identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
-    operands = (*operands, group, table, table if after is None else after)
-    return launch(kernel, operands, results, config, {**places, **sizes})
+    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity)
+    peers = Peers(group, table, table if after is None else after)
+    return launch(kernel, (*operands, peers), results, config, sizes)
+
+
+def heap_of(layout: HeapLayout, num_ranks: int, identity: int) -> Heap:
+    """What kernels are told of the heap."""
+    return Heap(num_ranks, layout.num_devices, layout.data, layout.flags, MAX_BLOCKS, identity)
 
 
 def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[str, Any]) -> int:
@@ -111,6 +116,6 @@ def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[
 
     The operation is in the lowest 8 bits, for messages; above it is a hash, the same in all processes.
     """
-    types = [f"{array_of(x).dtype}{list(array_of(x).shape)}" for x in arrays]
+    types = [f"{x.dtype}{list(x.shape)}" for x in flat_arrays(arrays)]
     text = f"{kernel.path.name} {kernel.function} {sorted(constants.items())} {types}"
     return zlib.crc32(text.encode()) >> 9 << 8 | constants["OPERATION"]

@@ -119,7 +119,7 @@ def _add_row(x: Array) -> Array:
 
 
 def _sizes(layout: Layout, actual: int, hidden: int) -> dict[str, int]:
-    sizes = {"W": layout.num_ranks, "T": actual, "M": layout.num_tokens, "K": layout.top_k}
+    sizes = {"T": actual, "M": layout.num_tokens, "K": layout.top_k}
     return {**sizes, "H": hidden, "L": layout.num_local_experts}
 
 

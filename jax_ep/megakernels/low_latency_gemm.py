@@ -85,7 +85,6 @@ def constants_of(
 ) -> dict[str, int]:
     """What the kernel is compiled for, but for places in the heap."""
     return {
-        "W": layout.num_ranks,
         "T": num_tokens,
         "M": layout.num_tokens,
         "K": layout.top_k,

@@ -13,7 +13,7 @@ from jax_ep.megakernels import tuning
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.heap_launch import group_of
 from jax_ep.megakernels.launch import launch
-from jax_ep.megakernels.plan import MOST_EXPERTS, MOST_PLACES
+from jax_ep.megakernels.plan import MOST_EXPERTS, MOST_POSITIONS
 from jax_ep.types import Array, Handle
 
 _COUNT = Kernel("schedule", "count_firsts")
@@ -40,20 +40,15 @@ class SendSchedule(NamedTuple):
 def send_schedule(handle: Handle) -> SendSchedule:
     """The schedule of a handle by two small launches, or by XLA where there are too many experts."""
     layout = handle.layout
-    blocks = tuning.schedule(layout)
-    if layout.num_local_experts >= MOST_EXPERTS or blocks["BLOCK"] > MOST_PLACES:
+    sizes = tuning.send_order(layout)
+    if layout.num_local_experts >= MOST_EXPERTS or sizes.tile.BLOCK > MOST_POSITIONS:
         return sorted_schedule(handle)
-    shapes = {"W": layout.num_ranks, "T": layout.num_tokens, "L": layout.num_local_experts}
-    num_ranks, num_tokens, num_local = shapes.values()
-    num_blocks = -(-num_tokens // blocks["BLOCK"])
-    rows = blocks.pop("ROWS")
-    group = group_of(handle)
-    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, blocks["BINS"]))
+    num_ranks, num_tokens, num_blocks = sizes.W, sizes.T, -(-sizes.T // sizes.tile.BLOCK)
+    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.BINS))
     config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
-    constants = {**shapes, **blocks}
-    found = launch(_COUNT, (handle.ids, group), _int32(*counted), config, {**constants, "K": layout.top_k})
-    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, num_local))
-    return SendSchedule(*launch(_PLACE, found, _int32(*results), config, {**constants, "ROWS": rows}))
+    found = launch(_COUNT, (handle.ids, group_of(handle)), _int32(*counted), config, {"S": sizes})
+    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.L))
+    return SendSchedule(*launch(_PLACE, found, _int32(*results), config, {"S": sizes}))
 
 
 def _int32(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -19,8 +19,9 @@ import triton.language as tl
 from .failures import poison
 from .gemm_tile import multiply, store_tile
 from .programs import all_begun, count_stored
-from .protocol import STARTED, announce, end_launch, open_launch
+from .protocol import announce, end_launch, open_launch
 from .reduced_sums import move_sums
+from .table import STARTED
 from .tiles import find_tile, locate_groups, num_turns, number_tasks, task_of_turn, tasks_until
 
 MOST_TURNS = tl.constexpr(1 << 20)  # of a program, more than any matrix has
@@ -43,22 +44,15 @@ def gemm_reduce(
     ids_ptr,
     slot_row_ptr,
     sizes_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
     y_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     F: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BM: tl.constexpr,
@@ -70,18 +64,19 @@ def gemm_reduce(
     SUM_H: tl.constexpr,
     PHASES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
 
     `ids` and `slot_row [W, T, K]` and `sizes [L]` are those of the handle; `y [R, H]` is for the products. CHUNKS, at
     most 16, divides the number of column tiles.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
     width: tl.constexpr = (H + BN - 1) // BN // CHUNKS * BN
     per_chunk: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * (W + 1)
-    if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
-        announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
+    if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
+        announce(launch, HEAP)
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     group_ends = number_tasks(starts, rows, width, BM, BN, 0, BN)
     # After a failure nobody may be there to receive, whatever the sums then are.
@@ -108,38 +103,32 @@ def gemm_reduce(
                 total = multiply(h_desc, b_desc, row, expert, column, H, F, BM, BN, BK, TRANSPOSED)
                 store_tile(y_ptr, total, row, end_row, column, H, BM, BN, 0)
         if step % 2 == 1:
-            count_stored(control, chunk)
+            count_stored(launch, chunk)
         elif chunk > 0:
-            if all_begun(control):
+            if all_begun(launch):
                 # The last step does all that is left.
                 is_last = chunk == CHUNKS
                 task, alive = move_sums(
                     y_ptr,
                     ids_ptr,
                     slot_row_ptr,
-                    group_ptr,
-                    table_ptr,
+                    peers,
                     out_ptr,
                     task,
                     alive,
                     tl.where(is_last, (CHUNKS + 1) * per_chunk, tl.cdiv(per_chunk, tl.num_programs(0))),
                     tl.where(is_last, CHUNKS + 1, chunk) * per_chunk,
-                    W,
-                    D,
                     T,
                     K,
                     H,
                     L,
                     width,
-                    DATA,
-                    FLAGS,
-                    MAX_BLOCKS,
                     CHUNKS,
                     BLOCK_T,
                     TILE_T,
                     SUM_H,
-                    LAUNCH,
+                    HEAP,
                 )
         step += 1
-    if end_launch(control, group_ptr, W):
+    if end_launch(launch, HEAP):
         poison(out_ptr, T * H)

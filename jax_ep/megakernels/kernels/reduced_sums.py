@@ -8,9 +8,20 @@ before it, in rank order. They round as the combine kernel does.
 import triton
 import triton.language as tl
 
-from .protocol import DONE, await_block_of_all, await_flag, await_peers, control_words, heap_rows, next_task, publish
+from .masks import send_mask
+from .protocol import (
+    await_block_of_all,
+    await_flag,
+    await_peers,
+    control_words,
+    data_of,
+    next_task,
+    peer_of,
+    publish,
+)
+from .structs import Launch
+from .table import DEVICE, DONE
 from .token_sums import add_received, send_sums
-from .wanted import wanted_by
 
 
 @triton.jit
@@ -18,11 +29,7 @@ def send_block(
     y_ptr,
     ids_ptr,
     slot_row_ptr,
-    group_ptr,
-    table_ptr,
-    control,
-    me,
-    rank,
+    launch,
     peer_rank,
     block,
     chunk,
@@ -31,23 +38,20 @@ def send_block(
     K: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
-    D: tl.constexpr,
     WIDTH: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     SUM_H: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Sums the rows of a peer's block of tokens within a chunk of columns, stores the sums there and says so."""
-    peer = tl.load(group_ptr + peer_rank)
-    values_ptr = heap_rows(table_ptr, peer, y_ptr.dtype.element_ty, DATA)
+    peer = peer_of(launch, peer_rank)
+    values_ptr = data_of(launch, peer.device, y_ptr.dtype.element_ty, HEAP)
     for t in range(0, BLOCK_T, TILE_T):
         local = block * BLOCK_T + t + tl.arange(0, TILE_T)
         tokens = peer_rank * T + local
-        wanted = wanted_by(ids_ptr, tokens * K, local < T, rank * L, L, K)
-        slots = rank * T + local
+        wanted = send_mask(ids_ptr, tokens * K, local < T, launch.rank, K, L)
+        slots = launch.rank * T + local
         send_sums(
             y_ptr,
             slot_row_ptr,
@@ -62,42 +66,33 @@ def send_block(
             TILE_T,
             SUM_H,
         )
-    publish(table_ptr, control, me, peer, chunk * tl.cdiv(T, BLOCK_T) + block, FLAGS, D, MAX_BLOCKS)
+    publish(launch, peer, chunk * tl.cdiv(T, BLOCK_T) + block, HEAP)
 
 
 @triton.jit
 def add_block(
     ids_ptr,
-    group_ptr,
-    table_ptr,
+    launch,
     out_ptr,
-    control,
-    me,
-    rank,
     block,
     chunk,
     end_column,
     alive,
     task,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
     WIDTH: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     SUM_H: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Adds what all ranks have sent for a block of tokens within a chunk; returns whether the launch is still alive."""
     flag = chunk * tl.cdiv(T, BLOCK_T) + block
-    alive = await_block_of_all(table_ptr, group_ptr, control, rank, flag, alive, task, LAUNCH, FLAGS, W, D, MAX_BLOCKS)
-    values_ptr = heap_rows(table_ptr, me, out_ptr.dtype.element_ty, DATA)
+    alive = await_block_of_all(launch, flag, alive, task, HEAP)
+    values_ptr = data_of(launch, launch.device, out_ptr.dtype.element_ty, HEAP)
     for t in range(0, BLOCK_T, TILE_T):
         tokens = block * BLOCK_T + t + tl.arange(0, TILE_T)
         add_received(
@@ -105,11 +100,11 @@ def add_block(
             ids_ptr,
             out_ptr,
             tokens,
-            rank,
+            launch.rank,
             chunk * WIDTH,
             end_column,
             T,
-            W,
+            HEAP.W,
             H,
             K,
             L,
@@ -124,28 +119,22 @@ def move_sums(
     y_ptr,
     ids_ptr,
     slot_row_ptr,
-    group_ptr,
-    table_ptr,
+    peers,
     out_ptr,
     task,
     alive,
     left,
     limit,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
     WIDTH: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILE_T: tl.constexpr,
     SUM_H: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Does up to `left` tasks with numbers below `limit`, first `task`, if that is none of -1.
 
@@ -153,35 +142,33 @@ def move_sums(
       The task that this program has taken and not done, or -1; and whether the launch is still alive.
     """
     # Looked up again, rather than kept in registers beside the sums of a tile.
-    rank = tl.load(group_ptr + W)
-    me = tl.load(table_ptr + D + 2).to(tl.int32)
-    control = control_words(table_ptr, me)
+    W: tl.constexpr = HEAP.W
+    rank = tl.load(peers.group_ptr + W)
+    device = tl.load(peers.table_ptr + HEAP.D + DEVICE).to(tl.int32)
+    control = control_words(peers.table_ptr, device)
+    launch = Launch(peers.group_ptr, peers.table_ptr, control, rank, device)
     num_sends: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * W
     per_chunk: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T * (W + 1)
     computed = -1  # the last chunk of which all tiles are known to be stored
     if (left > 0) & (task < 0):
-        task = next_task(control)
+        task = next_task(launch)
     while (left > 0) & (task < limit):
         index = task % per_chunk
         part = task // per_chunk
         if (index < num_sends) & (part < CHUNKS):
             if part > computed:
                 if computed < 0:
-                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, LAUNCH, W, D)
-                done = control + DONE + part
-                alive = await_flag(table_ptr, done, tl.num_programs(0), control, rank, -1, alive, task, LAUNCH, D)
+                    alive = await_peers(launch, alive, task, HEAP)
+                done = launch.control + DONE + part
+                alive = await_flag(launch, done, tl.num_programs(0), -1, alive, task, HEAP)
                 computed = part
             if alive != 0:
                 send_block(
                     y_ptr,
                     ids_ptr,
                     slot_row_ptr,
-                    group_ptr,
-                    table_ptr,
-                    control,
-                    me,
-                    rank,
-                    (rank + 1 + index % W) % W,
+                    launch,
+                    (launch.rank + 1 + index % W) % W,
                     index // W,
                     part,
                     tl.minimum((part + 1) * WIDTH, H),
@@ -189,46 +176,34 @@ def move_sums(
                     K,
                     H,
                     L,
-                    D,
                     WIDTH,
-                    DATA,
-                    FLAGS,
-                    MAX_BLOCKS,
                     BLOCK_T,
                     TILE_T,
                     SUM_H,
+                    HEAP,
                 )
         elif (index >= num_sends) & (part > 0):
             alive = add_block(
                 ids_ptr,
-                group_ptr,
-                table_ptr,
+                launch,
                 out_ptr,
-                control,
-                me,
-                rank,
                 index - num_sends,
                 part - 1,
                 tl.minimum(part * WIDTH, H),
                 alive,
                 task,
-                W,
-                D,
                 T,
                 K,
                 H,
                 L,
                 WIDTH,
-                DATA,
-                FLAGS,
-                MAX_BLOCKS,
                 BLOCK_T,
                 TILE_T,
                 SUM_H,
-                LAUNCH,
+                HEAP,
             )
         left -= 1
         task = -1
         if left > 0:
-            task = next_task(control)
+            task = next_task(launch)
     return task, alive

@@ -6,7 +6,7 @@ Every token takes the time of the one with most choices. listed_sums.py does bet
 import triton
 import triton.language as tl
 
-from .wanted import wanting_ranks
+from .masks import destinations
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def add_received(
     BLOCK_H: tl.constexpr,
 ):
     """Adds what the ranks have sent for these tokens, in rank order."""
-    ranks = wanting_ranks(ids_ptr, (rank * T + tokens) * K, tokens < T, W, L, K)
+    ranks = destinations(ids_ptr, (rank * T + tokens) * K, tokens < T, K, L, W * L)
     for h in range(first_column, end_column, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         inside = columns < end_column

@@ -33,7 +33,7 @@ import jax_ep
 from jax_ep.core.dtypes import FP8
 from jax_ep.megakernels import low_latency_tuning
 from jax_ep.megakernels.heap_launch import group_on
-from jax_ep.megakernels.words import exchange_words
+from jax_ep.megakernels.small_exchange import all_to_all_i32
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}
 WORD = "one word"
@@ -179,7 +179,7 @@ def word(mesh: jax.sharding.Mesh, case: Case) -> Variant:
     """The least that an exchange can be: a word from each rank to each."""
 
     def step(words: Array) -> Array:
-        return exchange_words(words, group_on(AXIS, frozenset()), mesh.size, different=True, after=None)
+        return all_to_all_i32(words, group_on(AXIS, frozenset()))
 
     return Variant(step, (case.place(np.zeros((mesh.size * mesh.size, 1), np.int32)),), 0.0)
 

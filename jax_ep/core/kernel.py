@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,3 +129,24 @@ def blocks_of(argument: Any) -> Blocks | None:
 def array_of(argument: Any) -> Any:
     """An operand, or shape and dtype of a result, without its descriptor."""
     return argument.array if isinstance(argument, Descriptor) else argument
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """Operands or results one by one, where some of them are NamedTuples of several."""
+    return [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
+
+
+def flat_arrays(arguments: Iterable[Any]) -> list[Any]:
+    """Their arrays, or shapes and dtypes."""
+    return [array_of(x) for x in flat(arguments)]
+
+
+def type_of(argument: Any) -> Any:
+    """The NamedTuple that an operand or result is; None: it is a single one."""
+    return type(argument) if isinstance(argument, tuple) else None
+
+
+def regrouped(values: Iterable[Any], types: Iterable[Any]) -> list[Any]:
+    """The reverse of `flat`: one by one, to NamedTuples again where `type_of` said so."""
+    rest = iter(values)
+    return [next(rest) if kind is None else kind(*itertools.islice(rest, len(kind._fields))) for kind in types]

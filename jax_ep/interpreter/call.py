@@ -28,7 +28,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
-from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of, element_type
+from jax_ep.core.kernel import (
+    Blocks,
+    Config,
+    Kernel,
+    blocks_of,
+    element_type,
+    flat,
+    flat_arrays,
+    type_of,
+)
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
 from jax_ep.types import Array
@@ -115,8 +124,8 @@ def _settle(devices: Sequence[jax.Device]) -> None:
 
 def call(
     kernel: Kernel,
-    operands: Sequence[Array | Descriptor],
-    results: Sequence[jax.ShapeDtypeStruct | Descriptor],
+    operands: Sequence[Any],
+    results: Sequence[Any],
     config: Config,
     constants: Mapping[str, Any],
 ) -> tuple[Array, ...]:
@@ -124,22 +133,23 @@ def call(
 
     Args:
       kernel: what to run; its module may also be the absolute path of a file.
-      operands: arrays of this shard, or descriptors of them.
-      results: shapes and dtypes of the results, or descriptors of them.
+      operands: arrays of this shard, descriptors of them, or NamedTuples of these.
+      results: shapes and dtypes of the results, descriptors of them, or NamedTuples of these.
       config: `num_programs` counts; programs run one after another.
       constants: `tl.constexpr` parameters.
 
     Returns:
-      One array per entry of `results`; bytes that the kernel has not written are 0xFF.
+      One array per result; bytes that the kernel has not written are 0xFF.
     """
     _number_devices()
-    shapes = [array_of(result) for result in results]
+    shapes = flat_arrays(results)
     outputs = _interpret_p.bind(
         ffi.pointer_table(_DEVICE_NUMBERS, 1),
-        *(array_of(x) for x in operands),
+        *flat_arrays(operands),
         path=str(kernel.path),
         function=kernel.function,
-        descriptors=tuple(blocks_of(x) for x in (*operands, *results)),
+        parameters=tuple(type_of(x) for x in (*operands, *results)),
+        descriptors=tuple(blocks_of(x) for x in flat((*operands, *results))),
         results=tuple(_as_words(shape) for shape in shapes),
         element_types=tuple(element_type(np.dtype(shape.dtype)) for shape in shapes),
         num_programs=config.num_programs,
@@ -187,6 +197,7 @@ def _callback(
     site: int,
     path: str,
     function: str,
+    parameters: tuple[type | None, ...],
     descriptors: tuple[Blocks | None, ...],
     results: tuple[tuple[tuple[int, ...], np.dtype], ...],
     element_types: tuple[str, ...],
@@ -209,6 +220,7 @@ def _callback(
             ),
             num_programs=num_programs,
             constants=dict(constants),
+            parameters=parameters,
             descriptors=tuple(blocks and tuple(blocks) for blocks in descriptors),
         )
         outputs = pool.launch(launch, worker=int(np.asarray(number)[0]), group_size=num_devices, site=site)

@@ -24,7 +24,10 @@ _CHECK_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What one worker is asked to run; parameters that `constants` does not name are operands, then results."""
+    """What one worker is asked to run; parameters that `constants` does not name are operands, then results.
+
+    Classes that constants and parameters have are those of modules which a worker can load: without JAX.
+    """
 
     path: str
     function: str
@@ -32,6 +35,8 @@ class Launch:
     results: tuple[tuple[str, int], ...]  # element type, bytes
     num_programs: int
     constants: dict[str, Any]
+    # Of each parameter that is no constant the NamedTuple that it is; None: a single operand or result.
+    parameters: tuple[type | None, ...] = ()
     # Of each operand, then of each result: shape, strides and block shape, in elements, where the kernel takes a tensor
     # descriptor; else None.
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
@@ -85,7 +90,7 @@ class Worker:
         with self._turn:
             try:
                 with self._sending:
-                    self._connection.send(("run", {**dataclasses.asdict(launch), "serial": serial}))
+                    self._connection.send(("run", {**vars(launch), "serial": serial}))
             except OSError as error:
                 raise RuntimeError(self._death()) from error
             return self._receive(timeout_s)

@@ -18,8 +18,10 @@ import ctypes
 import hashlib
 import importlib
 import importlib.util
+import io
 import mmap
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -87,6 +89,23 @@ def describe(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], b
     return descriptor
 
 
+def fields(name: str, kind: Any) -> list[str]:
+    """What to call the arrays of a parameter."""
+    return [name] if kind is None else [f"{name}.{field}" for field in kind._fields]
+
+
+class Unpickler(pickle.Unpickler):
+    """Finds classes of the package in their files, without importing the package."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """As kernels of the same folder import it, so that both have the same class."""
+        package = module.partition(".")[0]
+        for folder in _HERE.parents:
+            if folder.name == package:
+                return getattr(load(folder.parent.joinpath(*module.split(".")).with_suffix(".py")), name)
+        return super().find_class(module, name)
+
+
 class Requests:
     """Reads the socket in a thread of its own: the parent's end closes the process, and aborts overtake a kernel."""
 
@@ -103,7 +122,7 @@ class Requests:
     def _read(self) -> None:
         try:
             while True:
-                request = self._connection.recv()
+                request = Unpickler(io.BytesIO(self._connection.recv_bytes())).load()
                 if request[0] == "abort":
                     self.aborted = max(self.aborted, request[1])
                     continue
@@ -155,10 +174,13 @@ class Runner:
         arguments = [buffer if blocks is None else describe(buffer, *blocks) for buffer, blocks in pairs]
         constants = launch["constants"]
         names = [name for name in kernel.arg_names if name not in constants]
+        parameters = launch["parameters"] or [None] * len(names)
         self._is_running = True
+        arguments = load(_HERE.parent / "kernel.py").regrouped(arguments, parameters)
         with np.errstate(all="ignore"):  # as on a GPU
             kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
         self._is_running = False
+        names = [name for parameter in zip(names, parameters, strict=True) for name in fields(*parameter)]
         if broken := [name for name, buffer in zip(names, buffers, strict=True) if not buffer.is_intact()]:
             raise RuntimeError(f"{launch['function']} has written outside of {', '.join(broken)}")
         return [result.bytes.tobytes() for result in results]

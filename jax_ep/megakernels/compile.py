@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jax_ep.core.kernel import Config, Kernel, element_type
+from jax_ep.core.kernel import Config, Kernel, element_type, flat
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""
 
 
-class Parameter(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Parameter:
     """An array that a kernel takes: its dtype, and the block of its descriptor, or None for an address."""
 
     dtype: np.dtype
@@ -61,15 +62,15 @@ def device_capability() -> int:
 
 
 def compile_kernel(
-    kernel: Kernel, parameters: tuple[Parameter, ...], config: Config, constants: dict[str, Any], capability: int
+    kernel: Kernel, parameters: tuple[Any, ...], config: Config, constants: dict[str, Any], capability: int
 ) -> Compiled:
     """Compiles a kernel; once for equal arguments.
 
     Args:
       kernel: what to compile.
-      parameters: the arrays, in the order of the kernel's parameters that `constants` does not name.
+      parameters: a `Parameter`, or a NamedTuple of some, for each of the kernel's that `constants` does not name.
       config: its options count, the number of programs does not.
-      constants: `tl.constexpr` parameters, and None for arrays that the kernel does without.
+      constants: `tl.constexpr` parameters, each hashable, and None for arrays that the kernel does without.
       capability: compute capability of the devices.
     """
     config = dataclasses.replace(config, num_programs=0)
@@ -79,29 +80,32 @@ def compile_kernel(
 @functools.cache
 def _compile(
     kernel: Kernel,
-    parameters: tuple[Parameter, ...],
+    parameters: tuple[Any, ...],
     config: Config,
     constants: tuple[tuple[str, Any], ...],
     capability: int,
 ) -> Compiled:
     given = {name for name, _ in constants}
     arrays = [name for name in kernel.load().arg_names if name not in given]
-    types = {name: parameter.type_name for name, parameter in zip(arrays, parameters, strict=True)}
+    types = {name: _type_names(parameter) for name, parameter in zip(arrays, parameters, strict=True)}
     built = build(kernel, types, config, dict(constants), capability)
     if built.metadata.global_scratch_size:
         raise NotImplementedError(
             f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
         )
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
-    if len(copies) != sum(parameter.block_shape is not None for parameter in parameters):
+    if len(copies) != sum(parameter.block_shape is not None for parameter in flat(parameters)):
         raise NotImplementedError(f"{kernel.function}: Triton describes {len(copies)} of its descriptors")
     return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
 
 
 def build(
-    kernel: Kernel, types: Mapping[str, str], config: Config, constants: Mapping[str, Any], capability: int
+    kernel: Kernel, types: Mapping[str, Any], config: Config, constants: Mapping[str, Any], capability: int
 ) -> Any:
-    """What Triton makes of a kernel, its intermediate forms included; the types of its arrays are Triton's names."""
+    """What Triton makes of a kernel, its intermediate forms included.
+
+    The types of its arrays are Triton's names, or NamedTuples of such.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -110,14 +114,31 @@ def build(
     names = list(function.arg_names)
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
-    pointers = [i for i, type_name in enumerate(signature.values()) if type_name.startswith("*")]
-    aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i in pointers}
+    aligned = {path: [["tt.divisibility", ALIGNMENT]] for path in _pointers(signature.values())}
     source = ASTSource(function, signature, values, aligned)
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     options["maxnreg"] = config.max_registers
     options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns
     options["ptx_options"] = "--suppress-debug-info"  # each call carries its code, which that makes three times as long
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _type_names(parameter: Any) -> Any:
+    """Triton's name of the type, in the same NamedTuple."""
+    if isinstance(parameter, tuple):
+        return type(parameter)(*map(_type_names, parameter))
+    return parameter.type_name
+
+
+def _pointers(types: Iterable[Any]) -> list[tuple[int, ...]]:
+    """Where the pointers are: which parameter, and which of its NamedTuple."""
+    found: list[tuple[int, ...]] = []
+    for i, names in enumerate(types):
+        if isinstance(names, tuple):
+            found += [(i, j) for j, name in enumerate(names) if name.startswith("*")]
+        elif names.startswith("*"):
+            found.append((i,))
+    return found
 
 
 def _copies(found: dict[str, Any]) -> Copies:

@@ -1,10 +1,12 @@
-"""How long the modes of fused operations should take, and so which one to choose; docs/performance.md tells why."""
+"""How long the modes of fused operations should take, and so which one to choose; docs/design/fused.md tells why."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from jax_ep.megakernels import products
+import jax
+
+from jax_ep.pallas import requirements
 from jax_ep.types import Layout
 
 LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
@@ -63,9 +65,14 @@ def _scattered_sums(layout: Layout, hidden: int) -> float:
     return (layout.top_k + 1) * row / rate + meeting
 
 
+def is_from_pallas(num_rows: int, depth: int, columns: int, groups: int) -> bool:
+    """Whether a product of these sizes, and the gradient of its matrices, are launches of `pallas`."""
+    return jax.default_backend() == "gpu" and requirements.multiplies_fastest(num_rows, depth, columns, groups)
+
+
 def _is_from_pallas(layout: Layout, features: int, hidden: int) -> bool:
     """Whether a product in a launch of its own comes from there."""
-    return products.is_from_pallas(layout.capacity, features, hidden, layout.num_local_experts)
+    return is_from_pallas(layout.capacity, features, hidden, layout.num_local_experts)
 
 
 def _product_alone(layout: Layout, features: int, hidden: int) -> float:
@@ -85,7 +92,7 @@ def _summed(layout: Layout, hidden: int) -> tuple[float, float]:
 def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float]:
     """Seconds per token that each mode of GEMM + combine should take, the simplest mode first.
 
-    docs/performance.md tells why.
+    docs/design/fused.md tells why.
     """
     product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
     return {
@@ -94,18 +101,18 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
     }
 
 
-def dispatch_mode(layout: Layout, hidden: int, columns: int, keep: str | None) -> str:
+def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None) -> str:
     """Of the modes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]`, the simpler one unless it is slower.
 
-    In one launch a part of the exchange shows in spite of the products; in two the kept tokens, in the other the kept
+    In one launch a part of the exchange shows in spite of the products; in two the saved tokens, in the other the saved
     rows, are a copy. Times are those of even loads; uneven ones cost the one launch some percent more than the two.
     """
     sent, _ = _summed(layout, hidden)
     token = 2 * 2 * hidden / COPIES  # to read and write one
     rows, tokens = layout.top_k * token, _holders(layout) * token
-    serial = _product_alone(layout, hidden, columns) + sent + (tokens if keep == "tokens" else 0.0)
+    serial = _product_alone(layout, hidden, columns) + sent + (tokens if save_as == "tokens" else 0.0)
     serial += LAUNCH_SECONDS / layout.num_tokens
-    fused = _product(layout, hidden, columns) + SHOWN * sent + (rows if keep == "rows" else 0.0)
+    fused = _product(layout, hidden, columns) + SHOWN * sent + (rows if save_as == "rows" else 0.0)
     return "serial" if serial <= 1.03 * fused else "fused"
 
 
@@ -122,7 +129,7 @@ class BackwardTimes(NamedTuple):
 
 
 def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
-    """How long each way should take; docs/performance.md tells why.
+    """How long each way should take; docs/design/fused.md tells why.
 
     What travels has the time of the gradient, too, or, in mode "scatter", that of both products.
     """

@@ -1,6 +1,12 @@
-"""Dispatch and combine as one kernel each, over a symmetric heap."""
+"""Dispatch and combine as one kernel each, over a symmetric heap; before them the plan, and small exchanges.
+
+By the plan every rank learns the ids of all, and derives the rows of its own experts.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,38 +15,93 @@ from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
 from jax_ep.core import layout as rows
-from jax_ep.core.collectives import Axis, sum_in_order
+from jax_ep.core.collectives import sum_in_order
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import tuning
-from jax_ep.megakernels.heap_launch import group_of, launch_on_heap
-from jax_ep.megakernels.words import exchange_words
-from jax_ep.types import Array, Handle, Quantized
+from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Plan, PlanScratch, SmallExchange
+from jax_ep.megakernels.launch import group_of, group_on, launch
+from jax_ep.types import Array, Handle, Layout, Options, Quantized
 
+_PLAN = Kernel("plan", "plan")
+_EXCHANGE_I32 = Kernel("small_exchange", "exchange_i32")
 _DISPATCH = Kernel("dispatch", "dispatch")
 _COMBINE = Kernel("combine", "combine")
+# The plan keeps a slot's local expert and its position in its block in one word (kernels/plan.py).
+MOST_EXPERTS, MOST_POSITIONS = 1 << 10, 1 << 20
 
 
-def send_weights(weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:
+def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
+    """`[T, K]` ids of this rank to the handle, whose `group` tells kernels the devices of the ranks."""
+    group = group_on(options.axis, varying_axes(topk_idx))
+    config, sizes = tuning.plan(layout)
+    if layout.num_local_experts <= MOST_EXPERTS and sizes.tile.BLOCK <= MOST_POSITIONS:
+        return _plan_in_one_launch(topk_idx, layout, group, config, sizes)
+    # Beyond that each block would count thousands of experts: sorting, which knows no experts, is better.
+    ids = all_gather_i32(topk_idx.reshape(-1), group)
+    num_invalid = rows.count_invalid(topk_idx, layout.num_experts)
+    ids = ids.reshape(layout.num_ranks, *topk_idx.shape)
+    return rows.make_handle(ids, group[-1], num_invalid, layout, group)
+
+
+def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: Config, sizes: Plan) -> Handle:
+    """The same by one kernel."""
+    context.reserve("dispatch", layout.num_ranks * rows.round_up(sizes.N, 32) * 4)
+    per_slot = (layout.num_ranks, layout.num_tokens, layout.top_k)
+    source_blocks = -(-sizes.N // sizes.tile.BLOCK)
+    shapes = ((layout.capacity,), per_slot, (layout.num_local_experts,), per_slot, (), ())
+    scratch = PlanScratch(
+        *map(_int32, (per_slot, (layout.num_ranks * source_blocks, sizes.tile.BINS), (source_blocks,)))
+    )
+    results = (*map(_int32, shapes), scratch)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
+    row_slot, slot_row, group_sizes, ids, num_invalid, num_dropped, _ = launch(
+        _PLAN, (topk_idx.reshape(-1),), results, config, constants, group=group
+    )
+    return Handle(row_slot, slot_row, group_sizes, ids, group, num_invalid, num_dropped, layout)
+
+
+def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def all_gather_i32(x: Array, group: Array, after: Array | None = None) -> Array:
+    """`[N]` 32-bit values of each rank to all ranks: `[W, N]` by source rank."""
+    return _exchange_i32(x, group, after, to_each=False)
+
+
+def all_to_all_i32(x: Array, group: Array, after: Array | None = None) -> Array:
+    """`[W, N]` 32-bit values, a row to each rank: `[W, N]` by source rank."""
+    return _exchange_i32(x, group, after, to_each=True)
+
+
+def _exchange_i32(x: Array, group: Array, after: Array | None, *, to_each: bool) -> Array:
+    num_ranks, num_values = group.shape[0] - 1, x.shape[-1]
+    config, block = tuning.small_exchange(num_ranks, num_values)
+    context.reserve("dispatch", num_ranks * num_values * 4)
+    # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
+    operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
+    constants = {"S": SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
+    result = jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype)
+    return launch(_EXCHANGE_I32, (x,), (result,), config, constants, group=group, after=after)[0]
+
+
+def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
     """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
     words = _as_words(weights.reshape(-1))
-    num_ranks = handle.layout.num_ranks
-    sent = exchange_words(words.reshape(-1), group_of(handle), num_ranks, different=False, after=after)
-    row_weights = rows.gather_rows(_from_words(sent.reshape(-1, *words.shape[1:]), weights.dtype), handle.row_slot)
+    gathered = all_gather_i32(words.reshape(-1), group_of(handle), after)
+    slots = _from_words(gathered.reshape(-1, *words.shape[1:]), weights.dtype)
     # A plan that has failed has no rows: their weights are not zero, but unknown.
-    return jnp.where(handle.num_invalid < 0, jnp.nan, row_weights)
+    return jnp.where(handle.num_invalid < 0, jnp.nan, rows.gather_rows(slots, handle.row_slot))
 
 
-def return_weights(row_weights: Array, handle: Handle, axis: Axis, after: Array | None = None) -> Array:
+def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:
     """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
     slots = rows.gather_rows(row_weights, handle.slot_row)
     words = _as_words(slots)
-    num_ranks = handle.layout.num_ranks
-    flat = words.reshape(num_ranks, -1)
-    parts = exchange_words(
-        flat, group_of(handle), num_ranks, different=True, after=after, operation=ffi.Operation.COMBINE
-    )
+    parts = all_to_all_i32(words.reshape(handle.layout.num_ranks, -1), group_of(handle), after)
     return sum_in_order(_from_words(parts.reshape(words.shape), slots.dtype))
 
 
@@ -53,78 +114,65 @@ def _from_words(words: Array, dtype: jnp.dtype) -> Array:
     return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
 
 
-def send_rows(x: Array, handle: Handle, axis: Axis) -> Array:
+def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
     """`[T, H]` to `[R, H]` of any dtype, bit for bit; zero in padding rows."""
+    options = dataclasses.replace(options, wire_dtype=None)
     bits = {1: jnp.uint8, 8: jnp.int64}.get(x.dtype.itemsize)
     if bits is None:
-        return send_tokens(x, handle, axis, None)
+        return dispatch_tokens(options, x, handle)
     # Bytes and 64-bit words: the kernel only moves them.
     words = lax.bitcast_convert_type(x, jnp.uint8) if bits is jnp.uint8 else lax.bitcast_convert_type(x, jnp.int32)
-    sent = send_tokens(words.reshape(x.shape[0], -1), handle, axis, None)
-    return lax.bitcast_convert_type(sent.reshape(-1, *words.shape[1:]), x.dtype)
+    moved = dispatch_tokens(options, words.reshape(x.shape[0], -1), handle)
+    return lax.bitcast_convert_type(moved.reshape(-1, *words.shape[1:]), x.dtype)
 
 
-def send_tokens(
-    x: Array,
-    handle: Handle,
-    axis: Axis,
-    wire_dtype: DTypeLike | None,
-    *,
-    num_programs: int | None = None,
-    clear: bool = True,
-) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where `wire_dtype` says so, by at most `num_programs` programs.
+def dispatch_tokens(options: Options, x: Array, handle: Handle, *, clear: bool = True) -> Array:
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it.
 
     Rows without a token are zero, or with `clear=False` of unspecified value.
     """
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    sent, _ = _dispatch(padded, handle, result, wire_dtype, num_programs, clear=clear)
-    return sent[:, : x.shape[1]]
+    kernel, operands, results, config, constants = _dispatch_arguments(options, padded, handle, result, clear)
+    moved = launch(kernel, operands, results, config, constants, group=group_of(handle))[0]
+    return moved[:, : x.shape[1]]
 
 
-def send_quantized(x: Array, handle: Handle, axis: Axis) -> Quantized:
+def dispatch_quantized(options: Options, x: Array, handle: Handle) -> Quantized:
     """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows hold anything."""
-    shape = (handle.layout.capacity, x.shape[1])
-    return _dispatch(x, handle, jax.ShapeDtypeStruct(shape, FP8), FP8, None)
+    result = jax.ShapeDtypeStruct((handle.layout.capacity, x.shape[1]), FP8)
+    kernel, operands, results, config, constants = _dispatch_arguments(options, x, handle, result, clear=False)
+    values, scales = launch(kernel, operands, results, config, constants, group=group_of(handle))
+    return values, scales
 
 
-def _dispatch(
-    x: Array,
-    handle: Handle,
-    result: jax.ShapeDtypeStruct,
-    wire_dtype: DTypeLike | None,
-    num_programs: int | None,
-    *,
-    clear: bool = False,
-) -> tuple[Array, Array]:
-    """Launches the dispatch kernel, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
-    layout, hidden = handle.layout, x.shape[1]
+def _dispatch_arguments(
+    options: Options, x: Array, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
+) -> tuple[Kernel, tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, dict[str, Any]]:
+    """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
+    layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
-    config, blocks = tuning.dispatch(layout, hidden, x.dtype, wire, limit=num_programs)
+    config, tile = tuning.dispatch(options.schedule, layout, hidden, x.dtype, wire)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    constants = {"R": layout.capacity, "QUANTIZED": quantized, "CLEAR": clear, **blocks}
-    constants["OPERATION"] = int(ffi.Operation.DISPATCH)
+    common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype)
+    sizes = Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    rows, row_scales = _exchange_rows(
-        _DISPATCH, operands, (result, scales), handle, config, constants, hidden, wire_dtype
-    )
-    return rows, row_scales
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
+    return _DISPATCH, operands, (result, scales), config, constants
 
 
-def return_tokens(
-    y: Array, handle: Handle, axis: Axis, wire_dtype: DTypeLike | None, *, num_programs: int | None = None
-) -> Array:
-    """`[R, H]` rows to their unweighted sums `[T, H]`, by at most `num_programs` programs."""
-    layout, hidden = handle.layout, y.shape[1]
+def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
+    """`[R, H]` rows to their unweighted sums `[T, H]`."""
+    layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     y = _pad_columns(y)
-    config, blocks = tuning.combine(layout, y.shape[1], y.dtype, jnp.dtype(wire_dtype or y.dtype), num_programs)
-    constants = {"OPERATION": int(ffi.Operation.COMBINE), **blocks}
+    config, tile = tuning.combine(options.schedule, layout, y.shape[1], y.dtype)
+    sizes = Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["LENGTH"]), jnp.int32)
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
     operands = (y, handle.ids, handle.slot_row)
-    sums, _ = _exchange_rows(_COMBINE, operands, (result, lists), handle, config, constants, y.shape[1], wire_dtype)
+    sums, _ = launch(_COMBINE, operands, (result, lists), config, constants, group=group_of(handle))
     return sums[:, :hidden]
 
 
@@ -134,29 +182,20 @@ def _pad_columns(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) if columns > x.shape[1] else x
 
 
-def _exchange_rows(
-    kernel: Kernel,
-    operands: tuple[Array, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    handle: Handle,
-    config: Config,
-    constants: dict[str, int],
-    hidden: int,
-    wire_dtype: DTypeLike | None,
-) -> tuple[Array, ...]:
-    """Launches a kernel that exchanges rows of `hidden` columns."""
-    layout = handle.layout
+def _reserved_sizes(
+    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None
+) -> dict[str, Any]:
+    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns."""
     num_slots = layout.num_ranks * layout.num_tokens
-    value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or operands[0].dtype).itemsize, 16)
+    value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or dtype).itemsize, 16)
     scale_bytes = num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0
     context.reserve(kernel.function, value_bytes + scale_bytes)
-    sizes = {
-        "W": layout.num_ranks,
+    return {
         "T": layout.num_tokens,
         "K": layout.top_k,
         "H": hidden,
         "L": layout.num_local_experts,
+        "E": layout.num_experts,
         "SCALES": context.heap(kernel.function).layout.data + value_bytes,
         "FP8": wire_dtype is not None,
     }
-    return launch_on_heap(kernel, operands, group_of(handle), results, config, {**sizes, **constants})

@@ -1,48 +1,79 @@
-"""Launches of Triton kernels from per-shard JAX code, on GPUs and, for tests, in Triton's interpreter on the CPU."""
+"""Launches of Triton kernels from per-shard JAX code, on GPUs and, for tests, in Triton's interpreter on the CPU.
+
+Most use the symmetric heap, and so belong to a group of devices that launch together.
+"""
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_ep import context, ffi
-from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, array_of, blocks_of
+from jax_ep.core.collectives import Axis, all_gather, rank_on
+from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.megakernels import compilation
-from jax_ep.megakernels.compilation import Copies, Parameter
-from jax_ep.types import Array
+from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
+from jax_ep.megakernels import compile
+from jax_ep.megakernels.compile import Copies, Parameter
+from jax_ep.megakernels.kernels.structs import Heap, Peers
+from jax_ep.types import Array, Handle
 
 
 def launch(
     kernel: Kernel,
-    operands: Sequence[Array | Descriptor],
-    results: Sequence[jax.ShapeDtypeStruct | Descriptor],
+    operands: Sequence[Any],
+    results: Sequence[Any],
     config: Config,
     constants: Mapping[str, Any],
-) -> tuple[Array, ...]:
+    *,
+    group: Array | None = None,
+    after: Array | None = None,
+    uses_data: bool = True,
+) -> tuple[Any, ...]:
     """Runs a kernel on the device of this shard.
 
-    The kernel's parameters that `constants` does not name are one pointer per operand, then one per result. Results are
-    not initialised. They vary over the mesh axes over which an operand does.
+    The kernel's parameters that `constants` does not name are one per operand, then one per result: a pointer, or a
+    NamedTuple of pointers. Results are not initialised. They vary over the mesh axes over which an operand does.
+
+    With a group the kernel uses the heap: the data area or the low-latency regions, never both. For what it uses there
+    has been a `context.reserve`. `constants` has the `OPERATION` then, one of `ffi.Operation`, which the kernel does
+    not get; behind its own operands it takes a `Peers`, and as HEAP a `Heap`.
 
     Args:
       kernel: what to run.
-      operands: arrays of this shard, or descriptors of them.
-      results: shapes and dtypes of the results, or descriptors of them.
+      operands: arrays of this shard, descriptors of them, or NamedTuples of these.
+      results: shapes and dtypes of the results, descriptors of them, or NamedTuples of these.
       config: grid and compilation options.
       constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
+      group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
+      after: what must come earlier, where the order of launches must be the same on all ranks.
+      uses_data: the data area of the heap; else the low-latency regions.
 
     Returns:
-      One array per entry of `results`.
+      One array, or NamedTuple of arrays, per entry of `results`.
     """
-    run = _interpret if jax.default_backend() == "cpu" else _run_on_gpu
-    outputs = run(kernel, tuple(operands), tuple(results), config, dict(constants))
-    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(array_of(x)) for x in operands))))
-    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
+    if group is not None:
+        operands, constants = _with_heap(kernel, operands, results, constants, group, after, uses_data)
+    if jax.default_backend() == "cpu":
+        from jax_ep import interpreter
+
+        outputs = interpreter.call(kernel, tuple(operands), tuple(results), config, dict(constants))
+    else:
+        outputs = ffi.launch_kernel(
+            **_compiled(kernel, (*operands, *results), config, dict(constants)),
+            operands=flat_arrays(operands),
+            results=flat_arrays(results),
+        )
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
+    outputs = tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
+    return tuple(regrouped(outputs, map(type_of, results)))
 
 
 def make_ready(function: str) -> None:
@@ -54,33 +85,28 @@ def make_ready(function: str) -> None:
             context.heap(function)
 
 
-def _run_on_gpu(
-    kernel: Kernel,
-    operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
-    config: Config,
-    constants: dict[str, Any],
-) -> tuple[Array, ...]:
-    arguments = (*operands, *results)
-    parameters = tuple(Parameter(np.dtype(array_of(x).dtype), _block_shape(x)) for x in arguments)
-    compiled = compilation.compile_kernel(kernel, parameters, config, constants, compilation.device_capability())
+def _compiled(kernel: Kernel, arguments: tuple[Any, ...], config: Config, constants: dict[str, Any]) -> dict[str, Any]:
+    """What `ffi.launch_kernel` must know of the kernel."""
+    parameters = tuple(_described(x) for x in arguments)
+    compiled = compile.compile_kernel(kernel, parameters, config, constants, compile.device_capability())
     copies = iter(compiled.copies)
-    return ffi.launch_kernel(
-        compiled.name,
-        compiled.code,
-        [array_of(x) for x in operands],
-        [array_of(x) for x in results],
-        num_programs=config.num_programs,
-        num_threads=32 * config.num_warps,
-        shared_bytes=compiled.shared_bytes,
-        alignment=compilation.ALIGNMENT,
-        parameters=[_parameter(blocks_of(x), copies) for x in arguments],
-    )
+    return {
+        "name": compiled.name,
+        "code": compiled.code,
+        "num_programs": config.num_programs,
+        "num_threads": 32 * config.num_warps,
+        "shared_bytes": compiled.shared_bytes,
+        "alignment": compile.ALIGNMENT,
+        "parameters": [_parameter(blocks_of(x), copies) for x in flat(arguments)],
+    }
 
 
-def _block_shape(argument: Array | jax.ShapeDtypeStruct | Descriptor) -> tuple[int, ...] | None:
-    blocks = blocks_of(argument)
-    return None if blocks is None else blocks.block_shape
+def _described(argument: Any) -> Any:
+    """What the compiler must know of an operand or result."""
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_described, argument))
+    blocks, array = blocks_of(argument), argument.array if isinstance(argument, Descriptor) else argument
+    return Parameter(np.dtype(array.dtype), None if blocks is None else blocks.block_shape)
 
 
 def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ...]:
@@ -90,13 +116,93 @@ def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ..
     return ffi.by_descriptor(element_type, element_bytes, swizzle, blocks.shape, blocks.strides, box)
 
 
-def _interpret(
+def _with_heap(
     kernel: Kernel,
-    operands: tuple[Array | Descriptor, ...],
-    results: tuple[jax.ShapeDtypeStruct | Descriptor, ...],
-    config: Config,
-    constants: dict[str, Any],
-) -> tuple[Array, ...]:
-    from jax_ep import interpreter
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    constants: Mapping[str, Any],
+    group: Array,
+    after: Array | None,
+    uses_data: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands and constants of a launch on the heap."""
+    heap = context.reserved_heap(kernel.function)
+    generation = heap.data if uses_data else heap.regions
+    # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
+    # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
+    checked = ffi.check_status(group, generation.id)
+    table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
+    identity = launch_identity(kernel, (*operands, group, *results), constants)
+    sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
+    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity)
+    return (*operands, Peers(group, table, table if after is None else after)), sizes
 
-    return interpreter.call(kernel, operands, results, config, constants)
+
+def heap_of(layout: HeapLayout, num_ranks: int, identity: int) -> Heap:
+    """What kernels are told of the heap."""
+    return Heap(num_ranks, layout.num_devices, layout.data, layout.flags, MAX_BLOCKS, identity)
+
+
+def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[str, Any]) -> int:
+    """What ranks that launch together must have in common, in 31 bits: kernel, operation and sizes.
+
+    The operation is in the lowest 8 bits, for messages; above it is a hash, the same in all processes.
+    """
+    types = [f"{x.dtype}{list(x.shape)}" for x in flat_arrays(arrays)]
+    text = f"{kernel.path.name} {kernel.function} {sorted(constants.items())} {types}"
+    return zlib.crc32(text.encode()) >> 9 << 8 | constants["OPERATION"]
+
+
+def group_on(axis: Axis, varying: frozenset[str]) -> Array:
+    """`[W + 1]` int32: numbers of the devices on the axis, and this rank.
+
+    The same in all calls of a program, so that XLA makes one exchange of it. Ranks that differ only in axes over which
+    nothing of the call varies have different devices and the same results: it is typed by the results.
+    """
+    heap = context.heap("dispatch")
+    known = _known_group(heap, axis, varying)
+    if known is not None:
+        return known
+    context.reserve("dispatch", 0)  # any table will do
+    # The low half of a 64-bit entry comes first.
+    entry = heap.layout.num_devices + 2
+    number = lax.bitcast_convert_type(_table(heap, heap.data.id, varying), jnp.int32)[entry, 0]
+    return jnp.concatenate([all_gather(number, axis), jnp.asarray(rank_on(axis), jnp.int32)[None]])
+
+
+def _known_group(heap: SymmetricHeap, axis: Axis, varying: frozenset[str]) -> Array | None:
+    """The same without an exchange, where the mesh given to `init` has the axes of the one around this call.
+
+    They may still be different meshes, and a compiled program may run on other devices than it was traced for: every
+    kernel compares its device with the group's (kernels/protocol.py). None where only an exchange can tell.
+    """
+    mesh, here = context.given_mesh(), jax.sharding.get_abstract_mesh()
+    if mesh is None or not axis or (here.axis_names, here.axis_sizes) != (mesh.axis_names, mesh.axis_sizes):
+        return None
+    others = tuple(name for name in mesh.axis_names if name not in axis and mesh.shape[name] > 1)
+    numbers = heap.numbers(mesh)
+    if numbers is None or not set(others) <= set(here.manual_axes):
+        return None
+    order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in axis]
+    order += [mesh.axis_names.index(name) for name in axis]
+    groups = jnp.asarray(numbers.transpose(order).reshape(-1, math.prod(mesh.shape[name] for name in axis)))
+    members = lax.dynamic_index_in_dim(groups, rank_on(others), keepdims=False)
+    group = jnp.concatenate([members, jnp.asarray(rank_on(axis), jnp.int32)[None]])
+    if not varying_axes(group) <= varying | set(axis):
+        return None  # different groups, but results that are typed as the same
+    missing = tuple(sorted(varying - varying_axes(group)))
+    return lax.pcast(group, missing, to="varying") if missing else group
+
+
+def _table(
+    heap: SymmetricHeap, table_id: int, varying: frozenset[str], token: Array | None = None, num_bytes: int = 0
+) -> Array:
+    axes, num_entries = tuple(sorted(varying)), heap.num_table_entries
+    return ffi.pointer_table(table_id, num_entries, num_bytes=num_bytes, varying=axes, token=token)
+
+
+def group_of(handle: Handle) -> Array:
+    """`[W + 1]` int32 of a handle that this implementation made: see `group_on`."""
+    if handle.group is None:
+        raise ValueError("the handle was made by another implementation; use the one that made it.")
+    return handle.group

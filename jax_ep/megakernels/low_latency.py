@@ -1,77 +1,78 @@
-"""Low-latency dispatch and combine as one kernel each, over the low-latency area of the symmetric heap."""
+"""Low-latency dispatch and combine as one kernel each, over the low-latency regions of the symmetric heap.
+
+The second product of the experts and combine are one kernel, too. A token is a task: with few tokens, what counts is
+how many programs send at once. LAG is how many blocks are sent before the first one is worked on that has arrived,
+about one per program. Tiles are measured by benchmarks/low_latency.py.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
-from jax_ep.core.collectives import Axis
+from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.kernel import Kernel
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.megakernels import capability
-from jax_ep.megakernels import low_latency_tuning as tuning
-from jax_ep.megakernels.heap_launch import group_on, launch_on_heap
-from jax_ep.quantization import GROUP_SIZE, quantize_fp8
-from jax_ep.types import Array, Layout, LowLatencyHandle, Quantized
+from jax_ep.megakernels.capability import has_tma
+from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.launch import group_on, launch
+from jax_ep.megakernels.masked import MaskedTiles, masked_tiles
+from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
+from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Quantized, Schedule
 
 _DISPATCH = Kernel("low_latency_dispatch", "low_latency_dispatch")
 _COMBINE = Kernel("low_latency_combine", "low_latency_combine")
-MAX_TOKENS = 1024
-MAX_TOP_K = 16
-_FLAG_BYTES = round_up(8 + 4 * MAX_TOKENS, 256)  # a greeting, and a flag per token
-
-
-def refusal(request: Any) -> str | None:
-    """Why these kernels cannot serve a request, or None."""
-    layout = request.layout
-    if layout.num_tokens > MAX_TOKENS:
-        return f"max_tokens_per_rank={layout.num_tokens} exceeds {MAX_TOKENS}, at which dispatch is the faster one"
-    if layout.top_k > MAX_TOP_K:
-        return f"K={layout.top_k} exceeds {MAX_TOP_K} experts per token"
-    if request.hidden * request.dtype.itemsize % 16:
-        return f"rows of {request.hidden} {request.dtype} are no whole 16-byte words"
-    return capability.missing_fp8("FP8") if FP8 in (request.dtype, request.wire_dtype) else None
+_FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a greeting, and a flag per token
+_GEMM_COMBINE = Kernel("low_latency_gemm_combine", "low_latency_gemm_combine")
+# Every (token, k) has a row of its own in the region of the rank that sends it.
+MOST_ROWS = 4096
+_BLOCK_H = 1024
+# Up to so many comparisons, a copy of the dispatch finds its rows by itself.
+_MOST_COMPARISONS = 4096
+# Up to so many rows, combine sends each of them: fewer words would cost a second wait.
+_MOST_ROWS = 128
+# Of a tile of combine; sums of several rows take more registers.
+_SUM_BYTES = {False: 16 << 10, True: 8 << 10}
 
 
 def low_latency_dispatch(
+    options: Options,
     x: Array | Quantized,
     topk_idx: Array,
     num_tokens: Array | None,
     layout: Layout,
-    axis: Axis,
     group_size: int | None,
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
-    """`[T, H]` tokens to packed rows, their scales, and how many each expert has; see reference.py."""
+    """`[T, H]` tokens to packed rows, their scales, and how many each expert has; see xla/low_latency.py."""
     if topk_idx.shape[0] == 0:  # kernels have at least one token
         x, topk_idx = jax.tree.map(_add_row, x), _add_row(topk_idx) - 1
     if group_size is not None and not isinstance(x, tuple) and power_of_two(group_size) != group_size:
-        x = quantize_fp8(x, group_size=group_size)  # tiles have whole groups only if both are powers of two
+        x = fp8.quantize_rows(x, group_size)  # tiles have whole groups only if both are powers of two
     values, scales = x if isinstance(x, tuple) else (x, None)
     actual, hidden = values.shape
     made = group_size if scales is None and group_size is not None else 0  # columns per scale made by the kernel
     num_scales = hidden // made if made else 0 if scales is None else scales.shape[1]
     wire_dtype = jnp.dtype(FP8 if made else values.dtype)
-    config, blocks = tuning.dispatch(layout, actual, hidden, values.dtype, wire_dtype, num_scales)
+    config, blocks = _dispatch_tile(options.schedule, layout, actual, hidden, values.dtype, wire_dtype, num_scales)
     blocks["SEND_H"] = max(blocks["SEND_H"], made)
     places, region_bytes = low_latency_places(
         IDS_AT=actual * layout.top_k * 4,
         VALUES_AT=actual * hidden * wire_dtype.itemsize,
         SCALES_AT=actual * num_scales * 4,
     )
-    options = {"G": num_scales, "GROUP": made, "COUNTED": num_tokens is not None}
-    constants = {**_sizes(layout, actual, hidden), **options, **places, **blocks}
+    constants = {"G": num_scales, "GROUP": made, "COUNTED": num_tokens is not None}
+    constants |= {**_sizes(layout, actual, hidden), **places, **blocks}
     constants["OPERATION"] = int(ffi.Operation.LOW_LATENCY_DISPATCH)
     operands = (values, values if scales is None else scales, topk_idx, topk_idx if num_tokens is None else num_tokens)
-    group, results = group_on(axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
+    group, results = group_on(options.axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
     context.reserve(_DISPATCH.function, 0, region_bytes)
-    tokens, sent_scales, sizes, token, start, count, slot_row, own_ids, num_invalid = launch_on_heap(
-        _DISPATCH, operands, group, results, config, constants, uses_data=False
+    tokens, sent_scales, sizes, token, start, count, slot_row, own_ids, num_invalid = launch(
+        _DISPATCH, operands, results, config, constants, group=group, uses_data=False
     )
     handle = LowLatencyHandle(token, start, count, slot_row, num_invalid, layout, own_ids, group)
     return tokens, sent_scales if num_scales else None, sizes, handle
@@ -89,17 +90,15 @@ def _results(layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int
     )
 
 
-def low_latency_combine(
-    y: Array, topk_weights: Array, handle: LowLatencyHandle, axis: Axis, wire_dtype: DTypeLike | None
-) -> Array:
+def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
     """`[L, W * M, H]` rows and `[T, K]` weights to weighted sums `[T, H]`."""
-    layout, (actual, hidden) = handle.layout, (topk_weights.shape[0], y.shape[-1])
+    layout, (actual, hidden), wire_dtype = handle.layout, (topk_weights.shape[0], y.shape[-1]), options.wire_dtype
     result = jax.ShapeDtypeStruct((actual, hidden), y.dtype)
     if actual == 0:
         return jnp.zeros_like(y, shape=result.shape)
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
-    config, blocks = tuning.combine(layout, actual, hidden, y.dtype)
+    config, blocks = _combine_tile(options.schedule, layout, actual, hidden, y.dtype)
     num_rows = actual * (1 if blocks["SUMS"] else layout.top_k)
     places, region_bytes = low_latency_places(
         WEIGHTS_AT=topk_weights.nbytes,
@@ -111,7 +110,7 @@ def low_latency_combine(
     operands = (y, handle.slot_row, handle.own_ids, topk_weights)
     context.reserve(_COMBINE.function, 0, region_bytes)
     constants |= places | blocks
-    return launch_on_heap(_COMBINE, operands, handle.group, (result,), config, constants, uses_data=False)[0]
+    return launch(_COMBINE, operands, (result,), config, constants, group=handle.group, uses_data=False)[0]
 
 
 def _add_row(x: Array) -> Array:
@@ -119,7 +118,7 @@ def _add_row(x: Array) -> Array:
 
 
 def _sizes(layout: Layout, actual: int, hidden: int) -> dict[str, int]:
-    sizes = {"W": layout.num_ranks, "T": actual, "M": layout.num_tokens, "K": layout.top_k}
+    sizes = {"T": actual, "M": layout.num_tokens, "K": layout.top_k}
     return {**sizes, "H": hidden, "L": layout.num_local_experts}
 
 
@@ -130,3 +129,144 @@ def low_latency_places(**num_bytes: int) -> tuple[dict[str, int], int]:
         places[name] = end
         end = round_up(end + size, 128)
     return places, end
+
+
+def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int) -> bool:
+    """Whether the second product can send its rows itself: rows of `lhs_dtype` and results of `dtype`."""
+    lhs_dtype, dtype = jnp.dtype(lhs_dtype), jnp.dtype(dtype)
+    return (
+        lhs_dtype in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16)
+        and dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+        and depth > 0
+        and depth * lhs_dtype.itemsize % 16 == 0
+        and columns * dtype.itemsize % 16 == 0
+        and layout.num_tokens * layout.top_k <= MOST_ROWS
+        and has_tma()
+    )
+
+
+def low_latency_gemm_combine(
+    options: Options,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    topk_weights: Array,
+    handle: LowLatencyHandle,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    *,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+) -> Array:
+    """`[L, W * M, I]` rows, `[L, H, I]` matrices and `[T, K]` weights to weighted sums `[T, H]`."""
+    if handle.own_ids is None or handle.group is None:
+        raise ValueError("the handle was made by another implementation; use the one that made it.")
+    layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[1]
+    actual, dtype = topk_weights.shape[0], jnp.dtype(out_dtype)
+    result = jax.ShapeDtypeStruct((actual, hidden), dtype)
+    tiles = masked_tiles(rows, expected_rows, lhs.dtype.itemsize, dtype.itemsize)
+    if actual == 0:
+        return jnp.zeros_like(lhs, dtype=dtype, shape=result.shape)
+    places, region_bytes = low_latency_places(VALUES_AT=actual * layout.top_k * hidden * dtype.itemsize)
+    constants = gemm_combine_constants(layout, actual, hidden, depth, tiles, lhs_scales is not None) | places
+    operands = (
+        Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
+        Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
+        group_sizes if lhs_scales is None else lhs_scales,
+        group_sizes if rhs_scales is None else rhs_scales,
+        group_sizes,
+        handle.source_token,
+        handle.source_start,
+        handle.slot_row,
+        handle.own_ids,
+        topk_weights,
+    )
+    most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
+    config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+    context.reserve(_GEMM_COMBINE.function, 0, region_bytes)
+    return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=handle.group, uses_data=False)[0]
+
+
+def gemm_combine_constants(
+    layout: Layout, num_tokens: int, hidden: int, depth: int, tiles: MaskedTiles, fp8: bool
+) -> dict[str, int]:
+    """What the kernel is compiled for, but for places in the heap."""
+    return {
+        "T": num_tokens,
+        "M": layout.num_tokens,
+        "K": layout.top_k,
+        "H": hidden,
+        "L": layout.num_local_experts,
+        "DEPTH": depth,
+        "GROUPS": max(16, power_of_two(layout.num_local_experts)),
+        "LANES": power_of_two(layout.num_ranks),
+        "BM": tiles.block_m,
+        "BN": tiles.block_n,
+        "BK": tiles.block_k,
+        "BLOCK_H": min(power_of_two(hidden), _BLOCK_H),
+        "BLOCK_K": power_of_two(layout.top_k),
+        "SWAP": tiles.swap,
+        "FP8": fp8,
+        "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE),
+    }
+
+
+def _config(programs: int, limit: int | None) -> Config:
+    """Two programs of 8 warps have 128 registers per thread; where one fits, it may use more."""
+    programs = min(programs, limit or programs)
+    fit_alone = jax.default_backend() != "cpu" and programs <= jax.local_devices()[0].core_count
+    return Config(programs, num_warps=8, max_registers=None if fit_alone else 128)
+
+
+def _columns(hidden: int, most_bytes: int, itemsize: int) -> int:
+    """Columns of a tile: all, where `most_bytes` hold them."""
+    return min(power_of_two(hidden), most_bytes // itemsize)
+
+
+def _dispatch_tile(
+    schedule: Schedule,
+    layout: Layout,
+    num_tokens: int,
+    hidden: int,
+    dtype: jnp.dtype,
+    wire_dtype: jnp.dtype,
+    scales: int,
+) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of dispatch, for `num_tokens` tokens of `dtype` that travel as `wire_dtype`."""
+    num_ranks, top_k = layout.num_ranks, power_of_two(layout.top_k)
+    tokens = power_of_two(num_ranks * num_tokens)
+    direct = tokens * top_k * top_k <= _MOST_COMPARISONS
+    block = 1 if direct else 4 if wire_dtype.itemsize == 1 else 2
+    num_tasks = num_ranks + layout.num_local_experts + num_tokens + num_ranks * -(-num_tokens // block)
+    programs = num_programs(num_tasks, 2)
+    blocks = {
+        "DIRECT": direct,
+        "BLOCK_C": block,
+        # More would take the registers of the second program of a multiprocessor.
+        "BLOCK_H": _columns(hidden, (16 if direct else 8) << 10, wire_dtype.itemsize),
+        "BLOCK_G": power_of_two(scales),
+        "BLOCK_K": top_k,
+        "CHUNK": tokens if direct else min(tokens, 4096 // top_k),
+        "SEND_H": _columns(hidden, 16 << 10, max(2, dtype.itemsize)),
+        "LANES": power_of_two(num_ranks),
+        "LAG": num_tokens if direct else -(-programs // block),
+    }
+    return _config(programs, schedule.num_communicating_programs), blocks
+
+
+def _combine_tile(
+    schedule: Schedule, layout: Layout, num_tokens: int, hidden: int, dtype: jnp.dtype
+) -> tuple[Config, dict[str, int]]:
+    """Config and tile sizes of combine, for `num_tokens` tokens and rows of `dtype`."""
+    num_ranks = layout.num_ranks
+    sums = num_tokens * layout.top_k > _MOST_ROWS
+    sends = num_ranks * (1 if sums else layout.top_k)  # of a token
+    programs = num_programs(num_ranks + (sends + 1) * num_tokens + 1, 2)
+    blocks = {
+        "SUMS": sums,
+        "BLOCK_H": _columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
+        "BLOCK_K": power_of_two(layout.top_k),
+        "LANES": power_of_two(num_ranks),
+        "LAG": -(-programs // sends),
+    }
+    return _config(programs, schedule.num_combining_programs), blocks

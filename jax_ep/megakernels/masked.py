@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,68 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.megakernels import capability, masked_tuning
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.megakernels.masked_tuning import MaskedTiles
 from jax_ep.types import Array
 
 _GEMM = Kernel("masked_gemm", "masked_grouped_gemm")
 _ACTIVATION = Kernel("masked_activation", "masked_gated_activation")
+_SHARED_BYTES = 226 << 10  # of a multiprocessor
+ACTIVATION_PROGRAMS = 8
 
 
-def refusal(request: Any) -> str | None:
-    """Why these kernels cannot serve a request, whose `hidden` is the length of a row, or None."""
-    if request.operation == "masked_activation":
-        if request.dtype == jnp.float64:
-            return "it has no kernel of the activation for float64"
-        return capability.missing_fp8("FP8") if request.wire_dtype == FP8 else None
-    if request.dtype not in (FP8, jnp.bfloat16, jnp.float16):
-        return f"it has no masked grouped GEMM for {request.dtype}"
-    if request.hidden * request.dtype.itemsize % 16:
-        return f"rows of {request.hidden} {request.dtype} are no whole 16-byte words"
-    return capability.missing_tma("its masked grouped GEMM")
+@dataclasses.dataclass(frozen=True)
+class MaskedTiles:
+    """How a masked product covers its rows.
+
+    Attributes:
+      block_m: rows of a tile; below 64, the product is turned and each warp has columns of the matrix.
+      block_n: columns of a tile, at most 128 in FP8.
+      block_k: depth of one step, 128 in FP8: 128 bytes of a row.
+      num_warps: of a program.
+      num_stages: blocks in flight, the one in use included.
+      programs: per multiprocessor.
+    """
+
+    block_m: int
+    block_n: int = 128
+    block_k: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+    programs: int = 2
+
+    @property
+    def swap(self) -> bool:
+        """Whether the product is turned."""
+        return self.block_m < 64
+
+
+def _fewest_rows() -> int:
+    """Rows of the smallest tile: for Blackwell, Triton 3.9 spills hundreds of registers of turned products."""
+    device = jax.local_devices()[0]
+    return 16 if device.platform == "cpu" or float(device.compute_capability) < 10.0 else 64
+
+
+def masked_tiles(max_rows: int, expected_rows: int | None, itemsize: int, out_itemsize: int) -> MaskedTiles:
+    """Tiles for groups of up to `max_rows` rows of elements of `itemsize` bytes.
+
+    Counts scatter, and a group with one row more than a tile takes twice as long. So a tile has room for twice the
+    expectation; rows that it has too many cost little, as long as matrices are most of what is read.
+    """
+    wanted = 64 if expected_rows is None else 2 * expected_rows
+    block_m = min(max(_fewest_rows(), power_of_two(min(wanted, max_rows))), 128)
+    tiles = MaskedTiles(block_m, block_k=128 // itemsize)
+    if block_m == 128:  # sums of 128 rows, in FP8 beside those of the tensor cores, take the registers of two programs
+        tiles = dataclasses.replace(tiles, num_warps=8, programs=1)
+    stored = block_m * tiles.block_n * out_itemsize  # on its way to memory, beside what arrives
+    stages = (_SHARED_BYTES // tiles.programs - stored) // ((block_m + tiles.block_n) * 128)
+    return dataclasses.replace(tiles, num_stages=min(stages, 6))
+
+
+def activation_tile(inner: int, quantize: bool) -> tuple[int, int]:
+    """Rows and columns of a tile of the activation, for `inner` columns of the result."""
+    columns = min(512, max(128 if quantize else 16, power_of_two(inner)))
+    return max(1, 2048 // columns), columns
 
 
 def masked_grouped_gemm(
@@ -49,7 +90,7 @@ def masked_grouped_gemm(
     expected_rows: int | None,
     tiles: MaskedTiles | None = None,
 ) -> Array:
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes; see masked_reference.py.
+    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes; see xla/masked.py.
 
     Args:
       lhs: `[G, M, K]`.
@@ -66,9 +107,7 @@ def masked_grouped_gemm(
     """
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[1]))
-    tiles = tiles or masked_tuning.masked_tiles(
-        lhs.shape[1], expected_rows, lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize
-    )
+    tiles = tiles or masked_tiles(lhs.shape[1], expected_rows, lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     make_ready("masked_grouped_gemm")
     return _gemm(lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.dtype(out_dtype), tiles)
 
@@ -143,7 +182,7 @@ def _activate(hidden: Array, group_sizes: Array, activation: str, quantize: bool
 
 def _launch_activation(hidden: Array, group_sizes: Array, *, activation: str, quantize: bool) -> tuple[Array, Array]:
     groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // 2
-    block_m, block_c = masked_tuning.activation_tile(inner, quantize)
+    block_m, block_c = activation_tile(inner, quantize)
     constants = {
         **_sizes(groups, rows),
         "INNER": inner,
@@ -153,7 +192,7 @@ def _launch_activation(hidden: Array, group_sizes: Array, *, activation: str, qu
         "QUANTIZE": quantize,
     }
     num_tasks = groups * -(-rows // block_m) * -(-inner // block_c)
-    config = Config(num_programs(num_tasks, masked_tuning.ACTIVATION_PROGRAMS), num_warps=4)
+    config = Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps=4)
     results = (
         jax.ShapeDtypeStruct((groups, rows, inner), FP8 if quantize else hidden.dtype),
         jax.ShapeDtypeStruct((groups, rows, inner // GROUP_SIZE) if quantize else (1,), jnp.float32),

@@ -6,6 +6,7 @@ LAG is the number of blocks between sending one and working on what has arrived:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import power_of_two
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import gemm_tuning
+from jax_ep.megakernels import grouped_gemm
 from jax_ep.megakernels.grid import all_programs, num_programs
-from jax_ep.types import Layout
+from jax_ep.megakernels.kernels.structs import CombineTile, CountTile, DispatchTile, Plan, SendOrder, SumTile
+from jax_ep.types import Layout, Schedule
 
 BLOCK_T = 8
 """Most tokens per flag, and per task: few enough that the last tasks of a launch end together."""
@@ -57,16 +59,16 @@ def at_most(config: Config, limit: int | None) -> Config:
     return dataclasses.replace(config, num_programs=min(config.num_programs, limit))
 
 
-def words(num_ranks: int, num_words: int) -> tuple[Config, int]:
-    """Config and words per block of the exchange of words."""
+def small_exchange(num_ranks: int, num_values: int) -> tuple[Config, int]:
+    """Config and values per block of an exchange of 32-bit values."""
     block = 1024
-    while block * MAX_BLOCKS < num_words:
+    while block * MAX_BLOCKS < num_values:
         block *= 2
-    return Config(num_programs(num_ranks * -(-num_words // block)), num_warps=4), block
+    return Config(num_programs(num_ranks * -(-num_values // block)), num_warps=4), block
 
 
-def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of the plan kernel.
+def plan(layout: Layout) -> tuple[Config, Plan]:
+    """Config and sizes of the plan kernel.
 
     About as many blocks as programs that run at a time: each is then counted and placed once, and every task can add
     the counts of all up. Small blocks where there are few slots: a block is worked on by LANES slots at a time.
@@ -82,27 +84,29 @@ def plan(layout: Layout) -> tuple[Config, dict[str, int]]:
     source_blocks = -(-slots // block)
     num_blocks = layout.num_ranks * source_blocks
     bins = max(32, power_of_two(layout.num_local_experts))
-    blocks = {
-        "BLOCK": block,
-        "LANES": lanes,
-        "BINS": bins,
-        "ROWS": max(1, min(4096 // bins, power_of_two(num_blocks))),
-        "INVALID": power_of_two(source_blocks),
-        "FILL": fill,
-    }
+    sizes = Plan(
+        N=slots,
+        L=layout.num_local_experts,
+        R=layout.capacity,
+        ALIGNMENT=layout.alignment,
+        FILL=fill,
+        SOURCE_BLOCKS=power_of_two(source_blocks),
+        tile=CountTile(block, lanes, bins, ROWS=max(1, min(4096 // bins, power_of_two(num_blocks)))),
+    )
     # Registers are enough for three at a time; one that had to wait would only make the end later.
-    return Config(num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), blocks
+    return Config(num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), sizes
 
 
-def schedule(layout: Layout) -> dict[str, int]:
-    """Tile sizes of the send schedule: few blocks, since each adds up the counts of all blocks of a list."""
+def send_order(layout: Layout) -> SendOrder:
+    """Sizes of the send schedule: few blocks, since each adds up the counts of all blocks of a list."""
     lanes, most_blocks = 128, 64
     block = lanes
     while -(-layout.num_tokens // block) > most_blocks:
         block *= 2
     bins = max(32, power_of_two(layout.num_local_experts + 1))
     rows = max(1, min(4096 // bins, power_of_two(-(-layout.num_tokens // block))))
-    return {"BLOCK": block, "LANES": lanes, "BINS": bins, "ROWS": rows}
+    tile = CountTile(block, lanes, bins, rows)
+    return SendOrder(layout.num_ranks, layout.num_tokens, layout.top_k, layout.num_local_experts, tile)
 
 
 def _tokens_per_task(num_tokens: int) -> int:
@@ -115,50 +119,49 @@ def _tokens_per_task(num_tokens: int) -> int:
 
 
 def dispatch(
-    layout: Layout,
-    hidden: int,
-    dtype: jnp.dtype,
-    wire_dtype: jnp.dtype,
-    limit: int | None = None,
-) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
+    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype
+) -> tuple[Config, DispatchTile]:
+    """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
     block, columns = _tokens_per_task(layout.num_tokens), _columns(hidden, dtype.itemsize)
     warps, per_processor = 8, 2
+    limit = schedule.num_communicating_programs
     if limit is not None and limit <= FEW:
         block, columns, per_processor = 32, min(columns, 512), 1
     elif wire_dtype != dtype:
         # Converting what arrives needs more programs rather than wider tiles.
         columns, warps, per_processor = min(columns, 512), 4, 4
+    block, warps = schedule.tokens_per_block or block, schedule.num_warps or warps
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
-    lag = min(128 // block, -(-layout.num_tokens // block))
-    blocks = {"BLOCK_T": block, "BLOCK_H": columns, "BLOCK_R": 16, "LAG": lag}
-    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), blocks
+    lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
+    tile = DispatchTile(block, columns, BLOCK_R=16, LAG=lag)
+    return at_most(Config(num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
 
 
-def combine(
-    layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, limit: int | None = None
-) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of the combine kernel, for sums of `dtype` that travel as `wire_dtype`."""
+def combine(schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, CombineTile]:
+    """Config and tile of the combine kernel, for sums of `dtype`."""
+    limit = schedule.num_combining_programs
     few = limit is not None and limit <= FEW
     block = _tokens_per_task(layout.num_tokens)
     if few:
         block = min(32, power_of_two(layout.num_tokens))
     elif layout.num_tokens <= 4 * MAX_BLOCKS:
         block = min(4, block)
+    block = schedule.tokens_per_block or block
     columns, stages = _summed_rows(hidden, dtype.itemsize)
     choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
-    blocks = {
-        "BLOCK_T": block,
-        "BLOCK_H": columns,
-        "CHOICES": choices,
-        "RANKS": ranks,
-        "LENGTH": block * max(choices, ranks),
-        "STAGES": stages,
-        "LAG": min(256 // block, -(-layout.num_tokens // block)),
-    }
+    tile = CombineTile(
+        BLOCK_T=block,
+        BLOCK_H=columns,
+        CHOICES=choices,
+        RANKS=ranks,
+        LENGTH=block * max(choices, ranks),
+        STAGES=stages if schedule.rows_in_flight is None else 1 + schedule.rows_in_flight,
+        LAG=min(max(1, 256 // block), -(-layout.num_tokens // block)),
+    )
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
     warps = max(1, min(4, columns * dtype.itemsize // 512))  # as many as have 16 bytes for each thread
-    return at_most(Config(num_programs(num_tasks, 1 if few else 8 // warps), num_warps=warps), limit), blocks
+    warps = schedule.num_warps or warps
+    return at_most(Config(num_programs(num_tasks, 1 if few else max(1, 8 // warps)), num_warps=warps), limit), tile
 
 
 def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = None) -> tuple[Config, dict[str, int]]:
@@ -167,20 +170,20 @@ def dispatch_gemm(hidden: int, columns: int, num_communicating: int | None = Non
         "COMM": num_communicating or 16,
         "BLOCK_T": 32,
         "BLOCK_H": _columns(hidden, 2),
-        **gemm_tuning.product_tile(columns),
+        **grouped_gemm.product_tile(columns),
     }
     return Config(all_programs(), num_warps=8, num_stages=4), blocks
 
 
-def gemm_combine(layout: Layout, hidden: int) -> tuple[Config, dict[str, int]]:
+def gemm_combine(layout: Layout, hidden: int) -> tuple[Config, dict[str, Any]]:
     """Config and tile sizes of GEMM + combine, for rows of `hidden` columns."""
     # Sums all at the end: between products they come at a seventh of the rate (docs/design/rejected.md).
     tokens, choices = 4, power_of_two(layout.top_k)
     columns, stages = _summed_rows(hidden, 2)
-    sums = {"SUM_T": tokens, "SUM_H": columns, "SUM_STAGES": stages, "CHOICES": choices, "LENGTH": tokens * choices}
+    sums = {"SUM_T": tokens, "SUMS": SumTile(columns, tokens * choices, stages), "CHOICES": choices}
     clearing = {"CLEAR_T": 16, "CLEAR_H": min(512, _columns(hidden, 2))}
     return Config(all_programs(), num_warps=8, num_stages=3), {
-        **gemm_tuning.product_tile(hidden),
+        **grouped_gemm.product_tile(hidden),
         **sums,
         **clearing,
         "GROUP_M": 8,
@@ -189,7 +192,7 @@ def gemm_combine(layout: Layout, hidden: int) -> tuple[Config, dict[str, int]]:
 
 def gemm_combine_products(
     layout: Layout, rows: int, columns: int, *, transpose_rhs: bool
-) -> tuple[Config, dict[str, int]]:
+) -> tuple[Config, dict[str, Any]]:
     """Config and tile sizes of GEMM + combine with the gradient of its matrices `[rows, columns]`."""
     config, blocks = gemm_combine(layout, rows if transpose_rhs else columns)
     if jax.default_backend() == "cpu":
@@ -199,13 +202,15 @@ def gemm_combine_products(
     return config, blocks | {f"WEIGHT_{name}": size for name, size in tile.items()}
 
 
-def combine_products(layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of combine beside the gradient of matrices, for sums of `dtype`."""
-    programs = BESIDE if jax.default_backend() != "cpu" else 1
-    _, sums = combine(layout, hidden, dtype, dtype, programs)
-    tiles = gemm_tuning.weight_tiles(dtype.itemsize)
+def combine_products(
+    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype
+) -> tuple[Config, CombineTile, dict[str, int]]:
+    """Config, tile of combine and other tile sizes of combine beside the gradient of matrices, for sums of `dtype`."""
+    programs = schedule.num_summing_programs or (BESIDE if jax.default_backend() != "cpu" else 1)
+    _, tile = combine(dataclasses.replace(schedule, num_combining_programs=programs), layout, hidden, dtype)
+    tiles = grouped_gemm.weight_tiles(dtype.itemsize)
     weights = {"M": tiles.block_m, "N": tiles.block_n, "R": tiles.block_r}
     weights |= {"STAGES": tiles.num_stages, "PARTS": tiles.store_parts}
-    blocks = {"COMM": programs, "TASKS": 4, "GROUP_M": tiles.group_m, **sums}
+    blocks = {"COMM": programs, "TASKS": 4, "GROUP_M": tiles.group_m}
     config = Config(all_programs(tiles.programs), num_warps=tiles.num_warps)
-    return config, blocks | {f"WEIGHT_{name}": size for name, size in weights.items()}
+    return config, tile, blocks | {f"WEIGHT_{name}": size for name, size in weights.items()}

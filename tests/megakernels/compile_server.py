@@ -1,4 +1,4 @@
-"""Compiles kernels to PTX and machine code: a request per line of its input, an answer per line of its output.
+"""Compiles kernels to PTX and machine code: pickled requests at its input, pickled answers at its output.
 
 A process of its own, since a test process may be the parent of interpreters, in which kernels mean something else; and
 one for all requests, since its imports take as long as compiling a kernel.
@@ -6,7 +6,8 @@ one for all requests, since its imports take as long as compiling a kernel.
 
 from __future__ import annotations
 
-import json
+import contextlib
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -42,10 +43,13 @@ def run(*command):
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
 
 
-answers, sys.stdout = sys.stdout, sys.stderr  # what compilers print is no answer
-for line in sys.stdin:
-    try:
-        answer = compile_kernel(*json.loads(line))
-    except Exception:
-        answer = {"error": traceback.format_exc()}
-    print(json.dumps(answer), file=answers, flush=True)
+answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what compilers print is no answer
+with contextlib.suppress(EOFError):
+    while True:
+        request = pickle.load(sys.stdin.buffer)
+        try:
+            answer = compile_kernel(*request)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        pickle.dump(answer, answers)
+        answers.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
+import pickle
 import re
 import subprocess
 import sys
@@ -14,9 +14,9 @@ def build(module, function, types, constants, warps, stages, capability, max_reg
     """PTX, the assembler's report and its code, bytes of shared and of scratch memory; `types` are Triton's names."""
     server = _server()
     request = [module, function, types, constants, warps, stages, capability, max_registers]
-    server.stdin.write(json.dumps(request) + "\n")
+    pickle.dump(request, server.stdin)
     server.stdin.flush()
-    built = json.loads(server.stdout.readline())
+    built = pickle.load(server.stdout)
     assert "error" not in built, built["error"][-2000:]
     assert not diverged_barriers(built["code"])
     return built
@@ -26,7 +26,7 @@ def build(module, function, types, constants, warps, stages, capability, max_reg
 def _server():
     """One for this process, which ends with it: its input does."""
     command = [sys.executable, Path(__file__).with_name("compile_server.py")]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def diverged_barriers(code):

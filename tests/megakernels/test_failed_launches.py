@@ -262,10 +262,12 @@ def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rn
     launch = Pool.launch
 
     def launch_something_else(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
-        identity = request.constants.get("LAUNCH", 0)
+        place = request.constants.get("HEAP")
+        identity = 0 if place is None else place.LAUNCH
         if worker == 1 and identity & 0xFF == ffi.Operation[operation.upper()]:
             changed = identity ^ 256 if other is None else identity >> 8 << 8 | other
-            request = dataclasses.replace(request, constants={**request.constants, "LAUNCH": changed})
+            other_launch = dataclasses.replace(place, LAUNCH=changed)
+            request = dataclasses.replace(request, constants={**request.constants, "HEAP": other_launch})
         return launch(pool, request, worker=worker, **rest)
 
     monkeypatch.setattr(Pool, "launch", launch_something_else)

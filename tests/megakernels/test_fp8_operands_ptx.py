@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from compiling import build
 
-from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout
+from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange, fp8_operands, rows, tuning
+from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels.kernels.structs import Dispatch, Peers
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -70,11 +72,11 @@ def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int
 def test_dispatch(capability: int) -> None:
     layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
     wire = jnp.dtype(jnp.float8_e4m3fn)
-    config, blocks = tuning.dispatch(layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire)
-    integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr", "group_ptr", "after_ptr")
-    types = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32", "table_ptr": "*i64"}
-    sizes = {"W": 4, "D": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "R": layout.capacity, "LAUNCH": 1}
-    heap = HeapLayout(4)
-    places = {"DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "SCALES": 1 << 29}
-    constants = sizes | places | blocks | {"FP8": True, "QUANTIZED": True, "CLEAR": False}
+    config, tile = tuning.dispatch(layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, to_rows=True)
+    integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr")
+    types = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
+    types["peers"] = Peers("*i32", "*i64", "*i32")
+    sizes = {"T": 4096, "K": 8, "H": HIDDEN, "L": 64, "E": 256, "R": layout.capacity, "SCALES": 1 << 29}
+    options = {"FP8": True, "TO_ROWS": True, "QUANTIZED": True, "CLEAR": False}
+    constants = {"S": Dispatch(**sizes, **options, tile=tile), "HEAP": heap_of(HeapLayout(4), 4, 1)}
     check(exchange._DISPATCH, types | dict.fromkeys(integers, "*i32"), constants, config, capability)

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
+from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency, low_latency_tuning
+from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels.kernels.structs import Peers
 from jax_ep.types import Layout
 
 W, E, K, H = 4, 256, 8, 7168
@@ -25,7 +28,7 @@ CASES = [(90, 1, False), (90, 1, True), (90, 128, False), (90, 128, True), (100,
 def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     layout = Layout(W, E, num_tokens, K, E * num_tokens)
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
-    sizes = {"D": W, **low_latency._sizes(layout, num_tokens, H), "LAUNCH": 6}
+    sizes = {**low_latency._sizes(layout, num_tokens, H), "HEAP": heap_of(HeapLayout(W), W, 6)}
     if name == "dispatch":
         _, blocks = low_latency_tuning.dispatch(layout, num_tokens, H, BF16, wire, scales)
         types = {"x_ptr": "*bf16", "x_scales_ptr": "*bf16", "out_ptr": "*fp8e4nv" if fp8 else "*bf16"}
@@ -38,7 +41,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
         parts = {"WEIGHTS_AT": num_tokens * K * 4, "VALUES_AT": num_tokens * K * H * wire.itemsize}
         sizes |= {"FP8": fp8}
     places, _ = low_latency.low_latency_places(**parts, SCALES_AT=num_tokens * K * scales * 4)
-    types |= {f"{integers}_ptr": "*i32" for integers in (*INTEGERS[name], "group", "after")} | {"table_ptr": "*i64"}
+    types |= {f"{integers}_ptr": "*i32" for integers in INTEGERS[name]} | {"peers": Peers("*i32", "*i64", "*i32")}
     # The tuning of a CPU has fewer programs, and so another order of tasks.
     constants = sizes | places | blocks | {"LAG": min(num_tokens, PROGRAMS // 4)}
     registers = 128 if num_tokens > 1 else None

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from compiling import build
 
+from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency_gemm, masked, masked_tuning
+from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels.kernels.structs import Peers
 from jax_ep.megakernels.masked_tuning import MaskedTiles
 from jax_ep.types import Layout
 
@@ -61,16 +64,16 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     num_ranks, tokens, top_k = 4, 128, 8
     tiles = masked_tuning.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
     element = "fp8e4nv" if fp8 else "bf16"
-    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "weights_ptr": "*fp32", "table_ptr": "*i64"}
+    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "weights_ptr": "*fp32"}
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
     types["rhs"] = f"tensordesc<{element}[1,{tiles.block_n},{tiles.block_k}]>"
-    integers = ("sizes", "token", "start", "slot_row", "own_ids", "group", "after")
-    types |= {f"{name}_ptr": "*i32" for name in integers} | {"out_ptr": "*bf16"}
+    integers = ("sizes", "token", "start", "slot_row", "own_ids")
+    types |= {f"{name}_ptr": "*i32" for name in integers} | {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64", "*i32")}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
     constants = low_latency_gemm.constants_of(layout, tokens, K, INNER, tiles, fp8)
-    constants["LAUNCH"] = constants.pop("OPERATION")
+    constants["HEAP"] = heap_of(HeapLayout(num_ranks), num_ranks, constants.pop("OPERATION"))
     kernel, shape = low_latency_gemm._KERNEL, (tiles.num_warps, tiles.num_stages, 90)
-    built = build(kernel.module, kernel.function, types, {**constants, "D": num_ranks, "VALUES_AT": 4352}, *shape)
+    built = build(kernel.module, kernel.function, types, {**constants, "VALUES_AT": 4352}, *shape)
     assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
     assert not re.search(r"st\.global\.b(8|16)\b", built["ptx"]), "short stores: an alignment hint was lost"

@@ -6,6 +6,7 @@ On GPUs too, where one process drives them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,8 +129,8 @@ def test_edges(heaps, rng, name):
 @pytest.mark.parametrize(
     "blocks",
     [
-        {"BLOCK": 256, "ROWS": 2, "INVALID": 16, "FILL": 2048},
-        {"BLOCK": 2048, "ROWS": 1, "INVALID": 2, "FILL": 1024},
+        {"tile": {"BLOCK": 256, "ROWS": 2}, "SOURCE_BLOCKS": 16, "FILL": 2048},
+        {"tile": {"BLOCK": 2048, "ROWS": 1}, "SOURCE_BLOCKS": 2, "FILL": 1024},
     ],
     ids=["many blocks", "long blocks"],
 )
@@ -137,7 +138,8 @@ def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
     """The tiles of large exchanges, at sizes that an interpreter can do."""
     layout = Layout(2, 12, 300, 7, 4000, 4)
     config, chosen = tuning.plan(layout)
-    monkeypatch.setattr(tuning, "plan", lambda layout: (config, chosen | blocks))
+    sizes = dataclasses.replace(chosen, **blocks | {"tile": dataclasses.replace(chosen.tile, **blocks["tile"])})
+    monkeypatch.setattr(tuning, "plan", lambda layout: (config, sizes))
     call = planner(layout)
     for ids in routings(rng, layout).values():
         check(layout, ids, call)
@@ -145,12 +147,12 @@ def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
 
 def test_tiles_cover_every_layout():
     for layout in (*LAYOUTS.values(), Layout(63, 63, 1 << 18, 8, 1 << 27), Layout(4, 256, 32768, 8, 1 << 20)):
-        _, blocks = tuning.plan(layout)
-        source_blocks = -(-layout.num_tokens * layout.top_k // blocks["BLOCK"])
+        _, sizes = tuning.plan(layout)
+        source_blocks = -(-layout.num_tokens * layout.top_k // sizes.tile.BLOCK)
         assert layout.num_ranks * source_blocks <= 256
-        assert blocks["INVALID"] >= source_blocks
-        assert blocks["BINS"] >= layout.num_local_experts
-        assert blocks["BLOCK"] % blocks["LANES"] == 0
+        assert source_blocks <= sizes.SOURCE_BLOCKS
+        assert layout.num_local_experts <= sizes.tile.BINS
+        assert sizes.tile.BLOCK % sizes.tile.LANES == 0
 
 
 def test_the_same_bits_whatever_the_heap_holds(heaps, rng):

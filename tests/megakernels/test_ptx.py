@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
-from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout
+from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import tuning
+from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -20,9 +22,11 @@ CAPABILITIES = [80, 90, 100, pytest.param(120, marks=pytest.mark.slow)]
 STAGES = 3
 
 
-def places() -> dict[str, int]:
-    heap = HeapLayout(4)
-    return {"D": 4, "DATA": heap.data, "FLAGS": heap.flags, "MAX_BLOCKS": MAX_BLOCKS, "LAUNCH": 1}
+HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64", "*i32")
+
+
+def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
+    return {"T": 4096, "K": 8, "H": hidden, "L": 64, "E": 256, "SCALES": 1 << 29, "FP8": fp8}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -36,19 +40,18 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
-        config, blocks = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit=limit)
+        config, tile = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True, limit=limit)
+        options = {"R": 40960, "TO_ROWS": True, "QUANTIZED": False, "CLEAR": True}
+        sizes = Dispatch(**row_sizes(HIDDEN, fp8), **options, tile=tile)
         rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
-        config, blocks = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
+        config, tile = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
+        sizes = Combine(**row_sizes(HIDDEN, fp8), tile=tile)
         rows = {"y_ptr": element}
-    integers = ["ids_ptr", "slot_row_ptr", "group_ptr", "after_ptr", "lists_ptr"]
-    types = {"out_ptr": element, "table_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
+    integers = ["ids_ptr", "slot_row_ptr", "lists_ptr"]
+    types = {"out_ptr": element, "peers": PEERS} | dict.fromkeys(integers, "*i32")
     types |= rows
-    sizes = {"W": 4, "T": 4096, "K": 8, "H": HIDDEN, "L": 64, "SCALES": 1 << 29, "FP8": fp8}
-    constants = (
-        places() | sizes | blocks | ({"R": 40960, "QUANTIZED": False, "CLEAR": True} if name == "dispatch" else {})
-    )
-    built = build(name, name, types, constants, config.num_warps, STAGES, capability)
+    built = build(name, name, types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)
     loads = r"ld\.global\.v4\.b32" if name == "dispatch" else r"cp\.async\.cg\.shared\.global \[.*\], 0x10"
     assert re.search(loads, built["ptx"]), "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
@@ -64,21 +67,21 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 @pytest.mark.parametrize("hidden", [256, 512, 2048])
 def test_combine_of_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
-    config, blocks = tuning.combine(LAYOUT, hidden, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
-    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "group_ptr", "after_ptr", "lists_ptr"], "*i32")
-    types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "table_ptr": "*i64"}
-    sizes = {"W": 4, "T": 4096, "K": 8, "H": hidden, "L": 64, "SCALES": 1 << 29, "FP8": False}
-    built = build("combine", "combine", types, places() | sizes | blocks, config.num_warps, STAGES, 90)
+    config, tile = tuning.combine(LAYOUT, hidden, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32")
+    types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "peers": PEERS}
+    sizes = Combine(**row_sizes(hidden, False), tile=tile)
+    built = build("combine", "combine", types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, 90)
     assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", built["ptx"])
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_word_kernel(capability):
-    config, block = tuning.words(4, 4096 * 8)
-    pointers = dict.fromkeys(("x_ptr", "group_ptr", "after_ptr", "out_ptr"), "*i32") | {"table_ptr": "*i64"}
-    constants = places() | {"W": 4, "N": 4096 * 8, "DIFFERENT": False, "BLOCK": block}
-    built = build("words", "exchange_words", pointers, constants, config.num_warps, STAGES, capability)
+def test_small_exchange_kernel(capability):
+    config, block = tuning.small_exchange(4, 4096 * 8)
+    pointers = {"x_ptr": "*i32", "peers": PEERS, "out_ptr": "*i32"}
+    constants = {"S": SmallExchange(4096 * 8, False, block), "HEAP": HEAP}
+    built = build("small_exchange", "exchange_i32", pointers, constants, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
@@ -87,12 +90,11 @@ def test_word_kernel(capability):
 @pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (1024, 4096), (4096, 4096)])
 def test_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
-    config, blocks = tuning.plan(layout)
-    results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped", "places", "counts", "invalid")
-    names = [f"{name}_ptr" for name in ("x", "group", "after", *results)]
-    pointers = dict.fromkeys(names, "*i32") | {"table_ptr": "*i64"}
-    sizes = {"W": 4, "N": tokens * 8, "L": experts // 4, "R": layout.capacity, "ALIGNMENT": 1}
-    built = build("plan", "plan", pointers, places() | sizes | blocks, config.num_warps, STAGES, capability)
+    config, sizes = tuning.plan(layout)
+    results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped")
+    pointers = {"x_ptr": "*i32", "peers": PEERS, **{f"{name}_ptr": "*i32" for name in results}}
+    pointers["scratch"] = PlanScratch("*i32", "*i32", "*i32")
+    built = build("plan", "plan", pointers, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     assert int(re.findall(r"Used (\d+) registers", built["report"])[0]) <= 255
     if tokens > 128:  # else a block is a word per thread

@@ -75,11 +75,9 @@ def test_order(sizes, hostile, rng):
 @pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (2048, 4096)])
 def test_compiles_without_spills(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
-    blocks = tuning.schedule(layout)
-    rows = blocks.pop("ROWS")
-    sizes = {"W": 4, "T": tokens, "L": experts // 4, **blocks}
-    names = ("ids", "group", "places", "counts", "order", "num_sends", "num_needed")
+    sizes = tuning.send_order(layout)
+    names = ("ids", "group", "positions", "counts", "order", "num_sends", "num_needed")
     pointers = dict.fromkeys([f"{name}_ptr" for name in names], "*i32")
-    for function, more in (("count_firsts", {"K": 8}), ("place_firsts", {"ROWS": rows})):
-        built = build("schedule", function, pointers, sizes | more, 4, 3, capability)
+    for function in ("count_firsts", "place_firsts"):
+        built = build("schedule", function, pointers, {"S": sizes}, 4, 3, capability)
         assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

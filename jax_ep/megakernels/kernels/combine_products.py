@@ -11,10 +11,11 @@ Tiles are taken some at a time, by whoever is free.
 import triton
 import triton.language as tl
 
-from .combine import sum_blocks
+from .combine import combine_blocks
 from .failures import poison
 from .gemm_weights import multiply_flat
-from .protocol import QUEUE, STARTED, end_launch, open_launch
+from .protocol import end_launch, open_launch
+from .table import QUEUE, STARTED
 from .tiles import locate_groups
 
 
@@ -26,31 +27,14 @@ def combine_products(
     sizes_ptr,
     lhs,
     rhs,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
     lists_ptr,
     products,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    L: tl.constexpr,
     R: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COMM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    CHOICES: tl.constexpr,
-    RANKS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    LAG: tl.constexpr,
+    COMBINE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHT_M: tl.constexpr,
@@ -60,7 +44,7 @@ def combine_products(
     WEIGHT_PARTS: tl.constexpr,
     TASKS: tl.constexpr,
     GROUP_M: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`y [R, H]` to `out [T, H]` as `combine` has it; and `lhs [R, ROWS]` and `rhs [R, COLUMNS]` to `products`.
 
@@ -68,46 +52,16 @@ def combine_products(
     `rhs` are bounded descriptors of blocks of WEIGHT_R rows, and `products` is one of blocks
     `[1, WEIGHT_M, WEIGHT_N / WEIGHT_PARTS]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
+    launch, alive = open_launch(peers, HEAP)
     programs = tl.num_programs(0)
+    L: tl.constexpr = COMBINE.L
     tiles: tl.constexpr = L * ((ROWS + WEIGHT_M - 1) // WEIGHT_M) * ((COLUMNS + WEIGHT_N - 1) // WEIGHT_N)
     num_turns = tl.cdiv(tiles, TASKS * programs) * programs
-    communicates = tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") < COMM
+    communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < COMM
     if communicates:
-        sum_blocks(
-            y_ptr,
-            ids_ptr,
-            slot_row_ptr,
-            group_ptr,
-            table_ptr,
-            out_ptr,
-            lists_ptr,
-            rank,
-            me,
-            control,
-            alive,
-            W,
-            D,
-            T,
-            K,
-            H,
-            L,
-            DATA,
-            DATA,
-            FLAGS,
-            MAX_BLOCKS,
-            BLOCK_T,
-            BLOCK_H,
-            CHOICES,
-            RANKS,
-            LENGTH,
-            STAGES,
-            LAG,
-            False,
-            LAUNCH,
-        )
+        combine_blocks(y_ptr, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, launch, alive, COMBINE, HEAP)
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
-    turn = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
+    turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     while turn < num_turns:
         # Programs that take neighbouring turns work on neighbouring tiles.
         multiply_flat(
@@ -130,6 +84,6 @@ def combine_products(
             True,
             WEIGHT_STAGES,
         )
-        turn = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
-    if end_launch(control, group_ptr, W):
-        poison(out_ptr, T * H)  # the gradient needs nothing of other ranks
+        turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
+    if end_launch(launch, HEAP):
+        poison(out_ptr, COMBINE.T * COMBINE.H)  # the gradient needs nothing of other ranks

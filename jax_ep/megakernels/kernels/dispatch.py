@@ -11,192 +11,118 @@ import triton.language as tl
 
 from .dispatch_rows import clear_padding, copy_to_rows, store_rows, store_scales
 from .failures import poison
+from .masks import destinations, goes_to, send_mask
 from .protocol import (
     announce,
     await_block,
     await_peers,
+    data_of,
     end_launch,
     heap_rows,
     next_task,
     open_launch,
+    peer_of,
     publish_to_all,
 )
 from .quantization import GROUP, dequantize, quantize, scale_offsets
-from .wanted import wanted_by, wanting_ranks
+from .structs import Rows
 
 
 @triton.jit
-def push(x_ptr, tokens, slots, wanted, values_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
+def copy_tokens(x_ptr, tokens, slots, mask, values_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
     """Copies tokens to slots, such as those in a peer's heap."""
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
-        mask = wanted[:, None] & (columns < H)
+        inside = mask[:, None] & (columns < H)
         source = tl.multiple_of(x_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
         target = tl.multiple_of(values_ptr + slots.to(tl.int64)[:, None] * H + columns, (16, 16))
-        tl.store(target, tl.load(source, mask=mask), mask=mask)
+        tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
 @triton.jit
-def send_block(
-    x_ptr,
-    ids_ptr,
-    slot_row_ptr,
-    group_ptr,
-    table_ptr,
-    out_ptr,
-    out_scales_ptr,
-    rank,
-    block,
-    W: tl.constexpr,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    FP8: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-):
-    """Stores a block of this rank's tokens in the heap of every peer that wants them, and in their rows of `out`."""
-    wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
+def dispatch_block(x_ptr, ids_ptr, slot_row_ptr, out, launch, block, S: tl.constexpr, HEAP: tl.constexpr):
+    """Stores a block of this rank's tokens in the heap of every peer that has experts of theirs, and in own rows."""
+    wire: tl.constexpr = tl.float8e4nv if S.FP8 else x_ptr.dtype.element_ty
+    H: tl.constexpr = S.H
+    BLOCK_T: tl.constexpr = S.tile.BLOCK_T
+    BLOCK_H: tl.constexpr = S.tile.BLOCK_H
+    W: tl.constexpr = HEAP.W
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = rank * T + tokens
-    ranks = wanting_ranks(ids_ptr, slots * K, tokens < T, W, L, K)
+    slots = launch.rank * S.T + tokens
+    ranks = destinations(ids_ptr, slots * S.K, tokens < S.T, S.K, S.L, S.E)
     for h in range(0, H, BLOCK_H):
         columns = h + tl.arange(0, BLOCK_H)[None, :]
         inside = columns < H
         source = tl.multiple_of(x_ptr + tokens.to(tl.int64)[:, None] * H + columns, (16, 16))
         values = tl.load(source, mask=(ranks != 0)[:, None] & inside, other=0.0)
-        if FP8:
+        if S.FP8:
             values, scales = quantize(values, BLOCK_T, BLOCK_H)
             offsets, exists = scale_offsets(slots, h, H, BLOCK_H)
         for step in tl.static_range(1, W):
-            peer_rank = (rank + step) % W
-            peer = tl.load(group_ptr + peer_rank)
-            wanted = ((ranks >> peer_rank.to(tl.int64)) & 1 > 0)[:, None]
-            row_ptr = heap_rows(table_ptr, peer, wire, DATA) + slots.to(tl.int64)[:, None] * H
-            tl.store(tl.multiple_of(row_ptr + columns, (16, 16)), values, mask=wanted & inside)
-            if FP8:
-                tl.store(heap_rows(table_ptr, peer, tl.float32, SCALES) + offsets, scales, mask=wanted & exists)
-        own = (ranks >> rank.to(tl.int64)) & 1 > 0
-        if QUANTIZED:
-            store_scales(scales, slot_row_ptr + slots * K, own, out_scales_ptr, h, H, K, BLOCK_H)
-        elif FP8:
+            peer = peer_of(launch, (launch.rank + step) % W)
+            mask = goes_to(ranks, peer.rank)[:, None]
+            row_ptr = data_of(launch, peer.device, wire, HEAP) + slots.to(tl.int64)[:, None] * H
+            tl.store(tl.multiple_of(row_ptr + columns, (16, 16)), values, mask=mask & inside)
+            if S.FP8:
+                scales_ptr = heap_rows(launch, peer.device, tl.float32, S.SCALES)
+                tl.store(scales_ptr + offsets, scales, mask=mask & exists)
+        own = goes_to(ranks, launch.rank)
+        if S.QUANTIZED:
+            store_scales(scales, slot_row_ptr + slots * S.K, own, out.scales_ptr, h, S)
+        elif S.FP8:
             values = dequantize(values, scales, BLOCK_T, BLOCK_H).to(x_ptr.dtype.element_ty)
-        store_rows(values, slot_row_ptr + slots * K, own, out_ptr, columns, inside, H, K)
+        store_rows(values, slot_row_ptr + slots * S.K, own, out.values_ptr, columns, inside, S)
 
 
 @triton.jit
 def dispatch(
-    x_ptr,
-    ids_ptr,
-    slot_row_ptr,
-    row_slot_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
-    out_ptr,
-    out_scales_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    DATA: tl.constexpr,
-    SCALES: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    LAG: tl.constexpr,
-    FP8: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    CLEAR: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    x_ptr, ids_ptr, slot_row_ptr, row_slot_ptr, peers, out_ptr, out_scales_ptr, S: tl.constexpr, HEAP: tl.constexpr
 ):
     """`x [T, H]` to `out [R, H]`; `ids`, `slot_row [W, T, K]` and `row_slot [R]` are those of the handle.
 
     With QUANTIZED, rows stay FP8 values, with scales in `out_scales [R, H / 128]`. CLEAR writes zeros where there is no
     token.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
-    wire: tl.constexpr = tl.float8e4nv if FP8 else x_ptr.dtype.element_ty
-    num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
+    launch, alive = open_launch(peers, HEAP)
+    out = Rows(out_ptr, out_scales_ptr)
+    W: tl.constexpr = HEAP.W
+    BLOCK_T: tl.constexpr = S.tile.BLOCK_T
+    BLOCK_R: tl.constexpr = S.tile.BLOCK_R
+    LAG: tl.constexpr = S.tile.LAG
+    wire: tl.constexpr = tl.float8e4nv if S.FP8 else x_ptr.dtype.element_ty
+    num_blocks: tl.constexpr = (S.T + BLOCK_T - 1) // BLOCK_T
     # A step sends a block, and copies one of each peer.
     steps_end: tl.constexpr = 1 + (num_blocks + LAG) * W
-    num_tasks: tl.constexpr = steps_end + ((R + BLOCK_R - 1) // BLOCK_R if CLEAR else 0)
+    num_tasks: tl.constexpr = steps_end + ((S.R + BLOCK_R - 1) // BLOCK_R if S.CLEAR else 0)
     begun = 0
-    task = next_task(control)
+    task = next_task(launch)
     while task < num_tasks:
         step = (task - 1) // W
         index = (task - 1) % W
         if task == 0:
-            announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
+            announce(launch, HEAP)
         elif task >= steps_end:
-            if CLEAR:
-                clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, H, R, BLOCK_R, BLOCK_H)
+            if S.CLEAR:
+                clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, S)
         elif index == 0:
             if step < num_blocks:
                 if begun == 0:
-                    alive = await_peers(table_ptr, group_ptr, control, rank, alive, task, LAUNCH, W, D)
+                    alive = await_peers(launch, alive, task, HEAP)
                     begun = 1
                 if alive != 0:
-                    send_block(
-                        x_ptr,
-                        ids_ptr,
-                        slot_row_ptr,
-                        group_ptr,
-                        table_ptr,
-                        out_ptr,
-                        out_scales_ptr,
-                        rank,
-                        step,
-                        W,
-                        T,
-                        K,
-                        H,
-                        L,
-                        DATA,
-                        SCALES,
-                        BLOCK_T,
-                        BLOCK_H,
-                        FP8,
-                        QUANTIZED,
-                    )
-                    publish_to_all(table_ptr, group_ptr, control, me, rank, step, FLAGS, W, D, MAX_BLOCKS)
+                    dispatch_block(x_ptr, ids_ptr, slot_row_ptr, out, launch, step, S, HEAP)
+                    publish_to_all(launch, step, HEAP)
         elif step >= LAG:
             block = step - LAG
-            source_rank = (rank + W - index) % W
-            source = tl.load(group_ptr + source_rank)
-            alive = await_block(
-                table_ptr, control, rank, source_rank, source, block, alive, task, LAUNCH, FLAGS, D, MAX_BLOCKS
-            )
-            tokens = source_rank * T + block * BLOCK_T + tl.arange(0, BLOCK_T)
-            wanted = wanted_by(ids_ptr, tokens * K, tokens < (source_rank + 1) * T, rank * L, L, K)
-            values_ptr = heap_rows(table_ptr, me, wire, DATA)
-            scales_ptr = heap_rows(table_ptr, me, tl.float32, SCALES)
-            copy_to_rows(
-                values_ptr,
-                scales_ptr,
-                tokens,
-                wanted,
-                slot_row_ptr,
-                out_ptr,
-                out_scales_ptr,
-                H,
-                K,
-                BLOCK_T,
-                BLOCK_H,
-                FP8,
-                QUANTIZED,
-            )
-        task = next_task(control)
-    if end_launch(control, group_ptr, W):
-        poison(out_ptr, R * H)
-        if QUANTIZED:
-            poison(out_scales_ptr, R * (H // GROUP))
+            source = peer_of(launch, (launch.rank + W - index) % W)
+            alive = await_block(launch, source, block, alive, task, HEAP)
+            tokens = source.rank * S.T + block * BLOCK_T + tl.arange(0, BLOCK_T)
+            mask = send_mask(ids_ptr, tokens * S.K, tokens < (source.rank + 1) * S.T, launch.rank, S.K, S.L)
+            scales_ptr = heap_rows(launch, launch.device, tl.float32, S.SCALES)
+            received = Rows(data_of(launch, launch.device, wire, HEAP), scales_ptr)
+            copy_to_rows(received, tokens, mask, slot_row_ptr, out, S)
+        task = next_task(launch)
+    if end_launch(launch, HEAP):
+        poison(out_ptr, S.R * S.H)
+        if S.QUANTIZED:
+            poison(out_scales_ptr, S.R * (S.H // GROUP))

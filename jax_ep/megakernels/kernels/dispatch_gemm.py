@@ -12,24 +12,24 @@ peers' announcements, at least once for each peer. So one resident program suffi
 import triton
 import triton.language as tl
 
-from .dispatch import push
+from .dispatch import copy_tokens
 from .failures import poison
 from .gemm_tile import store_tile, zero_rows
+from .masks import send_mask
 from .product import GROUP_M, count_row_tiles, find_group, multiply, row_tiles
 from .protocol import (
-    QUEUE,
-    STARTED,
     announce,
     await_blocks,
     await_ready,
+    data_of,
     end_launch,
-    heap_rows,
     next_task,
     open_launch,
+    peer_of,
     publish,
 )
+from .table import QUEUE, STARTED
 from .tiles import tile_in_grid
-from .wanted import wanted_by
 
 
 @triton.jit
@@ -79,22 +79,15 @@ def dispatch_gemm(
     order_ptr,
     num_sends_ptr,
     num_needed_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
     kept_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     COMM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -104,74 +97,60 @@ def dispatch_gemm(
     BK: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     KEEP: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`x [T, H]` and matrices `[L, H, N]` (`[L, N, H]` if TRANSPOSED) to `out [R, N]`.
 
     `ids [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle, `order [W, T]`, `num_sends [W]` and
     `num_needed [W, L]` those of the schedule. With KEEP, tokens with an expert here are copied to `kept [W * T, H]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
     num_blocks: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
-    peers: tl.constexpr = W - 1 if W > 1 else 1
+    num_peers: tl.constexpr = W - 1 if W > 1 else 1
     push_end: tl.constexpr = 1 + num_blocks * (W - 1)
-    received_ptr = heap_rows(table_ptr, me, x_ptr.dtype.element_ty, DATA)
-    if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") < COMM:
-        task = next_task(control)
+    received_ptr = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
+    if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < COMM:
+        task = next_task(launch)
         while task < push_end + (num_blocks * W if KEEP else 0):
             if task == 0:
-                announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
+                announce(launch, HEAP)
             elif task < push_end:
-                block = (task - 1) // peers
-                peer_rank = (rank + 1 + (task - 1) % peers) % W
+                block = (task - 1) // num_peers
+                peer_rank = (launch.rank + 1 + (task - 1) % num_peers) % W
                 num_sends = tl.load(num_sends_ptr + peer_rank)
-                peer = tl.load(group_ptr + peer_rank)
+                peer = peer_of(launch, peer_rank)
                 # Once even where nothing goes: no rank may run two launches ahead of another.
                 if (block == 0) | (block * BLOCK_T < num_sends):
-                    alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, LAUNCH, D)
+                    alive = await_ready(launch, peer, alive, task, HEAP)
                     if (alive != 0) & (block * BLOCK_T < num_sends):
-                        place = block * BLOCK_T + tl.arange(0, BLOCK_T)
-                        wanted = place < num_sends
-                        tokens = tl.load(order_ptr + peer_rank * T + place, mask=wanted, other=0)
-                        values_ptr = heap_rows(table_ptr, peer, x_ptr.dtype.element_ty, DATA)
-                        push(x_ptr, tokens, rank * T + tokens, wanted, values_ptr, H, BLOCK_H)
-                        publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
+                        index = block * BLOCK_T + tl.arange(0, BLOCK_T)
+                        mask = index < num_sends
+                        tokens = tl.load(order_ptr + peer_rank * T + index, mask=mask, other=0)
+                        values_ptr = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
+                        copy_tokens(x_ptr, tokens, launch.rank * T + tokens, mask, values_ptr, H, BLOCK_H)
+                        publish(launch, peer, block, HEAP)
             else:
                 # Own tokens first: they are here.
-                source_rank = (rank + (task - push_end) // num_blocks) % W
-                source = tl.load(group_ptr + source_rank)
+                source = peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % W)
                 local = (task - push_end) % num_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-                slots = source_rank * T + local
-                wanted = wanted_by(ids_ptr, slots * K, local < T, rank * L, L, K)
-                if source_rank == rank:
-                    push(x_ptr, local, slots, wanted, kept_ptr, H, BLOCK_H)
+                slots = source.rank * T + local
+                mask = send_mask(ids_ptr, slots * K, local < T, launch.rank, K, L)
+                if source.rank == launch.rank:
+                    copy_tokens(x_ptr, local, slots, mask, kept_ptr, H, BLOCK_H)
                 else:
-                    needed = tl.load(num_needed_ptr + source_rank * L + L - 1)
+                    needed = tl.load(num_needed_ptr + source.rank * L + L - 1)
                     end = (needed + BLOCK_T - 1) // BLOCK_T
-                    alive = await_blocks(
-                        table_ptr,
-                        control,
-                        rank,
-                        source_rank,
-                        source,
-                        0,
-                        end,
-                        alive,
-                        task,
-                        LAUNCH,
-                        FLAGS,
-                        D,
-                        MAX_BLOCKS,
-                    )
-                    push(received_ptr, slots, slots, wanted, kept_ptr, H, BLOCK_H)
-            task = next_task(control)
+                    alive = await_blocks(launch, source, 0, end, alive, task, HEAP)
+                    copy_tokens(received_ptr, slots, slots, mask, kept_ptr, H, BLOCK_H)
+            task = next_task(launch)
     column_tiles: tl.constexpr = (N + BN - 1) // BN
     num_tiles = count_row_tiles(sizes_ptr, L, BLOCK_L, BM) * column_tiles
     lanes = tl.arange(0, BLOCK_L)
     num_rows = tl.sum(tl.load(sizes_ptr + lanes, mask=lanes < L, other=0), axis=0)
     num_clears = (R - num_rows + BM - 1) // BM
     expert, first_tile, first_row, ready = 0, 0, 0, -1
-    tile = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
+    tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     while tile < num_tiles + num_clears:
         if tile < num_tiles:
             expert, first_tile, first_row, size = find_group(
@@ -179,26 +158,11 @@ def dispatch_gemm(
             )
             if expert > ready:
                 for step in range(1, W):
-                    source_rank = (rank + W - step) % W
-                    source = tl.load(group_ptr + source_rank)
-                    needed_ptr = num_needed_ptr + source_rank * L
+                    source = peer_of(launch, (launch.rank + W - step) % W)
+                    needed_ptr = num_needed_ptr + source.rank * L
                     begin = tl.load(needed_ptr + ready, mask=ready >= 0, other=0) // BLOCK_T
                     end = (tl.load(needed_ptr + expert) + BLOCK_T - 1) // BLOCK_T
-                    alive = await_blocks(
-                        table_ptr,
-                        control,
-                        rank,
-                        source_rank,
-                        source,
-                        begin,
-                        end,
-                        alive,
-                        tile,
-                        LAUNCH,
-                        FLAGS,
-                        D,
-                        MAX_BLOCKS,
-                    )
+                    alive = await_blocks(launch, source, begin, end, alive, tile, HEAP)
                 ready = expert
             row_tile, column = tile_in_grid(tile - first_tile, row_tiles(size, BM), column_tiles, GROUP_M)
             rows_left = size - row_tile * BM
@@ -209,7 +173,7 @@ def dispatch_gemm(
                     row_slot_ptr,
                     b_desc,
                     out_ptr,
-                    rank,
+                    launch.rank,
                     expert,
                     column,
                     first_row + row_tile * BM,
@@ -230,7 +194,7 @@ def dispatch_gemm(
                     row_slot_ptr,
                     b_desc,
                     out_ptr,
-                    rank,
+                    launch.rank,
                     expert,
                     column,
                     first_row + row_tile * BM,
@@ -246,8 +210,8 @@ def dispatch_gemm(
                 )
         else:
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BM, R, N, BM, BN)
-        tile = tl.atomic_add(control + QUEUE, 1, sem="relaxed", scope="gpu")
-    if end_launch(control, group_ptr, W):
+        tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
+    if end_launch(launch, HEAP):
         poison(out_ptr, R * N)
         if KEEP:
             poison(kept_ptr, W * T * H)

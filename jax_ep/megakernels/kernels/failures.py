@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-FAILED = tl.constexpr(2)  # which control word is 1 after a failure
+from .table import FAILED, STATUS, TIMEOUT_NS
 
 STATE_TIMEOUT = tl.constexpr(1)
 STATE_WRITING = tl.constexpr(3)
@@ -26,39 +26,40 @@ def poison(ptr, N: tl.constexpr):
 
 
 @triton.jit
-def give_up(table_ptr, flag, epoch, control, rank, peer_rank, task, timeout_ns, LAUNCH: tl.constexpr, D: tl.constexpr):
+def give_up(launch, flag, epoch, peer_rank, task, timeout_ns, HEAP: tl.constexpr):
     """Ends all waiting on this device after that for `flag` has expired."""
-    tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
+    tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
     seen = tl.atomic_load(flag, sem="relaxed", scope="sys")
-    report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, LAUNCH, D)
+    report_timeout(launch, peer_rank, epoch, seen, task, timeout_ns, HEAP)
 
 
 @triton.jit
-def refuse_greeting(table_ptr, rank, peer_rank, epoch, seen, task, LAUNCH: tl.constexpr, D: tl.constexpr):
+def refuse_greeting(launch, peer_rank, epoch, seen, task, HEAP: tl.constexpr):
     """Tells the host of an expired wait for a greeting: the peer did not come, or it launches something else."""
+    LAUNCH: tl.constexpr = HEAP.LAUNCH
     seen_epoch, seen_launch = seen.to(tl.int32), (seen >> 32).to(tl.int32)
     is_other = (seen_epoch == epoch) & (seen_launch != LAUNCH)
     state = tl.where(is_other, STATE_OTHER_LAUNCH, STATE_TIMEOUT)
     expected, found = tl.where(is_other, LAUNCH, epoch), tl.where(is_other, seen_launch, seen_epoch)
-    timeout_ns = tl.load(table_ptr + D + 1)
+    timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
     detail = tl.where(is_other, epoch, (timeout_ns // 1000000).to(tl.int32))
-    report(table_ptr, state, rank, peer_rank, expected, found, task, detail, LAUNCH, D)
+    report(launch, state, peer_rank, expected, found, task, detail, HEAP)
 
 
 @triton.jit
-def report_timeout(table_ptr, rank, peer_rank, epoch, seen, task, timeout_ns, LAUNCH: tl.constexpr, D: tl.constexpr):
+def report_timeout(launch, peer_rank, epoch, seen, task, timeout_ns, HEAP: tl.constexpr):
     """Tells the host of a wait that has expired."""
     detail = (timeout_ns // 1000000).to(tl.int32)
-    report(table_ptr, STATE_TIMEOUT, rank, peer_rank, epoch, seen, task, detail, LAUNCH, D)
+    report(launch, STATE_TIMEOUT, peer_rank, epoch, seen, task, detail, HEAP)
 
 
 @triton.jit
-def report(table_ptr, state, rank, peer_rank, expected, seen, task, detail, LAUNCH: tl.constexpr, D: tl.constexpr):
+def report(launch, state, peer_rank, expected, seen, task, detail, HEAP: tl.constexpr):
     """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
-    status = tl.load(table_ptr + D).to(tl.pointer_type(tl.int32))
+    status = tl.load(launch.table_ptr + HEAP.D + STATUS).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
-        tl.store(status + 1, LAUNCH & 0xFF)  # the operation
-        tl.store(status + 2, rank)
+        tl.store(status + 1, HEAP.LAUNCH & 0xFF)  # the operation
+        tl.store(status + 2, launch.rank)
         tl.store(status + 3, peer_rank)
         tl.store(status + 4, expected)
         tl.store(status + 5, seen)

@@ -21,17 +21,19 @@ from .gemm_weights import ALL_TASKS, multiply_flat
 from .listed_sums import sum_listed
 from .programs import all_begun, count_stored
 from .protocol import (
-    STARTED,
     announce,
     await_block_of_all,
     await_peers,
+    data_of,
     end_launch,
-    heap_rows,
     next_task,
     open_launch,
+    peer_of,
     publish,
 )
 from .scattered_rows import clear_dropped, list_slots, row_addresses, store_rows
+from .structs import Rows
+from .table import STARTED
 from .tiles import (
     find_tile,
     locate_groups,
@@ -53,23 +55,16 @@ def gemm_combine(
     sizes_ptr,
     lhs,
     rhs,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
     lists_ptr,
     products,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     F: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -78,10 +73,8 @@ def gemm_combine(
     CLEAR_T: tl.constexpr,
     CLEAR_H: tl.constexpr,
     SUM_T: tl.constexpr,
-    SUM_H: tl.constexpr,
-    SUM_STAGES: tl.constexpr,
+    SUMS: tl.constexpr,
     CHOICES: tl.constexpr,
-    LENGTH: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     DROPS: tl.constexpr,
     WEIGHT_M: tl.constexpr,
@@ -89,7 +82,7 @@ def gemm_combine(
     WEIGHT_R: tl.constexpr,
     WEIGHT_STAGES: tl.constexpr,
     WEIGHT_PARTS: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`.
 
@@ -100,17 +93,16 @@ def gemm_combine(
     TRANSPOSED), to `products`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices. Both are bounded
     descriptors with blocks of WEIGHT_R rows, and `products` is one of blocks `[1, WEIGHT_M, WEIGHT_N / WEIGHT_PARTS]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    received_ptr = heap_rows(table_ptr, me, dtype, DATA)
-    if tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
-        announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
-    alive = await_peers(table_ptr, group_ptr, control, rank, alive, 0, LAUNCH, W, D)
+    received_ptr = data_of(launch, launch.device, dtype, HEAP)
+    if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
+        announce(launch, HEAP)
+    alive = await_peers(launch, alive, 0, HEAP)
     if DROPS:  # known when compiling, unlike what follows
         if alive != 0:
-            clear_dropped(
-                ids_ptr, slot_row_ptr, group_ptr, table_ptr, rank, dtype, W, T, K, H, L, DATA, CLEAR_T, CLEAR_H
-            )
+            clear_dropped(ids_ptr, slot_row_ptr, launch, dtype, T, K, H, L, CLEAR_T, CLEAR_H, HEAP)
     starts, rows = locate_groups(sizes_ptr, R, L, BLOCK_L)
     group_ends = number_tasks(starts, rows, H, BM, BN)
     # After a failure nobody may be there to receive: no more stores, whatever the results then are.
@@ -120,12 +112,12 @@ def gemm_combine(
         expert, row, end, column = find_tile(task_of_turn(turn), group_ends, sizes_ptr, R, H, BM, BN, GROUP_M)
         total = multiply(h_desc, b_desc, row, expert, column, F, BM, BN, BK, TRANSPOSED)
         # Addresses that live beside the sums would spill registers in the flat loop.
-        addresses = row_addresses(row_slot_ptr, group_ptr, table_ptr, row, end, dtype, T, K, H, DATA, BM)
+        addresses = row_addresses(row_slot_ptr, launch, row, end, dtype, T, K, H, BM, HEAP)
         store_rows(total, addresses, column, dtype, H, BN)
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
-        if count_stored(control, 0):
+        if count_stored(launch, 0):
             for peer_rank in range(W):
-                publish(table_ptr, control, me, tl.load(group_ptr + peer_rank), 0, FLAGS, D, MAX_BLOCKS)
+                publish(launch, peer_of(launch, peer_rank), 0, HEAP)
     if products is not None:
         multiply_flat(
             lhs,
@@ -147,29 +139,16 @@ def gemm_combine(
             True,
             WEIGHT_STAGES,
         )
-    if all_begun(control):
+    if all_begun(launch):
         blocks: tl.constexpr = (T + SUM_T - 1) // SUM_T
-        list_ptr = lists_ptr + tl.program_id(0) * 2 * LENGTH
-        block = next_task(control)
+        list_ptr = lists_ptr + tl.program_id(0) * 2 * SUMS.LENGTH
+        block = next_task(launch)
         if block < blocks:
-            alive = await_block_of_all(
-                table_ptr, group_ptr, control, rank, 0, alive, block, LAUNCH, FLAGS, W, D, MAX_BLOCKS
-            )
+            alive = await_block_of_all(launch, 0, alive, block, HEAP)
         while block < blocks:
-            count = list_slots(list_ptr, ids_ptr, rank, block * SUM_T, T, K, W * L, SUM_T, CHOICES, LENGTH)
-            sum_listed(
-                list_ptr,
-                count,
-                received_ptr,
-                received_ptr,
-                out_ptr,
-                out_ptr,
-                H,
-                SUM_H,
-                LENGTH,
-                SUM_STAGES,
-                tl.float32,
-            )
-            block = next_task(control)
-    if end_launch(control, group_ptr, W):
+            count = list_slots(list_ptr, ids_ptr, launch.rank, block * SUM_T, T, K, W * L, SUM_T, CHOICES, SUMS.LENGTH)
+            received = Rows(received_ptr, received_ptr)
+            sum_listed(list_ptr, count, received, Rows(out_ptr, out_ptr), tl.float32, H, SUMS)
+            block = next_task(launch)
+    if end_launch(launch, HEAP):
         poison(out_ptr, T * H)  # the gradient needs nothing of other ranks

@@ -12,38 +12,36 @@ from .quantization import dequantize, quantize, scale_offsets
 
 
 @triton.jit
-def write_list(
-    list_ptr, sources, exists, targets, needed, TOKENS: tl.constexpr, EACH: tl.constexpr, LENGTH: tl.constexpr
-):
-    """Writes the rows `sources [TOKENS, EACH]` that exist, with the row that their sum goes to; returns how many.
+def write_list(list_ptr, rows, exists, targets, needed, LENGTH: tl.constexpr):
+    """Writes those of `rows [TOKENS, EACH]` that exist, with the row that their sum goes to; returns how many.
 
-    `list_ptr` has LENGTH sources, of which -1 is a row of zeros, then for each of them the target, if it is the last
+    `list_ptr` has LENGTH rows, of which -1 is a row of zeros, then for each of them the target, if it is the last
     one of its sum, or else -1. Tokens that are `needed` have a sum also where no row exists: zero.
     """
     without = needed & (tl.max(exists.to(tl.int32), axis=1) == 0)
-    sources = tl.where(exists, sources, -1)
-    exists = exists | ((tl.arange(0, EACH)[None, :] == 0) & without[:, None])
+    rows = tl.where(exists, rows, -1)
+    exists = exists | ((tl.arange(0, rows.shape[1])[None, :] == 0) & without[:, None])
     flags = exists.to(tl.int32)
     counts = tl.sum(flags, axis=1)
     within = tl.cumsum(flags, axis=1)
-    place = (tl.cumsum(counts, axis=0) - counts)[:, None] + within - 1
-    ends = tl.where(within == counts[:, None], tl.broadcast_to(targets[:, None], (TOKENS, EACH)), -1)
+    index = (tl.cumsum(counts, axis=0) - counts)[:, None] + within - 1
+    ends = tl.where(within == counts[:, None], tl.broadcast_to(targets[:, None], rows.shape), -1)
     tl.debug_barrier()  # no warp still reads the list before
-    tl.store(list_ptr + place, sources, mask=exists)
-    tl.store(list_ptr + LENGTH + place, ends, mask=exists)
+    tl.store(list_ptr + index, rows, mask=exists)
+    tl.store(list_ptr + LENGTH + index, ends, mask=exists)
     tl.debug_barrier()
     return tl.sum(counts, axis=0)
 
 
 @triton.jit
-def load_row(values_ptr, scales_ptr, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr):
+def load_row(rows, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr):
     """Columns from h of a row, `[1, BLOCK_H]`; FP8 with its scales; zeros of row -1."""
     columns = h + tl.arange(0, BLOCK_H)[None, :]
-    places = tl.multiple_of(values_ptr + row.to(tl.int64) * H + columns, (16, 16))
-    values = tl.load(places, mask=(columns < H) & (row >= 0), other=0.0)
-    if values_ptr.dtype.element_ty == tl.float8e4nv:
+    source = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * H + columns, (16, 16))
+    values = tl.load(source, mask=(columns < H) & (row >= 0), other=0.0)
+    if rows.values_ptr.dtype.element_ty == tl.float8e4nv:
         offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, H, BLOCK_H)
-        scales = tl.load(scales_ptr + offsets, mask=exists & (row >= 0), other=0.0)
+        scales = tl.load(rows.scales_ptr + offsets, mask=exists & (row >= 0), other=0.0)
         row_values = dequantize(values, scales, 1, BLOCK_H)
     else:
         row_values = values.to(SUM)
@@ -51,40 +49,29 @@ def load_row(values_ptr, scales_ptr, row, h, H: tl.constexpr, BLOCK_H: tl.conste
 
 
 @triton.jit
-def store_row(values_ptr, scales_ptr, values, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr):
+def store_row(rows, values, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr):
     """The reverse, for a row that exists."""
     columns = h + tl.arange(0, BLOCK_H)[None, :]
-    places = tl.multiple_of(values_ptr + row.to(tl.int64) * H + columns, (16, 16))
-    if values_ptr.dtype.element_ty == tl.float8e4nv:
+    target = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * H + columns, (16, 16))
+    if rows.values_ptr.dtype.element_ty == tl.float8e4nv:
         quantized, scales = quantize(values, 1, BLOCK_H)
         offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, H, BLOCK_H)
-        tl.store(scales_ptr + offsets, scales, mask=exists)
-        tl.store(places, quantized, mask=columns < H)
+        tl.store(rows.scales_ptr + offsets, scales, mask=exists)
+        tl.store(target, quantized, mask=columns < H)
     else:
-        tl.store(places, values.to(values_ptr.dtype.element_ty), mask=columns < H)
+        tl.store(target, values.to(rows.values_ptr.dtype.element_ty), mask=columns < H)
 
 
 @triton.jit
-def sum_listed(
-    list_ptr,
-    count,
-    values_ptr,
-    scales_ptr,
-    target_ptr,
-    target_scales_ptr,
-    H: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    SUM: tl.constexpr,
-):
-    """Sums rows `[., H]` as the list says; what is FP8 has scales."""
+def sum_listed(list_ptr, count, source, target, SUM: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
+    """Sums `Rows` `[., H]` as the list says, BLOCK_H columns at a time; what is FP8 has scales."""
+    BLOCK_H: tl.constexpr = TILE.BLOCK_H
     for h in tl.static_range(0, H, BLOCK_H):
         total = tl.zeros((1, BLOCK_H), SUM)
-        for i in tl.range(0, count, num_stages=STAGES):
-            source = tl.load(list_ptr + i)
-            target = tl.load(list_ptr + LENGTH + i)
-            total += load_row(values_ptr, scales_ptr, source, h, H, BLOCK_H, SUM)
-            if target >= 0:
-                store_row(target_ptr, target_scales_ptr, total, target, h, H, BLOCK_H)
+        for i in tl.range(0, count, num_stages=TILE.STAGES):
+            row = tl.load(list_ptr + i)
+            sum_row = tl.load(list_ptr + TILE.LENGTH + i)
+            total += load_row(source, row, h, H, BLOCK_H, SUM)
+            if sum_row >= 0:
+                store_row(target, total, sum_row, h, H, BLOCK_H)
                 total = tl.zeros_like(total)

@@ -14,20 +14,19 @@ import triton.language as tl
 
 from .failures import poison
 from .low_latency_rows import load_row, store_row
+from .masks import destinations, goes_to
 from .protocol import next_task, open_launch
 from .regions import (
     await_flags,
     await_greeting_of_each,
     end_region_launch,
     greet,
-    in_set,
     open_regions,
     part_of,
     pick,
     pick_each,
     publish_to,
 )
-from .wanted import wanting_ranks
 
 
 @triton.jit
@@ -155,12 +154,8 @@ def low_latency_combine(
     slot_row_ptr,
     own_ids_ptr,
     weights_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
@@ -175,11 +170,12 @@ def low_latency_combine(
     LAG: tl.constexpr,
     SUMS: tl.constexpr,
     FP8: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`y [L, W * M, H]` and `weights [T, K]` to `out [T, H]`; the handle has `slot_row [W, M, K]`, `own_ids [M, K]`."""
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
-    epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
+    regions = open_regions(launch, HEAP)
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     wire: tl.constexpr = tl.float8e4nv if FP8 else y_ptr.dtype.element_ty
     lag: tl.constexpr = min(T, LAG)
@@ -191,7 +187,7 @@ def low_latency_combine(
     lanes, choices = tl.arange(0, LANES), tl.arange(0, BLOCK_K)
     begun = tl.zeros((LANES,), tl.int32)
     heard = tl.full((), 0, tl.int64)
-    task = next_task(control)
+    task = next_task(launch)
     while task <= hear:
         sent, summed, step = -1, -1, task
         if (task >= W) & (task < lead):
@@ -204,17 +200,17 @@ def low_latency_combine(
                 summed = (task - lead) // (sends + 1)
         elif (task >= lead + mixed) & (task < hear):
             summed = T - lag + (task - lead - mixed)
-        peer_rank = (rank + 1 + step) % W
+        peer_rank = (launch.rank + 1 + step) % W
         peer = tl.full((), 1, tl.int64) << peer_rank.to(tl.int64)
-        region = pick(outgoing, peer_rank)
+        region = pick(regions.outgoing, peer_rank)
         if task < W:
             if alive != 0:
                 if SUMS:
                     send_weights(weights_ptr, region, T * K, WEIGHTS_AT, 1024)
-                greet(outgoing, epochs, peer, LAUNCH, W)
+                greet(launch, regions, peer, HEAP)
         elif task == hear:
             sources = tl.where(lanes < W, lanes, 0)
-            alive = await_greeting_of_each(table_ptr, control, incoming, epochs, sources, rank, alive, task, LAUNCH, D)
+            alive = await_greeting_of_each(launch, regions.incoming, regions.epochs, sources, alive, task, HEAP)
         elif sent >= 0:
             slots = (peer_rank * M + sent) * K
             if SUMS:
@@ -222,34 +218,34 @@ def low_latency_combine(
                 if tl.max(rows, axis=0) >= 0:
                     if heard & peer == 0:
                         # Lanes of other ranks look at the same flag.
-                        places = tl.full((LANES,), 0, tl.int64) + pick(incoming, peer_rank)
-                        expected, senders = begun + pick(epochs, peer_rank), begun + peer_rank
-                        alive = await_greeting_of_each(
-                            table_ptr, control, places, expected, senders, rank, alive, task, LAUNCH, D
-                        )
+                        places = tl.full((LANES,), 0, tl.int64) + pick(regions.incoming, peer_rank)
+                        expected, senders = begun + pick(regions.epochs, peer_rank), begun + peer_rank
+                        alive = await_greeting_of_each(launch, places, expected, senders, alive, task, HEAP)
                         heard = heard | peer
                     if alive != 0:
-                        received_ptr = part_of(pick(incoming, peer_rank), WEIGHTS_AT, weights_ptr.dtype.element_ty)
+                        received_ptr = part_of(
+                            pick(regions.incoming, peer_rank), WEIGHTS_AT, weights_ptr.dtype.element_ty
+                        )
                         weights = tl.load(received_ptr + sent * K + choices, mask=choices < K, other=0.0)
                         send_sum(
                             y_ptr, rows, weights, sent, region, wire, SUM, K, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8
                         )
-                        publish_to(outgoing, epochs, peer, 1 + sent, W)
+                        publish_to(launch, regions, peer, 1 + sent, HEAP)
             else:
                 choice = step // W
                 row = tl.load(slot_row_ptr + slots + choice)
                 if (row >= 0) & (alive != 0):
                     slot = sent * K + choice
                     send_row(y_ptr, row, slot, region, wire, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
-                    publish_to(outgoing, epochs, peer, 1 + slot, W)
+                    publish_to(launch, regions, peer, 1 + slot, HEAP)
         elif summed >= 0:
             slots = summed * K + choices
             experts = tl.load(own_ids_ptr + slots, mask=choices < K, other=-1)
             weights = tl.load(weights_ptr + slots, mask=choices < K, other=0.0)
-            ranks = wanting_ranks(own_ids_ptr, summed * K, summed < T, W, L, K)
+            ranks = destinations(own_ids_ptr, summed * K, summed < T, K, L, W * L)
             if ranks != 0:
                 if SUMS:
-                    chosen = (lanes < W) & in_set(ranks, lanes)
+                    chosen = (lanes < W) & goes_to(ranks, lanes)
                     # Lanes of ranks that send nothing look at the flag of one that does.
                     sources = tl.where(chosen, lanes, tl.max(tl.where(chosen, lanes, 0), axis=0))
                     flags = begun + 1 + summed
@@ -259,17 +255,17 @@ def low_latency_combine(
                     shown = tl.where(chosen, choices, tl.max(tl.where(chosen, choices, 0), axis=0))
                     sources = tl.load(own_ids_ptr + summed * K + shown) // L
                     flags = 1 + summed * K + shown
-                places, expected = pick_each(incoming, sources), pick_each(epochs, sources)
-                alive = await_flags(table_ptr, control, places, flags, expected, sources, rank, alive, task, LAUNCH, D)
+                places, expected = pick_each(regions.incoming, sources), pick_each(regions.epochs, sources)
+                alive = await_flags(launch, places, flags, expected, sources, alive, task, HEAP)
             if SUMS:
-                add_sums(out_ptr, summed, ranks, incoming, wire, SUM, W, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
+                add_sums(out_ptr, summed, ranks, regions.incoming, wire, SUM, W, H, VALUES_AT, SCALES_AT, BLOCK_H, FP8)
             else:
                 add_rows(
                     out_ptr,
                     summed,
                     experts,
                     weights,
-                    incoming,
+                    regions.incoming,
                     wire,
                     SUM,
                     W,
@@ -281,6 +277,6 @@ def low_latency_combine(
                     BLOCK_H,
                     FP8,
                 )
-        task = next_task(control)
-    if end_region_launch(control, group_ptr, W, D, LANES):
+        task = next_task(launch)
+    if end_region_launch(launch, HEAP):
         poison(out_ptr, T * H)

@@ -15,20 +15,20 @@ import triton.language as tl
 from .failures import poison
 from .low_latency_places import clear_slots, count_rows, place_expert
 from .low_latency_rows import copy_tokens
-from .protocol import DONE, await_flag, next_task, open_launch
+from .masks import destinations, goes_to
+from .protocol import await_flag, next_task, open_launch
 from .quantization import quantize
 from .regions import (
     await_flags,
     await_greeting_of_each,
     end_region_launch,
     greet,
-    in_set,
     open_regions,
     part_of,
     pick,
     publish_to,
 )
-from .wanted import wanting_ranks
+from .table import DONE
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def send_token(
     lanes = tl.arange(0, SEND_H)
     # Under way while the ids are looked at.
     values = tl.load(tl.multiple_of(x_ptr + row + lanes, 16), mask=(lanes < H) & (token < count), other=0.0)
-    ranks = wanting_ranks(ids_ptr, token * K, token < count, W, L, K) * alive
+    ranks = destinations(ids_ptr, token * K, token < count, K, L, W * L) * alive
     if ranks != 0:
         for h in tl.static_range(0, H, SEND_H):
             columns = h + lanes
@@ -106,7 +106,7 @@ def send_token(
                 sent = values
             for step in range(W):
                 peer_rank = (rank + 1 + step) % W
-                if in_set(ranks, peer_rank):
+                if goes_to(ranks, peer_rank):
                     region = pick(outgoing, peer_rank)
                     target = part_of(region, VALUES_AT, wire) + row + columns
                     tl.store(tl.multiple_of(target, 16), sent, mask=columns < H)
@@ -118,7 +118,7 @@ def send_token(
             scales = tl.load(x_scales_ptr + row_scales + groups, mask=groups < G)
             for step in range(W):
                 peer_rank = (rank + 1 + step) % W
-                if in_set(ranks, peer_rank):
+                if goes_to(ranks, peer_rank):
                     target = part_of(pick(outgoing, peer_rank), SCALES_AT, tl.float32) + row_scales + groups
                     tl.store(target, scales, mask=groups < G)
     return ranks
@@ -151,9 +151,7 @@ def low_latency_dispatch(
     x_scales_ptr,
     ids_ptr,
     num_tokens_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
     out_scales_ptr,
     sizes_ptr,
@@ -163,8 +161,6 @@ def low_latency_dispatch(
     slot_row_ptr,
     own_ids_ptr,
     invalid_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
@@ -185,15 +181,16 @@ def low_latency_dispatch(
     LAG: tl.constexpr,
     DIRECT: tl.constexpr,
     COUNTED: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`x [T, H]` and `ids [T, K]` to `out [L, W * M, H]`; rows past the counts are not written.
 
     `G` scales per token travel beside FP8 tokens: those of `x_scales [T, G]`, or, with GROUP > 0, made here for groups
     of that many columns. With COUNTED only the first `num_tokens []` tokens count.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
-    epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
+    regions = open_regions(launch, HEAP)
     count = tl.minimum(tl.load(num_tokens_ptr), T) if COUNTED else T
     blocks: tl.constexpr = (T + BLOCK_C - 1) // BLOCK_C
     turns: tl.constexpr = max(blocks - LAG, 0)
@@ -204,16 +201,16 @@ def low_latency_dispatch(
     lanes = tl.arange(0, LANES)
     sources = tl.where(lanes < W, lanes, 0)
     heard, placed = 0, 0
-    task = next_task(control)
+    task = next_task(launch)
     while task < clear_at + (W * (M - T) * K + 1023) // 1024:
         token, block, step = -1, -1, 0
         if (task >= exchange_at) & (task < exchange_at + exchange):
             token, block, step = turn_of(task - exchange_at, W, T, BLOCK_C, LAG)
         if task < W:
-            peer_rank = (rank + 1 + task) % W
-            region, own = pick(outgoing, peer_rank), peer_rank == rank
+            peer_rank = (launch.rank + 1 + task) % W
+            region, own = pick(regions.outgoing, peer_rank), peer_rank == launch.rank
             send_ids(ids_ptr, count, region, own_ids_ptr, invalid_ptr, own, alive, T, M, K, W * L, IDS_AT, 1024)
-            greet(outgoing, epochs, tl.full((), 1, tl.int64) * alive << peer_rank.to(tl.int64), LAUNCH, W)
+            greet(launch, regions, tl.full((), 1, tl.int64) * alive << peer_rank.to(tl.int64), HEAP)
         elif task >= clear_at:
             clear_slots((task - clear_at) * 1024, slot_row_ptr, T, M, K, W, 1024)
         elif token >= 0:
@@ -224,8 +221,8 @@ def low_latency_dispatch(
                 token,
                 count,
                 alive,
-                outgoing,
-                rank,
+                regions.outgoing,
+                launch.rank,
                 out_ptr.dtype.element_ty,
                 W,
                 K,
@@ -239,19 +236,16 @@ def low_latency_dispatch(
                 BLOCK_G,
             )
             if ranks != 0:
-                publish_to(outgoing, epochs, ranks, 1 + token, W)
+                publish_to(launch, regions, ranks, 1 + token, HEAP)
         else:
             if heard == 0:
-                alive = await_greeting_of_each(
-                    table_ptr, control, incoming, epochs, sources, rank, alive, task, LAUNCH, D
-                )
+                alive = await_greeting_of_each(launch, regions.incoming, regions.epochs, sources, alive, task, HEAP)
                 heard = 1
             if block < 0:
                 place_expert(
                     task - place_at,
-                    incoming,
-                    control,
-                    rank,
+                    regions.incoming,
+                    launch,
                     sizes_ptr,
                     token_ptr,
                     start_ptr,
@@ -270,16 +264,18 @@ def low_latency_dispatch(
                 )
             else:
                 # In the order in which peers send: this rank is the last of the peer after it, and so on.
-                source_rank = (rank + W - 1 - step) % W
-                region = pick(incoming, source_rank)
+                source_rank = (launch.rank + W - 1 - step) % W
+                region = pick(regions.incoming, source_rank)
                 tokens = block * BLOCK_C + tl.arange(0, BLOCK_C)
                 if DIRECT:
-                    rows = count_rows(source_rank * T + block, incoming, rank, W, T, M, K, L, BLOCK_K, CHUNK, IDS_AT)
+                    rows = count_rows(
+                        source_rank * T + block, regions.incoming, launch.rank, W, T, M, K, L, BLOCK_K, CHUNK, IDS_AT
+                    )
                 else:
                     if placed == 0:
-                        done = control + DONE
+                        done = launch.control + DONE
                         # Also after a failure: own tasks always end, and without what they store rows would be random.
-                        ended = await_flag(table_ptr, done, L, control, rank, rank, alive | 1, task, LAUNCH, D)
+                        ended = await_flag(launch, done, L, launch.rank, alive | 1, task, HEAP)
                         alive = alive & ended
                         placed = 1
                     k = tl.arange(0, BLOCK_K)[None, :]
@@ -290,12 +286,10 @@ def low_latency_dispatch(
                 some = tl.max(tl.where(wanted, tokens, -1), axis=0)
                 if some >= 0:
                     shown = tl.where(wanted, tokens, some)
-                    regions = tl.full((BLOCK_C,), 0, tl.int64) + region
+                    incoming = tl.full((BLOCK_C,), 0, tl.int64) + region
                     senders = tl.zeros((BLOCK_C,), tl.int32) + source_rank
-                    expected = tl.zeros((BLOCK_C,), tl.int32) + pick(epochs, source_rank)
-                    alive = await_flags(
-                        table_ptr, control, regions, 1 + shown, expected, senders, rank, alive, task, LAUNCH, D
-                    )
+                    expected = tl.zeros((BLOCK_C,), tl.int32) + pick(regions.epochs, source_rank)
+                    alive = await_flags(launch, incoming, 1 + shown, expected, senders, alive, task, HEAP)
                     if alive != 0:
                         copy_tokens(
                             rows,
@@ -313,8 +307,8 @@ def low_latency_dispatch(
                             BLOCK_H,
                             BLOCK_G,
                         )
-        task = next_task(control)
-    if end_region_launch(control, group_ptr, W, D, LANES):
+        task = next_task(launch)
+    if end_region_launch(launch, HEAP):
         poison(out_ptr, L * W * M * H)
         if G > 0:
             poison(out_scales_ptr, L * W * M * G)

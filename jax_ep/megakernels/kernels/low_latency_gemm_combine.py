@@ -17,8 +17,9 @@ from .failures import poison
 from .masked_gemm import multiply_masked
 from .masked_tiles import find_masked_tile, number_masked_tasks
 from .programs import all_begun, count_stored
-from .protocol import STARTED, next_task, open_launch
+from .protocol import next_task, open_launch
 from .regions import await_greeting_of_each, end_region_launch, greet, open_regions, part_of, pick, pick_each
+from .table import STARTED
 from .tiles import num_turns, task_of_turn
 
 
@@ -101,12 +102,8 @@ def low_latency_gemm_combine(
     slot_row_ptr,
     own_ids_ptr,
     weights_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     out_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
     T: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
@@ -123,15 +120,16 @@ def low_latency_gemm_combine(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     FP8: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """`lhs [L, W * M, DEPTH]` and matrices `[L, H, DEPTH]` to `out [T, H]`; scales as those of `masked_grouped_gemm`.
 
     Of the handle: `token [L, W * M]`, `start [L, W]`, `slot_row [W, M, K]`, `own_ids [M, K]`.
     """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
-    tl.atomic_add(control + STARTED, 1, sem="relaxed", scope="gpu")
-    epochs, outgoing, incoming = open_regions(table_ptr, group_ptr, control, me, W, D, LANES)
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
+    tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu")
+    regions = open_regions(launch, HEAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     rows: tl.constexpr = W * M
     group_ends = number_masked_tasks(sizes_ptr, rows, L, GROUPS, BM, (H + BN - 1) // BN)
@@ -145,24 +143,40 @@ def low_latency_gemm_combine(
         if SWAP:
             total = tl.trans(total)
         addresses = slot_addresses(
-            expert, row, size, outgoing, token_ptr, start_ptr, slot_row_ptr, dtype, W, M, K, H, VALUES_AT, BM, BLOCK_K
+            expert,
+            row,
+            size,
+            regions.outgoing,
+            token_ptr,
+            start_ptr,
+            slot_row_ptr,
+            dtype,
+            W,
+            M,
+            K,
+            H,
+            VALUES_AT,
+            BM,
+            BLOCK_K,
         )
         columns = (column + tl.arange(0, BN))[None, :]
         target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
         tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
-        if count_stored(control, 0):
-            greet(outgoing, epochs, (tl.full((), 1, tl.int64) << W) - 1, LAUNCH, W)
-    if all_begun(control):
+        if count_stored(launch, 0):
+            greet(launch, regions, (tl.full((), 1, tl.int64) << W) - 1, HEAP)
+    if all_begun(launch):
         blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
         lanes = tl.arange(0, LANES)
-        task = next_task(control)
+        task = next_task(launch)
         if task < T * blocks:
             ranks = tl.where(lanes < W, lanes, 0)
-            alive = await_greeting_of_each(table_ptr, control, incoming, epochs, ranks, rank, alive, task, LAUNCH, D)
+            alive = await_greeting_of_each(launch, regions.incoming, regions.epochs, ranks, alive, task, HEAP)
         while task < T * blocks:
             token, h = task // blocks, task % blocks * BLOCK_H
-            add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, W, K, H, L, VALUES_AT, BLOCK_H, BLOCK_K)
-            task = next_task(control)
-    if end_region_launch(control, group_ptr, W, D, LANES):
+            add_received(
+                out_ptr, own_ids_ptr, weights_ptr, token, h, regions.incoming, W, K, H, L, VALUES_AT, BLOCK_H, BLOCK_K
+            )
+            task = next_task(launch)
+    if end_region_launch(launch, HEAP):
         poison(out_ptr, T * H)

@@ -7,8 +7,8 @@ all rows of an expert at once, or for all rows of a token. A token that names an
 import triton
 import triton.language as tl
 
-from .protocol import DONE
 from .regions import part_of, pick_each
+from .table import DONE
 
 
 @triton.jit
@@ -27,8 +27,7 @@ def ids_of(
 def place_expert(
     expert,
     incoming,
-    control,
-    rank,
+    launch,
     sizes_ptr,
     token_ptr,
     start_ptr,
@@ -49,7 +48,7 @@ def place_expert(
 
     With COUNT_DONE this rank is told that it is done.
     """
-    first = rank * L
+    first = launch.rank * L
     first_row = expert.to(tl.int64) * (W * M)
     lanes = tl.arange(0, LANES)
     counts = tl.zeros((LANES,), tl.int32)  # by source rank
@@ -72,7 +71,7 @@ def place_expert(
     if COUNT_DONE:
         # All threads' stores come before the count.
         tl.debug_barrier()
-        tl.atomic_add(control + DONE, 1, sem="release", scope="gpu")
+        tl.atomic_add(launch.control + DONE, 1, sem="release", scope="gpu")
     tl.store(count_ptr + expert * W + lanes, counts, mask=lanes < W)
     tl.store(start_ptr + expert * W + lanes, tl.cumsum(counts, axis=0) - counts, mask=lanes < W)
     for start in range(0, W * M, CHUNK):

@@ -2,12 +2,12 @@
 
 Slots are numbered (source rank, token, k); BLOCK of one source are a block. Tasks, in order: (0) announce; (1) push own
 ids to every peer, by blocks; (2) set the rows to -1, while the ids travel; (3) count: copy the ids of a block to the
-result, give each slot its place among those of its expert in the block, and store how many each expert has; (4) place,
-when all that is done: the row of a slot is where its expert starts, plus what earlier blocks have of the expert, plus
-its place. Each of these tasks adds the counts of all blocks up by itself: they are few, so that this costs less than
-another step that all wait for. Nothing is placed by atomics: the same ids give the same rows.
+result, give each slot its position among those of its expert in the block, and store how many each expert has; (4)
+give rows, when all that is done: the row of a slot is where its expert starts, plus what earlier blocks have of the
+expert, plus its position. Each of these tasks adds the counts of all blocks up by itself: they are few, so that this
+costs less than another step that all wait for. No row comes from atomics: the same ids give the same rows.
 
-A place, among LANES slots at a time, is a comparison of all pairs: no sort, and no work per expert.
+A position, among LANES slots at a time, is a comparison of all pairs: no sort, and no work per expert.
 """
 
 import triton
@@ -15,21 +15,22 @@ import triton.language as tl
 
 from .failures import poison
 from .protocol import (
-    DONE,
     announce,
     await_block,
     await_flag,
     await_ready,
+    data_of,
     end_launch,
-    heap_rows,
     next_task,
     open_launch,
+    peer_of,
     publish,
 )
+from .table import DONE
 
-# A slot with an expert here, between count and place: the local expert from this bit on, below it its place.
+# A slot with an expert here, between steps (3) and (4): the local expert from this bit on, below it its position.
 EXPERT_BIT = tl.constexpr(20)
-PLACE_MASK = tl.constexpr((1 << 20) - 1)
+POSITION_MASK = tl.constexpr((1 << 20) - 1)
 
 
 @triton.jit
@@ -57,238 +58,169 @@ def count_alike_before(expert, LANES: tl.constexpr):
 
 
 @triton.jit
-def count_block(
-    ids_ptr,
-    places_ptr,
-    counts_ptr,
-    count,
-    first_expert,
-    L: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """`places` of the first `count` ids of a block, and `counts [BINS]` of it by local expert."""
-    lanes = tl.arange(0, LANES)
+def count_block(ids_ptr, positions_ptr, counts_ptr, count, first_expert, L: tl.constexpr, TILE: tl.constexpr):
+    """`positions` of the first `count` ids of a block, and `counts [BINS]` of it by local expert."""
+    BINS: tl.constexpr = TILE.BINS
+    lanes = tl.arange(0, TILE.LANES)
     counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, tl.minimum(count, BLOCK), LANES):
+    for start in range(0, tl.minimum(count, TILE.BLOCK), TILE.LANES):
         inside = start + lanes < count
         ids = tl.load(ids_ptr + start + lanes, mask=inside, other=-1)
         here = (ids >= first_expert) & (ids < first_expert + L)
         expert = tl.where(here, ids - first_expert, BINS)
-        place = tl.gather(counts, expert & (BINS - 1), 0) + count_alike_before(expert, LANES)
-        tl.store(places_ptr + start + lanes, tl.where(here, (expert << EXPERT_BIT) | place, -1), mask=inside)
+        position = tl.gather(counts, expert & (BINS - 1), 0) + count_alike_before(expert, TILE.LANES)
+        tl.store(positions_ptr + start + lanes, tl.where(here, (expert << EXPERT_BIT) | position, -1), mask=inside)
         counts += tl.histogram(expert, BINS, mask=here)
     tl.store(counts_ptr + tl.arange(0, BINS), counts)
 
 
 @triton.jit
-def sum_counts(counts_ptr, block, BLOCKS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
+def sum_counts(counts_ptr, block, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """`[BINS]` int32 slots of each local expert: in all blocks, and in those before `block`."""
-    bins = tl.arange(0, BINS)[None, :]
-    total = tl.zeros((ROWS, BINS), tl.int32)
-    before = tl.zeros((ROWS, BINS), tl.int32)
-    for start in range(0, BLOCKS, ROWS):
-        blocks = start + tl.arange(0, ROWS)[:, None]
-        counts = tl.load(counts_ptr + blocks * BINS + bins, mask=blocks < BLOCKS, other=0)
+    bins = tl.arange(0, TILE.BINS)[None, :]
+    total = tl.zeros((TILE.ROWS, TILE.BINS), tl.int32)
+    before = tl.zeros((TILE.ROWS, TILE.BINS), tl.int32)
+    for start in range(0, NUM_BLOCKS, TILE.ROWS):
+        blocks = start + tl.arange(0, TILE.ROWS)[:, None]
+        counts = tl.load(counts_ptr + blocks * TILE.BINS + bins, mask=blocks < NUM_BLOCKS, other=0)
         total += counts
         before += tl.where(blocks < block, counts, 0)
     return tl.sum(total, axis=0), tl.sum(before, axis=0)
 
 
 @triton.jit
-def place_block(
-    places_ptr,
-    slot_row_ptr,
-    row_slot_ptr,
-    first,
-    count,
-    bases,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-):
+def store_rows(positions_ptr, slot_row_ptr, row_slot_ptr, first, count, bases, S: tl.constexpr):
     """The rows of `count` slots from `first` on; `bases [BINS]` is the row of each local expert's first slot here."""
-    lanes: tl.constexpr = min(1024, BLOCK)
-    for start in range(0, tl.minimum(count, BLOCK), lanes):
+    lanes: tl.constexpr = min(1024, S.tile.BLOCK)
+    for start in range(0, tl.minimum(count, S.tile.BLOCK), lanes):
         index = start + tl.arange(0, lanes)
         inside = index < count
-        places = tl.load(places_ptr + first + index, mask=inside, other=-1)
-        row = tl.gather(bases, (places >> EXPERT_BIT) & (BINS - 1), 0) + (places & PLACE_MASK)
-        kept = (places >= 0) & (row >= 0) & (row < R)
-        tl.store(slot_row_ptr + first + index, tl.where(kept, row, -1), mask=inside)
-        tl.store(row_slot_ptr + row, first + index, mask=kept)
+        packed = tl.load(positions_ptr + first + index, mask=inside, other=-1)
+        row = tl.gather(bases, (packed >> EXPERT_BIT) & (S.tile.BINS - 1), 0) + (packed & POSITION_MASK)
+        has_row = (packed >= 0) & (row >= 0) & (row < S.R)
+        tl.store(slot_row_ptr + first + index, tl.where(has_row, row, -1), mask=inside)
+        tl.store(row_slot_ptr + row, first + index, mask=has_row)
 
 
 @triton.jit
-def store_sizes(
-    total,
-    starts,
-    ends,
-    invalid_ptr,
-    sizes_ptr,
-    num_invalid_ptr,
-    num_dropped_ptr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    BINS: tl.constexpr,
-    SOURCE_BLOCKS: tl.constexpr,
-    INVALID: tl.constexpr,
-):
+def store_sizes(total, starts, ends, invalid_ptr, sizes_ptr, num_invalid_ptr, num_dropped_ptr, S: tl.constexpr):
     """What is known of the plan as a whole: the rows of each group with padding, and two numbers."""
-    bins = tl.arange(0, BINS)
-    tl.store(sizes_ptr + bins, tl.minimum(ends, R) - tl.minimum(starts, R), mask=bins < L)
-    kept = tl.minimum(total, tl.maximum(R - starts, 0))
-    tl.store(num_dropped_ptr, tl.sum(total - kept, axis=0))
-    blocks = tl.arange(0, INVALID)
-    tl.store(num_invalid_ptr, tl.sum(tl.load(invalid_ptr + blocks, mask=blocks < SOURCE_BLOCKS, other=0), axis=0))
+    bins = tl.arange(0, S.tile.BINS)
+    tl.store(sizes_ptr + bins, tl.minimum(ends, S.R) - tl.minimum(starts, S.R), mask=bins < S.L)
+    placed = tl.minimum(total, tl.maximum(S.R - starts, 0))
+    tl.store(num_dropped_ptr, tl.sum(total - placed, axis=0))
+    blocks = tl.arange(0, S.SOURCE_BLOCKS)
+    num_blocks: tl.constexpr = (S.N + S.tile.BLOCK - 1) // S.tile.BLOCK
+    tl.store(num_invalid_ptr, tl.sum(tl.load(invalid_ptr + blocks, mask=blocks < num_blocks, other=0), axis=0))
 
 
 @triton.jit
-def finish(control):
+def count_task(launch):
     """Counts a task that tasks of step (4) wait for."""
     # A release by one thread covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
-    tl.atomic_add(control + DONE, 1, sem="release", scope="gpu")
+    tl.atomic_add(launch.control + DONE, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def plan(
     x_ptr,
-    group_ptr,
-    table_ptr,
-    after_ptr,
+    peers,
     row_slot_ptr,
     slot_row_ptr,
     sizes_ptr,
     ids_ptr,
     num_invalid_ptr,
     num_dropped_ptr,
-    places_ptr,
-    counts_ptr,
-    invalid_ptr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    DATA: tl.constexpr,
-    FLAGS: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-    INVALID: tl.constexpr,
-    FILL: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    scratch,
+    S: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
-    """`x [N]`, the ids of this rank, to the arrays of the handle (jax_ep.types.Handle); N = T * K.
-
-    `places [W, N]`, `counts [W * blocks per source, BINS]` and `invalid [blocks per source]` are scratch. BINS and
-    INVALID are powers of two, at least L and blocks per source.
-    """
-    rank, me, control, alive = open_launch(table_ptr, group_ptr, LAUNCH, W, D)
+    """`x [N]`, the ids of this rank, to the arrays of the handle (jax_ep.types.Handle)."""
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
+    N: tl.constexpr = S.N
+    BLOCK: tl.constexpr = S.tile.BLOCK
+    BINS: tl.constexpr = S.tile.BINS
+    NUM_EXPERTS: tl.constexpr = W * S.L
     source_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
     num_blocks: tl.constexpr = W * source_blocks
-    num_fills: tl.constexpr = (R + FILL - 1) // FILL
+    num_fills: tl.constexpr = (S.R + S.FILL - 1) // S.FILL
     stride: tl.constexpr = (N + 31) // 32 * 32  # of a source in the heap: whole 16-byte words
-    peers: tl.constexpr = W - 1 if W > 1 else 1
+    num_peers: tl.constexpr = W - 1 if W > 1 else 1
     push_end: tl.constexpr = 1 + (W - 1) * source_blocks
     fill_end: tl.constexpr = push_end + num_fills
     count_end: tl.constexpr = fill_end + num_blocks
-    task = next_task(control)
+    task = next_task(launch)
     while task < count_end + num_blocks:
         if task == 0:
-            announce(table_ptr, group_ptr, control, me, rank, LAUNCH, W, D)
+            announce(launch, HEAP)
         elif task < push_end:
-            block = (task - 1) // peers
-            peer_rank = (rank + 1 + (task - 1) % peers) % W
-            peer = tl.load(group_ptr + peer_rank)
-            alive = await_ready(table_ptr, control, rank, peer_rank, peer, alive, task, LAUNCH, D)
+            block = (task - 1) // num_peers
+            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % num_peers) % W)
+            alive = await_ready(launch, peer, alive, task, HEAP)
             if alive != 0:
-                target = heap_rows(table_ptr, peer, tl.int32, DATA) + rank.to(tl.int64) * stride + block * BLOCK
-                copy_ids(x_ptr + block * BLOCK, target, N - block * BLOCK, BLOCK, W * L)
-                publish(table_ptr, control, me, peer, block, FLAGS, D, MAX_BLOCKS)
+                target = (
+                    data_of(launch, peer.device, tl.int32, HEAP) + launch.rank.to(tl.int64) * stride + block * BLOCK
+                )
+                copy_ids(x_ptr + block * BLOCK, target, N - block * BLOCK, BLOCK, NUM_EXPERTS)
+                publish(launch, peer, block, HEAP)
         elif task < fill_end:
-            lanes: tl.constexpr = min(1024, FILL)
-            for start in range((task - push_end) * FILL, tl.minimum((task - push_end + 1) * FILL, R), lanes):
+            lanes: tl.constexpr = min(1024, S.FILL)
+            for start in range((task - push_end) * S.FILL, tl.minimum((task - push_end + 1) * S.FILL, S.R), lanes):
                 rows = start + tl.arange(0, lanes)
-                tl.store(row_slot_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < R)
-            finish(control)
+                tl.store(row_slot_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.R)
+            count_task(launch)
         else:
             # Own blocks first: they are here. Then in the order in which peers push.
             index = (task - fill_end) % num_blocks
             step = 0
             block = index
             if index >= source_blocks:
-                step = 1 + (index - source_blocks) % peers
-                block = (index - source_blocks) // peers
-            source_rank = (rank + W - step) % W
+                step = 1 + (index - source_blocks) % num_peers
+                block = (index - source_blocks) // num_peers
+            source_rank = (launch.rank + W - step) % W
             first = source_rank * N + block * BLOCK
             count = N - block * BLOCK
             counts_row = source_rank * source_blocks + block
             if task < count_end:
-                if source_rank == rank:
-                    invalid = copy_ids(x_ptr + block * BLOCK, ids_ptr + first, count, BLOCK, W * L)
-                    tl.store(invalid_ptr + block, invalid)
+                if source_rank == launch.rank:
+                    invalid = copy_ids(x_ptr + block * BLOCK, ids_ptr + first, count, BLOCK, NUM_EXPERTS)
+                    tl.store(scratch.invalid_ptr + block, invalid)
                 else:
-                    source = tl.load(group_ptr + source_rank)
-                    alive = await_block(
-                        table_ptr,
-                        control,
-                        rank,
-                        source_rank,
-                        source,
-                        block,
-                        alive,
-                        task,
-                        LAUNCH,
-                        FLAGS,
-                        D,
-                        MAX_BLOCKS,
-                    )
-                    received = heap_rows(table_ptr, me, tl.int32, DATA) + source_rank.to(tl.int64) * stride
-                    copy_ids(received + block * BLOCK, ids_ptr + first, count, BLOCK, W * L)
+                    alive = await_block(launch, peer_of(launch, source_rank), block, alive, task, HEAP)
+                    received = data_of(launch, launch.device, tl.int32, HEAP) + source_rank.to(tl.int64) * stride
+                    copy_ids(received + block * BLOCK, ids_ptr + first, count, BLOCK, NUM_EXPERTS)
                 # What follows reads the copy: the heap may change after a failure, and both steps need the same ids.
                 tl.debug_barrier()
-                counts = counts_ptr + counts_row * BINS
-                count_block(ids_ptr + first, places_ptr + first, counts, count, rank * L, L, BLOCK, LANES, BINS)
-                finish(control)
+                counts, ids, positions = (
+                    scratch.counts_ptr + counts_row * BINS,
+                    ids_ptr + first,
+                    scratch.positions_ptr + first,
+                )
+                count_block(ids, positions, counts, count, launch.rank * S.L, S.L, S.tile)
+                count_task(launch)
             else:
                 # Also after a failure: own tasks always end, and without what they store rows would be random.
-                done = control + DONE
                 expected: tl.constexpr = num_fills + num_blocks
-                ended = await_flag(table_ptr, done, expected, control, rank, -1, alive | 1, task, LAUNCH, D)
+                ended = await_flag(launch, launch.control + DONE, expected, -1, alive | 1, task, HEAP)
                 alive = alive & ended
-                total, before = sum_counts(counts_ptr, counts_row, num_blocks, BINS, ROWS)
-                padded = (total // ALIGNMENT + (total % ALIGNMENT > 0).to(tl.int32)) * ALIGNMENT
+                total, before = sum_counts(scratch.counts_ptr, counts_row, num_blocks, S.tile)
+                padded = (total // S.ALIGNMENT + (total % S.ALIGNMENT > 0).to(tl.int32)) * S.ALIGNMENT
                 ends = tl.cumsum(padded, axis=0)
                 starts = ends - padded
                 if index == 0:
-                    store_sizes(
-                        total,
-                        starts,
-                        ends,
-                        invalid_ptr,
-                        sizes_ptr,
-                        num_invalid_ptr,
-                        num_dropped_ptr,
-                        L,
-                        R,
-                        BINS,
-                        source_blocks,
-                        INVALID,
-                    )
-                place_block(places_ptr, slot_row_ptr, row_slot_ptr, first, count, starts + before, R, BLOCK, BINS)
-        task = next_task(control)
-    if end_launch(control, group_ptr, W):
-        poison(row_slot_ptr, R)
+                    invalid_ptr = scratch.invalid_ptr
+                    store_sizes(total, starts, ends, invalid_ptr, sizes_ptr, num_invalid_ptr, num_dropped_ptr, S)
+                store_rows(scratch.positions_ptr, slot_row_ptr, row_slot_ptr, first, count, starts + before, S)
+        task = next_task(launch)
+    if end_launch(launch, HEAP):
+        poison(row_slot_ptr, S.R)
         poison(slot_row_ptr, W * N)
         poison(ids_ptr, W * N)
         poison(num_invalid_ptr, 1)
         poison(num_dropped_ptr, 1)
         # Sizes that can be used, and a poisoned row for each expert: the gradient of its matrix is then no zero.
         experts = tl.arange(0, BINS)
-        tl.store(sizes_ptr + experts, ((experts + 1) * ALIGNMENT <= R).to(tl.int32) * ALIGNMENT, mask=experts < L)
+        fits = (experts + 1) * S.ALIGNMENT <= S.R
+        tl.store(sizes_ptr + experts, fits.to(tl.int32) * S.ALIGNMENT, mask=experts < S.L)

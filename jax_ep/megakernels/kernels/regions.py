@@ -6,7 +6,7 @@ it likes. The table says where the area begins, after the number of this
 device, and how large a region is: both may change when the heap is allocated again, with all its words zero.
 
 Two devices count the launches that use the area and in which both take part: their epoch here, at control word
-64 + D + device. A launch sends through half `epoch & 1`, and its flags become `epoch`. Every rank waits for the
+EPOCHS + D + device. A launch sends through half `epoch & 1`, and its flags become `epoch`. Every rank waits for the
 greeting of every other rank of its group before its launch ends, and so learns whether all have launched the same. So
 two halves suffice, and nobody needs to announce itself:
 
@@ -22,30 +22,34 @@ count, and need not wait for anybody.
 import triton
 import triton.language as tl
 
-from .failures import FAILED, report_timeout
-from .protocol import DONE, EPOCHS, EXITED, STARTED, TICKET, await_greetings, first_missing, greeting
+from .failures import report_timeout
+from .masks import goes_to
+from .protocol import await_greetings, first_missing, greeting
+from .structs import Regions
+from .table import AREA, DONE, EPOCHS, EXITED, FAILED, REGION_BYTES, STARTED, TICKET, TIMEOUT_NS
 
 
 @triton.jit
-def region_epochs(control, devices, D: tl.constexpr):
+def region_epochs(launch, devices, HEAP: tl.constexpr):
     """Pointers to the numbers of launches so far with each of `devices`."""
-    return control + EPOCHS + D + devices
+    return launch.control + EPOCHS + HEAP.D + devices
 
 
 @triton.jit
-def open_regions(table_ptr, group_ptr, control, me, W: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
-    """By rank, `[LANES]`: epoch of this launch, and addresses of the region to which to write and of that to read.
+def open_regions(launch, HEAP: tl.constexpr):
+    """The regions of this launch, by rank; lanes past W repeat rank 0.
 
-    Lanes past W repeat rank 0. All that a launch must look up, at its start: after a wait it would cost more.
+    All that a launch must look up, at its start: after a wait it would cost more.
     """
-    lanes = tl.arange(0, LANES)
-    peers = tl.load(group_ptr + tl.where(lanes < W, lanes, 0))
-    epochs = tl.load(region_epochs(control, peers, D)) + 1
-    area, size = tl.load(table_ptr + D + 3), tl.load(table_ptr + D + 4)
+    D: tl.constexpr = HEAP.D
+    lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
+    peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
+    epochs = tl.load(region_epochs(launch, peers, HEAP)) + 1
+    area, size = tl.load(launch.table_ptr + D + AREA), tl.load(launch.table_ptr + D + REGION_BYTES)
     half = (epochs & 1) * D
-    outgoing = tl.load(table_ptr + peers) + area + (half + me).to(tl.int64) * size
-    incoming = tl.load(table_ptr + me) + area + (half + peers).to(tl.int64) * size
-    return epochs, outgoing, incoming
+    outgoing = tl.load(launch.table_ptr + peers) + area + (half + launch.device).to(tl.int64) * size
+    incoming = tl.load(launch.table_ptr + launch.device) + area + (half + peers).to(tl.int64) * size
+    return Regions(epochs, outgoing, incoming)
 
 
 @triton.jit
@@ -69,66 +73,57 @@ def part_of(region, AT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def in_set(ranks, rank):
-    """Whether a set of ranks, as bits, has this one."""
-    return (ranks >> rank.to(tl.int64)) & 1 > 0
-
-
-@triton.jit
-def greet(outgoing, epochs, ranks, LAUNCH: tl.constexpr, W: tl.constexpr):
+def greet(launch, regions, ranks, HEAP: tl.constexpr):
     """Greets each rank of a set; what this program has stored there is complete."""
-    lanes = tl.arange(0, epochs.shape[0])
-    words = part_of(outgoing, 0, tl.int64)
+    lanes = tl.arange(0, regions.epochs.shape[0])
+    words = part_of(regions.outgoing, 0, tl.int64)
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
-    mask = (lanes < W) & in_set(ranks, lanes)
-    tl.atomic_store(words, greeting(epochs, LAUNCH), mask=mask, sem="release", scope="sys")
+    mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
+    tl.atomic_store(words, greeting(regions.epochs, HEAP), mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
-def await_greeting_of_each(
-    table_ptr, control, incoming, epochs, ranks, rank, alive, task, LAUNCH: tl.constexpr, D: tl.constexpr
-):
+def await_greeting_of_each(launch, incoming, epochs, ranks, alive, task, HEAP: tl.constexpr):
     """Waits for the greetings in regions `incoming [N]`, those of `ranks [N]`; returns whether it is still alive."""
-    words = part_of(incoming, 0, tl.int64)
-    return await_greetings(table_ptr, words, epochs, ranks, control, rank, alive, task, LAUNCH, D)
+    return await_greetings(launch, part_of(incoming, 0, tl.int64), epochs, ranks, alive, task, HEAP)
 
 
 @triton.jit
-def publish_to(outgoing, epochs, ranks, flag, W: tl.constexpr):
+def publish_to(launch, regions, ranks, flag, HEAP: tl.constexpr):
     """Sets flag `flag >= 1` at each rank of a set: what this program has stored there is complete."""
-    lanes = tl.arange(0, epochs.shape[0])
-    flags = part_of(outgoing, 0, tl.int32) + 1 + flag
+    lanes = tl.arange(0, regions.epochs.shape[0])
+    flags = part_of(regions.outgoing, 0, tl.int32) + 1 + flag
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
-    tl.atomic_store(flags, epochs, mask=(lanes < W) & in_set(ranks, lanes), sem="release", scope="sys")
+    mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
+    tl.atomic_store(flags, regions.epochs, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
-def await_flags(
-    table_ptr, control, regions, flags, epochs, ranks, rank, alive, task, LAUNCH: tl.constexpr, D: tl.constexpr
-):
-    """Waits for `flags [N]` in `regions [N]`, those of `ranks [N]`; returns whether the launch is still alive."""
+def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.constexpr):
+    """Waits for `flags [N]` in regions `incoming [N]`, those of `ranks [N]`; returns whether the launch is alive."""
     if alive != 0:
-        timeout_ns = tl.load(table_ptr + D + 1)
-        places = part_of(regions, 0, tl.int32) + 1 + flags
-        arrived = tl.atomic_poll(places, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns)
+        timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+        words = part_of(incoming, 0, tl.int32) + 1 + flags
+        arrived = tl.atomic_poll(words, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns)
         arrived = arrived.to(tl.int32)
         if tl.min(arrived, axis=0) == 0:
             alive = 0
-            tl.atomic_store(control + FAILED, 1, sem="relaxed", scope="gpu")
+            tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
             late = first_missing(arrived)
-            seen = tl.sum(tl.where(late, tl.atomic_load(places, sem="relaxed", scope="sys"), 0), axis=0)
+            seen = tl.sum(tl.where(late, tl.atomic_load(words, sem="relaxed", scope="sys"), 0), axis=0)
             epoch, missing = tl.sum(tl.where(late, epochs, 0), axis=0), tl.sum(tl.where(late, ranks, 0), axis=0)
-            report_timeout(table_ptr, rank, missing, epoch, seen, task, timeout_ns, LAUNCH, D)
+            report_timeout(launch, missing, epoch, seen, task, timeout_ns, HEAP)
     # What the flags guard is read by all threads, after this barrier.
     tl.debug_barrier()
     return alive
 
 
 @triton.jit
-def end_region_launch(control, group_ptr, W: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
+def end_region_launch(launch, HEAP: tl.constexpr):
     """As `end_launch` of protocol.py: 1 in the program that must poison what the launch returns, else 0."""
+    control = launch.control
     has_failed = 0
     tl.debug_barrier()
     if tl.atomic_add(control + EXITED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
@@ -137,10 +132,11 @@ def end_region_launch(control, group_ptr, W: tl.constexpr, D: tl.constexpr, LANE
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
         tl.store(control + STARTED, 0)
-        lanes = tl.arange(0, LANES)
-        peers = tl.load(group_ptr + lanes, mask=lanes < W, other=0)
-        epochs = region_epochs(control, peers, D)
-        tl.store(epochs, tl.load(epochs, mask=lanes < W, other=0) + 1, mask=lanes < W)
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
+        inside = lanes < HEAP.W
+        peers = tl.load(launch.group_ptr + lanes, mask=inside, other=0)
+        epochs = region_epochs(launch, peers, HEAP)
+        tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
     # Nothing of what other programs have stored may come after what poisons it.
     tl.debug_barrier()
     return has_failed

@@ -4,31 +4,30 @@ import triton
 import triton.language as tl
 
 from .listed_sums import write_list
-from .protocol import heap_rows
+from .protocol import data_of
 
 
 @triton.jit
 def row_addresses(
     row_slot_ptr,
-    group_ptr,
-    table_ptr,
+    launch,
     row,
     end,
     dtype: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
-    DATA: tl.constexpr,
     BM: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Addresses of BM rows in the heaps of the ranks that their tokens came from, or 0 for those from `end` on."""
     rows = row + tl.arange(0, BM)
     slot = tl.load(row_slot_ptr + rows, mask=rows < end, other=-1)
     travels = slot >= 0
-    source = tl.load(group_ptr + tl.where(travels, slot // (T * K), 0))
-    heap = tl.load(table_ptr + source)
+    source = tl.load(launch.group_ptr + tl.where(travels, slot // (T * K), 0))
+    heap = tl.load(launch.table_ptr + source)
     offset = tl.where(travels, slot % (T * K), 0).to(tl.int64) * (H * dtype.primitive_bitwidth // 8)
-    return tl.where(travels, heap + DATA + offset, 0)
+    return tl.where(travels, heap + HEAP.DATA + offset, 0)
 
 
 @triton.jit
@@ -43,29 +42,26 @@ def store_rows(total, addresses, column, dtype: tl.constexpr, H: tl.constexpr, B
 def clear_dropped(
     ids_ptr,
     slot_row_ptr,
-    group_ptr,
-    table_ptr,
-    rank,
+    launch,
     dtype: tl.constexpr,
-    W: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     L: tl.constexpr,
-    DATA: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """This program's share of the zeros at the sources, for slots that should have a row here but found no place."""
     blocks: tl.constexpr = (T + ROWS - 1) // ROWS
-    for index in range(tl.program_id(0), W * blocks, tl.num_programs(0)):
+    for index in range(tl.program_id(0), HEAP.W * blocks, tl.num_programs(0)):
         source_rank = index // blocks
         tokens = index % blocks * ROWS + tl.arange(0, ROWS)
-        base = heap_rows(table_ptr, tl.load(group_ptr + source_rank), dtype, DATA)
+        base = data_of(launch, tl.load(launch.group_ptr + source_rank), dtype, HEAP)
         for k in range(K):
             slots = (source_rank * T + tokens) * K + k
             expert = tl.load(ids_ptr + slots, mask=tokens < T, other=-1)
-            dropped = (expert >= rank * L) & (expert < rank * L + L)
+            dropped = (expert >= launch.rank * L) & (expert < launch.rank * L + L)
             dropped = dropped & (tl.load(slot_row_ptr + slots, mask=tokens < T, other=0) < 0)
             if tl.max(dropped.to(tl.int32), axis=0) > 0:
                 for h in range(0, H, COLUMNS):
@@ -94,4 +90,4 @@ def list_slots(
     inside = (tokens < T)[:, None] & (k < K)
     expert = tl.load(ids_ptr + rank * T * K + slots, mask=inside, other=-1)
     chosen = (expert >= 0) & (expert < E)
-    return write_list(list_ptr, slots, chosen, tokens, tokens < T, TOKENS, CHOICES, LENGTH)
+    return write_list(list_ptr, slots, chosen, tokens, tokens < T, LENGTH)

@@ -10,17 +10,16 @@ from jax import lax
 
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import tuning
+from jax_ep.megakernels.exchange import MOST_EXPERTS, MOST_POSITIONS
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.heap_launch import group_of
-from jax_ep.megakernels.launch import launch
-from jax_ep.megakernels.plan import MOST_EXPERTS, MOST_PLACES
+from jax_ep.megakernels.launch import group_of, launch
 from jax_ep.types import Array, Handle
 
 _COUNT = Kernel("schedule", "count_firsts")
 _PLACE = Kernel("schedule", "place_firsts")
 
 
-class SendSchedule(NamedTuple):
+class OrderedSends(NamedTuple):
     """What each rank sends, in which order, and what its experts wait for.
 
     A token goes to a rank when that computes the first of the token's experts there. So the tokens that local experts
@@ -37,30 +36,25 @@ class SendSchedule(NamedTuple):
     num_needed: Array
 
 
-def send_schedule(handle: Handle) -> SendSchedule:
-    """The schedule of a handle by two small launches, or by XLA where there are too many experts."""
+def order_sends(handle: Handle) -> OrderedSends:
+    """The sends of a handle in order, by two small launches, or by XLA where there are too many experts."""
     layout = handle.layout
-    blocks = tuning.schedule(layout)
-    if layout.num_local_experts >= MOST_EXPERTS or blocks["BLOCK"] > MOST_PLACES:
-        return sorted_schedule(handle)
-    shapes = {"W": layout.num_ranks, "T": layout.num_tokens, "L": layout.num_local_experts}
-    num_ranks, num_tokens, num_local = shapes.values()
-    num_blocks = -(-num_tokens // blocks["BLOCK"])
-    rows = blocks.pop("ROWS")
-    group = group_of(handle)
-    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, blocks["BINS"]))
+    sizes = tuning.send_order(layout)
+    if layout.num_local_experts >= MOST_EXPERTS or sizes.tile.BLOCK > MOST_POSITIONS:
+        return sort_sends(handle)
+    num_ranks, num_tokens, num_blocks = sizes.W, sizes.T, -(-sizes.T // sizes.tile.BLOCK)
+    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.BINS))
     config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
-    constants = {**shapes, **blocks}
-    found = launch(_COUNT, (handle.ids, group), _int32(*counted), config, {**constants, "K": layout.top_k})
-    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, num_local))
-    return SendSchedule(*launch(_PLACE, found, _int32(*results), config, {**constants, "ROWS": rows}))
+    found = launch(_COUNT, (handle.ids, group_of(handle)), _int32(*counted), config, {"S": sizes})
+    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.L))
+    return OrderedSends(*launch(_PLACE, found, _int32(*results), config, {"S": sizes}))
 
 
 def _int32(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
-def sorted_schedule(handle: Handle) -> SendSchedule:
+def sort_sends(handle: Handle) -> OrderedSends:
     """The same by XLA."""
     layout = handle.layout
     num_ranks, num_local = layout.num_ranks, layout.num_local_experts
@@ -72,7 +66,7 @@ def sorted_schedule(handle: Handle) -> SendSchedule:
     arriving = _first_expert(handle.ids, rank * num_local, num_local)  # [W, T]
     experts = lax.iota(jnp.int32, num_local)
     num_needed = jnp.sum(arriving[:, None, :] <= experts[None, :, None], axis=-1, dtype=jnp.int32)
-    return SendSchedule(order, jnp.sum(first < num_local, axis=-1, dtype=jnp.int32), num_needed)
+    return OrderedSends(order, jnp.sum(first < num_local, axis=-1, dtype=jnp.int32), num_needed)
 
 
 def _first_expert(ids: Array, first: Array | int, num_local: int) -> Array:

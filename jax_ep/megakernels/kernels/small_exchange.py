@@ -1,0 +1,48 @@
+"""Small exchanges of 32-bit values: what every rank needs to know of the others before, or beside, the tokens.
+
+Tasks, in order: (0) announce; (1) push blocks of values to every rank, this one included; (2) copy what each rank has
+sent to its place in the result.
+"""
+
+import triton
+import triton.language as tl
+
+from .failures import poison
+from .protocol import announce, await_block, await_ready, data_of, end_launch, next_task, open_launch, peer_of, publish
+
+
+@triton.jit
+def exchange_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
+    """`x [N]` to all ranks, or with TO_EACH `x [W, N]` one row to each; `out [W, N]` by source rank."""
+    launch, alive = open_launch(peers, HEAP)
+    W: tl.constexpr = HEAP.W
+    N: tl.constexpr = S.N
+    num_blocks: tl.constexpr = (N + S.BLOCK - 1) // S.BLOCK
+    push_end: tl.constexpr = 1 + W * num_blocks
+    task = next_task(launch)
+    while task < push_end + W * num_blocks:
+        if task == 0:
+            announce(launch, HEAP)
+        elif task < push_end:
+            block = (task - 1) // W
+            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % W) % W)
+            if peer.rank != launch.rank:
+                alive = await_ready(launch, peer, alive, task, HEAP)
+            if alive != 0:
+                index = block * S.BLOCK + tl.arange(0, S.BLOCK)
+                first = peer.rank.to(tl.int64) * N if S.TO_EACH else 0
+                values = tl.load(x_ptr + first + index, mask=index < N)
+                target = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
+                tl.store(target + launch.rank.to(tl.int64) * N + index, values, mask=index < N)
+                publish(launch, peer, block, HEAP)
+        else:
+            block = (task - push_end) // W
+            source = peer_of(launch, (launch.rank + W - 1 - (task - push_end) % W) % W)
+            alive = await_block(launch, source, block, alive, task, HEAP)
+            index = source.rank.to(tl.int64) * N + block * S.BLOCK + tl.arange(0, S.BLOCK)
+            inside = block * S.BLOCK + tl.arange(0, S.BLOCK) < N
+            received = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
+            tl.store(out_ptr + index, tl.load(received + index, mask=inside), mask=inside)
+        task = next_task(launch)
+    if end_launch(launch, HEAP):
+        poison(out_ptr, W * N)

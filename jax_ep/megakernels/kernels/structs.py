@@ -1,0 +1,268 @@
+"""What belongs together of the values that kernels take, so that each function takes few of them.
+
+Static sizes are frozen dataclasses. A kernel takes one as a single `tl.constexpr` parameter, and reads it as `S.H`.
+They have fields only: Triton's cache tells kernels apart by what a value prints, and would not see a property change.
+
+Values of run time are NamedTuples: of pointers that a launch passes, or of what functions of a kernel hand each other.
+
+Launches make these values, and so do the interpreter's workers: this module imports neither JAX nor Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Heap:
+    """Where things lie in the heap of each device, and which launch this is.
+
+    Attributes:
+      W: ranks of the group.
+      D: devices of the heap.
+      DATA: byte offset of the data area.
+      FLAGS: byte offset of the block flags.
+      MAX_BLOCKS: flags of a device and parity.
+      LAUNCH: the operation and a hash, the same on all ranks that launch the same (protocol.py).
+    """
+
+    W: int
+    D: int
+    DATA: int
+    FLAGS: int
+    MAX_BLOCKS: int
+    LAUNCH: int
+
+
+class Peers(NamedTuple):
+    """What each kernel that uses the heap takes of its launch.
+
+    Attributes:
+      group_ptr: `[W + 1]` int32: numbers of the group's devices, and this rank.
+      table_ptr: `[D + 5]` int64: see table.py.
+      after_ptr: what must come earlier; not read.
+    """
+
+    group_ptr: Any
+    table_ptr: Any
+    after_ptr: Any
+
+
+class Launch(NamedTuple):
+    """An open launch, as this rank sees it.
+
+    Attributes:
+      group_ptr, table_ptr: those of `Peers`.
+      control: the control words of this device.
+      rank: this rank.
+      device: the number of its device.
+    """
+
+    group_ptr: Any
+    table_ptr: Any
+    control: Any
+    rank: Any
+    device: Any
+
+
+class Peer(NamedTuple):
+    """A rank of the group, and the number of its device."""
+
+    rank: Any
+    device: Any
+
+
+class Regions(NamedTuple):
+    """The low-latency regions of a launch (regions.py), each `[LANES]` by rank.
+
+    Attributes:
+      epochs: numbers of this launch.
+      outgoing: addresses of the regions to write to.
+      incoming: addresses of the regions to read.
+    """
+
+    epochs: Any
+    outgoing: Any
+    incoming: Any
+
+
+class Rows(NamedTuple):
+    """Rows as they travel: values, and where these are FP8 their scales; else `scales_ptr` is not used."""
+
+    values_ptr: Any
+    scales_ptr: Any
+
+
+class PlanScratch(NamedTuple):
+    """Scratch memory of the plan.
+
+    Attributes:
+      positions_ptr: `[W, N]` local expert of a slot, and its position among those of the expert in its block.
+      counts_ptr: `[W * blocks of a source, BINS]` slots of each block and local expert.
+      invalid_ptr: `[blocks of a source]` invalid ids of each of this rank's blocks.
+    """
+
+    positions_ptr: Any
+    counts_ptr: Any
+    invalid_ptr: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CountTile:
+    """How slots are counted by expert: in blocks, each worked on by some lanes at a time.
+
+    Attributes:
+      BLOCK: slots of a block.
+      LANES: slots at a time.
+      BINS: a power of two that covers the experts.
+      ROWS: blocks whose counts are added up at a time.
+    """
+
+    BLOCK: int
+    LANES: int
+    BINS: int
+    ROWS: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static sizes of the plan.
+
+    Attributes:
+      N: slots of a source, T * K.
+      L: local experts.
+      R: rows.
+      ALIGNMENT: what the rows of each expert are a multiple of.
+      FILL: rows that one task sets to -1.
+      SOURCE_BLOCKS: a power of two that covers the blocks of a source.
+      tile: how slots are counted.
+    """
+
+    N: int
+    L: int
+    R: int
+    ALIGNMENT: int
+    FILL: int
+    SOURCE_BLOCKS: int
+    tile: CountTile
+
+
+@dataclasses.dataclass(frozen=True)
+class SendOrder:
+    """Static sizes of the order of sends: W ranks, T tokens of each, K experts of a token, L local experts."""
+
+    W: int
+    T: int
+    K: int
+    L: int
+    tile: CountTile
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallExchange:
+    """Static sizes of an exchange of 32-bit values.
+
+    Attributes:
+      N: values that each rank has for each other.
+      TO_EACH: they are different for each rank (all-to-all), not the same (all-gather).
+      BLOCK: values of a block.
+    """
+
+    N: int
+    TO_EACH: bool
+    BLOCK: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchTile:
+    """Blocks of dispatch.
+
+    Attributes:
+      BLOCK_T: tokens of a task and of a flag.
+      BLOCK_H: columns at a time.
+      BLOCK_R: padding rows that one task clears.
+      LAG: blocks between sending one and copying what has arrived.
+    """
+
+    BLOCK_T: int
+    BLOCK_H: int
+    BLOCK_R: int
+    LAG: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """Static sizes of dispatch.
+
+    Attributes:
+      T: tokens of a rank.
+      K: experts of a token.
+      H: columns.
+      L: local experts.
+      E: experts of all ranks.
+      R: rows.
+      SCALES: byte offset of the scales of FP8 tokens.
+      FP8: tokens travel as FP8.
+      QUANTIZED: rows stay FP8.
+      CLEAR: rows without a token become zero.
+      tile: blocks.
+    """
+
+    T: int
+    K: int
+    H: int
+    L: int
+    E: int
+    R: int
+    SCALES: int
+    FP8: bool
+    QUANTIZED: bool
+    CLEAR: bool
+    tile: DispatchTile
+
+
+@dataclasses.dataclass(frozen=True)
+class SumTile:
+    """How rows of a list are added up: BLOCK_H, LENGTH and STAGES as those of `CombineTile`."""
+
+    BLOCK_H: int
+    LENGTH: int
+    STAGES: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineTile:
+    """Blocks of combine.
+
+    Attributes:
+      BLOCK_T: tokens of a task and of a flag.
+      BLOCK_H: columns that are added up at a time.
+      CHOICES: a power of two that covers K.
+      RANKS: a power of two that covers W.
+      LENGTH: entries of a list of rows.
+      STAGES: rows under way at a time, and one.
+      LAG: blocks between sending the sums of one and adding what has arrived.
+    """
+
+    BLOCK_T: int
+    BLOCK_H: int
+    CHOICES: int
+    RANKS: int
+    LENGTH: int
+    STAGES: int
+    LAG: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """Static sizes of combine: T, K, H, L, E, SCALES and FP8 as those of dispatch, for sums; and blocks."""
+
+    T: int
+    K: int
+    H: int
+    L: int
+    E: int
+    SCALES: int
+    FP8: bool
+    tile: CombineTile

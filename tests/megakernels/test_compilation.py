@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.kernel import Config, Descriptor, Kernel
+from jax_ep.kernel import Config, Descriptor, Kernel, regrouped, type_of
 from jax_ep.megakernels import compilation, launch
 from jax_ep.megakernels.compilation import Parameter
+from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
 
 pytest.importorskip("triton")
 
@@ -97,6 +98,18 @@ def test_a_kernel_can_do_without_some_arrays(on_hopper):
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     described = 1 + 3 + 3 * 3  # rank, kind, and sizes, strides and box of three dimensions
     assert numbers.count(",") + 1 == 2 * described + 2
+
+
+def test_arrays_that_belong_together_are_one_parameter(on_hopper):
+    """The code takes an address for each of them, in their order; results come back in the same NamedTuple."""
+    constants = {"S": SmallExchange(4096, False, 1024), "HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
+    shapes = Array((4096,), I32), Array((3,), I32), Array((7,), np.dtype(np.int64))
+    together = lambda x, group, table: (x, Peers(group, table, group))  # noqa: E731
+    results, config = (Array((2, 4096), I32),), Config(7, num_warps=4)
+    with jax.enable_x64(True):
+        text = lowered(Kernel("small_exchange", "exchange_i32"), together, results, config, constants, *shapes)
+    assert "parameters = dense<0> : tensor<5xi64>" in text
+    assert regrouped("abcd", [None, type_of(Peers(1, 2, 3))]) == ["a", Peers("b", "c", "d")]
 
 
 def test_scratch_memory_is_refused(on_hopper, monkeypatch, tmp_path):

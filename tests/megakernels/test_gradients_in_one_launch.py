@@ -104,8 +104,8 @@ def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, r
         def divided(*arguments: Any, choice: Any = (num_programs, width, few), **options: Any) -> Any:
             launched.append(choice)
             _, *tile, blocks = chosen(*arguments, **options)
-            blocks |= {"WEIGHT_N": choice[1]}
-            return Config(choice[0]), *tile, blocks | ({"COMM": choice[2], "TASKS": choice[2]} if mode == "serial" else {})
+            shares = {"COMM": choice[2], "TASKS": choice[2]} if mode == "serial" else {}
+            return Config(choice[0]), *tile, blocks | {"WEIGHT_N": choice[1]} | shares
 
         monkeypatch.setattr(tuning, MODES[mode], divided)
         got = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)

@@ -28,7 +28,7 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep.megakernels import masked
-from jax_ep.megakernels.masked_tuning import MaskedTiles, masked_tiles
+from jax_ep.megakernels.masked import MaskedTiles, masked_tiles
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 
 LENGTHS, QUICK_LENGTHS = (4, 24), (1, 2)

@@ -22,9 +22,9 @@ from harness import Panel, Report
 from jax import Array
 
 import jax_ep
-from jax_ep.megakernels import fp8_operands, gemm, gemm_fp8, products
-from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
-from jax_ep.pallas import gemm as pallas_gemm
+from jax_ep.megakernels import activation, exchange_gemm, grouped_gemm
+from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
+from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 from jax_ep.xla import grouped_gemm
@@ -72,15 +72,15 @@ class Problem(NamedTuple):
 def triton(direction: str, tiles: Tiles | WeightTiles | None = None) -> Product:
     """The kernel, with its default tiles or others."""
     if direction == "weight gradient":
-        return jax.jit(partial(gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))
+        return jax.jit(partial(grouped_gemm.weight_gradient, out_dtype=jnp.bfloat16, tiles=tiles))
     transpose = direction == "input gradient"
-    return jax.jit(partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
+    return jax.jit(partial(grouped_gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
 
 
 def pallas(direction: str, tiles: PallasTiles | None = None) -> Product:
     """The kernel that needs no Triton, with its default tiles or others."""
     if direction == "weight gradient":
-        return jax.jit(partial(pallas_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16, tiles=tiles))
+        return jax.jit(partial(pallas_gemm.weight_gradient, out_dtype=jnp.bfloat16, tiles=tiles))
     transpose = direction == "input gradient"
     return jax.jit(partial(pallas_gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=jnp.bfloat16, tiles=tiles))
 
@@ -89,7 +89,9 @@ def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Ar
     """The weight gradient with a list of rows that, unknown to the kernels, names them in order."""
     tokens, rows = (b, a) if transpose else (a, b)
     index = jnp.arange(a.shape[0], dtype=jnp.int32)
-    return products.gathered_gemm_weights(tokens, index, rows, sizes, transpose=transpose, out_dtype=jnp.bfloat16)
+    return exchange_gemm.gathered_weight_gradient(
+        tokens, index, rows, sizes, transpose=transpose, out_dtype=jnp.bfloat16
+    )
 
 
 def in_fp8(problem: Problem) -> dict[str, Product]:
@@ -97,10 +99,10 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
     a, b, _ = problem.operands["equal"]
 
     def quantise(a: Array, b: Array, sizes: Array) -> tuple[Array, ...]:
-        return *fp8_operands.quantize_rows(a, sizes), *fp8_operands.quantize_matrices(b)
+        return *activation.quantize_rows(a, sizes), *activation.quantize_matrices(b)
 
     def multiply(sizes: Array, rows: Array, row_scales: Array, matrices: Array, scales: Array) -> Array:
-        return gemm_fp8.grouped_gemm_fp8(rows, matrices, sizes, row_scales, scales, out_dtype=jnp.bfloat16)
+        return grouped_gemm.grouped_gemm_fp8(rows, matrices, sizes, row_scales, scales, out_dtype=jnp.bfloat16)
 
     operands = jax.jit(quantise)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
     product = jax.jit(multiply)
@@ -111,7 +113,7 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
 def portable(direction: str) -> Product:
     """The loop over tiles in plain XLA."""
     if direction == "weight gradient":
-        return partial(grouped_gemm.grouped_gemm_weights, out_dtype=jnp.bfloat16)
+        return partial(grouped_gemm.weight_gradient, out_dtype=jnp.bfloat16)
     return partial(grouped_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
 
 

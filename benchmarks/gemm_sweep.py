@@ -23,7 +23,7 @@ from gemm_kernels import (
 )
 from harness import Panel, Report
 
-from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 

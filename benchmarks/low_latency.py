@@ -31,9 +31,9 @@ from jax import Array, lax
 
 import jax_ep
 from jax_ep.core.dtypes import FP8
-from jax_ep.megakernels import low_latency_tuning
-from jax_ep.megakernels.heap_launch import group_on
-from jax_ep.megakernels.small_exchange import all_to_all_i32
+from jax_ep.megakernels import low_latency
+from jax_ep.megakernels.exchange import all_to_all_i32
+from jax_ep.megakernels.launch import group_on
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}
 WORD = "one word"
@@ -145,7 +145,7 @@ def variants(inputs: Inputs) -> dict[str, Variant]:
     """What the kernels do, and NCCL."""
     case, weights, rows = inputs
     num_bytes, num_ranks = traffic(case), case.layout.num_ranks
-    _, blocks = low_latency_tuning.combine(case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
+    _, blocks = low_latency.combine(case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
     back = "tokens" if blocks["SUMS"] else "rows"
     found = {}
     for wire, quantize in (("fp8", True), ("bf16", False)):

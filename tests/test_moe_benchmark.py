@@ -199,7 +199,7 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
 
     def token_products(kept, rows, handle, *, transpose, kept_as):
         tokens = layout.gather_rows(kept, layout.row_tokens(handle))
-        return exchange.grouped_gemm_weights(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
+        return exchange.weight_gradient(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
 
     def gemm_combine_products(h, w, kept, handle, *, transpose_rhs, mode, kept_as):
         sums = gemm_combine(h, w, handle, transpose_rhs=transpose_rhs, mode=None)

@@ -25,7 +25,7 @@ from jax_ep.core.layout import round_up
 from jax_ep.heap.memory import Generation, Memory, allocation_bytes, half_as_much_again, wait_for_devices
 
 _PAGE = 4096
-_CONTROL_WORDS = 64
+_CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
 _REGION_UNIT = 256
 _DATA, _REGIONS = 1, 2  # the first ids; those of data are odd
 MAX_BLOCKS = 32768
@@ -34,7 +34,7 @@ MAX_BLOCKS = 32768
 
 @dataclasses.dataclass(frozen=True)
 class HeapLayout:
-    """Static offsets of a heap; kernels/protocol.py describes what lies there.
+    """Static offsets of a heap; kernels/table.py names the control words at its start.
 
     Attributes:
       num_devices: D, devices that share the heap.

@@ -176,7 +176,7 @@ class Runner:
         names = [name for name in kernel.arg_names if name not in constants]
         parameters = launch["parameters"] or [None] * len(names)
         self._is_running = True
-        arguments = load(_HERE.parent / "kernel.py").regrouped(arguments, parameters)
+        arguments = load(_HERE.parent / "core" / "kernel.py").regrouped(arguments, parameters)
         with np.errstate(all="ignore"):  # as on a GPU
             kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
         self._is_running = False

@@ -10,8 +10,8 @@ from jax.experimental import serialize_executable
 
 from jax_ep import ffi
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.megakernels import compilation, rows
-from jax_ep.megakernels.compilation import Parameter
+from jax_ep.megakernels import compile, rows
+from jax_ep.megakernels.compile import Parameter
 
 pytestmark = pytest.mark.usefixtures("on_gpu", "one_process")
 
@@ -26,8 +26,8 @@ def gather(x, index, sizes, **changes):
     """`x[index]` by a call that is wrong in one number."""
     constants = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
     parameters = tuple(Parameter(np.dtype(d)) for d in ("float32", "int32", "int32", "float32"))
-    kernel, capability = Kernel("rows", "gather_rows"), compilation.device_capability()
-    compiled = compilation.compile_kernel(kernel, parameters, Config(2, num_warps=4), constants, capability)
+    kernel, capability = Kernel("rows", "gather_rows"), compile.device_capability()
+    compiled = compile.compile_kernel(kernel, parameters, Config(2, num_warps=4), constants, capability)
     numbers = {"num_programs": 2, "num_threads": 128, "shared_bytes": compiled.shared_bytes, "alignment": 16}
     numbers |= {"parameters": [ffi.by_address()] * 4} | changes
     return ffi.launch_kernel(compiled.name, compiled.code, (x, index, sizes), (RESULT,), **numbers)[0]

@@ -17,12 +17,12 @@ from pathlib import Path
 import triton
 
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.megakernels import compilation
+from jax_ep.megakernels import compile
 
 
 def compile_kernel(module, function, types, constants, warps, stages, capability, max_registers):
     config = Config(1, warps, stages, max_registers)
-    built = compilation.build(Kernel(module, function), types, config, constants, capability)
+    built = compile.build(Kernel(module, function), types, config, constants, capability)
     report, code = assemble(built.asm["ptx"], capability)
     metadata = {"shared": built.metadata.shared, "scratch": built.metadata.global_scratch_size}
     return {"ptx": built.asm["ptx"], "report": report, "code": code, **metadata}

@@ -13,7 +13,7 @@ from cases import BF16, ROUTINGS, Shape, reals
 
 import jax_ep
 from jax_ep.core.kernel import Config
-from jax_ep.megakernels import fused, mode_times, tuning
+from jax_ep.megakernels import cost_model, exchange_gemm, tuning
 from jax_ep.ops import registry
 from jax_ep.types import COMBINE_MODES, Layout
 
@@ -58,7 +58,7 @@ def layout(ranks: int, *, tokens: int = 4096, top_k: int = 8, experts: int = 256
 
 def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     """DeepSeek-V3's second product on four ranks: the numbers of docs/performance.md, in nanoseconds."""
-    times = {mode: 1e9 * time for mode, time in mode_times.combine_times(layout(4), 2048, 7168).items()}
+    times = {mode: 1e9 * time for mode, time in cost_model.combine_times(layout(4), 2048, 7168).items()}
     assert times == pytest.approx({"serial": 486.9, "scatter": 453.3}, abs=0.1)
 
 
@@ -73,8 +73,8 @@ def test_times_are_those_of_the_page_on_performance(on_h200: None) -> None:
     ],
 )
 def test_the_mode_of_dispatch(ranks: int, sizes: tuple[int, int], keep: str | None, wanted: str, on_h200: None) -> None:
-    assert mode_times.dispatch_mode(layout(ranks), *sizes, keep) == wanted
-    assert mode_times.dispatch_mode(layout(ranks, tokens=128), *sizes, keep) == "fused"  # where launches take the time
+    assert cost_model.dispatch_mode(layout(ranks), *sizes, keep) == wanted
+    assert cost_model.dispatch_mode(layout(ranks, tokens=128), *sizes, keep) == "fused"  # where launches take the time
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_mode_of_dispatch(ranks: int, sizes: tuple[int, int], keep: str | No
     ],
 )
 def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int], wanted: str, on_h200: None) -> None:
-    assert mode_times.combine_mode(layout(ranks), *sizes) == wanted
+    assert cost_model.combine_mode(layout(ranks), *sizes) == wanted
 
 
 def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
@@ -97,7 +97,9 @@ def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> N
     names = {"scatter": "_gemm_scatter", "serial": "return_tokens"}
     for mode, name in names.items():
         original = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *a, mode=mode, original=original: ran.append(mode) or original(*a))
+        monkeypatch.setattr(
+            exchange_gemm, name, lambda *a, mode=mode, original=original: ran.append(mode) or original(*a)
+        )
     x, ids = np.ones((2, 4, 16), BF16), np.zeros((2, 4, 1), np.int32)
     w = np.ones((2, 2, 16, 16), BF16)
 
@@ -106,7 +108,7 @@ def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> N
         return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, implementation="triton")
 
     for mode in COMBINE_MODES:
-        monkeypatch.setattr(mode_times, "combine_mode", lambda *_, mode=mode: mode)
+        monkeypatch.setattr(cost_model, "combine_mode", lambda *_, mode=mode: mode)
         np.testing.assert_array_equal(harness.run(fn, mesh, x, ids, w).astype(np.float32), 16)
     assert ran == list(COMBINE_MODES)
 

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.core.kernel import Config, Descriptor, Kernel
-from jax_ep.megakernels import compilation, launch
-from jax_ep.megakernels.compilation import Parameter
+from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
+from jax_ep.megakernels import compile, launch
+from jax_ep.megakernels.compile import Parameter
+from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
 
 pytest.importorskip("triton")
 
 BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 GATHER = Kernel("rows", "gather_rows")
 GATHER_SIZES = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
-WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
+WEIGHTS = Kernel("gemm_weights", "weight_gradient")
 WEIGHT_SIZES = {"M": 256, "N": 128, "K": 192, "G": 4, "GROUPS": 16, "BM": 64, "BN": 64, "BR": 64, "GROUP_M": 8}
 WEIGHT_SIZES |= {"PARTS": 1, "TMA_STORE": True}
 Array = jax.ShapeDtypeStruct
@@ -26,7 +27,7 @@ Array = jax.ShapeDtypeStruct
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(compilation, "device_capability", lambda: 90)
+    monkeypatch.setattr(compile, "device_capability", lambda: 90)
 
 
 def test_parameters_have_tritons_types():
@@ -36,7 +37,7 @@ def test_parameters_have_tritons_types():
 
 def test_machine_code_is_made_once(on_hopper):
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
-    make = functools.partial(compilation.compile_kernel, GATHER, parameters, constants=GATHER_SIZES, capability=90)
+    make = functools.partial(compile.compile_kernel, GATHER, parameters, constants=GATHER_SIZES, capability=90)
     compiled = make(config=Config(8, num_warps=4))
     assert compiled.name == "gather_rows" and compiled.code[:4] == b"\x7fELF" and compiled.copies == ()
     assert make(config=Config(9, num_warps=4)) is compiled, "the number of programs is no option of the compiler"
@@ -46,7 +47,7 @@ def test_machine_code_is_made_once(on_hopper):
 def test_code_has_no_source_lines(on_hopper):
     """It is part of every call."""
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
-    code = compilation.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES, 90).code
+    code = compile.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES, 90).code
     assert b".debug_line" not in code and b"debug_ptx_txt" not in code
 
 
@@ -99,6 +100,18 @@ def test_a_kernel_can_do_without_some_arrays(on_hopper):
     assert numbers.count(",") + 1 == 2 * described + 2
 
 
+def test_arrays_that_belong_together_are_one_parameter(on_hopper):
+    """The code takes an address for each of them, in their order; results come back in the same NamedTuple."""
+    constants = {"S": SmallExchange(4096, False, 1024), "HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
+    shapes = Array((4096,), I32), Array((3,), I32), Array((7,), np.dtype(np.int64))
+    together = lambda x, group, table: (x, Peers(group, table, group))  # noqa: E731
+    results, config = (Array((2, 4096), I32),), Config(7, num_warps=4)
+    with jax.enable_x64(True):
+        text = lowered(Kernel("small_exchange", "exchange_i32"), together, results, config, constants, *shapes)
+    assert "parameters = dense<0> : tensor<5xi64>" in text
+    assert regrouped("abcd", [None, type_of(Peers(1, 2, 3))]) == ["a", Peers("b", "c", "d")]
+
+
 def test_scratch_memory_is_refused(on_hopper, monkeypatch, tmp_path):
     """Where a kernel makes descriptors itself."""
     (tmp_path / "kernel_of_test.py").write_text(
@@ -109,4 +122,4 @@ def test_scratch_memory_is_refused(on_hopper, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Kernel, "load", lambda kernel: __import__(kernel.module).copy)
     with pytest.raises(NotImplementedError, match="no scratch memory"):
-        compilation.compile_kernel(Kernel("kernel_of_test", "copy"), (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90)
+        compile.compile_kernel(Kernel("kernel_of_test", "copy"), (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90)

@@ -19,8 +19,8 @@ from jax_ep import context, ffi
 from jax_ep.core.kernel import Kernel
 from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.interpreter import Launch, Pool
-from jax_ep.megakernels import heap_launch
-from jax_ep.megakernels.heap_launch import launch_identity
+from jax_ep.megakernels import launch
+from jax_ep.megakernels.launch import launch_identity
 
 W, T, K, E, H, F = 2, 5, 2, 4, 16, 24
 OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
@@ -221,13 +221,13 @@ def test_a_wait_that_expires_names_its_operation(monkeypatch, mesh, rng, name, o
 def test_launches_have_the_operation_that_they_are_part_of(monkeypatch, mesh, rng):
     """Every launch on the heap; and there is no operation that no launch has."""
     jax_ep.init(mesh, transport="shared_memory")
-    found, launch = set(), heap_launch.launch
+    found, launch = set(), launch.launch
 
     def record(kernel: Kernel, operands: Any, results: Any, config: Any, constants: Any) -> Any:
         found.add((kernel.function, ffi.Operation(constants["LAUNCH"] & 0xFF).name.lower()))
         return launch(kernel, operands, results, config, constants)
 
-    monkeypatch.setattr(heap_launch, "launch", record)
+    monkeypatch.setattr(launch, "launch", record)
     for program in (*PROGRAMS.values(), gradients_of_parts):
         jax.eval_shape(harness.per_rank(program, mesh), *inputs(rng, 128))
     names = ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine"]

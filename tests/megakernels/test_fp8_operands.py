@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.megakernels import fp8_operands
+from jax_ep.megakernels import activation
 from jax_ep.xla import fp8
 
 SIZES = jnp.array([5, 0, 17, 3], jnp.int32)
@@ -28,13 +28,13 @@ def same(got, want):
 def test_rows(pool, rng, columns, dtype):
     x = magnitudes(rng, ROWS, columns, dtype=dtype)
     x[3, 130 % columns], x[7], x[USED:] = np.nan, 0, np.nan
-    values, scales = fp8_operands.quantize_rows(jnp.asarray(x), SIZES)
+    values, scales = activation.quantize_rows(jnp.asarray(x), SIZES)
     want = fp8.quantize_rows(jnp.asarray(x), SIZES)
     same(values[:USED], want[0][:USED])
     same(scales[:USED], want[1][:USED])
 
     assert (np.asarray(values)[USED:].view(np.uint8) == 0xFF).all(), "rows past the groups were written"
-    rows = fp8_operands.dequantize_rows(*want, SIZES, dtype=dtype)
+    rows = activation.dequantize_rows(*want, SIZES, dtype=dtype)
     assert rows.dtype == dtype
     same(rows[:USED], fp8.dequantize_rows(*want, SIZES, dtype=dtype)[:USED])
 
@@ -43,7 +43,7 @@ def test_rows(pool, rng, columns, dtype):
 def test_matrices(pool, rng, columns):
     w = magnitudes(rng, 3, 256, columns)
     w[1, 140, 3], w[2] = np.nan, 0
-    values, scales = fp8_operands.quantize_matrices(jnp.asarray(w))
+    values, scales = activation.quantize_matrices(jnp.asarray(w))
     want = fp8.quantize_matrices(jnp.asarray(w))
     assert values.shape == want[0].shape and scales.shape == want[1].shape
     same(values, want[0])
@@ -61,7 +61,7 @@ def test_activation(pool, rng, activation, keep, gated):
     options = {"activation": activation, "gated": gated, "keep": keep}
     inputs = jnp.asarray(hidden), jnp.asarray(weights), SIZES
     want = fp8.activate_quantized(*inputs, **options)
-    got = [x if x is None else np.asarray(x) for x in fp8_operands.activate_quantized(*inputs, **options)]
+    got = [x if x is None else np.asarray(x) for x in activation.activate_quantized(*inputs, **options)]
     np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
     exact = np.asarray(want[0]).astype(np.float32)[:USED]
     # Where the last bits of the activations differ, a value may round to its neighbour.

@@ -11,9 +11,9 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import exchange, fp8_operands, rows, tuning
-from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels import activation, exchange, rows, tuning
 from jax_ep.megakernels.kernels.structs import Dispatch, Peers
+from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -40,10 +40,10 @@ def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("hidden", [HIDDEN, 128])
-@pytest.mark.parametrize("kernel", [fp8_operands._QUANTIZE, fp8_operands._DEQUANTIZE], ids=lambda k: k.function)
+@pytest.mark.parametrize("kernel", [activation._QUANTIZE, activation._DEQUANTIZE], ids=lambda k: k.function)
 def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
-    other = "x_ptr" if kernel is fp8_operands._QUANTIZE else "out_ptr"
-    constants = fp8_operands.tile_of(ROWS, hidden, np.zeros(GROUPS, np.int32))
+    other = "x_ptr" if kernel is activation._QUANTIZE else "out_ptr"
+    constants = activation.tile_of(ROWS, hidden, np.zeros(GROUPS, np.int32))
     check(kernel, FP8 | {other: "*bf16"}, constants, pass_config, capability)
 
 
@@ -51,21 +51,21 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
-    constants = fp8_operands.tile_of(ROWS, INNER, np.zeros(GROUPS, np.int32))
+    constants = activation.tile_of(ROWS, INNER, np.zeros(GROUPS, np.int32))
     constants["INNER"] = constants.pop("H")
     kind = {"GATED": gated, "ACTIVATION": activation, "KEEP": keep}
     types = FP8 | {"hidden_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32"}
-    check(fp8_operands._ACTIVATE, types, constants | kind, pass_config)
+    check(activation._ACTIVATE, types, constants | kind, pass_config)
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int) -> None:
-    monkeypatch.setattr(fp8_operands, "num_programs", lambda *_: PROGRAMS)
+    monkeypatch.setattr(activation, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
     constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS}
     types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-    check(fp8_operands._MATRICES, types, constants, fp8_operands.matrices_config(num_tasks), capability)
+    check(activation._MATRICES, types, constants, activation.matrices_config(num_tasks), capability)
 
 
 @pytest.mark.parametrize("capability", [90, 100])

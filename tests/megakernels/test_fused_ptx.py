@@ -10,9 +10,9 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import fused, fused_gradients, tuning
-from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels import exchange_gemm, tuning
 from jax_ep.megakernels.kernels.structs import Peers
+from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")
@@ -82,7 +82,7 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
     types = dict.fromkeys([*COMMON, "slot_row_ptr", "lists_ptr"], "*i32") | PEERS | {"out_ptr": "*bf16"}
     types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
     constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
-    constants |= fused._NO_GRADIENT
+    constants |= exchange_gemm._NO_GRADIENT
     built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
     check(built, capability)
     check_flat(built, blocks, config.num_stages)
@@ -132,7 +132,7 @@ def test_combine_with_weights(capability: int, shape: tuple[int, ...], transpose
     for name, width in (("lhs", "WEIGHT_M"), ("rhs", "WEIGHT_N")):
         types[name] = f"tensordesc<bf16[1, 1, {blocks['WEIGHT_R']}, {blocks[width]}]>"
     sides = (hidden, features) if transposed else (features, hidden)
-    constants = blocks | {"COMBINE": fused_gradients.unquantized_sums(lay, hidden, tile)}
+    constants = blocks | {"COMBINE": exchange_gemm.unquantized_sums(lay, hidden, tile)}
     constants |= {"ROWS": sides[0], "COLUMNS": sides[1]} | {name: sizes(lay)[name] for name in ("R", "BLOCK_L", "HEAP")}
     warps, stages = config.num_warps, config.num_stages
     built = build("combine_products", "combine_products", types, constants, warps, stages, capability)

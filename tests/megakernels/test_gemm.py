@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from kernel_calls import W
 
-from jax_ep.megakernels import gemm, products
-from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+from jax_ep.megakernels import exchange_gemm, grouped_gemm
+from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 
 TALL = Tiles(block_n=32, block_k=16, num_stages=2)
 FORWARD = {
@@ -73,17 +73,17 @@ def poisoned(x, sizes):
 
 def run_forward(lhs, rhs, sizes, *, transpose_rhs=False, out_dtype=jnp.float32, tiles=None):
     rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
-    call = partial(gemm.grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
+    call = partial(grouped_gemm.grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
     return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
 
 
 def run_weights(lhs, rhs, sizes, *, out_dtype=jnp.float32, tiles=None):
-    call = partial(gemm.grouped_gemm_weights, out_dtype=out_dtype, tiles=tiles)
+    call = partial(grouped_gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles)
     return np.asarray(call(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)))
 
 
 def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32):
-    call = partial(products.gathered_gemm_weights, transpose=transpose, out_dtype=out_dtype)
+    call = partial(exchange_gemm.gathered_weight_gradient, transpose=transpose, out_dtype=out_dtype)
     return np.asarray(call(*map(jnp.asarray, (tokens, index, rows)), jnp.asarray(sizes, jnp.int32)))
 
 
@@ -192,7 +192,7 @@ def test_what_has_no_kernel_takes_the_portable_loop(rng):
 def test_vmap(pool, rng):
     sizes = np.array([[3, 0, 60], [20, 20, 20]], np.int32)
     lhs, rhs = integers(rng, 2, 64, 16), integers(rng, 3, 16, 24)
-    call = partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=jnp.float32)
+    call = partial(grouped_gemm.grouped_gemm, transpose_rhs=False, out_dtype=jnp.float32)
     got = jax.jit(jax.vmap(call, in_axes=(0, None, 0)))(lhs, rhs, sizes)
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(got[i]), forward(lhs[i], rhs, sizes[i]))
@@ -205,8 +205,8 @@ def test_shard_map(pool, mesh4, rng, check_vma):
     lhs, rhs = integers(rng, W, 64, 16), integers(rng, 3, 16, 24)
 
     def both(lhs, sizes, rhs):
-        out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=jnp.bfloat16)
-        return out, gemm.grouped_gemm_weights(lhs, out, sizes, out_dtype=jnp.float32)
+        out = grouped_gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=jnp.bfloat16)
+        return out, grouped_gemm.weight_gradient(lhs, out, sizes, out_dtype=jnp.float32)
 
     out, gradient = harness.run(both, mesh4, lhs, sizes, rhs, check_vma=check_vma, replicated=(2,))
     for rank in range(W):

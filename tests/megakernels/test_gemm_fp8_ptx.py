@@ -9,8 +9,8 @@ import jax
 import pytest
 from compiling import build
 
-from jax_ep.megakernels import gemm_fp8, gemm_tuning
-from jax_ep.megakernels.gemm_tuning import Fp8Tiles
+from jax_ep.megakernels import grouped_gemm
+from jax_ep.megakernels.grouped_gemm import Fp8Tiles
 
 pytest.importorskip("triton")
 
@@ -24,8 +24,8 @@ def compile_gemm(tiles: Fp8Tiles, size: tuple[int, int, int, int], out: str, cap
     types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32", "out_ptr": f"*{out}"}
     types["lhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_m},128]>"
     types["rhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_n},128]>"
-    constants = gemm_fp8.constants_of(rows, columns, depth, groups, tiles)
-    kernel = gemm_fp8._KERNEL
+    constants = grouped_gemm.constants_of(rows, columns, depth, groups, tiles)
+    kernel = grouped_gemm._KERNEL
     return build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, capability)
 
 
@@ -36,7 +36,7 @@ CASES += [(90, ODD, "bf16"), (100, DEEPSEEK, "bf16"), (100, FEW_ROWS, "bf16")]
 @pytest.mark.parametrize(("capability", "size", "out"), CASES)
 def test_gemm(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    tiles = gemm_tuning.fp8_tiles(size[0], size[3], 2 if out == "bf16" else 4)
+    tiles = grouped_gemm.fp8_tiles(size[0], size[3], 2 if out == "bf16" else 4)
     built = compile_gemm(tiles, size, out, capability)
     product = r"wgmma\.mma_async\S*n128k32\.f32\.e4m3\.e4m3" if capability == 90 else r"tcgen05\.mma"
     assert re.search(product, built["ptx"]), "the tensor cores do not multiply FP8"

@@ -11,8 +11,8 @@ import pytest
 from compiling import build
 
 from jax_ep.core.kernel import Descriptor, array_of
-from jax_ep.megakernels import gemm, gemm_tuning
-from jax_ep.megakernels.gemm_tuning import Tiles, WeightTiles
+from jax_ep.megakernels import grouped_gemm
+from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 
 pytest.importorskip("triton")
 
@@ -43,8 +43,8 @@ def compile_launch(monkeypatch):
             launches.append((kernel, operands, results, config, constants))
             return [jnp.zeros(array_of(result).shape, array_of(result).dtype) for result in results]
 
-        monkeypatch.setattr(gemm, "launch", record)
-        monkeypatch.setattr(gemm, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
+        monkeypatch.setattr(grouped_gemm, "launch", record)
+        monkeypatch.setattr(grouped_gemm, "num_programs", lambda tasks, per_multiprocessor: 132 * per_multiprocessor)
         jax.eval_shape(functools.partial(function, **options), *arrays)
         ((kernel, operands, results, config, constants),) = launches
         types = {name: type_name(x) for name, x in zip(("lhs", "rhs", "sizes_ptr"), operands, strict=True)}
@@ -79,10 +79,10 @@ CASES += [(90, FEW_ROWS, False, "bfloat16"), (90, ODD, False, "bfloat16")]
 @pytest.mark.parametrize(("capability", "size", "transpose", "out"), CASES)
 def test_forward(on_gpus, compile_launch, capability, size, transpose, out):
     rows, k, n, groups = size
-    tiles = gemm_tuning.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
+    tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
     shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups,))
     options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles}
-    built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
     stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
     assert stored in built["ptx"]
@@ -94,10 +94,10 @@ WEIGHT_CASES = [(90, "float16"), (90, "float32"), (100, "float16")]
 @pytest.mark.parametrize(("capability", "out"), WEIGHT_CASES)
 def test_weights(on_gpus, compile_launch, capability, out):
     rows, k, n, groups = DEEPSEEK
-    tiles = gemm_tuning.weight_tiles(jnp.dtype(out).itemsize)
+    tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(gemm._launch_weights, capability, shapes, jnp.float16, **options)
+    built = compile_launch(grouped_gemm._launch_weights, capability, shapes, jnp.float16, **options)
     assert built["scratch"] == 0
 
 
@@ -115,7 +115,7 @@ def test_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
     options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
     shapes = ((rows, k), (groups, k, n), (groups,))
-    built = compile_launch(gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
     assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == VARIANTS[name].tma_store
 
 
@@ -137,7 +137,7 @@ def test_weight_variants(on_gpus, compile_launch, capability, name):
     options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}
     rows, k, n, groups = DEEPSEEK
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(gemm._launch_weights, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm._launch_weights, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
     assert ("cp.async.bulk.tensor.3d.global" in built["ptx"]) == tiles.tma_store
     assert tiles.programs * (built["shared"] + (1 << 10)) <= 228 << 10, "they do not fit on one multiprocessor"

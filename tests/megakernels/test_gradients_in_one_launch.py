@@ -17,7 +17,7 @@ from cases import BF16, ROUTINGS, Shape
 import jax_ep
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
-from jax_ep.megakernels import fused, fused_gradients, mode_times, tuning
+from jax_ep.megakernels import cost_model, exchange_gemm, tuning
 from jax_ep.ops import registry
 from jax_ep.types import Layout
 
@@ -103,8 +103,9 @@ def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, r
 
         def divided(*arguments: Any, choice: Any = (num_programs, width, few), **options: Any) -> Any:
             launched.append(choice)
-            blocks = chosen(*arguments, **options)[1] | {"WEIGHT_N": choice[1]}
-            return Config(choice[0]), blocks | ({"COMM": choice[2], "TASKS": choice[2]} if mode == "serial" else {})
+            _, *tile, blocks = chosen(*arguments, **options)
+            shares = {"COMM": choice[2], "TASKS": choice[2]} if mode == "serial" else {}
+            return Config(choice[0]), *tile, blocks | {"WEIGHT_N": choice[1]} | shares
 
         monkeypatch.setattr(tuning, MODES[mode], divided)
         got = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)
@@ -116,14 +117,14 @@ def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, r
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
 def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     """By name against the model, and by the model where nothing is named."""
-    launched, launch = [], fused_gradients.launch_on_heap
-    monkeypatch.setattr(fused_gradients, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
+    launched, launch = [], exchange_gemm.launch_on_heap
+    monkeypatch.setattr(exchange_gemm, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
     kernels = {"scatter": "gemm_combine", "serial": "combine_products"}
     for wanted, faster, number in ((True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)):
-        monkeypatch.setattr(fused_gradients, "_is_faster", lambda *_, faster=faster: faster)
+        monkeypatch.setattr(exchange_gemm, "_is_faster", lambda *_, faster=faster: faster)
         for mode in kernels:
-            times = mode_times.BackwardTimes({}, {name: float(name != mode) for name in kernels})
-            monkeypatch.setattr(mode_times, "backward_times", lambda *_, times=times: times)
+            times = cost_model.BackwardTimes({}, {name: float(name != mode) for name in kernels})
+            monkeypatch.setattr(cost_model, "backward_times", lambda *_, times=times: times)
             launched.clear()
             jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
             assert launched == [kernels[mode]] * number
@@ -131,9 +132,9 @@ def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, 
 
 def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     """Whatever was asked for: none is made, and no tokens are kept for it."""
-    launched, launch = [], fused_gradients.launch_on_heap
-    monkeypatch.setattr(fused_gradients, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
-    forms, dispatch = [], fused.dispatch_gemm
+    launched, launch = [], exchange_gemm.launch_on_heap
+    monkeypatch.setattr(exchange_gemm, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
+    forms, dispatch = [], exchange_gemm.dispatch_gemm
     triton: Any = registry.get("triton")
     monkeypatch.setattr(
         triton, "dispatch_gemm", lambda *a, keep, **k: forms.append(keep) or dispatch(*a, keep=keep, **k)
@@ -216,6 +217,6 @@ def layout(ranks: int) -> Layout:
 def test_the_model_chooses(
     ranks: int, sizes: tuple[int, int], mode: str | None, wanted: bool, on_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "has_tma", lambda: True)
+    monkeypatch.setattr(exchange_gemm, "has_tma", lambda: True)
     for asked, expected in ((None, wanted), (False, False), (True, True)):
-        assert fused_gradients.fuses_products(layout(ranks), BF16, *sizes, mode=mode, wanted=asked) == expected
+        assert exchange_gemm.fuses_products(layout(ranks), BF16, *sizes, mode=mode, wanted=asked) == expected

@@ -27,7 +27,7 @@ from test_interpreter_failures import until
 import jax_ep
 from jax_ep import context, interpreter
 from jax_ep.interpreter import activity
-from jax_ep.megakernels import low_latency_tuning
+from jax_ep.megakernels import low_latency
 
 CASES = [
     ("low_latency_dispatch", "few tokens"),
@@ -42,8 +42,8 @@ POISON = 0x01
 
 def choose(way: str, patch: pytest.MonkeyPatch) -> None:
     comparisons, rows = kernels.WAYS[way]
-    patch.setattr(low_latency_tuning, "_MOST_COMPARISONS", comparisons)
-    patch.setattr(low_latency_tuning, "_MOST_ROWS", rows)
+    patch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
+    patch.setattr(low_latency, "_MOST_ROWS", rows)
 
 
 class Program:

@@ -14,7 +14,7 @@ from cases import BF16, ROUTINGS, Shape, integers
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep.megakernels import low_latency_gemm, masked
+from jax_ep.megakernels import low_latency, masked
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
 OPTIONS = {"implementation": "triton"}
@@ -62,7 +62,7 @@ def test_it_is_one_launch_of_any_number_of_programs(monkeypatch, mesh, rng, prog
         raise AssertionError("a product of its own")
 
     monkeypatch.setattr(masked, "launch", no_product)
-    monkeypatch.setattr(low_latency_gemm, "num_programs", lambda tasks, each: programs)
+    monkeypatch.setattr(low_latency, "num_programs", lambda tasks, each: programs)
     problem = Problem(rng, "duplicates", 2)
     call = harness.compiled(fused(), mesh)
     for _ in range(3):
@@ -93,6 +93,6 @@ def test_other_groups_and_launches_in_between(mesh, rng):
 
 
 def test_what_it_does_not_fuse_runs_as_two_operations(monkeypatch, mesh, rng):
-    monkeypatch.setattr(low_latency_gemm, "MOST_ROWS", 17)
+    monkeypatch.setattr(low_latency, "MOST_ROWS", 17)
     problem = Problem(rng, "uniform", 2)
     problem.check(harness.run(fused(), mesh, problem.ids, problem.weights, problem.lhs, problem.rhs))

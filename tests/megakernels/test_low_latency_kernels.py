@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep import context
-from jax_ep.megakernels import low_latency_tuning
+from jax_ep.megakernels import low_latency
 
 SHAPE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=16)
 
@@ -85,8 +85,8 @@ WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [pytest.param(2, 9, marks=pytest.mark.slow), (3, 7)])
 def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_ranks, max_tokens):
     comparisons, rows = WAYS[way]
-    monkeypatch.setattr(low_latency_tuning, "_MOST_COMPARISONS", comparisons)
-    monkeypatch.setattr(low_latency_tuning, "_MOST_ROWS", rows)
+    monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
+    monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
     shape = Shape(7, 3, 4 * num_ranks, 16)
     call = harness.compiled(round_trip(shape, max_tokens), harness.make_mesh((num_ranks,), (harness.EXPERT,)))
     for routing in ROUTINGS:
@@ -100,8 +100,8 @@ def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_r
 def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
     """The bits of quantisation are those of XLA; sums of rows that were rounded to FP8 stay within its bound."""
     comparisons, rows = WAYS[way]
-    monkeypatch.setattr(low_latency_tuning, "_MOST_COMPARISONS", comparisons)
-    monkeypatch.setattr(low_latency_tuning, "_MOST_ROWS", rows)
+    monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
+    monkeypatch.setattr(low_latency, "_MOST_ROWS", rows)
     shape = Shape(5, 3, 4, 384)
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": 5, "quantize": quantize}
     wire = {"wire_dtype": jnp.float8_e4m3fn} if quantize else {}
@@ -129,8 +129,8 @@ def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
-    monkeypatch.setattr(low_latency_tuning, "_MOST_COMPARISONS", WAYS[way][0])
-    monkeypatch.setattr(low_latency_tuning, "_MOST_ROWS", WAYS[way][1])
+    monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", WAYS[way][0])
+    monkeypatch.setattr(low_latency, "_MOST_ROWS", WAYS[way][1])
     options = {"num_experts": 4, "max_tokens_per_rank": 5, "quantize": False}
 
     def fn(x, ids, weights, y):

@@ -10,9 +10,9 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import low_latency, low_latency_tuning
-from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels import low_latency
 from jax_ep.megakernels.kernels.structs import Peers
+from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout
 
 W, E, K, H = 4, 256, 8, 7168
@@ -30,13 +30,13 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
     sizes = {**low_latency._sizes(layout, num_tokens, H), "HEAP": heap_of(HeapLayout(W), W, 6)}
     if name == "dispatch":
-        _, blocks = low_latency_tuning.dispatch(layout, num_tokens, H, BF16, wire, scales)
+        _, blocks = low_latency.dispatch(layout, num_tokens, H, BF16, wire, scales)
         types = {"x_ptr": "*bf16", "x_scales_ptr": "*bf16", "out_ptr": "*fp8e4nv" if fp8 else "*bf16"}
         types["out_scales_ptr"] = "*fp32"
         parts = {"IDS_AT": num_tokens * K * 4, "VALUES_AT": num_tokens * H * wire.itemsize}
         sizes |= {"G": scales, "GROUP": 128 if fp8 else 0, "COUNTED": True}
     else:
-        _, blocks = low_latency_tuning.combine(layout, num_tokens, H, BF16)
+        _, blocks = low_latency.combine(layout, num_tokens, H, BF16)
         types = {"y_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32"}
         parts = {"WEIGHTS_AT": num_tokens * K * 4, "VALUES_AT": num_tokens * K * H * wire.itemsize}
         sizes |= {"FP8": fp8}

@@ -10,10 +10,10 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import low_latency_gemm, masked, masked_tuning
-from jax_ep.megakernels.heap_launch import heap_of
+from jax_ep.megakernels import low_latency, masked
 from jax_ep.megakernels.kernels.structs import Peers
-from jax_ep.megakernels.masked_tuning import MaskedTiles
+from jax_ep.megakernels.launch import heap_of
+from jax_ep.megakernels.masked import MaskedTiles
 from jax_ep.types import Layout
 
 G, M, K, N, INNER = 64, 512, 7168, 4096, 2048
@@ -40,7 +40,7 @@ CASES += [(100, rows, fp8, "bf16") for rows in (64, 128) for fp8 in (True, False
 
 @pytest.mark.parametrize(("capability", "block_m", "fp8", "out"), CASES)
 def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
-    tiles = masked_tuning.masked_tiles(M, EXPECTED[block_m], 1 if fp8 else 2, 2 if out == "bf16" else 4)
+    tiles = masked.masked_tiles(M, EXPECTED[block_m], 1 if fp8 else 2, 2 if out == "bf16" else 4)
     assert tiles.block_m == block_m
     built = compile_gemm(tiles, fp8, out, capability)
     columns = block_m if tiles.swap else tiles.block_n
@@ -62,7 +62,7 @@ def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
 def test_gemm_combine(block_m: int, fp8: bool) -> None:
     """The epilogue that stores rows at their sources leaves registers, and stores 16 bytes at a time."""
     num_ranks, tokens, top_k = 4, 128, 8
-    tiles = masked_tuning.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
+    tiles = masked.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
     element = "fp8e4nv" if fp8 else "bf16"
     types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "weights_ptr": "*fp32"}
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
@@ -70,9 +70,9 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     integers = ("sizes", "token", "start", "slot_row", "own_ids")
     types |= {f"{name}_ptr": "*i32" for name in integers} | {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64", "*i32")}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
-    constants = low_latency_gemm.constants_of(layout, tokens, K, INNER, tiles, fp8)
+    constants = low_latency.constants_of(layout, tokens, K, INNER, tiles, fp8)
     constants["HEAP"] = heap_of(HeapLayout(num_ranks), num_ranks, constants.pop("OPERATION"))
-    kernel, shape = low_latency_gemm._KERNEL, (tiles.num_warps, tiles.num_stages, 90)
+    kernel, shape = low_latency._KERNEL, (tiles.num_warps, tiles.num_stages, 90)
     built = build(kernel.module, kernel.function, types, {**constants, "VALUES_AT": 4352}, *shape)
     assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
@@ -87,13 +87,13 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
 def test_smallest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, rows in (("9.0", 16), ("10.0", 64)):
         device = SimpleNamespace(platform="gpu", compute_capability=capability)
-        monkeypatch.setattr(masked_tuning.jax, "local_devices", lambda device=device: [device])
-        assert masked_tuning.masked_tiles(M, 1, 1, 2).block_m == rows
+        monkeypatch.setattr(masked.jax, "local_devices", lambda device=device: [device])
+        assert masked.masked_tiles(M, 1, 1, 2).block_m == rows
 
 
 def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
     """The loops over tiles and over K are one: its loads are behind its products, and no others are."""
-    ptx = compile_gemm(masked_tuning.masked_tiles(M, 4, 1, 2), True, "bf16", 90)["ptx"]
+    ptx = compile_gemm(masked.masked_tiles(M, 4, 1, 2), True, "bf16", 90)["ptx"]
     loads, last = list(re.finditer(r"cp\.async\.bulk\.tensor", ptx)), ptx.rindex("wgmma.mma_async")
     assert len([load for load in loads if load.start() > last]) == 2
     assert len(re.findall(r"^\$L__BB\d+_\d+: +// =>This.*Loop Header", ptx, re.MULTILINE)) == 1
@@ -103,7 +103,7 @@ def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_activation(activation: str, quantize: bool, capability: int) -> None:
-    block_m, block_c = masked_tuning.activation_tile(INNER, quantize)
+    block_m, block_c = masked.activation_tile(INNER, quantize)
     types = {"hidden_ptr": "*bf16", "sizes_ptr": "*i32", "scales_ptr": "*fp32"}
     types["out_ptr"] = "*fp8e4nv" if quantize else "*bf16"
     tile = {"BM": block_m, "BC": block_c, "ACTIVATION": activation, "QUANTIZE": quantize}
@@ -114,4 +114,4 @@ def test_activation(activation: str, quantize: bool, capability: int) -> None:
     assert not re.search(r"(ld|st)\.global\.b(8|16)\b", built["ptx"]), "short accesses: an alignment hint was lost"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
-    assert masked_tuning.ACTIVATION_PROGRAMS * 128 * registers <= 65536
+    assert masked.ACTIVATION_PROGRAMS * 128 * registers <= 65536

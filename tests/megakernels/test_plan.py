@@ -23,7 +23,7 @@ from jax_ep import context
 from jax_ep.core import layout as rows
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import SymmetricHeap
-from jax_ep.megakernels import heap_launch, tuning
+from jax_ep.megakernels import launch, tuning
 from jax_ep.ops import registry
 from jax_ep.types import Handle, Layout
 
@@ -181,7 +181,7 @@ def test_a_known_mesh_gives_the_group_without_an_exchange(fresh, monkeypatch, ax
     types = []
 
     def fn(x):
-        group = heap_launch.group_on(axis, varying_axes(x))
+        group = launch.group_on(axis, varying_axes(x))
         types.append(jax.typeof(group))
         return group[None, None, None]
 

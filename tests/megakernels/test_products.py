@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_ep.megakernels import gemm, products
-from jax_ep.pallas import gemm as pallas_gemm
+from jax_ep.megakernels import exchange_gemm
+from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas import requirements
 
 
@@ -20,17 +20,17 @@ from jax_ep.pallas import requirements
     ],
 )
 def test_the_fastest_kernel(rows, platform, lacking, wanted, transpose, monkeypatch):
-    monkeypatch.setattr(products.jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(exchange_gemm.jax, "default_backend", lambda: platform)
     monkeypatch.setattr(requirements, "missing", lambda: lacking)
     for module, name in ((pallas_gemm, "pallas"), (gemm, "triton")):
         monkeypatch.setattr(module, "grouped_gemm", lambda *_, name=name, **options: (name, options))
-        monkeypatch.setattr(module, "grouped_gemm_weights", lambda *_, name=name, **options: (name, options))
+        monkeypatch.setattr(module, "weight_gradient", lambda *_, name=name, **options: (name, options))
     arguments = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16), jax.ShapeDtypeStruct((8, 64, 64), jnp.bfloat16), None
-    chosen, options = products.grouped_gemm(*arguments, transpose_rhs=transpose, out_dtype=jnp.bfloat16)
+    chosen, options = exchange_gemm.grouped_gemm(*arguments, transpose_rhs=transpose, out_dtype=jnp.bfloat16)
     assert chosen == wanted
     assert options == {"transpose_rhs": transpose, "out_dtype": jnp.bfloat16}
     left, sizes = arguments[0], jax.ShapeDtypeStruct((8,), jnp.int32)
-    assert products.grouped_gemm_weights(left, left, sizes, out_dtype=jnp.float32) == (
+    assert exchange_gemm.weight_gradient(left, left, sizes, out_dtype=jnp.float32) == (
         wanted,
         {"out_dtype": jnp.float32},
     )

@@ -10,8 +10,8 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import tuning
-from jax_ep.megakernels.heap_launch import heap_of
 from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange
+from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout
 
 pytest.importorskip("triton")

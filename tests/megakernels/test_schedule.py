@@ -13,7 +13,7 @@ from compiling import build
 
 import jax_ep
 from jax_ep.megakernels import tuning
-from jax_ep.megakernels.schedule import send_schedule, sorted_schedule
+from jax_ep.megakernels.send_order import order_sends, sort_sends
 from jax_ep.ops import registry
 from jax_ep.types import Layout
 
@@ -60,7 +60,7 @@ def test_order(sizes, hostile, rng):
 
     def fn(ids):
         handle = registry.get("triton").plan(ids, layout, (EXPERT,))
-        return (*send_schedule(handle), *sorted_schedule(handle))
+        return (*order_sends(handle), *sort_sends(handle))
 
     got = harness.run(fn, mesh, ids)
     for rank in range(num_ranks):

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.ops import registry
-from jax_ep.pallas import gemm, requirements, tiling
+from jax_ep.pallas import requirements, tiling
 from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
 
 REFUSAL = requirements.refusal(registry.Request("grouped_gemm", BF16, 64, "gemm", alone=True))
@@ -77,7 +77,7 @@ def test_weights(tiles, rng, races):
     _, want = oracle.grouped_gemm_gradients(lhs[used], np.zeros((7, 200, 328), F16), SIZES, rhs[used])
     lhs[SIZES.sum() :], rhs[SIZES.sum() :] = np.nan, np.inf
     out_dtype = F32 if tiles is NARROW else F16
-    out = gemm.grouped_gemm_weights(lhs, rhs, SIZES, out_dtype=out_dtype, tiles=tiles)
+    out = gemm.weight_gradient(lhs, rhs, SIZES, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -106,7 +106,7 @@ def test_one_chunk_wide(tiles, rng):
         out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16, tiles=tiles)
         want = oracle.grouped_gemm(lhs, rhs, sizes)
     else:
-        out = gemm.grouped_gemm_weights(lhs, d_out, sizes, out_dtype=BF16, tiles=tiles)
+        out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=BF16, tiles=tiles)
         want = oracle.grouped_gemm_gradients(lhs, rhs, sizes, d_out)[1]
     np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
 
@@ -125,7 +125,7 @@ def test_groups_of_all_heights(end, rng):
     lhs[260:] = d_out[260:] = np.nan
     out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=F32)
     np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes))
-    out = gemm.grouped_gemm_weights(lhs, d_out, sizes, out_dtype=F32)
+    out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=F32)
     want = oracle.grouped_gemm_gradients(lhs[:260], rhs, sizes, d_out[:260])[1]
     np.testing.assert_array_equal(np.asarray(out), want)
 
@@ -144,7 +144,7 @@ def test_empty_arrays(shape):
     lhs, rhs = jnp.ones((rows, depth), BF16), jnp.ones((groups, depth, columns), BF16)
     sizes = jnp.full((groups,), rows // max(groups, 1), jnp.int32)
     assert not gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=BF16).any()
-    out = gemm.grouped_gemm_weights(lhs, jnp.ones((rows, columns), BF16), sizes, out_dtype=BF16)
+    out = gemm.weight_gradient(lhs, jnp.ones((rows, columns), BF16), sizes, out_dtype=BF16)
     assert out.shape == (groups, depth, columns)
 
 
@@ -173,7 +173,7 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
 def test_weights_lower(tiles):
     out_dtype = F32 if tiles is NARROW else BF16
-    call = functools.partial(gemm.grouped_gemm_weights, out_dtype=out_dtype, tiles=tiles, interpret=False)
+    call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles, interpret=False)
     assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
     assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
 

@@ -52,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("jax_ep")
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
     group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
+    group.addoption("--only-slow", action="store_true", help="only the tests marked slow")
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
@@ -105,7 +106,7 @@ MEASURED_CAPABILITY = 90  # of the GPUs that kernels are made for
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Whether `make test` leaves it out: what repeats, in minutes, on other sizes what a faster test shows."""
+    """Whether `make test` leaves it to `make test-rest`."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if parameters.get("capability", MEASURED_CAPABILITY) != MEASURED_CAPABILITY:
         return True  # a kernel compiled for other GPUs too
@@ -115,11 +116,14 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if ON_GPU or config.getoption("slow"):
+    only_slow = config.getoption("only_slow")
+    if not only_slow and (ON_GPU or config.getoption("slow")):
         return
-    slow = [item for item in items if is_slow(item)]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    chosen, others = [], []
+    for item in items:
+        (chosen if is_slow(item) == only_slow else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

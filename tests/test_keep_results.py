@@ -34,6 +34,7 @@ def run(folder: Path, *names: str) -> dict:
     return json.loads((folder / "kept" / "test_gpu.json").read_text())
 
 
+@pytest.mark.slow
 def test_outcomes_are_kept_by_file_and_by_number_of_processes(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_first.py").write_text(FIRST)

@@ -24,6 +24,8 @@ def collected(*options: str, devices: str = "cpu") -> set[str]:
 def test_slow_tests_need_the_option_or_a_gpu():
     pytest.importorskip("triton")
     every = {f"ranks{n}-{implementation}" for n in (1, 2, 4, 8) for implementation in ("xla", "triton")}
-    assert collected() == every - {"ranks1-triton", "ranks8-triton"}
+    slow = {"ranks1-triton", "ranks4-triton", "ranks8-triton"}
+    assert collected() == every - slow
+    assert collected("--only-slow") == slow
     assert collected("--slow") == every
     assert collected(devices="gpu") == every

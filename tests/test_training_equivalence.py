@@ -59,6 +59,7 @@ def train_step(layer: Any) -> Any:
     return step
 
 
+@pytest.mark.slow
 def test_ten_steps(implementation: str, expert_mesh: Any) -> None:
     # A fixed seed: a near tie in the router could send the two runs to different experts.
     rng = np.random.default_rng(0)

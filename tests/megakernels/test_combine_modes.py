@@ -33,6 +33,7 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("mode", DIVISIONS)
+@pytest.mark.slow(unless={"mode": ["scatter"]})
 def test_programs_and_chunks_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
     """One program or several, which leave tasks to the last one; for "reduce" one chunk of columns, or several."""
     kernel = {"scatter": "gemm_combine", "reduce": "gemm_reduce"}[mode]
@@ -128,6 +129,7 @@ def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> N
 
 
 @pytest.mark.parametrize("mode", ["scatter", "reduce"])
+@pytest.mark.slow(unless={"mode": ["scatter"]})
 def test_other_calls_are_refused_with_what_they_have(mode: str, mesh: jax.sharding.Mesh) -> None:
     """float32, sizes that are no multiples of 8, FP8 on the wire: no launch for both, and no other in its place."""
     x, ids = np.ones((2, 4, 128), np.float32), np.zeros((2, 4, 1), np.int32)

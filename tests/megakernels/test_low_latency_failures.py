@@ -149,6 +149,7 @@ EITHER += [pytest.param(*case, "never", marks=pytest.mark.slow) for case in CASE
 
 
 @pytest.mark.parametrize(("name", "way", "how"), EITHER)
+@pytest.mark.slow(unless={"name": ["low_latency_dispatch"], "way": ["few tokens"]})
 def test_a_missing_peer_is_named(
     name: str,
     way: str,
@@ -199,6 +200,7 @@ def outcome(call: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[1] == "few tokens"])
+@pytest.mark.slow(unless={"name": ["low_latency_combine"]})
 def test_a_killed_peer_is_named(
     name: str, way: str, two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, after_failures: None
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FIRST = """
 import os, pytest
 def test_good(): pass

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from harness import EXPERT
 from jax.sharding import PartitionSpec as P
 

@@ -19,7 +19,6 @@ import triton
 from jax_ep.kernel import Config, Kernel
 from jax_ep.megakernels import compilation
 
-
 triton.knobs.compilation.always_compile = True  # what comes from the cache comes without the assembler's report
 triton.knobs.nvidia.dump_ptxas_log = True
 

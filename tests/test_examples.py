@@ -235,6 +235,7 @@ def test_load_bars() -> None:
     assert load_bars(np.array([0, 1, 1, 2])) == "▁▅▅█"
 
 
+@pytest.mark.slow
 def test_remat_keeps_the_loss_and_bias_routing_moves_the_bias() -> None:
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)

@@ -316,7 +316,7 @@ def test_code_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
-@pytest.mark.slow(unless={"on_mesh": [True]})
+@pytest.mark.slow
 def test_forward_products_in_fp8(on_mesh: bool) -> None:
     """`forward_dtype` reaches the experts: their output is off by roundings to FP8, and has gradients."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}

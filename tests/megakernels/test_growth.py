@@ -115,7 +115,7 @@ def test_threads_that_trace_at_once(mesh):
 
 
 @pytest.mark.parametrize("heap_bytes", [None, 8 << 20], ids=["growing", "fixed"])
-@pytest.mark.slow(unless={"heap_bytes": [None]})
+@pytest.mark.slow
 def test_programs_run_on_in_a_later_context(mesh, heap_bytes):
     """Also in a third, and those that found other generations; between contexts an error says what to do."""
     jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)

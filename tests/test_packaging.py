@@ -150,21 +150,23 @@ def test_the_question_the_script_asks_is_answered_by_a_real_python(machine):
 
 # --- Makefile and .ci/run -------------------------------------------------------------------------------------------
 
-TARGETS = [
-    "env",
-    "lock",
-    "demo",
-    "test",
-    "test-rest",
-    "test-all",
-    "test-gpu",
-    "lint",
-    "docs",
-    "wheel",
-    "bench",
-    "clean",
-    "help",
-]
+TARGETS = set(
+    [
+        "env",
+        "lock",
+        "demo",
+        "test",
+        "test-rest",
+        "test-all",
+        "test-gpu",
+        "lint",
+        "docs",
+        "wheel",
+        "bench",
+        "clean",
+        "help",
+    ]
+)
 SET_BY_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
 OF_THE_MAKEFILE = {"PYTHON", "VENV", "EXTRAS", "CONSTRAINTS", "PIP_ARGS"}
 
@@ -183,7 +185,7 @@ def make() -> str:
 def test_help_lists_every_target(make):
     completed = run([make, "-C", str(ROOT), "--no-print-directory", "help"], CLEAN)
     listed = re.findall(r"^ +make ([a-z-]+) +\S", completed.stdout, re.MULTILINE)
-    assert set(TARGETS) <= set(listed), completed.stdout + completed.stderr
+    assert set(listed) >= TARGETS, completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize(

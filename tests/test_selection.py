@@ -1,4 +1,4 @@
-"""Which tests run: those marked slow on GPUs, with `--slow`, or alone with `--only-slow`; the others show everything."""
+"""Which tests run: those marked slow on GPUs, with `--slow`, alone with `--only-slow`; the others show everything."""
 
 from __future__ import annotations
 

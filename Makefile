@@ -33,7 +33,7 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-all test-gpu lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-gpu lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -74,14 +74,19 @@ FP8 := tests/contract/test_moe_fp8.py::test_
 LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[reduce-triton-4]' \
   $(FUSED)capacity '$(FUSED)dispatch_modes[triton-2-serial]' $(FP8)forward $(FP8)capacity $(FP8)fused_moe \
   $(FP8)nan_stays_with_its_token 'tests/gpu/test_serving.py::test_low_latency_decoding[fp8]'
-# Neighbouring tests share what they compile, so each process begins with a part of them in order.
-PYTEST := "$(BIN)/python" -m pytest -n auto --dist worksteal -q --durations=20 --durations-min=5
-test: $(INSTALLED) ## the tests, on eight CPU devices, with as many processes as there are cores
-	$(PYTEST) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
-	$(PYTEST) $(PYTEST_ARGS)
-
-test-all: PYTEST += --slow
-test-all: test ## the tests, those marked slow too
+# Neighbouring tests share what they compile, so each process begins with a part of them in order; what tests far apart
+# share comes from JAX's cache.
+PYTEST := JAX_COMPILATION_CACHE_DIR='$(CURDIR)/build/jax_cache' JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+  "$(BIN)/python" -m pytest -n auto --dist worksteal -q --durations=20 --durations-min=5
+WHICH :=
+test: ## the tests that a person waits for, on eight CPU devices, with as many processes as there are cores
+test-rest: WHICH := --only-slow
+test-rest: ## those that `make test` leaves out: more sizes and numbers of ranks, whole programs
+test-all: WHICH := --slow
+test-all: ## both
+test test-rest test-all: $(INSTALLED)
+	$(PYTEST) $(WHICH) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
+	$(PYTEST) $(WHICH) $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)

@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/moe_lm"), help="folder of checkpoints, metrics.json and curves.png")
     add("--restart", action="store_true", help="delete the checkpoints in --out instead of continuing from them")
-    add("--steps", type=int, default=600, help="length of the learning-rate schedule")
+    add("--steps", type=int, default=400, help="length of the learning-rate schedule")
     add("--stop-after", type=int, help="end early, after this step, as an interruption would")
     add("--checkpoint-every", type=int, default=200)
     add("--evaluate-every", type=int, default=100)

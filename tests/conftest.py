@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("jax_ep")
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
     group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
+    group.addoption("--only-slow", action="store_true", help="only the tests marked slow")
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
 
 
@@ -105,21 +107,31 @@ MEASURED_CAPABILITY = 90  # of the GPUs that kernels are made for
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Whether `make test` leaves it out: what repeats, in minutes, on other sizes what a faster test shows."""
+    """Whether `make test` leaves it to `make test-rest`."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if parameters.get("capability", MEASURED_CAPABILITY) != MEASURED_CAPABILITY:
         return True  # a kernel compiled for other GPUs too
     interpreted = parameters.get("implementation") in ("triton", "pallas")
-    marks = ("slow", "slow_interpreted") if interpreted else ("slow",)
-    return any(item.get_closest_marker(mark) for mark in marks)
+    names = ("slow", "slow_interpreted") if interpreted else ("slow",)
+    marks = [mark for name in names for mark in item.iter_markers(name)]
+    return not all(_is_exempt(mark, parameters) for mark in marks)
+
+
+def _is_exempt(mark: pytest.Mark, parameters: dict[str, Any]) -> bool:
+    """Whether this is one of the cases that a mark names with `unless={parameter: values}`."""
+    unless = mark.kwargs.get("unless", {})
+    return bool(unless) and all(parameters[name] in values for name, values in unless.items())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if ON_GPU or config.getoption("slow"):
+    only_slow = config.getoption("only_slow")
+    if not only_slow and (ON_GPU or config.getoption("slow")):
         return
-    slow = [item for item in items if is_slow(item)]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    chosen, others = [], []
+    for item in items:
+        (chosen if is_slow(item) == only_slow else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -157,12 +169,10 @@ def expert_mesh() -> Callable[[int], Mesh]:
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
-FEW_OR_MANY = pytest.mark.slow_interpreted
+IN_THE_REST = pytest.mark.slow_interpreted
 
 
-@pytest.fixture(
-    params=[pytest.param(1, marks=FEW_OR_MANY), 2, 4, pytest.param(8, marks=FEW_OR_MANY)], ids="ranks{}".format
-)
+@pytest.fixture(params=[2, *(pytest.param(n, marks=IN_THE_REST) for n in (1, 4, 8))], ids="ranks{}".format)
 def every_mesh(request: pytest.FixtureRequest, expert_mesh: Callable[[int], Mesh]) -> Mesh:
     """Meshes of 1, 2, 4 and 8 ranks."""
     return expert_mesh(request.param)

@@ -382,6 +382,7 @@ def check_report(content: dict) -> None:
         assert 3 <= seconds["rounds"] <= content["settings"]["rounds"]
 
 
+@pytest.mark.slow
 def test_quick_run_reports_every_part(quick_run):
     content, folder, output = quick_run
     check_report(content)
@@ -473,6 +474,7 @@ def check_exchange(content: dict, variants: set[str]) -> None:
         assert int(tokens) in settings["tokens"] and 1 <= short < long
 
 
+@pytest.mark.slow
 def test_quick_run_of_the_exchange(tmp_path):
     """On CPU devices, so in Triton's interpreter: the figures mean nothing, but every kernel is called."""
     pytest.importorskip("triton")

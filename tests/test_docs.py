@@ -82,6 +82,7 @@ def quick_compilation() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick_compilation")
 @every(WITH_CODE)
+@pytest.mark.slow(unless={"page": [DOCS / "index.md", DOCS / "concepts.md", DOCS / "errors.md"]})
 def test_code_runs(page: Path) -> None:
     """The blocks of a page run one after another, as a reader would run them; they check themselves."""
     if jax.device_count() < NUM_DEVICES:
@@ -130,6 +131,7 @@ def test_headings_are_unique(page: Path) -> None:
 
 
 @pytest.mark.parametrize("address", [None, "https://example.org/jax_ep"])
+@pytest.mark.slow(unless={"address": [None]})
 def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """`mkdocs build --strict`, with the version, the plots that pages show, and the repository where one is known."""
     pytest.importorskip("mkdocs")

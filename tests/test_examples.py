@@ -79,6 +79,7 @@ def without_timing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # One test, because every step needs the run before it, and parallel test processes would each train anew.
+@pytest.mark.slow
 def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = train(whole)
@@ -153,6 +154,7 @@ def check_report(out: Path, result: dict[str, Any]) -> None:
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
 
 
+@pytest.mark.slow
 def test_cached_decoding_equals_the_full_forward_pass() -> None:
     config = ModelConfig(hidden=32, layers=2, heads=2, intermediate=32, dtype="float32")
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
@@ -177,6 +179,7 @@ def test_cached_decoding_equals_the_full_forward_pass() -> None:
 
 
 @pytest.mark.parametrize(("experts", "least", "most"), [("same", 0.0, 1e-5), ("fp8", 1e-3, 0.2)])
+@pytest.mark.slow
 def test_low_latency_decoding_finds_the_same_bytes(experts: str, least: float, most: float) -> None:
     """In float32 the paths agree to its precision; FP8 moves the logits, but little beside their spread."""
     config = ModelConfig(hidden=128, layers=2, heads=2, intermediate=96, shared_experts=1, dtype="float32")
@@ -232,6 +235,7 @@ def test_load_bars() -> None:
     assert load_bars(np.array([0, 1, 1, 2])) == "▁▅▅█"
 
 
+@pytest.mark.slow
 def test_remat_keeps_the_loss_and_bias_routing_moves_the_bias() -> None:
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)

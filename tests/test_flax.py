@@ -72,6 +72,7 @@ def with_bias(moe: MoE, rng: np.random.Generator) -> MoE:
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow(unless={"kind": ["Auto"]})
 def test_matches_a_loop_over_tokens(kind: str, rng: np.random.Generator) -> None:
     mesh = data_expert_mesh(kind)
     x = rng.normal(size=(8, 3, H)).astype(np.float32)
@@ -105,6 +106,7 @@ def test_tokens_that_do_not_divide_among_devices(rng: np.random.Generator) -> No
 
 @pytest.mark.parametrize("num_rows", [8, 5])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
+@pytest.mark.slow(unless={"kind": ["Explicit"], "num_rows": [5]})
 def test_masked_tokens_are_padding(kind: str, num_rows: int, rng: np.random.Generator) -> None:
     """They go to no routed expert and count in no metric; on a mesh, numbers that do and do not divide among it."""
     mesh = None if kind == "one device" else data_expert_mesh(kind)
@@ -147,6 +149,7 @@ def stacked(num_layers: int, mesh: jax.sharding.Mesh | None) -> MoE:
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow(unless={"kind": ["Explicit"]})
 def test_gradients_through_remat_and_scan_equal_the_dense_layers(kind: str, rng: np.random.Generator) -> None:
     mesh = data_expert_mesh(kind)
     x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
@@ -257,6 +260,7 @@ def serve_layer(kind: str, hidden: int = 128, inner: int = 96, **options: Any) -
 
 @pytest.mark.parametrize(("hidden", "inner", "compiled"), [(128, 96, True), (256, 384, False)])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow(unless={"kind": ["Auto"], "hidden": [128]})
 def test_serving_weights_compute_the_same_layer(kind: str, hidden: int, inner: int, compiled: bool) -> None:
     """Eleven tokens do not divide among the devices, as in decoding; the matrices have one block or several."""
     moe, x = serve_layer(kind, hidden, inner)
@@ -283,6 +287,7 @@ def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(run(broken), run(None))
 
 
+@pytest.mark.slow
 def test_serving_on_one_device() -> None:
     moe = MoE(**SIZES, rngs=nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(2), (5, H))
@@ -296,6 +301,7 @@ def test_flax_stays_optional() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_code_of_the_documentation() -> None:
     """The blocks of docs/flax.md run one after another, as a reader would run them; they check themselves."""
     if jax.device_count() < 4:
@@ -310,6 +316,7 @@ def test_code_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.slow
 def test_forward_products_in_fp8(on_mesh: bool) -> None:
     """`forward_dtype` reaches the experts: their output is off by roundings to FP8, and has gradients."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}

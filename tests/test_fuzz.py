@@ -13,6 +13,7 @@ import harness
 import jax
 import numpy as np
 import oracle
+import pytest
 from cases import assert_close, assert_same_bits, integers, probabilities, reals
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -148,6 +149,7 @@ def _check_round_trip(problem, ids, seed):
 
 @NUM_SHAPES
 @given(st.data(), problems(), SEEDS)
+@pytest.mark.slow
 def test_shapes_of_dispatch_and_combine(data, problem, seed):
     _check_round_trip(problem, data.draw(routings(problem)), seed)
 
@@ -214,6 +216,7 @@ def _check_layer(problem, intermediate, activation, gated, ids, seed):
 
 @NUM_SHAPES
 @given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["silu", "gelu", "relu"]), st.booleans(), SEEDS)
+@pytest.mark.slow
 def test_shapes_of_moe(data, problem, intermediate, activation, gated, seed):
     problem = dataclasses.replace(problem, alignment=1)  # moe has no alignment
     ids = data.draw(routings(problem))

@@ -183,6 +183,7 @@ def test_regions_never_share_a_place_with_anything(memory):
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 16)), min_size=1, max_size=4))
+@pytest.mark.slow
 def test_the_size_that_an_error_names_is_enough_for_it(needs):
     size = DATA
     for _ in range(2 * len(needs) + 1):

@@ -154,6 +154,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("what", EXPECTED)
+@pytest.mark.slow(unless={"what": ["decode"]})
 def test_programs_are_chains_as_long_as_they_say(modules, mesh, what):
     assert set(modules.kernel_times.BUILDERS) == set(EXPECTED)
     program = modules.kernel_times.BUILDERS[what](mesh, "tiny", 8)
@@ -193,6 +194,7 @@ def check_kernel_times(content: dict) -> None:
         assert sum(kernel["share"] for kernel in row["kernels"]) > 0.9
 
 
+@pytest.mark.slow
 def test_report(modules, monkeypatch, tmp_path, capsys):
     """Every program has its row, and one that fails does not keep the next from its own."""
     script, ran = modules.kernel_times, []

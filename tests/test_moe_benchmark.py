@@ -172,6 +172,7 @@ def test_layers_in_fp8_are_near_the_others(modules, case):
         assert 1e-3 < modules.moe_chains.difference(got, expected) < variant.largest_difference
 
 
+@pytest.mark.slow
 def test_weights_are_quantised_in_each_call_and_not_copied(modules, case):
     variant = modules.moe_variants.layers(case, ["fp8"], backward=False)[modules.moe_variants.LAYERS["fp8"]]
     fn, arguments = modules.moe_chains.chain(case, variant)(2)
@@ -334,6 +335,7 @@ def test_panels_show_layers_with_uniform_routing(modules):
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path, modules):
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -358,6 +360,7 @@ def test_quick_run(tmp_path, modules):
     assert "TFLOP/s per GPU" in completed.stdout
 
 
+@pytest.mark.slow
 def test_long_runs_leave_cases_out_instead_of_running_over(modules, run, case, capsys):
     wanted = [("tiny", "uniform", 16), ("tiny", "uniform", 8)]
     assert list(modules.moe_layer.cases(run, case.mesh, wanted, minutes=0)) == []

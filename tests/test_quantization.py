@@ -73,6 +73,7 @@ def test_no_gradient() -> None:
 
 @pytest.mark.parametrize(("inner", "compiled"), [(384, False), (384, True), (192, True)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow(unless={"kind": [AxisType.Auto], "inner": [192]})
 def test_sharded_matrices_have_the_same_bits(kind: AxisType, inner: int, compiled: bool, rng: Any) -> None:
     """More than one block along both axes, experts and columns split over devices."""
 

@@ -55,6 +55,7 @@ def launch(*arguments: str, late: str | None = None) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_contract_tests_in_two_processes() -> None:
     """Through jax.distributed and collectives between processes, on real contract tests."""
     names = "test_routings or test_handle_is_reused or test_quantised"
@@ -79,6 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow(unless={"name": ["passes", "fails in one"]})
 def test_outcomes(name: str, tmp_path: Path) -> None:
     body, expected, texts = CASES[name]
     (tmp_path / "conftest.py").write_text(CONFTEST)
@@ -148,6 +150,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
     """The copies run together, and the report is that of the first."""
     folder = LAUNCHER.parent.parent / "benchmarks"

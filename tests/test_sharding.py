@@ -57,6 +57,7 @@ def spec_list(specs):
     ],
     ids=["expert", "data-expert", "two-axes"],
 )
+@pytest.mark.slow(unless={"kind": [AxisType.Explicit]})
 def test_only_the_needed_collectives(kind, sizes, names, options, rng):
     """Forward: ids, weights and tokens are gathered, sums travel back once; nothing is resharded."""
     mesh = harness.make_mesh(sizes, names, kind)
@@ -98,6 +99,7 @@ def test_data_parallel_gradients_are_summed_once(rng):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow(unless={"kind": [AxisType.Explicit]})
 def test_tensor_axis(kind, rng):
     """I split over a tensor axis, on a data x expert x tensor mesh, equals the layer on one device."""
     mesh = harness.make_mesh((2, 2, 2), ("data", "expert", "tensor"), kind)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from harness import EXPERT
 from jax.sharding import PartitionSpec as P
 
@@ -59,6 +60,7 @@ def train_step(layer: Any) -> Any:
     return step
 
 
+@pytest.mark.slow
 def test_ten_steps(implementation: str, expert_mesh: Any) -> None:
     # A fixed seed: a near tie in the router could send the two runs to different experts.
     rng = np.random.default_rng(0)

@@ -21,7 +21,7 @@ Array = jax.Array
 class TrainConfig:
     """How to train."""
 
-    steps: int = 600
+    steps: int = 400
     batch_size: int = 8
     length: int = 128
     peak_learning_rate: float = 4e-3

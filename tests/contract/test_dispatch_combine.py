@@ -87,6 +87,7 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow_interpreted(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world"]})
 def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     num_ranks, shape = SHAPES[name]
     call = compiled(round_trip(shape, implementation), expert_mesh(num_ranks))
@@ -109,6 +110,7 @@ def test_float64(implementation: str, expert_mesh: Any, rng: np.random.Generator
 
 # (capacity, alignment): dropless and aligned, cut within a group, cut to a single row or block, room to spare.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 8), (8, 4), (1, 1), (20, 1), (96, 16)])
+@pytest.mark.slow_interpreted(unless={"alignment": [4, 16]})
 def test_capacity_and_alignment(
     implementation: str,
     capacity: int | None,
@@ -136,6 +138,7 @@ def test_no_tokens(implementation: str, expert_mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
+@pytest.mark.slow_interpreted
 def test_numbers_of_numpy(implementation: str, expert_mesh: Any, rng: np.random.Generator, kind: Any) -> None:
     """As static sizes they are as good as Python's, and have no dtype that could reach an array."""
     problem = Problem(rng, "uniform", 2, BASE)

@@ -64,6 +64,7 @@ def check(got: Any, args: Any, d_out: np.ndarray, lay: oracle.Layout) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.slow(unless={"num_ranks": [2]})
 def test_forward_and_gradients(
     implementation: str, mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
@@ -76,7 +77,8 @@ def test_forward_and_gradients(
             check(got, args, d_out, oracle.layout(args[1], SHAPE.num_experts))
 
 
-@pytest.mark.parametrize("capacity", [1, pytest.param(24, marks=pytest.mark.slow_interpreted), 60])
+@pytest.mark.parametrize("capacity", [1, 24, 60])
+@pytest.mark.slow_interpreted(unless={"capacity": [60], "mode": ["scatter"]})
 def test_capacity(implementation: str, mode: str, capacity: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
     options = {"capacity": capacity, "combine_mode": mode}
@@ -116,6 +118,7 @@ def test_communicating_programs_change_no_bits(
 
 @pytest.mark.parametrize("dispatch_mode", DISPATCH_MODES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.slow(unless={"num_ranks": [2]})
 def test_dispatch_modes(
     implementation: str, dispatch_mode: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
@@ -189,6 +192,7 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 32, "alignment": 4}], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.slow(unless={"num_ranks": [2]})
 def test_modes_round_as_they_say(
     implementation: str, num_ranks: int, options: dict[str, int], expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:

@@ -63,6 +63,7 @@ def check(got: Any, args: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "scatter"), (2, "serial"), (4, "serial")])
+@pytest.mark.slow_interpreted(unless={"num_ranks": [2]})
 def test_gradients_of_the_layer(
     implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:

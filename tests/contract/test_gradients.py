@@ -85,6 +85,7 @@ def test_moe_routings(implementation: str, every_mesh: Mesh, rng: np.random.Gene
 
 
 @pytest.mark.parametrize(("activation", "gated"), VARIANTS)
+@pytest.mark.slow(unless={"gated": [True]})
 def test_moe_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
     topk_idx = ROUTINGS["duplicates"](rng, 2, BASE)
     arrays = layer_arrays(rng, 2, BASE, gated=gated)

@@ -98,6 +98,7 @@ def test_remainders(implementation: str, dtype: np.dtype, rng: np.random.Generat
 # In Mosaic's interpreter NumPy multiplies, and says that it has met infinities.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.slow_interpreted
 def test_nan_stays_in_its_group(implementation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
     group_sizes = np.array([30, 0, 17, 70, 9], np.int32)
     lhs, rhs = reals(rng, 126, 16, dtype=dtype), reals(rng, 5, 16, 8, dtype=dtype)

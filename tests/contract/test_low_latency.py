@@ -102,6 +102,7 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("group_size", [128, 64])
+@pytest.mark.slow_interpreted(unless={"group_size": [128]})
 def test_quantised(implementation: str, group_size: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
     call = compiled(round_trip(implementation, group_size=group_size), expert_mesh(2))
     for routing in ("uniform", "duplicates", "one_hot", "no_experts"):
@@ -155,11 +156,11 @@ def test_num_tokens_on_the_device(implementation: str, expert_mesh: Any, rng: An
 @pytest.mark.parametrize(
     "count",
     [
-        *(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40),
-        pytest.param(np.int64(2**40), marks=pytest.mark.slow_interpreted),
+        *(np.int8(3), np.uint8(3), np.uint32(3), 3, -1, 2**40, np.int64(2**40)),
     ],
     ids=repr,
 )
+@pytest.mark.slow_interpreted(unless={"count": [-1]})
 def test_number_of_tokens_of_any_integer_dtype(implementation: str, expert_mesh: Any, rng: Any, count: Any) -> None:
     """Of more tokens than int8 can count; a number past them is as good as all."""
     shape = Shape(num_tokens=300, top_k=1, num_experts=2, hidden=16)

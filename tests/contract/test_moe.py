@@ -74,6 +74,7 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow(unless={"name": ["prime_tokens", "one_token"]})
 def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     num_ranks, shape = SHAPES[name]
     layer = Layer(rng, "duplicates", num_ranks, shape)

@@ -85,7 +85,8 @@ def with_gradients(layer: Any):
 
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow_interpreted), 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.slow(unless={"num_ranks": [2]})
 def test_forward(
     implementation: str, num_ranks: int, wire_dtype: Any, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
@@ -103,6 +104,7 @@ def test_forward(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.slow(unless={"gated": [True]})
 def test_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
     got = run(moe(implementation, activation=activation), expert_mesh(2), *layer.args)
@@ -172,6 +174,7 @@ def test_gradients_are_those_without_fp8(
 @pytest.mark.parametrize(
     "wire_dtype", [pytest.param(None, marks=pytest.mark.slow), FP8], ids=["wire as is", "wire FP8"]
 )
+@pytest.mark.slow(unless={"saved": [("jax_ep.tokens", "jax_ep.hidden")]})
 def test_scan_and_remat(implementation: str, wire_dtype: Any, saved: Any, expert_mesh: Any, rng: Any) -> None:
     """Two layers in a scan have the gradients of two calls, whatever is computed again."""
     if implementation == "triton" and not ON_GPU:

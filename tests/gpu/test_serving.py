@@ -19,6 +19,7 @@ PROMPTS = [b"import sys", b"def f(x):", b"a"]
     [("same", "float32", 1e-5), ("same", "bfloat16", 0.05), ("fp8", "bfloat16", 0.2)],
     ids=["float32", "bfloat16", "fp8"],
 )
+@pytest.mark.slow
 def test_low_latency_decoding(one_process: None, experts: str, dtype: str, most: float) -> None:
     """The products of float32 are XLA's, all others the kernels'; `most` is relative to the spread of the logits."""
     pytest.importorskip("flax")

@@ -153,6 +153,7 @@ def leave_ones(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.slow(unless={"name": ["exchange", "layer, gradients", "low-latency round trip"]})
 def test_a_missing_launch_poisons_what_waited_for_it(monkeypatch, mesh, rng, name):
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng, 128 if name == "fp8 wire" else H)
@@ -250,6 +251,7 @@ def test_launches_have_the_operation_that_they_are_part_of(monkeypatch, mesh, rn
         ("low-latency GEMM + combine", "low_latency_gemm_combine", None),
     ],
 )
+@pytest.mark.slow(unless={"name": ["exchange", "low-latency GEMM + combine"]})
 def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rng, name, operation, other):
     """A `lax.cond` that differs between ranks, say: one rank's data was taken for what the other expected.
 
@@ -300,6 +302,7 @@ def test_what_a_launch_is(mesh):
 
 
 @pytest.mark.parametrize("name", ["exchange", "low-latency round trip", "GEMM + combine, scatter"])
+@pytest.mark.slow(unless={"name": ["GEMM + combine, scatter"]})
 def test_epochs_go_on_past_their_largest_number(mesh, rng, name):
     jax_ep.init(mesh, transport="shared_memory")
     args = inputs(rng)

@@ -50,6 +50,7 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
     constants = activation.tile_of(ROWS, INNER, np.zeros(GROUPS, np.int32))
     constants["INNER"] = constants.pop("H")

@@ -59,6 +59,7 @@ def check_flat(built: dict, blocks: dict[str, int], num_stages: int) -> None:
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("shape", "transposed", "keep"), [(DEEPSEEK, False, True), (MIXTRAL, True, False)])
+@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
 def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, columns, _ = shape
     lay = layout(tokens)
@@ -75,6 +76,7 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
     ("shape", "transposed", "drops"),
     [(DEEPSEEK, False, True), (DEEPSEEK, True, False), (DEEPSEEK_LONG, False, False), (MIXTRAL, True, True)],
 )
+@pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [False]})
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     lay = layout(tokens)
@@ -97,6 +99,7 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
         (100, DEEPSEEK, True, False),
     ],
 )
+@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
 def test_gemm_combine_with_weights(
     capability: int, shape: tuple[int, ...], transposed: bool, drops: bool, on_h200: None
 ) -> None:
@@ -121,6 +124,7 @@ def test_gemm_combine_with_weights(
 @pytest.mark.parametrize(
     ("capability", "shape", "transposed"), [(90, DEEPSEEK, True), (90, DEEPSEEK_LONG, False), (100, MIXTRAL, True)]
 )
+@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
 def test_combine_with_weights(capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None) -> None:
     """Two programs fit on a multiprocessor."""
     tokens, hidden, features, _ = shape
@@ -147,6 +151,7 @@ def test_combine_with_weights(capability: int, shape: tuple[int, ...], transpose
     ("shape", "transposed"),
     [(DEEPSEEK, False), (DEEPSEEK, True), (DEEPSEEK_SHORT, False), (QWEN, False), (MIXTRAL, True)],
 )
+@pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [False]})
 def test_gemm_reduce(shape: tuple[int, ...], transposed: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     lay = layout(tokens)

@@ -89,6 +89,7 @@ def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.slow(unless={"transpose_rhs": [False]})
 def test_forward(pool, rng, subtests, name, transpose_rhs):
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):

@@ -111,6 +111,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.slow
 def test_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
     options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
@@ -131,6 +132,7 @@ WEIGHT_VARIANTS = {
 
 @pytest.mark.parametrize("capability", [90])
 @pytest.mark.parametrize("name", WEIGHT_VARIANTS)
+@pytest.mark.slow
 def test_weight_variants(on_gpus, compile_launch, capability, name):
     """Descriptors of results come from the host: those that a kernel makes in scratch memory end a command buffer."""
     tiles = WEIGHT_VARIANTS[name]

@@ -115,6 +115,7 @@ def test_threads_that_trace_at_once(mesh):
 
 
 @pytest.mark.parametrize("heap_bytes", [None, 8 << 20], ids=["growing", "fixed"])
+@pytest.mark.slow
 def test_programs_run_on_in_a_later_context(mesh, heap_bytes):
     """Also in a third, and those that found other generations; between contexts an error says what to do."""
     jax_ep.init(mesh, transport=TRANSPORT, heap_bytes=heap_bytes)
@@ -149,6 +150,7 @@ def test_a_later_context_that_is_too_small_says_so(mesh):
     np.testing.assert_array_equal(call(x, ids), K * x)
 
 
+@pytest.mark.slow
 def test_a_context_that_ends_while_a_program_is_traced(mesh, monkeypatch):
     """What the thread has reserved is gone, and the new heap may be smaller."""
     jax_ep.init(mesh, transport=TRANSPORT)
@@ -171,6 +173,7 @@ def test_a_context_that_ends_while_a_program_is_traced(mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("heap_bytes", [1 << 46, 1 << 60], ids=["memory", "addresses"])
+@pytest.mark.slow(unless={"heap_bytes": [1 << 60]})
 def test_more_than_there_is(mesh, heap_bytes):
     message = rf"init: .*{heap_bytes}.*(free|addressed)"
     with pytest.raises((RuntimeError, ValueError), match=message):

@@ -26,6 +26,7 @@ from jax_ep.interpreter import activity
 from jax_ep.megakernels.launch import launch
 
 LONG_S = 1000.0  # beyond the time limit of a test
+STOPPED = "the launch failed on another worker"  # what its peers say, whose error XLA may show in place of the first
 
 
 def test_kernel_that_raises(pool, mesh4, after_failures):
@@ -48,7 +49,7 @@ def test_failure_stops_peers_that_have_not_begun(pool, mesh4, after_failures, mo
 
     monkeypatch.setattr(pool, "timeout_s", LONG_S)
     start = time.perf_counter()
-    with pytest.raises(Exception, match="the limit is reached"):
+    with pytest.raises(Exception, match=f"the limit is reached|{STOPPED}"):
         jax.block_until_ready(jax.jit(harness.per_rank(fn, mesh4))(ranks(), heap_tables(pool), ranks()[:, None]))
     pool.reset()  # waits until the others have stopped too
     assert time.perf_counter() - start < LONG_S, "the others waited for the rank that failed"
@@ -86,9 +87,10 @@ def test_a_killed_worker_ends_the_waits_of_its_peers(mesh4, after_failures):
     try:
         run, start = wait_for_ever(mesh4), time.perf_counter()
         threading.Thread(target=kill).start()
-        with pytest.raises(Exception, match=r"kernel wait, worker 2 \(process \d+\) died with exit code -9"):
+        with pytest.raises(Exception, match=f"died with exit code -9|{STOPPED}"):
             jax.block_until_ready(run(ranks(), heap_tables(pool)))
         assert time.perf_counter() - start < LONG_S
+        assert re.match(r"kernel wait, worker 2 \(process \d+\) died with exit code -9", str(pool.close()))
     finally:
         interpreter.set_pool(None)
         pool.close()
@@ -106,8 +108,9 @@ def test_a_stopped_worker_is_named_and_killed(mesh4, after_failures):
         run = wait_for_ever(mesh4)
         pool.timeout_s = 0.3
         threading.Thread(target=stop).start()
-        with pytest.raises(Exception, match=r"kernel wait, worker 2 .* was killed: it had been stopped.* for 0\.3 s"):
+        with pytest.raises(Exception, match=f"was killed|{STOPPED}"):
             jax.block_until_ready(run(ranks(), heap_tables(pool)))
+        assert re.match(r"kernel wait, worker 2 .* was killed: it had been stopped.* for 0\.3 s", str(pool.close()))
     finally:
         interpreter.set_pool(None)
         pool.close()

@@ -149,6 +149,7 @@ EITHER += [pytest.param(*case, "never", marks=pytest.mark.slow) for case in CASE
 
 
 @pytest.mark.parametrize(("name", "way", "how"), EITHER)
+@pytest.mark.slow(unless={"name": ["low_latency_dispatch"], "way": ["few tokens"]})
 def test_a_missing_peer_is_named(
     name: str,
     way: str,
@@ -199,6 +200,7 @@ def outcome(call: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize(("name", "way"), [case for case in CASES if case[1] == "few tokens"])
+@pytest.mark.slow(unless={"name": ["low_latency_combine"]})
 def test_a_killed_peer_is_named(
     name: str, way: str, two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, after_failures: None
 ) -> None:
@@ -206,6 +208,9 @@ def test_a_killed_peer_is_named(
     program = Program(name, two_ranks, rng)
     program.run()
     with monkeypatch.context() as patch:
-        Stage(name, stopped_until(activity.WAITING, then=signal.SIGKILL), patch)
-        with pytest.raises(Exception, match=rf"kernel {name}, worker 1 \(process \d+\) died with exit code -9"):
+        stage = Stage(name, stopped_until(activity.WAITING, then=signal.SIGKILL), patch)
+        # XLA tells of one device: of worker 1, or of worker 0, which was stopped because of that.
+        with pytest.raises(Exception, match="died with exit code -9|the launch failed on another worker"):
             program.run()
+    died = rf"kernel {name}, worker 1 \(process \d+\) died with exit code -9"
+    assert re.match(died, str(stage.pool.close())), "the failure that the pool keeps is the first"

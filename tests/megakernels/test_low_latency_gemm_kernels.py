@@ -57,6 +57,7 @@ def fused(shape: Shape = SHAPE) -> Any:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.slow(unless={"programs": [2]})
 def test_it_is_one_launch_of_any_number_of_programs(monkeypatch, mesh, rng, programs):
     def no_product(*_: Any, **__: Any) -> Any:
         raise AssertionError("a product of its own")
@@ -69,6 +70,7 @@ def test_it_is_one_launch_of_any_number_of_programs(monkeypatch, mesh, rng, prog
         problem.check(call(*problem.args))
 
 
+@pytest.mark.slow
 def test_other_groups_and_launches_in_between(mesh, rng):
     """Every kernel finds the control words as it needs them, and pairs of devices have their own halves."""
     jax_ep.finalize()

@@ -82,7 +82,8 @@ WAYS = {"few tokens": (1 << 20, 1 << 20), "many tokens": (0, 0)}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("num_ranks", "max_tokens"), [pytest.param(2, 9, marks=pytest.mark.slow), (3, 7)])
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 9), (3, 7)])
+@pytest.mark.slow(unless={"num_ranks": [3], "way": ["many tokens"]})
 def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_ranks, max_tokens):
     comparisons, rows = WAYS[way]
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", comparisons)
@@ -97,6 +98,7 @@ def test_every_routing_in_both_ways(monkeypatch, mesh, rng, subtests, way, num_r
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.slow(unless={"way": ["many tokens"]})
 def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
     """The bits of quantisation are those of XLA; sums of rows that were rounded to FP8 stay within its bound."""
     comparisons, rows = WAYS[way]
@@ -128,6 +130,7 @@ def test_fp8_and_float32(monkeypatch, mesh, rng, way, quantize):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.slow(unless={"way": ["few tokens"], "dtype": ["float16"]})
 def test_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
     monkeypatch.setattr(low_latency, "_MOST_COMPARISONS", WAYS[way][0])
     monkeypatch.setattr(low_latency, "_MOST_ROWS", WAYS[way][1])
@@ -147,6 +150,7 @@ def test_other_dtypes(monkeypatch, float64, mesh, rng, way, dtype):
     assert_close(back, want_back.astype(np.float64), "back")
 
 
+@pytest.mark.slow
 def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):
     """Pairs of devices have their own halves: launches of other groups and other sizes may come in between."""
     jax_ep.finalize()
@@ -163,6 +167,7 @@ def test_groups_that_overlap_and_sizes_that_differ(mesh, rng):
         problem.check(*call(*problem.args))
 
 
+@pytest.mark.slow
 def test_programs_compiled_before_the_area_grew(mesh, rng):
     first = Problem(rng, "uniform", 2, SHAPE, 7)
     call = harness.compiled(round_trip(SHAPE, 7), mesh)
@@ -182,6 +187,7 @@ def test_programs_compiled_before_the_area_grew(mesh, rng):
     first.check(*call(*first.args))
 
 
+@pytest.mark.slow
 def test_a_heap_of_a_given_size_holds_the_area_too():
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
@@ -213,6 +219,7 @@ def test_fewer_tokens_than_there_is_room_for_and_none_at_all(mesh, rng):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+@pytest.mark.slow(unless={"dtype": ["int32"]})
 def test_any_count_of_tokens(mesh, rng, dtype):
     problem = Problem(rng, "uniform", 2, SHAPE, 7)
 
@@ -227,6 +234,7 @@ def test_any_count_of_tokens(mesh, rng, dtype):
     assert_same_bits(handle.own_ids, np.where(np.array([7, 0])[:, None, None] > 0, problem.ids, np.int32(-1)))
 
 
+@pytest.mark.slow
 def test_bits_do_not_change_from_run_to_run(mesh, rng):
     problem = Problem(rng, "zipf", 2, SHAPE, 7)
     weights, y = reals(rng, *problem.ids.shape), reals(rng, *problem.y.shape)
@@ -240,6 +248,7 @@ def test_bits_do_not_change_from_run_to_run(mesh, rng):
     ("hidden", "max_tokens", "top_k", "reason"),
     [(12, 4, 2, "no whole 16-byte words"), (16, 1025, 2, "1025 exceeds 1024"), (16, 4, 17, "K=17 exceeds 16")],
 )
+@pytest.mark.slow(unless={"top_k": [17]})
 def test_refusals_say_why_and_xla_takes_over(mesh, rng, hidden, max_tokens, top_k, reason):
     shape = Shape(num_tokens=2, top_k=top_k, num_experts=4, hidden=hidden)
     problem = Problem(rng, "duplicates", 2, shape, max_tokens)

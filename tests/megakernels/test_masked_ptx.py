@@ -39,6 +39,7 @@ CASES += [(100, rows, fp8, "bf16") for rows in (64, 128) for fp8 in (True, False
 
 
 @pytest.mark.parametrize(("capability", "block_m", "fp8", "out"), CASES)
+@pytest.mark.slow(unless={"block_m": [16, 128], "out": ["bf16"]})
 def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
     tiles = masked.masked_tiles(M, EXPECTED[block_m], 1 if fp8 else 2, 2 if out == "bf16" else 4)
     assert tiles.block_m == block_m
@@ -59,6 +60,7 @@ def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
 
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("block_m", EXPECTED)
+@pytest.mark.slow(unless={"block_m": [128]})
 def test_gemm_combine(block_m: int, fp8: bool) -> None:
     """The epilogue that stores rows at their sources leaves registers, and stores 16 bytes at a time."""
     num_ranks, tokens, top_k = 4, 128, 8
@@ -102,6 +104,7 @@ def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(activation: str, quantize: bool, capability: int) -> None:
     block_m, block_c = masked.activation_tile(INNER, quantize)
     types = {"hidden_ptr": "*bf16", "sizes_ptr": "*i32", "scales_ptr": "*fp32"}

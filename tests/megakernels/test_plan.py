@@ -94,6 +94,7 @@ def random_layout(rng: np.random.Generator, num_ranks: int) -> Layout:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.slow(unless={"num_ranks": [3]})
 def test_random_layouts_and_hostile_ids(heaps, rng, num_ranks):
     for _ in range(2):
         layout = random_layout(rng, num_ranks)
@@ -171,6 +172,7 @@ def test_the_same_bits_whatever_the_heap_holds(heaps, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", [("expert",), ("data", "expert"), ("b", "data"), ("b",)], ids="-".join)
+@pytest.mark.slow(unless={"axis": [("data", "expert")], "check_vma": [True]})
 def test_a_known_mesh_gives_the_group_without_an_exchange(fresh, monkeypatch, axis, check_vma):
     if jax.device_count() < 8:
         pytest.skip(f"needs 8 devices, {jax.device_count()} present")

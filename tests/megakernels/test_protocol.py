@@ -99,6 +99,7 @@ def test_hostile_ids_write_nowhere(mesh):
     np.testing.assert_array_equal(np.ravel(invalid), ((ids != -1) & ~valid).sum((1, 2)))
 
 
+@pytest.mark.slow
 def test_meshes_of_different_devices_share_one_heap(mesh):
     """Pairs of devices count their launches together, so groups that overlap can take turns."""
     jax_ep.init(mesh, transport="shared_memory")
@@ -121,6 +122,7 @@ def test_init_replaces_a_context_that_made_itself(mesh):
         jax_ep.init(mesh, transport="shared_memory", timeout_s=8)
 
 
+@pytest.mark.slow
 def test_bits_do_not_change_from_run_to_run(mesh):
     jax_ep.init(mesh, transport="shared_memory")
     x, ids = inputs()

@@ -34,6 +34,7 @@ def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("limit", [None, 24], ids=["all-programs", "few-programs"])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
+@pytest.mark.slow(unless={"dtype": ["bfloat16"], "limit": [None]})
 def test_row_kernels(name, limit, dtype, fp8, capability):
     if fp8 and capability < 89:
         pytest.skip("this architecture has no FP8 conversions")
@@ -65,6 +66,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 
 
 @pytest.mark.parametrize("hidden", [256, 512, 2048])
+@pytest.mark.slow(unless={"hidden": [512]})
 def test_combine_of_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
     config, tile = tuning.combine(LAYOUT, hidden, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
@@ -88,6 +90,7 @@ def test_small_exchange_kernel(capability):
 # (experts, tokens per rank): L of 64, 256 and 1024, and blocks of one part and of many.
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("experts", "tokens"), [(256, 128), (256, 4096), (256, 32768), (1024, 4096), (4096, 4096)])
+@pytest.mark.slow(unless={"experts": [256], "tokens": [4096]})
 def test_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
     config, sizes = tuning.plan(layout)

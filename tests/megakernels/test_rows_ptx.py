@@ -29,6 +29,7 @@ def compile_pass(monkeypatch, kernel, types, constants):
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("kernel", [kernels._FORWARD, kernels._GRADIENT], ids=lambda kernel: kernel.function)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+@pytest.mark.slow(unless={"name": ["silu"]})
 def test_activation(monkeypatch, kernel, name, gated):
     types = dict.fromkeys(["hidden_ptr", "out_ptr", "d_rows_ptr", "d_hidden_ptr"], "*bf16")
     types |= {"sizes_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32"}
@@ -37,6 +38,7 @@ def test_activation(monkeypatch, kernel, name, gated):
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [("bf16", 7168), ("bf16", 2048), ("fp16", 72)])
+@pytest.mark.slow(unless={"hidden": [7168]})
 def test_gather(monkeypatch, dtype, hidden):
     types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "index_ptr": "*i32", "sizes_ptr": "*i32"}
     block = min(1024, power_of_two(hidden))

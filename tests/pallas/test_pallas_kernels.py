@@ -52,12 +52,10 @@ def races(monkeypatch, capfd):
 
 @pytest.mark.parametrize(
     ("tiles", "transpose"),
-    [
-        *[(LOW, False), (HALF, True), (HIGH, False)],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(LOW, True), (HALF, False)]),
-    ],
+    [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)],
     ids=str,
 )
+@pytest.mark.slow(unless={"tiles": [HALF], "transpose": [True]})
 def test_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
     lhs, rhs = integers(rng, ROWS, 200, dtype=BF16), integers(rng, 7, 200, 328, dtype=BF16)
@@ -71,6 +69,7 @@ def test_forward(tiles, transpose, rng, races):
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
+@pytest.mark.slow(unless={"tiles": [NARROW]})
 def test_weights(tiles, rng, races):
     lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
     used = slice(SIZES.sum())
@@ -98,6 +97,7 @@ def test_detector_sees_races(rng, races, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
+@pytest.mark.slow(unless={"tiles": [HALF]})
 def test_one_chunk_wide(tiles, rng):
     """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
     sizes = np.array([5, 0, 12, 100], np.int32)
@@ -111,13 +111,8 @@ def test_one_chunk_wide(tiles, rng):
     np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        *[1, 8, 9, 33, 64, 97, 250],
-        *(pytest.param(end, marks=pytest.mark.slow) for end in (7, 31, 32, 63, 65, 96, 128, 129)),
-    ],
-)
+@pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
+@pytest.mark.slow(unless={"end": [8, 33]})
 def test_groups_of_all_heights(end, rng):
     """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
     sizes = np.array([5, end, 255 - end], np.int32)
@@ -158,8 +153,9 @@ def lower(call, *shapes):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("out_dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("tiles", "x64"), [(LOW, False), (LOW, True), (HALF, False), (HIGH, False)], ids=str)
+@pytest.mark.slow(unless={"tiles": [HALF], "out_dtype": [BF16]})
 def test_forward_lowers(tiles, x64, out_dtype, transpose):
     call = functools.partial(
         gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles, interpret=False
@@ -171,6 +167,7 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
+@pytest.mark.slow(unless={"tiles": [NARROW]})
 def test_weights_lower(tiles):
     out_dtype = F32 if tiles is NARROW else BF16
     call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles, interpret=False)
@@ -178,12 +175,14 @@ def test_weights_lower(tiles):
     assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
 
 
+@pytest.mark.slow
 def test_large_results_lower():
     """More than 2**31 elements: positions are pairs of a row and a column, never one number."""
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16, interpret=False)
     assert "mosaic_gpu" in lower(call, (1 << 20, 64), (8, 64, 4096), (8,))
 
 
+@pytest.mark.slow
 def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
     """They would bring the wrong rows, which the interpreter does not see: the lowering must."""
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)

@@ -1,6 +1,6 @@
 """Dispatch and combine on GPUs: device time inside jit, beside what XLA offers, in one run.
 
-    python benchmarks/dispatch_combine.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4] [--processes 4]
+    python benchmarks/exchange.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4] [--processes 4]
 
 Writes results/dispatch_combine.json and a plot; with one process per GPU, dispatch_combine_processes.json. `--quick`
 without GPUs runs the kernels in Triton's interpreter.
@@ -16,89 +16,16 @@ that peak. The report also says what each GPU sends while the copy engines of al
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
-import processes
-from exchange_chains import AXIS, RAGGED, Case, Variant, after, chain, local, stack, variants
-from harness import Panel, Report, Timing
-from jax.sharding import PartitionSpec as P
+from lib import copy_engines, harness, inputs, plots, processes
+from lib.exchange_chains import RAGGED, Case, Variant, chain, make_case, variants
+from lib.harness import Report
 
 import jax_ep
-from jax_ep.layout import round_up
-from jax_ep.types import Layout
-
-__all__ = ["after", "local", "stack"]
-
-HIDDEN, NUM_EXPERTS, TOP_K = 7168, 256, 8
-PEAK_BYTES = 1 << 30
-WORKERS = 8
-QUICK_DEVICES = 4
-
-
-class Model(NamedTuple):
-    """Sizes of the layer."""
-
-    hidden: int
-    experts: int
-    top_k: int
-
-
-def routing(kind: str, num_tokens: int, model: Model, rng: np.random.Generator) -> np.ndarray:
-    """`[num_tokens, top_k]` different experts per token, all alike or by Zipf's law."""
-    popularity = np.zeros(model.experts)
-    if kind == "zipf":
-        popularity = -np.log(1 + rng.permutation(model.experts))
-    ids = np.empty((num_tokens, model.top_k), np.int32)
-    for start in range(0, num_tokens, 8192):  # Gumbel top-k
-        scores = popularity + rng.gumbel(size=(min(8192, num_tokens - start), model.experts))
-        ids[start : start + len(scores)] = np.argpartition(-scores, model.top_k, axis=1)[:, : model.top_k]
-    return ids
-
-
-def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any, model: Model | None = None) -> Case:
-    """Random tokens; the capacity is the most loaded rank's, rounded up."""
-    model = model or Model(HIDDEN, NUM_EXPERTS, TOP_K)
-    num_ranks = mesh.devices.size
-    ids = routing(kind, num_ranks * tokens, model, np.random.default_rng(0))
-    owner = ids // (model.experts // num_ranks)
-    rows = np.bincount(owner.reshape(-1), minlength=num_ranks).max()
-    goes_to = np.stack([(owner == rank).any(1) for rank in range(num_ranks)], 1)
-    layout = Layout(num_ranks, model.experts, tokens, model.top_k, round_up(int(rows), 128))
-    placed = jax.NamedSharding(mesh, P("expert"))
-    make = jax.jit(lambda key: jax.random.normal(key, (num_ranks * tokens, model.hidden), dtype), out_shardings=placed)
-    goes_to = goes_to.reshape(num_ranks, tokens, num_ranks)
-    return Case(mesh, layout, make(jax.random.key(1)), jax.device_put(ids, placed), goes_to)
-
-
-def copy_engine_peak(num_bytes: int = PEAK_BYTES) -> float:
-    """Bytes per second of one large copy from the first GPU to the second."""
-    source, target = jax.devices()[:2]
-    data = jax.device_put(jnp.zeros((num_bytes,), jnp.uint8), source)
-
-    def copies(n: int) -> Callable[[], list[jax.Array]]:
-        return lambda: [jax.device_put(data, target) for _ in range(n)]
-
-    times = harness.measure_interleaved({1: copies(1), 9: copies(9)}, 8)
-    return 8 * num_bytes / (times[9].median - times[1].median)
-
-
-def copy_engines_together(devices: Sequence[jax.Device], num_bytes: int = PEAK_BYTES) -> float:
-    """Bytes per second that each GPU sends while every GPU copies to all others, one large copy for each pair."""
-    data = [jax.device_put(jnp.zeros((num_bytes,), jnp.uint8), device) for device in devices]
-    others = range(1, len(devices))
-
-    def copies(n: int) -> Callable[[], list[jax.Array]]:
-        pairs = [(i, (i + step) % len(devices)) for _ in range(n) for step in others for i in range(len(devices))]
-        return lambda: [jax.device_put(data[source], devices[target]) for source, target in pairs]
-
-    times = harness.measure_interleaved({1: copies(1), 5: copies(5)}, 8)
-    return 4 * len(others) * num_bytes / (times[5].median - times[1].median)
 
 
 def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
@@ -124,7 +51,7 @@ def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
     return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
 
 
-def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, peak: float) -> dict[str, Timing]:
+def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, peak: float) -> None:
     """Times one case, and adds it to the report."""
     tokens, num_ranks = case.layout.num_tokens, case.layout.num_ranks
     uniform = kind == "uniform"
@@ -135,12 +62,11 @@ def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, pea
         args.rounds,
         lengths=chain_lengths(tokens, args.quick),
         title=f"{kind}, {tokens} tokens, {num_ranks} ranks",
-        workers=WORKERS,
+        workers=harness.WORKERS,
         failures=failures,
     )
-    for name in [name for name, timing in times.items() if timing.median <= 0 and not args.quick]:
-        failures[name] = "takes less than what these chains resolve"
-        del times[name]
+    if not args.quick:
+        harness.leave_out_unresolved(times, failures)
     shape = {"routing": kind, "tokens_per_rank": tokens, "ranks": num_ranks, "hidden": case.x.shape[1]}
     shape["dtype"] = case.x.dtype.name
     for name, error in failures.items():
@@ -153,7 +79,6 @@ def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, pea
             found["peak_share"] = found["wire_bytes_per_s"] / peak
         report.add(name, shape, timing, wire=todo[name].wire, **found, processes=jax.process_count())
     show(report, shape, failures)
-    return times
 
 
 def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> None:
@@ -176,57 +101,53 @@ def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> Non
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__, rounds=8)
-    parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 128 1024 4096 32768)")
+    parser = harness.parser(__doc__ or "", rounds=8, tokens="128 1024 4096 32768")
     parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
     parser.add_argument(
         "--ragged-tokens", type=int, nargs="*", default=[4096], help=f"where to measure {RAGGED}, which is slow"
     )
-    parser.add_argument("--suffix", default="", help="of the report's name, as _2_gpus")
     processes.add_option(parser)
     return parser
+
+
+def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int], peak: float) -> Report:
+    """The report before its rows."""
+    lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
+    settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
+    settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
+    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}{args.suffix}", args.out, settings)
+    report.summarise(copy_engine_bytes_per_s=peak)
+    return report
 
 
 def main() -> None:
     """Measures all cases and writes the report."""
     args = harness.parse(options())
     args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
-    jax.config.update("jax_num_cpu_devices", QUICK_DEVICES)
-    on_gpus = args.processes > 1 or jax.default_backend() == "gpu"
-    if not (on_gpus or args.quick) or (args.processes == 1 and jax.device_count() < 2):
-        print("dispatch_combine: needs two or more GPUs; nothing measured")
+    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
+    together = args.processes > 1  # then JAX must not look for devices before it knows of the other processes
+    if not (together or harness.can_measure("exchange", args)):
         return
-    copied_bytes = PEAK_BYTES if on_gpus else 1 << 22
-    peak = processes.enter(args.processes, copy_engine_peak if on_gpus else partial(copy_engine_peak, copied_bytes))
-    if peak is None:
+    on_gpus = together or jax.default_backend() == "gpu"
+    num_bytes = copy_engines.PEAK_BYTES if on_gpus else copy_engines.QUICK_BYTES
+    figure = copy_engines.peak if on_gpus else partial(copy_engines.peak, num_bytes)
+    if (peak := processes.enter(args.processes, figure)) is None:
         return
-    ranks = [n for n in args.ranks if n <= jax.device_count()] if args.processes == 1 else [jax.device_count()]
-    model = Model(256, 8, 2) if args.quick else Model(HIDDEN, NUM_EXPERTS, TOP_K)
-    lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
-    settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
-    settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
-    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}{args.suffix}", args.out, settings)
-    report.summarise(copy_engine_bytes_per_s=peak)
-    panels, together = [], {}
+    ranks = [jax.device_count()] if together else [n for n in args.ranks if n <= jax.device_count()]
+    model = inputs.MODELS[inputs.QUICK if args.quick else inputs.DEFAULT]
+    report, engines = make_report(args, model, ranks, peak), {}
     for num_ranks in ranks:
-        devices = jax.devices()[:num_ranks]
-        mesh = jax.make_mesh((num_ranks,), AXIS, axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-        if args.processes == 1:
-            together[str(num_ranks)] = copy_engines_together(devices, copied_bytes)
-            report.summarise(copy_engines_together_bytes_per_s=together)
+        mesh = inputs.expert_mesh(num_ranks)
+        if not together:
+            engines[str(num_ranks)] = copy_engines.peak_together(list(mesh.devices.flat), num_bytes)
+            report.summarise(copy_engines_together_bytes_per_s=engines)
             jax_ep.finalize()
             jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
         for kind in args.routing:
-            series: dict[str, tuple[list[int], list[dict[str, Any]]]] = {}
             for tokens in args.tokens:
-                case = make_case(mesh, kind, tokens, jnp.bfloat16, model)
-                for name, timing in measure(report, kind, case, args, peak).items():
-                    xs, summaries = series.setdefault(name, ([], []))
-                    xs.append(tokens)
-                    summaries.append(timing.summary())
-            panels.append(Panel(f"{kind} routing, {num_ranks} ranks", "tokens per rank", series))
-    harness.plot(report.path.with_suffix(".png"), panels)
+                measure(report, kind, make_case(mesh, kind, tokens, jnp.bfloat16, model), args, peak)
+    plots.draw(report.path)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-import harness
 import jax
 import numpy as np
-from harness import Panel, Report
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from lib import harness
+from lib.harness import Report
+from lib.inputs import expert_mesh
 
 NUM_DEVICES = 8
 
@@ -28,11 +29,11 @@ def dispatch_combine(num_experts: int, mesh: jax.sharding.Mesh) -> Callable[[Arr
     return jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
 
 
-def measure_exchange(report: Report, args: argparse.Namespace) -> list[Panel]:
+def measure_exchange(report: Report, args: argparse.Namespace) -> None:
     """Dispatch + combine against the number of experts at the same tokens."""
     counts = (8, 64) if args.quick else (8, 16, 32, 64, 128, 256, 512)
     tokens, hidden, top_k = (8, 16, 2) if args.quick else (128, 256, 8)
-    mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = expert_mesh(NUM_DEVICES)
     rng = np.random.default_rng(0)
     placed = jax.NamedSharding(mesh, P("expert"))
     num_tokens = NUM_DEVICES * tokens
@@ -54,5 +55,3 @@ def measure_exchange(report: Report, args: argparse.Namespace) -> list[Panel]:
     title = f"dispatch + combine, {tokens} tokens/rank, top {top_k}, hidden {hidden}, {NUM_DEVICES} CPU devices"
     harness.show_table(f"{title}: ms", list(map(str, counts)), [[t.milliseconds() for t in times.values()]])
     print(f"{counts[-1]} experts to {counts[0]}: {ratio:.2f}")
-    summaries = [timing.summary() for timing in times.values()]
-    return [Panel("dispatch + combine", "experts", {f"{num_tokens} tokens, top {top_k}": (list(counts), summaries)})]

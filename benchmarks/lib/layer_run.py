@@ -1,4 +1,4 @@
-"""Timing of variants of one case of moe_layer.py, and what becomes of it in the report."""
+"""Timing of variants of one case of layer.py, and what becomes of it in the report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import harness
 import jax
-from harness import Report, Timing
-from moe_chains import Case, Variant, chain, difference
 
-WORKERS = 8
+from lib import harness
+from lib.harness import Report, Timing
+from lib.layer_chains import Case, Variant, chain, difference
+
 BUDGET_S = 2.0
 _KEY = ("model", "routing", "tokens_per_rank", "ranks")
 
@@ -101,7 +101,7 @@ class Run:
             lengths=lengths,
             budget_s=BUDGET_S,
             title=f"{label(case)}, {direction}",
-            workers=WORKERS,
+            workers=harness.WORKERS,
             failures=failures,
         )
         others = {name: chain(case, variant) for name, variant in (references or {}).items()}
@@ -176,7 +176,5 @@ def _rate(variant: Variant, timing: Timing) -> dict[str, float]:
 
 
 def _cells(name: str, timing: Timing, rate: dict[str, float], note: Mapping[str, Any]) -> list[str]:
-    s = timing.summary()
-    shown = [f"{1e6 * s['median']:.0f}", f"{1e6 * s['q1']:.0f} to {1e6 * s['q3']:.0f}"]
     said = ", ".join(f"{key} {value:.3f}" if isinstance(value, float) else value for key, value in note.items())
-    return [name, *shown, f"{rate['tflops']:.0f}" if rate else "", said]
+    return [name, *timing.microseconds(), f"{rate['tflops']:.0f}" if rate else "", said]

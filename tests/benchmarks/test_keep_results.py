@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FIRST = """
 import os, pytest
 def test_good(): pass
@@ -34,6 +36,7 @@ def run(folder: Path, *names: str) -> dict:
     return json.loads((folder / "kept" / "test_gpu.json").read_text())
 
 
+@pytest.mark.slow
 def test_outcomes_are_kept_by_file_and_by_number_of_processes(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_first.py").write_text(FIRST)

@@ -144,6 +144,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("what", EXPECTED)
+@pytest.mark.slow(unless={"what": ["decode"]})
 def test_programs_are_chains_as_long_as_they_say(mesh, what):
     assert set(kernel_times.BUILDERS) == set(EXPECTED)
     program = kernel_times.BUILDERS[what](mesh, "tiny", 8)
@@ -183,6 +184,7 @@ def check_kernel_times(content: dict) -> None:
         assert sum(kernel["share"] for kernel in row["kernels"]) > 0.9
 
 
+@pytest.mark.slow
 def test_report(monkeypatch, tmp_path, capsys):
     """Every program has its row, and one that fails does not keep the next from its own."""
     script, ran = kernel_times, []

@@ -161,6 +161,7 @@ def test_layers_in_fp8_are_near_the_others(case):
         assert 1e-3 < layer_chains.difference(got, expected) < variant.largest_difference
 
 
+@pytest.mark.slow
 def test_weights_are_quantised_in_each_call_and_not_copied(case):
     variant = layer_variants.layers(case, ["fp8"], backward=False)[layer_variants.LAYERS["fp8"]]
     fn, arguments = layer_chains.chain(case, variant)(2)
@@ -337,6 +338,7 @@ def test_plot_by_model_is_drawn_from_reports_alone(tmp_path):
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     chosen = ["moe", "capacity", "ragged"]
     options = ["--tokens", "16", "--ragged-tokens", "16", "--layers", *chosen]
@@ -357,6 +359,7 @@ def test_quick_run(tmp_path):
     assert "TFLOP/s per GPU" in output
 
 
+@pytest.mark.slow
 def test_long_runs_leave_cases_out_instead_of_running_over(run, case, capsys):
     wanted = [("tiny", "uniform", 16), ("tiny", "uniform", 8)]
     assert list(layer.cases(run, case.mesh, wanted, minutes=0)) == []

@@ -55,6 +55,7 @@ def test_a_part_is_taken_away_within_rounds():
     assert low_latency.less(timing((5.0, 9.0)), timing((1.0, 2.0))).samples == (4.0, 7.0)
 
 
+@pytest.mark.slow
 def test_every_call_of_a_chain_needs_the_one_before(inputs):
     """Three calls are three exchanges, of which XLA may merge none."""
     counts = {}
@@ -88,6 +89,7 @@ def check_low_latency(content: dict) -> None:
     assert all(names - BASELINES == VARIANTS for names in cases.values())
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     """On CPU devices, so in Triton's interpreter: the figures mean nothing, but every kernel is called."""
     pytest.importorskip("triton")

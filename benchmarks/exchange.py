@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+import jax_ep
 from lib import copy_engines, harness, inputs, plots, processes
 from lib.exchange_chains import RAGGED, Case, Variant, chain, make_case, variants
 from lib.harness import Report
-
-import jax_ep
 
 
 def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:

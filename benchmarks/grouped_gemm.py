@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import backend
+
+import jax_ep
+from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from lib import gemm_kernels, gemm_sweep, harness, plots
 from lib.exchange_by_experts import NUM_DEVICES, measure_exchange
 from lib.gemm_inputs import check, make_operands, make_sample
 from lib.harness import Report, Timing
-
-import jax_ep
-from jax_ep.pallas.requirements import INTERPRETER_THREADS
 
 type Gemm = Callable[[Array, Array, Array], Array]
 

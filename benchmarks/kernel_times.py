@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+import jax_ep
+from jax_ep.serving import serving_weights
 from lib import decode_layer, harness, layer_chains, layer_variants, low_latency_chains, trace_events
 from lib.harness import Report, Timing
 from lib.inputs import DEFAULT, MODELS, QUICK, expert_mesh, make_weights
 from lib.trace_events import Event
-
-import jax_ep
-from jax_ep.serving import serving_weights
 
 ROUND_TRIPS, DECODE_LAYERS = 16, 4
 TOKENS, MOE_TOKENS, QUICK_TOKENS = [1, 128], 4096, 8

@@ -39,14 +39,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+import jax_ep
+from jax_ep import backends
 from lib import harness, plots
 from lib.inputs import MODELS, expert_mesh, make_weights
 from lib.layer_chains import Case, make_case
 from lib.layer_run import Run, label, ratio_to_longer, shape_of
 from lib.layer_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
-
-import jax_ep
-from jax_ep import backends
 
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)

@@ -25,13 +25,13 @@ from functools import partial
 from typing import Any
 
 import jax
+
+import jax_ep
 from lib import copy_engines, decode_experts, decode_layer, harness, plots
 from lib.exchange_chains import Case
 from lib.harness import Report, Timing
 from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
 from lib.low_latency_chains import Inputs, baselines, chain, check, make_inputs, variants, word
-
-import jax_ep
 
 TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
 DECODE_TOKENS, DECODE_RANKS = [1, 8, 32, 128, 256], 4

@@ -11,9 +11,9 @@ import pytest
 from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
 from harness import compiled
 from jax import lax
-from lib import baselines
 
 import jax_ep
+from lib import baselines
 
 SHAPE = Shape(num_tokens=24, top_k=3, num_experts=8, hidden=12, intermediate=10)
 KINDS = ("uniform", "zipf", "one_hot_every_slot")

@@ -8,14 +8,15 @@ import json
 import sys
 import time
 
-import exchange
-import grouped_gemm
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lib import exchange_chains, gemm_inputs, harness, inputs
 from reports import BENCHMARKS, ROOT, Clock, check_report, published, run_quickly
+
+import exchange
+import grouped_gemm
+from lib import exchange_chains, gemm_inputs, harness, inputs
 
 KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))

@@ -7,9 +7,10 @@ import json
 import jax
 import numpy as np
 import pytest
+from reports import check_report, run_quickly
+
 from lib import decode_experts
 from lib.inputs import Model
-from reports import check_report, run_quickly
 
 PARTS = {"gate_up", "activation", "down", "experts", "read all of gate_up"}
 

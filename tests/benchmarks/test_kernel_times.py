@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import kernel_times
 import pytest
-from lib import harness, trace_events
-from lib.inputs import expert_mesh
 from reports import check_report, published, run_quickly
 
 import jax_ep
+import kernel_times
+from lib import harness, trace_events
+from lib.inputs import expert_mesh
 
 GPU, GPU_1, GPU_10, HOST = 1, 2, 11, 701
 COMPUTE, COPIES, DERIVED = 13, 14, 99

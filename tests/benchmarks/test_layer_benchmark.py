@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import layer
 import numpy as np
 import pytest
-from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots
 from reports import Clock, check_report, run_quickly
 
+import layer
 from jax_ep import backends, layout, reference
+from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots
 
 RANKS = 4
 

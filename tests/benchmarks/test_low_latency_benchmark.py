@@ -7,12 +7,13 @@ import json
 
 import jax
 import jax.numpy as jnp
-import low_latency
 import numpy as np
 import pytest
+from reports import check_report, published, run_quickly
+
+import low_latency
 from lib import harness, low_latency_chains
 from lib.inputs import Model, expert_mesh
-from reports import check_report, published, run_quickly
 
 RANKS, TOKENS = 4, 6
 VARIANTS = {

@@ -264,19 +264,24 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=15)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
+    parser.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
+    parser.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
+    parser.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
+    directions = gemm_kernels.DIRECTIONS
+    parser.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
+    settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
+    parser.add_argument("--settle", type=float, default=0.1, help=settle)
+    parser.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the parts, each with the devices it needs."""
-    options = harness.parser(__doc__ or "", rounds=15)
-    options.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
-    options.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
-    options.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
-    options.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
-    directions = gemm_kernels.DIRECTIONS
-    options.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
-    settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
-    options.add_argument("--settle", type=float, default=0.1, help=settle)
-    options.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
-    args = harness.parse(options, arguments)
+    args = harness.parse(options(), arguments)
     args.parts = ["sweep"] if args.sweep else args.parts
     platform = jax.default_backend()
     default = ["kernels"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]

@@ -1,58 +1,154 @@
-"""Part `exchange` of grouped_gemm.py: dispatch + combine against the number of experts."""
+"""Dispatch and combine on GPUs: device time inside jit, beside what XLA offers, in one run.
+
+    python benchmarks/exchange.py [--tokens 4096 32768] [--routing uniform zipf] [--ranks 2 4] [--processes 4]
+
+Writes results/dispatch_combine.json and a plot; with one process per GPU, dispatch_combine_processes.json. `--quick`
+without GPUs runs the kernels in Triton's interpreter.
+
+Times are differences of chains of calls, the longer the fewer tokens there are; each includes the few small launches
+that chain the calls, which the variant "chain alone" shows. They matter below about 1000 tokens per rank.
+Logical bytes count every (token, other rank) pair once, in bfloat16; wire bytes are what a variant sends: FP8 with its
+scales, or padding as well. Both are those that a rank sends, on average over the ranks. The peak is what the copy
+engine moves from one GPU to another in the same run; the floor is what the rank that sends or receives most needs at
+that peak. The report also says what each GPU sends while the copy engines of all copy to all others.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import harness
 import jax
-import numpy as np
-from harness import Panel, Report
-from jax import Array
-from jax.sharding import PartitionSpec as P
+import jax.numpy as jnp
 
 import jax_ep
-
-NUM_DEVICES = 8
-
-
-def dispatch_combine(num_experts: int, mesh: jax.sharding.Mesh) -> Callable[[Array, Array, Array], Array]:
-    """Tokens to their experts, times their weights, and back."""
-
-    def layer(x: Array, idx: Array, weights: Array) -> Array:
-        d = jax_ep.dispatch(x, idx, weights, num_experts=num_experts)
-        return jax_ep.combine(d.tokens * d.weights[:, None], d.handle)
-
-    return jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
+from lib import copy_engines, harness, inputs, plots, processes
+from lib.exchange_chains import RAGGED, Case, Variant, chain, make_case, variants
+from lib.harness import Report
 
 
-def measure_exchange(report: Report, args: argparse.Namespace) -> list[Panel]:
-    """Dispatch + combine against the number of experts at the same tokens."""
-    counts = (8, 64) if args.quick else (8, 16, 32, 64, 128, 256, 512)
-    tokens, hidden, top_k = (8, 16, 2) if args.quick else (128, 256, 8)
-    mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-    rng = np.random.default_rng(0)
-    placed = jax.NamedSharding(mesh, P("expert"))
-    num_tokens = NUM_DEVICES * tokens
-    x = rng.standard_normal((num_tokens, hidden)).astype(np.float32)
-    weights = np.full((num_tokens, top_k), 1 / top_k, np.float32)
-    runs = {}
-    for count in counts:
-        idx = np.argsort(rng.random((num_tokens, count)), axis=1)[:, :top_k].astype(np.int32)
-        inputs = jax.device_put((x, idx, weights), placed)
-        runs[count] = partial(dispatch_combine(count, mesh), *inputs)
-        # The experts are identities and the weights sum to 1.
-        np.testing.assert_allclose(np.asarray(runs[count]()), x, rtol=1e-5, atol=1e-5)
-    times = harness.measure_interleaved(runs, args.rounds, title="exchange")
-    shape = {"ranks": NUM_DEVICES, "tokens_per_rank": tokens, "hidden": hidden, "top_k": top_k, "dtype": "float32"}
-    for count, timing in times.items():
-        report.add("jax_ep dispatch+combine", shape | {"experts": count}, timing, part="exchange", direction="forward")
-    ratio = times[counts[-1]].ratio_to(times[counts[0]])
-    report.summarise(**{f"exchange_ratio_{counts[-1]}_to_{counts[0]}_experts": ratio})
-    title = f"dispatch + combine, {tokens} tokens/rank, top {top_k}, hidden {hidden}, {NUM_DEVICES} CPU devices"
-    harness.show_table(f"{title}: ms", list(map(str, counts)), [[t.milliseconds() for t in times.values()]])
-    print(f"{counts[-1]} experts to {counts[0]}: {ratio:.2f}")
-    summaries = [timing.summary() for timing in times.values()]
-    return [Panel("dispatch + combine", "experts", {f"{num_tokens} tokens, top {top_k}": (list(counts), summaries)})]
+def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
+    """What a call sends, and how long the busiest rank needs for it at the peak; nothing for other variants."""
+    if variant.wire is None:
+        return {}
+    remote, layout = case.remote, case.layout
+    row = case.row_bytes(variant.wire)
+    padded = (layout.num_ranks - 1) * layout.num_tokens * row
+    mean, busiest = remote.sum() / layout.num_ranks, max(remote.sum(axis=0).max(), remote.sum(axis=1).max())
+    is_padded = variant.wire == "padded"
+    return {
+        "logical_bytes": float(mean * case.row_bytes("bf16")),
+        "wire_bytes": float(padded if is_padded else mean * row),
+        "floor_seconds": float((padded if is_padded else busiest * row) / peak),
+    }
+
+
+def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
+    """Calls of the short and the long chain: their difference must be far above what one launch may take longer."""
+    if quick:
+        return 1, 2
+    return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
+
+
+def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, peak: float) -> None:
+    """Times one case, and adds it to the report."""
+    tokens, num_ranks = case.layout.num_tokens, case.layout.num_ranks
+    uniform = kind == "uniform"
+    todo = variants(case, baselines=uniform, ragged=uniform and tokens in args.ragged_tokens)
+    failures: dict[str, str] = {}
+    times = harness.measure_chained(
+        {name: partial(chain, case, variant) for name, variant in todo.items()},
+        args.rounds,
+        lengths=chain_lengths(tokens, args.quick),
+        title=f"{kind}, {tokens} tokens, {num_ranks} ranks",
+        workers=harness.WORKERS,
+        failures=failures,
+    )
+    if not args.quick:
+        harness.leave_out_unresolved(times, failures)
+    shape = {"routing": kind, "tokens_per_rank": tokens, "ranks": num_ranks, "hidden": case.x.shape[1]}
+    shape["dtype"] = case.x.dtype.name
+    for name, error in failures.items():
+        report.failed(name, shape, error, processes=jax.process_count())
+    for name, timing in times.items():
+        found = traffic(case, todo[name], peak)
+        if found:
+            found["logical_bytes_per_s"] = found["logical_bytes"] / timing.median
+            found["wire_bytes_per_s"] = found["wire_bytes"] / timing.median
+            found["peak_share"] = found["wire_bytes_per_s"] / peak
+        report.add(name, shape, timing, wire=todo[name].wire, **found, processes=jax.process_count())
+    show(report, shape, failures)
+
+
+def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> None:
+    """Prints the rows of one case."""
+    table = []
+    for row in report.rows:
+        if row["shape"] != shape or "failed" in row:
+            continue
+        s = row["seconds"]
+        cells = [row["variant"], f"{1e6 * s['median']:.0f}", f"{1e6 * s['q1']:.0f} to {1e6 * s['q3']:.0f}"]
+        if row["wire"]:
+            rates = [f"{row[f'{kind}_bytes_per_s'] / 1e9:.0f}" for kind in ("logical", "wire")]
+            cells += [*rates, f"{100 * row['peak_share']:.0f} %", f"{1e6 * row['floor_seconds']:.0f}"]
+        table.append(cells + [""] * (7 - len(cells)))
+    table += [[name, "failed", error[:60], "", "", "", ""] for name, error in failures.items()]
+    title = f"{shape['routing']}, {shape['tokens_per_rank']} tokens/rank, {shape['ranks']} ranks"
+    columns = ["variant", "us", "quartiles", "logical GB/s", "wire GB/s", "of peak", "floor us"]
+    harness.show_table(title, columns, table)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=8, tokens="128 1024 4096 32768")
+    parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
+    parser.add_argument(
+        "--ragged-tokens", type=int, nargs="*", default=[4096], help=f"where to measure {RAGGED}, which is slow"
+    )
+    processes.add_option(parser)
+    return parser
+
+
+def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int], peak: float) -> Report:
+    """The report before its rows."""
+    lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
+    settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
+    settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
+    report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}{args.suffix}", args.out, settings)
+    report.summarise(copy_engine_bytes_per_s=peak)
+    return report
+
+
+def main() -> None:
+    """Measures all cases and writes the report."""
+    args = harness.parse(options())
+    args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
+    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
+    together = args.processes > 1  # then JAX must not look for devices before it knows of the other processes
+    if not (together or harness.can_measure("exchange", args)):
+        return
+    on_gpus = together or jax.default_backend() == "gpu"
+    num_bytes = copy_engines.PEAK_BYTES if on_gpus else copy_engines.QUICK_BYTES
+    figure = copy_engines.peak if on_gpus else partial(copy_engines.peak, num_bytes)
+    if (peak := processes.enter(args.processes, figure)) is None:
+        return
+    ranks = [jax.device_count()] if together else [n for n in args.ranks if n <= jax.device_count()]
+    model = inputs.MODELS[inputs.QUICK if args.quick else inputs.DEFAULT]
+    report, engines = make_report(args, model, ranks, peak), {}
+    for num_ranks in ranks:
+        mesh = inputs.expert_mesh(num_ranks)
+        if not together:
+            engines[str(num_ranks)] = copy_engines.peak_together(list(mesh.devices.flat), num_bytes)
+            report.summarise(copy_engines_together_bytes_per_s=engines)
+            jax_ep.finalize()
+            jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
+        for kind in args.routing:
+            for tokens in args.tokens:
+                measure(report, kind, make_case(mesh, kind, tokens, jnp.bfloat16, model), args, peak)
+    plots.draw(report.path)
+
+
+if __name__ == "__main__":
+    main()

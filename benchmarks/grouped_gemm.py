@@ -19,21 +19,19 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import gemm_kernels
-import gemm_sweep
-import harness
 import jax
 import jax.numpy as jnp
-from exchange import NUM_DEVICES, measure_exchange
-from gemm_inputs import check, make_operands, make_sample
-from harness import Panel, Report, Timing
 from jax import Array, lax
 from jax.extend import backend
 
 import jax_ep
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
+from lib import gemm_kernels, gemm_sweep, harness, plots
+from lib.exchange_by_experts import NUM_DEVICES, measure_exchange
+from lib.gemm_inputs import check, make_operands, make_sample
+from lib.harness import Report, Timing
 
 type Gemm = Callable[[Array, Array, Array], Array]
 
@@ -127,7 +125,7 @@ def group_cases(counts: Sequence[int]) -> dict[Case, Gemm]:
     return cases
 
 
-def measure_groups(report: Report, args: argparse.Namespace) -> list[Panel]:
+def measure_groups(report: Report, args: argparse.Namespace) -> None:
     """Time against the number of groups at the same rows."""
     rows, width = (512, 64) if args.quick else (4096, 512)
     cases = group_cases((8, 64) if args.quick else (1, 8, 16, 32, 64, 128, 256))
@@ -136,7 +134,6 @@ def measure_groups(report: Report, args: argparse.Namespace) -> list[Panel]:
         case[1:]: make_operands(rows, width, width, case.groups, jnp.float32, case.distribution) for case in cases
     }
     cotangent = jax.random.normal(jax.random.key(1), (rows, width))
-    panels = []
     for direction, products in (("forward", 1), ("backward", 2)):
         extra = (cotangent,) if direction == "backward" else ()
         jitted = {gemm: jax.jit(backward(gemm) if extra else gemm) for gemm in cases.values()}
@@ -155,8 +152,6 @@ def measure_groups(report: Report, args: argparse.Namespace) -> list[Panel]:
         required = {case: run for case, run in runs.items() if case.variant == VARIANT and case.groups in (8, 64)}
         times_required = harness.measure_interleaved(required, 3 * args.rounds, title=f"64 to 8 groups, {direction}")
         summarise_ratios(report, direction, times_required)
-        panels.append(Panel(f"{direction}, {rows} rows, {width}x{width} f32", "groups", curves_of(times)))
-    return panels
 
 
 def summarise_ratios(report: Report, direction: str, times: dict[Case, Timing]) -> None:
@@ -187,15 +182,6 @@ def show_groups(direction: str, times: dict[Case, Timing]) -> None:
     harness.show_table(f"{direction}: ms by number of groups, median [quartiles]", ["", *map(str, counts)], table)
 
 
-def curves_of(times: dict[Case, Timing]) -> dict[str, tuple[list[float], list[dict[str, Any]]]]:
-    curves: dict[str, tuple[list[float], list[dict[str, Any]]]] = {}
-    for case, timing in times.items():
-        x, seconds = curves.setdefault(f"{case.variant}, {case.distribution}", ([], []))
-        x.append(case.groups)
-        seconds.append(timing.summary())
-    return curves
-
-
 # --- part: throughput -----------------------------------------------------------------------------------------------
 
 
@@ -218,7 +204,7 @@ def chain(gemm: Gemm, length: int) -> Gemm:
     return fn
 
 
-def measure_throughput(report: Report, args: argparse.Namespace) -> list[Panel]:
+def measure_throughput(report: Report, args: argparse.Namespace) -> None:
     """TFLOP/s of all formulations on the shapes of large models."""
     shapes = ((65536, 7168, 4096, 32), (32768, 2048, 7168, 64), (16384, 4096, 3072, 32))
     tiles: tuple[int, ...] = (128, 256, 512)
@@ -232,7 +218,6 @@ def measure_throughput(report: Report, args: argparse.Namespace) -> list[Panel]:
         chosen = {n: gemm for n, gemm in gemms.items() if distribution == "equal" or gemm is not batched_einsum}
         table += throughput_rows(report, args.rounds, shape, distribution, chosen)
     harness.show_table("grouped GEMM, bf16", ["shape", "variant", "ms [quartiles]", "TFLOP/s"], table)
-    return []
 
 
 def throughput_rows(
@@ -279,20 +264,24 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=15)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
+    parser.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
+    parser.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
+    parser.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
+    directions = gemm_kernels.DIRECTIONS
+    parser.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
+    settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
+    parser.add_argument("--settle", type=float, default=0.1, help=settle)
+    parser.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the parts, each with the devices it needs."""
-    options = harness.parser(__doc__ or "", rounds=15)
-    options.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
-    options.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
-    options.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
-    options.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
-    directions = gemm_kernels.DIRECTIONS
-    options.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
-    settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
-    options.add_argument("--settle", type=float, default=0.1, help=settle)
-    options.add_argument("--suffix", default="", help="of the report's name")
-    options.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")
-    args = harness.parse(options, arguments)
+    args = harness.parse(options(), arguments)
     args.parts = ["sweep"] if args.sweep else args.parts
     platform = jax.default_backend()
     default = ["kernels"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]
@@ -300,7 +289,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.settle = args.settle if platform == "gpu" else 0.0
     name += ("_short_samples" if platform == "gpu" and args.settle == 0 else "") + args.suffix
     report = Report(name, args.out, {"rounds": args.rounds, "quick": args.quick, "settle_s": args.settle})
-    panels: list[Panel] = []
     for part in args.parts or default:
         if platform == "cpu":
             # Virtual devices share the cores, and slow down what runs on one of them: make them where they are needed,
@@ -308,9 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             backend.clear_backends()
             needed = {"exchange": NUM_DEVICES, "kernels": INTERPRETER_THREADS, "sweep": INTERPRETER_THREADS}
             jax.config.update("jax_num_cpu_devices", needed.get(part, 1))
-        panels += PARTS[part](report, args)
+        PARTS[part](report, args)
     print(report.path)
-    if panels and (image := harness.plot(report.path.with_suffix(".png"), panels)):
+    if image := plots.draw(report.path):
         print(image)
 
 

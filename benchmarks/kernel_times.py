@@ -5,8 +5,8 @@
 Writes results/kernel_times.json. Programs:
 
   low-latency   16 round trips of low_latency.py: dispatch in FP8, combine in bfloat16
-  decode        4 layers of decode_layer.py, its variant "low latency, fp8"
-  moe-forward   one layer of moe_layer.py, its variant "moe", 4096 tokens per rank, uniform routing
+  decode        4 layers of low_latency.py, part `layer`, its variant "low latency, fp8"
+  moe-forward   one layer of layer.py, its variant "moe", 4096 tokens per rank, uniform routing
   moe-backward  the same with its gradients
 
 A program runs several times in one trace, with a pause after each run that is far longer than any gap inside, and is
@@ -30,22 +30,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import decode_experts
-import decode_layer
-import dispatch_combine
-import harness
 import jax
-import low_latency
-import moe_chains
-import moe_variants
-import trace_events
-from harness import Report, Timing
-from trace_events import Event
 
 import jax_ep
 from jax_ep.serving import serving_weights
+from lib import decode_layer, harness, layer_chains, layer_variants, low_latency_chains, trace_events
+from lib.harness import Report, Timing
+from lib.inputs import DEFAULT, MODELS, QUICK, expert_mesh, make_weights
+from lib.trace_events import Event
 
-AXIS = "expert"
 ROUND_TRIPS, DECODE_LAYERS = 16, 4
 TOKENS, MOE_TOKENS, QUICK_TOKENS = [1, 128], 4096, 8
 PAUSE_S = 0.005
@@ -63,18 +56,15 @@ class Program(NamedTuple):
 
 def round_trips(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     """Low-latency dispatch and combine in turns."""
-    model = moe_chains.MODELS[name]
-    sizes = dispatch_combine.Model(model.hidden, model.experts, model.top_k)
-    inputs = low_latency.make_inputs(mesh, tokens, sizes)
-    variant = low_latency.variants(inputs)["round trip, bf16 back"]
-    return Program(*low_latency.chain(inputs.case, variant, ROUND_TRIPS), ROUND_TRIPS)
+    inputs = low_latency_chains.make_inputs(mesh, tokens, MODELS[name])
+    variant = low_latency_chains.variants(inputs)["round trip, bf16 back"]
+    return Program(*low_latency_chains.chain(inputs.case, variant, ROUND_TRIPS), ROUND_TRIPS)
 
 
 def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     """Whole layers of decode-sized batches, in FP8."""
-    hidden, inner, experts, top_k = moe_chains.MODELS[name]
-    model = decode_experts.Model(experts=experts, top_k=top_k, hidden=hidden, inner=inner)
-    weights = jax.jit(partial(serving_weights, fp8=True))(*decode_layer.make_matrices(mesh, model))
+    model = MODELS[name]
+    weights = jax.jit(partial(serving_weights, fp8=True))(*make_weights(mesh, model))
     inputs = decode_layer.make_tokens(mesh, model, tokens)
     layer = partial(decode_layer.low_latency, model, None)
     return Program(*decode_layer.chain(mesh, layer, (*inputs, weights), DECODE_LAYERS), DECODE_LAYERS)
@@ -82,9 +72,9 @@ def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
 
 def moe(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool) -> Program:
     """The layer of training."""
-    case = moe_chains.make_case(mesh, name, "uniform", tokens, moe_chains.make_weights(mesh, name))
-    (variant,) = moe_variants.layers(case, ["moe"], backward=backward).values()
-    return Program(*moe_chains.chain(case, variant)(1), 1)
+    case = layer_chains.make_case(mesh, name, "uniform", tokens, make_weights(mesh, MODELS[name]))
+    (variant,) = layer_variants.layers(case, ["moe"], backward=backward).values()
+    return Program(*layer_chains.chain(case, variant)(1), 1)
 
 
 BUILDERS: dict[str, Callable[[jax.sharding.Mesh, str, int], Program]] = {
@@ -152,14 +142,10 @@ def measure(
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=5)
+    parser = harness.parser(__doc__ or "", rounds=5, tokens=f"{TOKENS}; of low-latency and decode")
     parser.add_argument("--what", nargs="+", choices=BUILDERS, default=list(BUILDERS), help="default: all")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", help=f"per rank, of low-latency and decode (default: {TOKENS})"
-    )
-    parser.add_argument("--model", choices=moe_chains.MODELS, help="default: deepseek-v3; --quick: tiny")
+    parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
     parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
-    parser.add_argument("--suffix", default="", help="of the report's name, as _moe")
     parser.add_argument("--traces", type=Path, help="folder to keep the traces in (default: they are not kept)")
     return parser
 
@@ -170,10 +156,9 @@ def main() -> None:
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         print("kernel_times: needs two or more GPUs; nothing measured")
         return
-    ranks = args.ranks or jax.device_count()
-    mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    mesh = expert_mesh(args.ranks or jax.device_count())
     jax_ep.init(mesh)
-    args.model = args.model or ("tiny" if args.quick else "deepseek-v3")
+    args.model = args.model or (QUICK if args.quick else DEFAULT)
     args.tokens = args.tokens or ([QUICK_TOKENS] if args.quick else TOKENS)
     of_moe = [QUICK_TOKENS if args.quick else MOE_TOKENS]
     cases = itertools.chain(*(itertools.product([w], of_moe if "moe" in w else args.tokens) for w in args.what))

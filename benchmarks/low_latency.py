@@ -1,8 +1,13 @@
-"""Low-latency dispatch and combine on GPUs: device time inside jit, beside what XLA offers, in one run.
+"""Low-latency operations for decode-sized batches on GPUs, beside what XLA offers and the layer of training.
 
-    python benchmarks/low_latency.py [--tokens 1 8 32 128 256 512] [--ranks 2 4]
+    python benchmarks/low_latency.py --parts exchange --tokens 1 128 --ranks 2 4
+    python benchmarks/low_latency.py --parts experts --sweep --only 64x128
 
-Writes results/low_latency.json and a plot. `--quick` without GPUs runs the kernels in Triton's interpreter.
+Each part has a report in results/; `--quick` without GPUs runs the kernels of the exchange in Triton's interpreter.
+
+  exchange  low_latency.json and a plot: dispatch and combine on several GPUs
+  experts   decode_experts.json: the products and the activation between them on one GPU, which reads the matrices
+  layer     decode_layer.json: the whole layer on several GPUs, in one launch less, and as in training
 
 Times are differences of two chains of calls in one program, in which each call takes as input what the one before has
 put out, so that nothing runs but the calls: a dispatch gets the ids in the handle of the one before, a round trip the
@@ -16,182 +21,25 @@ this run measures too, and those bytes at the copy engine's rate. FP8 is with it
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import harness
 import jax
-import jax.numpy as jnp
-import numpy as np
-from dispatch_combine import HIDDEN, NUM_EXPERTS, QUICK_DEVICES, TOP_K, WORKERS, Model, copy_engine_peak, make_case
-from exchange_chains import AXIS, Case
-from harness import Panel, Report, Timing
-from jax import Array, lax
 
 import jax_ep
-from jax_ep.core.dtypes import FP8
-from jax_ep.megakernels import low_latency
-from jax_ep.megakernels.exchange import all_to_all_i32
-from jax_ep.megakernels.launch import group_on
+from lib import copy_engines, decode_experts, decode_layer, harness, plots
+from lib.exchange_chains import Case
+from lib.harness import Report, Timing
+from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
+from lib.low_latency_chains import Inputs, baselines, chain, check, make_inputs, variants, word
 
-TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}
+TOKENS = {2: [1, 128, 512], 4: [1, 8, 32, 128, 256, 512]}  # of the exchange, by ranks
+DECODE_TOKENS, DECODE_RANKS = [1, 8, 32, 128, 256], 4
 WORD = "one word"
 LENGTHS, SLOW_LENGTHS, QUICK_LENGTHS = (24, 72), (1, 4), (1, 2)  # first launches wait for the slower host thread
-Step = Callable[..., Any]
 
 
-class Variant(NamedTuple):
-    """One thing that is timed.
-
-    Attributes:
-      step: `(carry, *constants) -> carry`, of one rank.
-      arrays: the first carry and the constants, of all ranks.
-      wire_bytes: that the busiest rank sends or receives.
-    """
-
-    step: Step
-    arrays: tuple[Array, ...]
-    wire_bytes: float
-
-
-def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tuple[Array, ...]]:
-    """A function of n steps, and its arguments."""
-    step = jax.jit(variant.step)  # traced once
-
-    def body(carry: Array, *constants: Array) -> Array:
-        for _ in range(n):
-            carry = step(carry, *constants)
-        return carry.reshape(-1)[:1]
-
-    return jax.jit(case.shard_map(body, len(variant.arrays))), variant.arrays
-
-
-class Inputs(NamedTuple):
-    """What a case is timed on, beside its tokens and ids."""
-
-    case: Case
-    weights: Array
-    rows: Array
-
-
-def make_inputs(mesh: jax.sharding.Mesh, tokens: int, model: Model) -> Inputs:
-    """Uniformly routed tokens with equal weights; the rows of the experts are constant."""
-    case = make_case(mesh, "uniform", tokens, jnp.bfloat16, model)
-    sharding = jax.NamedSharding(mesh, jax.P(*AXIS))
-    shape = (model.experts, mesh.size * tokens, model.hidden)
-    rows = jax.jit(lambda: jnp.full(shape, 0.5, jnp.bfloat16), out_shardings=sharding)()
-    return Inputs(case, case.place(np.full(case.ids.shape, 1 / model.top_k, np.float32)), rows)
-
-
-def dispatch(case: Case, name: str, x: Array, ids: Array, *, quantize: bool) -> jax_ep.LowLatencyDispatched:
-    """One dispatch of a rank."""
-    sizes = {"num_experts": case.layout.num_experts, "max_tokens_per_rank": case.layout.num_tokens}
-    return jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=quantize, implementation=name)
-
-
-def ids_step(case: Case, quantize: bool) -> Step:
-    """Ids to the same ids, by a dispatch of the kernels, whose handle has them."""
-
-    def step(ids: Array, x: Array) -> Array:
-        return dispatch(case, "triton", x, ids, quantize=quantize).handle.own_ids
-
-    return step
-
-
-def tokens_step(case: Case, name: str) -> Step:
-    """Tokens to the same tokens, by a dispatch in FP8 and some small launches."""
-
-    def step(x: Array, ids: Array) -> Array:
-        return after(x, dispatch(case, name, x, after(ids, x), quantize=True).tokens)
-
-    return step
-
-
-def after(array: Array, other: Array) -> Array:
-    """The same array, but known only once all of the other one is."""
-    first = lax.optimization_barrier(other).reshape(-1)[0].astype(jnp.float32)
-    return array + (first == 12345.678).astype(array.dtype)  # never true
-
-
-def round_trip(case: Case, name: str, quantize: bool, wire_dtype: Any, *, own_rows: bool = False) -> Step:
-    """Tokens to sums of their experts' rows, which are given, or with `own_rows` the tokens themselves."""
-
-    def step(x: Array, ids: Array, weights: Array, rows: Array) -> Array:
-        ids = after(ids, x) if name == "xla" else ids  # or XLA would plan once for all calls
-        d = dispatch(case, name, x, ids, quantize=quantize)
-        weights = after(weights, d.tokens) if name == "xla" else weights  # nor would it send what nobody reads
-        y = d.tokens if own_rows else rows
-        return jax_ep.low_latency_combine(y, ids, weights, d.handle, wire_dtype=wire_dtype, implementation=name)
-
-    return step
-
-
-def traffic(case: Case) -> dict[str, float]:
-    """Bytes that the busiest rank sends or receives: of a dispatch, and of a combine of sums and of rows."""
-    ids = np.asarray(case.ids).reshape(case.layout.num_ranks, case.layout.num_tokens, -1)
-    owner = ids // case.layout.num_local_experts
-    rows = np.stack([(owner == rank).sum(axis=(1, 2)) for rank in range(len(ids))], axis=1)
-    np.fill_diagonal(rows, 0)
-    busiest = {"tokens": case.remote, "rows": rows}
-    found = {}
-    for wire in ("bf16", "fp8"):
-        for what, counts in busiest.items():
-            found[f"{what} {wire}"] = float(max(counts.sum(0).max(), counts.sum(1).max()) * case.row_bytes(wire))
-    return found
-
-
-def variants(inputs: Inputs) -> dict[str, Variant]:
-    """What the kernels do, and NCCL."""
-    case, weights, rows = inputs
-    num_bytes, num_ranks = traffic(case), case.layout.num_ranks
-    _, blocks = low_latency.combine(case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
-    back = "tokens" if blocks["SUMS"] else "rows"
-    found = {}
-    for wire, quantize in (("fp8", True), ("bf16", False)):
-        step, there = ids_step(case, quantize), num_bytes[f"tokens {wire}"]
-        found[f"dispatch, {wire}"] = Variant(step, (case.ids, case.x), there)
-        trip = round_trip(case, "triton", True, FP8 if wire == "fp8" else None)
-        total = num_bytes["tokens fp8"] + num_bytes[f"{back} {wire}"]
-        found[f"round trip, {wire} back"] = Variant(trip, (case.x, case.ids, weights, rows), total)
-    no_ids = case.place(np.full(case.ids.shape, -1, np.int32))
-    found["dispatch of no tokens"] = Variant(ids_step(case, True), (no_ids, case.x), 0.0)
-    copies = jax.jit(lambda x: jnp.tile(x, (num_ranks, 1)), out_shardings=case.x.sharding)(case.x)
-    shape = (num_ranks, case.layout.num_tokens, case.x.shape[1])
-    swap = lambda x: lax.all_to_all(x.reshape(shape), AXIS, 0, 0).reshape(x.shape)  # noqa: E731
-    padded = (num_ranks - 1) * case.layout.num_tokens * case.row_bytes("bf16")
-    found["all_to_all, padded, bf16"] = Variant(swap, (copies,), float(padded))
-    return found
-
-
-def baselines(inputs: Inputs) -> dict[str, Variant]:
-    """The portable implementation, which gathers all tokens everywhere."""
-    case, weights, rows = inputs
-    return {
-        "xla dispatch, fp8": Variant(tokens_step(case, "xla"), (case.x, case.ids), 0.0),
-        "xla round trip, bf16 back": Variant(
-            round_trip(case, "xla", True, None), (case.x, case.ids, weights, rows), 0.0
-        ),
-    }
-
-
-def word(mesh: jax.sharding.Mesh, case: Case) -> Variant:
-    """The least that an exchange can be: a word from each rank to each."""
-
-    def step(words: Array) -> Array:
-        return all_to_all_i32(words, group_on(AXIS, frozenset()))
-
-    return Variant(step, (case.place(np.zeros((mesh.size * mesh.size, 1), np.int32)),), 0.0)
-
-
-def check(inputs: Inputs) -> None:
-    """Tokens that come back as they went, with weights that sum to one."""
-    case, weights, _ = inputs
-    step = round_trip(case, "triton", False, None, own_rows=True)
-    back = jax.jit(case.shard_map(step, 4))(case.x, case.ids, weights, weights)
-    error = float(jnp.max(jnp.abs(back.astype(jnp.float32) - case.x.astype(jnp.float32))))
-    if not error < 0.05:
-        raise RuntimeError(f"the round trip of {case.layout} is wrong by {error}")
+# --- part: exchange -------------------------------------------------------------------------------------------------
 
 
 def less(total: Timing, part: Timing) -> Timing:
@@ -210,7 +58,7 @@ def measure(inputs: Inputs, args: argparse.Namespace, mesh: jax.sharding.Mesh) -
     for todo, lengths in ((fast, LENGTHS), (slow, SLOW_LENGTHS)):
         factories = {name: partial(chain, case, variant) for name, variant in todo.items()}
         lengths = QUICK_LENGTHS if args.quick else lengths
-        times |= harness.measure_chained(factories, args.rounds, lengths=lengths, title=title, workers=WORKERS)
+        times |= harness.measure_chained(factories, args.rounds, lengths=lengths, title=title, workers=harness.WORKERS)
     num_bytes = {name: variant.wire_bytes for name, variant in (fast | slow).items()}
     for wire in ("fp8", "bf16"):
         name, trip, sent = f"combine, {wire}", f"round trip, {wire} back", "dispatch, fp8"
@@ -229,17 +77,18 @@ def show(
     shape = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks}
     shape |= {"hidden": case.x.shape[1], "dtype": case.x.dtype.name}
     table = []
+    floor_of_one, failures = times[WORD].median, dict[str, str]()
+    if not quick:
+        harness.leave_out_unresolved(times, failures)
+    for name, reason in failures.items():
+        report.failed(name, shape, reason)
     for name, timing in sorted(times.items()):
-        if timing.median <= 0 and not quick:
-            report.failed(name, shape, "takes less than what these chains resolve")
-            continue
         wire = num_bytes[name]
         launches = 2 if "round trip" in name else 1
-        floor = launches * times[WORD].median + wire / peak
+        floor = launches * floor_of_one + wire / peak
         found = {"wire_bytes": wire, "floor_seconds": floor, "wire_bytes_per_s": wire / timing.median}
         report.add(name, shape, timing, **found)
-        s = timing.summary()
-        cells = [name, f"{1e6 * s['median']:.1f}", f"{1e6 * s['q1']:.1f} to {1e6 * s['q3']:.1f}"]
+        cells = [name, *timing.microseconds(1)]
         rate = found["wire_bytes_per_s"]
         rates = [f"{rate / 1e9:.0f}", f"{100 * rate / peak:.0f} %", f"{1e6 * floor:.1f}"] if wire else [""] * 3
         table.append(cells + rates)
@@ -247,48 +96,86 @@ def show(
     harness.show_table(title, ["variant", "us", "quartiles", "wire GB/s", "of peak", "floor us"], table)
 
 
-def options() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = harness.parser(__doc__, rounds=8)
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default, by ranks: {TOKENS})")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
-    parser.add_argument("--most-xla-tokens", type=int, default=128, help="up to how many to time `xla`, which is slow")
-    return parser
-
-
-def main() -> None:
-    """Measures all cases and writes the report."""
-    args = harness.parse(options())
-    jax.config.update("jax_num_cpu_devices", QUICK_DEVICES)
+def measure_exchange(args: argparse.Namespace, model: Model) -> Report:
+    """Dispatch and combine."""
     on_gpus = jax.default_backend() == "gpu"
-    if not (on_gpus or args.quick) or jax.device_count() < 2:
-        print("low_latency: needs two or more GPUs; nothing measured")
-        return
-    model = Model(256, 8, 2) if args.quick else Model(HIDDEN, NUM_EXPERTS, TOP_K)
-    peak = copy_engine_peak() if on_gpus else copy_engine_peak(1 << 22)
-    ranks = [n for n in args.ranks if n <= jax.device_count()]
+    peak = copy_engines.peak(copy_engines.PEAK_BYTES if on_gpus else copy_engines.QUICK_BYTES)
+    ranks = [n for n in args.ranks or (2, 4) if n <= jax.device_count()]
     tokens = {n: args.tokens or ([2] if args.quick else TOKENS.get(n, TOKENS[4])) for n in ranks}
     settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
     settings |= {"tokens": {str(n): counts for n, counts in tokens.items()}, "lengths": [LENGTHS, SLOW_LENGTHS]}
-    report = Report("low_latency", args.out, settings)
+    report = Report(f"low_latency{args.suffix}", args.out, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
-    panels = []
     for num_ranks, counts in tokens.items():
-        devices = jax.devices()[:num_ranks]
-        mesh = jax.make_mesh((num_ranks,), AXIS, axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+        mesh = expert_mesh(num_ranks)
         jax_ep.finalize()
         jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
-        series: dict[str, tuple[list[int], list[dict[str, Any]]]] = {}
         for count in counts:
             inputs = make_inputs(mesh, count, model)
             times, num_bytes = measure(inputs, args, mesh)
             show(report, inputs.case, times, num_bytes, peak, quick=args.quick)
-            for name, timing in times.items():
-                xs, summaries = series.setdefault(name, ([], []))
-                xs.append(count)
-                summaries.append(timing.summary())
-        panels.append(Panel(f"{num_ranks} ranks", "tokens per rank", series))
-    harness.plot(report.path.with_suffix(".png"), panels)
+    jax_ep.finalize()
+    return report
+
+
+# --- parts: experts and layer ---------------------------------------------------------------------------------------
+
+
+def decode_report(name: str, args: argparse.Namespace, model: Model) -> tuple[Report, list[int]]:
+    """A report before its rows, and the numbers of tokens."""
+    tokens = args.tokens or ([2] if args.quick else DECODE_TOKENS)
+    settings = {"rounds": args.rounds, "quick": args.quick, "tokens": tokens, "lengths": decode_experts.LENGTHS}
+    return Report(f"{name}{args.suffix}", args.out, settings | model._asdict()), tokens
+
+
+def measure_experts(args: argparse.Namespace, model: Model) -> Report:
+    """What one rank of several does."""
+    report, tokens = decode_report("decode_experts_sweep" if args.sweep else "decode_experts", args, model)
+    for num_ranks in args.ranks or [DECODE_RANKS]:
+        decode_experts.measure(report, args, model, num_ranks, tokens)
+    return report
+
+
+def measure_layer(args: argparse.Namespace, model: Model) -> Report:
+    """The whole layer."""
+    report, tokens = decode_report("decode_layer", args, model)
+    for num_ranks in args.ranks or [jax.device_count()]:
+        mesh = expert_mesh(num_ranks)
+        if jax.default_backend() == "gpu":
+            jax_ep.init(mesh)
+        decode_layer.measure(report, args, mesh, model, tokens)
+        jax_ep.finalize()
+    return report
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+PARTS = {"exchange": measure_exchange, "experts": measure_experts, "layer": measure_layer}
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=8, tokens=f"{DECODE_TOKENS}; exchange, by ranks: {TOKENS}")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    ranks = "GPUs, the first of the machine (default: 2 4 of the exchange, all of the layer); experts: as many as would"
+    parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
+    most = "exchange: up to how many tokens to time `xla`, which is slow"
+    parser.add_argument("--most-xla-tokens", type=int, default=128, help=most)
+    parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
+    parser.add_argument("--sweep", action="store_true", help="experts: the first product with many tiles")
+    parser.add_argument("--only", nargs="+", help="experts: only variants whose names hold one of these")
+    return parser
+
+
+def main() -> None:
+    """Measures all parts, each with a report of its own."""
+    args = harness.parse(options())
+    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
+    for part in args.parts:
+        if harness.can_measure(f"low_latency, {part}", args, num_devices=1 if part == "experts" else 2):
+            report = PARTS[part](args, MODELS[QUICK if args.quick else DEFAULT])
+            plots.draw(report.path)
+            print(report.path)
 
 
 if __name__ == "__main__":

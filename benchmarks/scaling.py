@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--ranks 2 4 8] [--results dispatch_combine_2_gpus.json ...]
 
-Needs no GPU: it reads the published results of dispatch_combine.py and says for every number of ranks what a rank
+Needs no GPU: it reads the published results of exchange.py and says for every number of ranks what a rank
 sends, how long that takes at the copy engine's rate, the measured time where one is published, and the model's.
 
 The model has three figures per variant, all from measured cases with uniform routing: a launch takes
@@ -21,8 +21,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import numpy as np
+
+from lib import harness
 
 VARIANTS = (
     "triton dispatch to rows",
@@ -135,7 +136,7 @@ def main() -> None:
     for variant in args.variants:
         if len(measured_times(content, variant)) < 2:
             names = ", ".join(map(str, args.results))
-            parser.error(f"{names}: not two numbers of ranks for {variant!r}; run dispatch_combine.py")
+            parser.error(f"{names}: not two numbers of ranks for {variant!r}; run exchange.py")
         harness.show_table(f"{variant} ({content['date'][:10]})", columns, table(content, variant, args.ranks))
 
 

@@ -207,13 +207,13 @@ def test_readme_names_the_two_commands() -> None:
 
 def test_pages_name_every_registered_implementation_and_function() -> None:
     """The feature table is what users trust: a new function must appear in it, and an implementation in README."""
-    from jax_ep import backends
+    from jax_ep.ops import registry
 
     readme = (ROOT / "README.md").read_text()
     table = (DOCS / "features.md").read_text().split("## Features\n")[1].split("\n## ")[0]
     functions = [name for name in jax_ep.__all__ if name[0].islower() and name not in ("init", "finalize")]
     assert [name for name in functions if f"`{name}`" not in table] == []
-    assert [name for name in backends.available() if f"`{name}`" not in readme] == []
+    assert [name for name in registry.available() if f"`{name}`" not in readme] == []
 
 
 def test_changelog_has_this_version() -> None:

@@ -1,4 +1,4 @@
-"""Grids and tiles of the kernels, per operation. Measured on H200 (benchmarks/dispatch_combine.py).
+"""Grids and tiles of the kernels, per operation. Measured on H200 (benchmarks/exchange.py).
 
 LAG is the number of blocks between sending one and working on what has arrived: the time that a block is under way.
 """

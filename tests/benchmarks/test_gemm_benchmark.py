@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from reports import run, run_quickly
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "benchmarks" / "grouped_gemm.py"
-
-if not SCRIPT.is_file():
-    pytest.skip("not a source checkout", allow_module_level=True)
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: pip install 'triton>=3.9'", allow_module_level=True)
 
@@ -27,20 +19,11 @@ VARIANTS = (
 )
 
 
-def run(folder, *options):
-    # Not the virtual devices of the tests: the benchmark makes its own.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--out", str(folder), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def rows_and_output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
-    completed = run(folder, "--parts", "kernels", "sweep")
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    return json.loads((folder / "grouped_gemm_cpu.json").read_text())["rows"], completed.stdout
+    output = run_quickly("grouped_gemm.py", folder, "--parts", "kernels", "sweep")
+    return json.loads((folder / "grouped_gemm_cpu.json").read_text())["rows"], output
 
 
 def test_every_direction_and_distribution_is_measured_beside_cublas(rows_and_output):
@@ -64,6 +47,6 @@ def test_rates_are_those_of_the_problem_and_results_are_right(rows_and_output):
 
 
 def test_shapes_that_cublas_cannot_batch_are_refused(tmp_path):
-    completed = run(tmp_path, "--sweep", "--shapes", "10,8,8,4")
+    completed = run("grouped_gemm.py", tmp_path, "--sweep", "--shapes", "10,8,8,4")
     assert completed.returncode == 2
     assert "groups divide the rows" in completed.stderr

@@ -1,18 +1,18 @@
-"""benchmarks/decode_layer.py times what it says it times."""
+"""Part `layer` of benchmarks/low_latency.py times what it says it times."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from test_benchmarks import check_report, run_quickly
+from reports import check_report, run_quickly
 
 VARIANTS = {"moe"} | {f"low latency{how}, {dtype}" for how in ("", ", separate") for dtype in ("fp8", "bf16")}
 
 
 @pytest.mark.slow
 def test_quick_run(tmp_path):
-    output = run_quickly("decode_layer.py", tmp_path)
+    output = run_quickly("low_latency.py", tmp_path, "--parts", "layer")
     content = json.loads((tmp_path / "decode_layer.json").read_text())
     check_report(content)
     assert {row["variant"] for row in content["rows"]} == VARIANTS

@@ -1,10 +1,10 @@
 """The whole expert layer and its fused halves on GPUs, beside what plain JAX offers: device time inside jit.
 
-    python benchmarks/moe_layer.py --shapes deepseek-v3 --tokens 4096 --routing uniform     # one case
-    python benchmarks/moe_layer.py --shapes mixtral-8x7b --add                              # more, to the same file
+    python benchmarks/layer.py --shapes deepseek-v3 --tokens 4096 --routing uniform     # one case
+    python benchmarks/layer.py --shapes mixtral-8x7b --add                              # more, to the same file
 
-Writes results/moe_layer.json and a plot. `--quick` without GPUs runs the layers in plain XLA, and parts, if asked for,
-in Triton's interpreter.
+Writes results/moe_layer.json, and draws layer_by_model.png of all such reports. `--quick` without GPUs runs the layers
+in plain XLA, and parts, if asked for, in Triton's interpreter.
 
 Parts: fused kernels are compared with the longer of exchange and product, and with both in sequence, dispatch + GEMM 1
 with the product of `pallas`, too. GEMM 2 +
@@ -13,7 +13,7 @@ the backward pass of dispatch + GEMM 1: GEMM + combine, as the package chooses, 
 after the other, and with the gradient in the launch of GEMM + combine, or in that of combine alone. The batched einsum
 has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
-moe_baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
+lib/baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
 any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
 GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
@@ -37,19 +37,17 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
-from exchange_chains import AXIS
-from harness import Panel, Report
-from moe_chains import MODELS, Case, make_case, make_weights
-from moe_run import Run, label, ratio_to_longer, shape_of
-from moe_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
 
 import jax_ep
 from jax_ep.ops import registry
+from lib import harness, plots
+from lib.inputs import MODELS, expert_mesh, make_weights
+from lib.layer_chains import Case, make_case
+from lib.layer_run import Run, label, ratio_to_longer, shape_of
+from lib.layer_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
 
-QUICK_DEVICES = 4
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
 DEFAULT_SHAPES = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b"]
@@ -142,24 +140,6 @@ def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) ->
         watchdog.cancel()
 
 
-def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """Layers with uniform routing, or parts where there are none: a panel for each model and direction."""
-    found = [row for row in rows if "seconds" in row and row["shape"]["routing"] == "uniform"]
-    found = [row for row in found if row["variant"] in LAYERS.values()] or found
-    curves: dict[tuple[str, str], dict[str, tuple[list[float], list[dict[str, float]]]]] = {}
-    for row in sorted(found, key=lambda row: row["shape"]["tokens_per_rank"]):
-        curve = curves.setdefault((row["shape"]["model"], row["direction"]), {})
-        x, seconds = curve.setdefault(row["variant"], ([], []))
-        x.append(row["shape"]["tokens_per_rank"])
-        seconds.append(row["seconds"])
-    return [Panel(f"{model}, {direction}", "tokens per rank", c) for (model, direction), c in curves.items()]
-
-
-def draw(report: Report) -> None:
-    if found := panels(report.rows):
-        harness.plot(report.path.with_suffix(".png"), found)
-
-
 def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, int]], minutes: float) -> Iterator[Case]:
     """The cases, one at a time, until the time of the run is over."""
     weights_of, weights, longest = "", None, 0.0
@@ -170,7 +150,7 @@ def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, in
             continue
         if name != weights_of:
             weights = None  # before the next ones take their place
-            weights_of, weights = name, make_weights(mesh, name)
+            weights_of, weights = name, make_weights(mesh, MODELS[name])
         yield make_case(mesh, name, kind, tokens, weights)
         gc.collect()
         longest = max(longest, time.perf_counter() - began)
@@ -178,7 +158,7 @@ def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, in
 
 def measure_all(run: Run, args: argparse.Namespace) -> None:
     """All cases, and then the ragged baseline."""
-    mesh = jax.make_mesh((jax.device_count(),), AXIS, axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = expert_mesh(jax.device_count())
     wanted = list(itertools.product(args.shapes, args.routing, args.tokens))
     chosen = [name for name in args.layers if name != "ragged"]
     if args.parts or chosen:
@@ -187,12 +167,12 @@ def measure_all(run: Run, args: argparse.Namespace) -> None:
                 measure_parts(run, case, args)
             if chosen:
                 measure_layers(run, case, chosen, args)
-        draw(run.report)
+        plots.draw_layers(args.out)
     if "ragged" in args.layers:
         slow = [case for case in wanted if case[1] == "uniform" and case[2] in args.ragged_tokens]
         for case in cases(run, mesh, slow, args.minutes):
             measure_ragged(run, case)
-        draw(run.report)
+        plots.draw_layers(args.out)
 
 
 def positive(text: str) -> int:
@@ -204,11 +184,10 @@ def positive(text: str) -> int:
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=8)
+    parser = harness.parser(__doc__ or "", rounds=8, tokens="4096 1024 16384")
     parser.add_argument(
         "--shapes", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_SHAPES)}; --quick: tiny"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", help="tokens per rank (default: 4096 1024 16384)")
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
     numbers = "communicating programs of dispatch + GEMM 1, to try beside the package's choice"
@@ -219,7 +198,6 @@ def options() -> argparse.ArgumentParser:
         "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no case that would end later")
-    parser.add_argument("--suffix", default="", help="of the report's name, as _combine")
     parser.add_argument("--add", action="store_true", help="keep what the file holds of other cases and variants")
     return parser
 
@@ -227,11 +205,10 @@ def options() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for and writes the report."""
     args = harness.parse(options(), arguments)
-    jax.config.update("jax_num_cpu_devices", QUICK_DEVICES)
-    on_gpus = jax.default_backend() == "gpu"
-    if not (on_gpus or args.quick) or jax.device_count() < 2:
-        print("moe_layer: needs two or more GPUs; nothing measured")
+    jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
+    if not harness.can_measure("layer", args):
         return
+    on_gpus = jax.default_backend() == "gpu"
     args.shapes = args.shapes or (["tiny"] if args.quick else DEFAULT_SHAPES)
     args.tokens = args.tokens or ([16, 48] if args.quick else [4096, 1024, 16384])
     args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])

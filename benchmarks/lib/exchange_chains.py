@@ -1,4 +1,4 @@
-"""What dispatch_combine.py times: chains of calls in which each needs a number from the one before.
+"""What exchange.py times: chains of calls in which each needs a number from the one before.
 
 Every chain is a `lax.scan`, which on GPUs runs on without the host. What chaining itself costs is a variant of its own.
 """
@@ -17,11 +17,13 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.layout import round_up
 from jax_ep.ops import registry
 from jax_ep.quantization import GROUP_SIZE
 from jax_ep.types import Handle, Layout
+from lib.inputs import AXIS, Model, routing
+from lib.waiting import zero_after
 
-AXIS = ("expert",)
 FEW_PROGRAMS = 24
 RAGGED = "ragged_all_to_all, best flags"
 # Without it 8 GB/s on 4 H200s, against 62; the one-shot kernel switched off, with NCCL's fallback allowed, hung.
@@ -71,6 +73,20 @@ class Case:
         return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
+def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any, model: Model) -> Case:
+    """Random tokens; the capacity is the most loaded rank's, rounded up."""
+    num_ranks = mesh.devices.size
+    ids = routing(kind, num_ranks * tokens, model, np.random.default_rng(0))
+    owner = ids // (model.experts // num_ranks)
+    rows = np.bincount(owner.reshape(-1), minlength=num_ranks).max()
+    goes_to = np.stack([(owner == rank).any(1) for rank in range(num_ranks)], 1)
+    layout = Layout(num_ranks, model.experts, tokens, model.top_k, round_up(int(rows), 128))
+    placed = jax.NamedSharding(mesh, P("expert"))
+    make = jax.jit(lambda key: jax.random.normal(key, (num_ranks * tokens, model.hidden), dtype), out_shardings=placed)
+    goes_to = goes_to.reshape(num_ranks, tokens, num_ranks)
+    return Case(mesh, layout, make(jax.random.key(1)), jax.device_put(ids, placed), goes_to)
+
+
 class Variant(NamedTuple):
     """One thing that is timed: `step` on a handle and rows, and what it sends.
 
@@ -117,8 +133,7 @@ def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tup
             # Barriers keep XLA from taking work out of the loop, and from computing only the element that is looked at.
             x, h, zero = lax.optimization_barrier((rows, handle, previous))
             result = lax.optimization_barrier(variant.step(after(h, zero), x, zero))
-            # Never true, but only the device knows: the next call cannot start before this one.
-            return (result.reshape(-1)[0].astype(jnp.float32) == 12345.678).astype(jnp.int32), None
+            return zero_after(result), None
 
         return lax.scan(once, jnp.zeros((), jnp.int32), None, length=n)[0][None]
 

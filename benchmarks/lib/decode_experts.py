@@ -1,10 +1,8 @@
 """The experts of decode-sized batches on one GPU: masked grouped GEMMs in FP8 and bfloat16, and the activation.
 
-    python benchmarks/decode_experts.py [--tokens 1 8 32 128] [--sweep] [--only fp8]
-
-Rows are those that one of `--ranks` ranks gets with uniform routing. Writes results/decode_experts.json. Times are
-differences of two chains of calls in one program; the sizes of a call depend on the result of the one before, by one
-small launch each, which is part of the times and takes a microsecond or two.
+Part of low_latency.py. Rows are those that one of `--ranks` ranks gets with uniform routing. Times are differences of
+two chains of calls in one program; the sizes of a call depend on the result of the one before, by one small launch
+each, which is part of the times and takes a microsecond or two.
 
 What bounds the products is reading the matrices of the experts that have rows. So beside the time there is the rate at
 which these bytes were read, and the rate at which XLA reads the same matrices to add them up. `--sweep` tries tiles.
@@ -19,29 +17,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Report
 from jax import Array, lax
 
 import jax_ep
 from jax_ep.megakernels import masked
 from jax_ep.megakernels.masked import MaskedTiles, masked_tiles
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+from lib import harness
+from lib.harness import Report
+from lib.inputs import Model, routing
+from lib.waiting import after
 
 LENGTHS, QUICK_LENGTHS = (4, 24), (1, 2)
 TOKENS = [1, 8, 32, 128, 256]
-
-
-class Model(NamedTuple):
-    """Sizes of an expert layer."""
-
-    experts: int = 256
-    top_k: int = 8
-    hidden: int = 7168
-    inner: int = 2048
 
 
 class Matrices(NamedTuple):
@@ -82,7 +73,7 @@ def make_matrices(model: Model, num_local: int, fp8: bool) -> Matrices:
 
     @jax.jit
     def make(key: Array) -> Matrices:
-        shapes = (num_local, model.hidden, 2 * model.inner), (num_local, model.inner, model.hidden)
+        shapes = (num_local, model.hidden, 2 * model.intermediate), (num_local, model.intermediate, model.hidden)
         made = []
         for part, shape in zip(jax.random.split(key), shapes, strict=True):
             w = jax.random.normal(part, shape, jnp.bfloat16) * shape[1] ** -0.5
@@ -96,13 +87,12 @@ def make_rows(model: Model, num_ranks: int, tokens: int, fp8: bool) -> Rows:
     """Rows of one rank after a dispatch of uniformly routed tokens."""
     rng = np.random.default_rng(tokens)
     num_tokens, num_local = num_ranks * tokens, model.experts // num_ranks
-    chosen = np.argsort(rng.random((num_tokens, model.experts)), axis=1)[:, : model.top_k]
-    sizes = np.bincount(chosen.ravel(), minlength=model.experts)[:num_local]
+    sizes = np.bincount(routing("uniform", num_tokens, model, rng).ravel(), minlength=model.experts)[:num_local]
     arrays = []
-    for i, columns in enumerate((model.hidden, model.inner)):
+    for i, columns in enumerate((model.hidden, model.intermediate)):
         x = jax.random.normal(jax.random.key(i), (num_local, num_tokens, columns), jnp.bfloat16)
         arrays += [*(jax.jit(quantize_fp8)(x) if fp8 else (x, None))]
-    hidden = jax.random.normal(jax.random.key(2), (num_local, num_tokens, 2 * model.inner), jnp.bfloat16)
+    hidden = jax.random.normal(jax.random.key(2), (num_local, num_tokens, 2 * model.intermediate), jnp.bfloat16)
     expected = max(1, round(num_tokens * model.top_k / model.experts))
     return Rows(*arrays[:2], hidden, *arrays[2:], jnp.asarray(sizes, jnp.int32), expected)
 
@@ -149,16 +139,10 @@ def chain(step: Step, rows: Rows, matrices: Matrices, n: int) -> tuple[Callable[
 
     def body(rows: Rows, matrices: Matrices) -> Array:
         for _ in range(n):
-            rows = dataclasses.replace(rows, sizes=after(rows.sizes, step(rows, matrices)))
+            rows = dataclasses.replace(rows, sizes=lax.optimization_barrier(after(rows.sizes, step(rows, matrices))))
         return rows.sizes
 
     return body, (rows, matrices)
-
-
-def after(sizes: Array, out: Array) -> Array:
-    """The same sizes, but known only once `out` is."""
-    first = lax.optimization_barrier(out).reshape(-1)[0].astype(jnp.float32)
-    return lax.optimization_barrier(sizes + (first == 12345.678).astype(jnp.int32))  # never true
 
 
 def check(rows: Rows, matrices: Matrices, name: str | None) -> float:
@@ -217,69 +201,50 @@ def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:
     return parts[variant.split(",")[0]] * used // num_local
 
 
-def measure(report: Report, args: argparse.Namespace, model: Model, fp8: bool, tokens: list[int]) -> None:
-    """Times of one dtype for all numbers of tokens."""
+def measure(report: Report, args: argparse.Namespace, model: Model, num_ranks: int, tokens: list[int]) -> None:
+    """Times of all dtypes for all numbers of tokens."""
     name = None if jax.default_backend() == "gpu" else "xla"
-    matrices = make_matrices(model, model.experts // args.ranks, fp8)
-    for count in tokens:
-        rows = make_rows(model, args.ranks, count, fp8)
-        error = check(rows, matrices, name)
-        todo = variants(args, rows, name)
-        factories = {label: partial(chain, step, rows, matrices) for label, step in todo.items()}
-        failures: dict[str, str] = {}
-        times = harness.measure_chained(
-            factories,
-            args.rounds,
-            lengths=QUICK_LENGTHS if args.quick else LENGTHS,
-            title=f"{count} tokens",
-            workers=8,
-            failures=failures,
-        )
-        shape = {"tokens_per_rank": count, "ranks": args.ranks, **model._asdict(), "dtype": "fp8" if fp8 else "bf16"}
-        shape |= {"rows": int(jnp.sum(rows.sizes)), "experts_used": int(jnp.sum(rows.sizes > 0))}
-        tiles = dataclasses.asdict(masked_tiles(rows.values.shape[1], rows.expected, rows.values.dtype.itemsize, 2))
-        table = []
-        for label in [label for label, timing in times.items() if timing.median <= 0 and not args.quick]:
-            failures[label] = "takes less than what these chains resolve"
-            del times[label]
-        for label, timing in sorted(times.items(), key=lambda item: item[1].median):
-            num_bytes = read_bytes(label, rows, matrices)
-            rate = num_bytes / timing.median
-            report.add(label, shape, timing, matrix_bytes=num_bytes, bytes_per_s=rate, error=error, tiles=tiles)
-            s = timing.summary()
-            cells = [label, f"{1e6 * s['median']:.1f}", f"{1e6 * s['q1']:.1f} to {1e6 * s['q3']:.1f}"]
-            table.append([*cells, f"{rate / 1e12:.2f}" if num_bytes else ""])
-        for label, reason in failures.items():
-            report.failed(label, shape, reason.splitlines()[0][:200])
-        title = f"{shape['dtype']}, {count} tokens/rank of {args.ranks}: {shape['rows']} rows, error {error:.2g}"
-        harness.show_table(title, ["variant", "us", "quartiles", "TB/s of matrices"], table)
-
-
-def options() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=8)
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {TOKENS})")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks over which the experts are spread")
-    parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"])
-    parser.add_argument("--sweep", action="store_true", help="the first product with many tiles")
-    parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
-    return parser
-
-
-def main() -> None:
-    """Measures all cases and writes the report."""
-    args = harness.parse(options())
-    if not (args.quick or jax.default_backend() == "gpu"):
-        print("decode_experts: needs a GPU; nothing measured")
-        return
-    model = Model(8, 2, 256, 128) if args.quick else Model()
-    tokens = args.tokens or ([2] if args.quick else TOKENS)
-    settings = {"rounds": args.rounds, "quick": args.quick, "tokens": tokens, "lengths": LENGTHS, **model._asdict()}
-    report = Report("decode_experts_sweep" if args.sweep else "decode_experts", args.out, settings)
     for dtype in args.dtypes:
-        measure(report, args, model, dtype == "fp8", tokens)
-    print(report.path)
+        fp8 = dtype == "fp8"
+        matrices = make_matrices(model, model.experts // num_ranks, fp8)
+        for count in tokens:
+            rows = make_rows(model, num_ranks, count, fp8)
+            error = check(rows, matrices, name)
+            failures: dict[str, str] = {}
+            times = harness.measure_chained(
+                {label: partial(chain, step, rows, matrices) for label, step in variants(args, rows, name).items()},
+                args.rounds,
+                lengths=QUICK_LENGTHS if args.quick else LENGTHS,
+                title=f"{count} tokens",
+                workers=harness.WORKERS,
+                failures=failures,
+            )
+            if not args.quick:
+                harness.leave_out_unresolved(times, failures)
+            shape = {"tokens_per_rank": count, "ranks": num_ranks, **model._asdict(), "dtype": dtype}
+            show(report, shape, rows, matrices, times, failures, error)
 
 
-if __name__ == "__main__":
-    main()
+def show(
+    report: Report,
+    shape: dict[str, Any],
+    rows: Rows,
+    matrices: Matrices,
+    times: dict[str, harness.Timing],
+    failures: dict[str, str],
+    error: float,
+) -> None:
+    """Adds one case to the report, and prints it."""
+    shape |= {"rows": int(jnp.sum(rows.sizes)), "experts_used": int(jnp.sum(rows.sizes > 0))}
+    tiles = dataclasses.asdict(masked_tiles(rows.values.shape[1], rows.expected, rows.values.dtype.itemsize, 2))
+    table = []
+    for label, timing in sorted(times.items(), key=lambda item: item[1].median):
+        num_bytes = read_bytes(label, rows, matrices)
+        rate = num_bytes / timing.median
+        report.add(label, shape, timing, matrix_bytes=num_bytes, bytes_per_s=rate, error=error, tiles=tiles)
+        table.append([label, *timing.microseconds(1), f"{rate / 1e12:.2f}" if num_bytes else ""])
+    for label, reason in failures.items():
+        report.failed(label, shape, reason.splitlines()[0][:200])
+    title = f"{shape['dtype']}, {shape['tokens_per_rank']} tokens/rank of {shape['ranks']}"
+    columns = ["variant", "us", "quartiles", "TB/s of matrices"]
+    harness.show_table(f"{title}: {shape['rows']} rows, error {error:.2g}", columns, table)

@@ -13,12 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gemm_inputs import check, group_sizes, make_operands, make_sample
-from harness import Panel, Report
 from jax import Array
 
 import jax_ep
@@ -27,7 +24,9 @@ from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
-from jax_ep.xla import grouped_gemm
+from lib import harness
+from lib.gemm_inputs import check, group_sizes, make_operands, make_sample
+from lib.harness import Report
 
 PallasTiles = PallasForwardTiles | PallasWeightTiles
 
@@ -235,7 +234,7 @@ def repeated(call: Callable[[], Array]) -> tuple[Callable[[], Array], int]:
     return run, count
 
 
-def measure_kernels(report: Report, args: argparse.Namespace) -> list[Panel]:
+def measure_kernels(report: Report, args: argparse.Namespace) -> None:
     """TFLOP/s of the kernels with their default tiles."""
     with workers_on_cpu():
         for problem in problems(args):
@@ -248,7 +247,6 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> list[Panel]:
                     name: jax.jit(partial(gathered_weights, transpose=side)) for name, side in GATHERED.items()
                 }
             print(*measure(report, args.rounds, args.settle, problem, products), sep="\n", flush=True)
-    return []
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:

@@ -1,27 +1,23 @@
-"""benchmarks/decode_experts.py times what it says it times."""
+"""Part `experts` of benchmarks/low_latency.py times what it says it times."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from test_benchmarks import check_report, load, run_quickly
+from reports import check_report, run_quickly
+
+from lib import decode_experts
+from lib.inputs import Model
 
 PARTS = {"gate_up", "activation", "down", "experts", "read all of gate_up"}
 
 
-@pytest.fixture(scope="module")
-def modules():
-    with pytest.MonkeyPatch.context() as patch:
-        yield SimpleNamespace(**{name: load(name, patch) for name in ("harness", "decode_experts")})
-
-
 @pytest.mark.slow
 def test_quick_run(tmp_path):
-    output = run_quickly("decode_experts.py", tmp_path)
+    output = run_quickly("low_latency.py", tmp_path, "--parts", "experts")
     content = json.loads((tmp_path / "decode_experts.json").read_text())
     check_report(content)
     for dtype in ("fp8", "bf16"):
@@ -32,32 +28,31 @@ def test_quick_run(tmp_path):
     assert "2 tokens/rank of 4" in output and "TB/s of matrices" in output
 
 
-def test_bytes_are_those_of_experts_with_rows(modules):
-    model = modules.decode_experts.Model(8, 1, 256, 128)
-    rows = modules.decode_experts.make_rows(model, 2, 1, True)
-    matrices = modules.decode_experts.make_matrices(model, 4, True)
+def test_bytes_are_those_of_experts_with_rows():
+    model = Model(hidden=256, intermediate=128, experts=8, top_k=1)
+    rows = decode_experts.make_rows(model, 2, 1, True)
+    matrices = decode_experts.make_matrices(model, 4, True)
     used = int((np.asarray(rows.sizes) > 0).sum())
     assert 0 < used + 1 <= 4  # two tokens over eight experts, of which four are here
-    count = modules.decode_experts.read_bytes
+    count = decode_experts.read_bytes
     assert count("gate_up, 16x128", rows, matrices) == used * 256 * 256
     assert count("experts", rows, matrices) == used * (256 * 256 + 128 * 256)
     assert count("read all of gate_up", rows, matrices) == 4 * 256 * 256
 
 
-def test_every_call_of_a_chain_is_made(modules):
-    bench = modules.decode_experts
-    model = bench.Model(8, 2, 256, 128)
-    rows, matrices = bench.make_rows(model, 2, 3, False), bench.make_matrices(model, 4, False)
-    step, counts = bench.steps("xla")["gate_up"], {}
+def test_every_call_of_a_chain_is_made():
+    model = Model(hidden=256, intermediate=128, experts=8, top_k=2)
+    rows, matrices = decode_experts.make_rows(model, 2, 3, False), decode_experts.make_matrices(model, 4, False)
+    step, counts = decode_experts.steps("xla")["gate_up"], {}
     for n in (1, 3):
-        fn, args = bench.chain(step, rows, matrices, n)
+        fn, args = decode_experts.chain(step, rows, matrices, n)
         counts[n] = jax.jit(fn).lower(*args).compile().as_text().count(" dot(")
     assert counts[3] == 3 * counts[1] > 0
 
 
-def test_tiles_of_the_sweep_fit(modules):
-    bench = modules.decode_experts
-    tried = bench.sweep(bench.make_rows(bench.Model(256, 8, 256, 128), 4, 32, True))
+def test_tiles_of_the_sweep_fit():
+    model = Model(hidden=256, intermediate=128, experts=256, top_k=8)
+    tried = decode_experts.sweep(decode_experts.make_rows(model, 4, 32, True))
     assert len(tried) > 10 and "as chosen" in tried
     for tiles in tried.values():
         shared = (tiles.block_m + tiles.block_n) * 128 * tiles.num_stages + 2 * tiles.block_m * tiles.block_n

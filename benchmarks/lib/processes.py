@@ -28,7 +28,7 @@ def enter(count: int, figure: Callable[[], float]) -> float | None:
 
     Args:
       count: processes, as of `--processes`.
-      figure: measures something that one process must measure, which drives every GPU; a function of the script.
+      figure: measures something that one process must measure, which drives every GPU; a function of a module of lib.
 
     Returns:
       The figure, or None where this process has only started the others.
@@ -36,7 +36,7 @@ def enter(count: int, figure: Callable[[], float]) -> float | None:
     if count == 1:
         return figure()
     if _PROCESS not in os.environ:
-        os.environ[_FIGURE] = str(_alone(Path(sys.argv[0]).resolve(), figure.__name__))
+        os.environ[_FIGURE] = str(_alone(figure))
         _run_copies(count)
         return None
     import jax_ep
@@ -73,10 +73,10 @@ def _start(process: int, address: str, elsewhere: str) -> subprocess.Popen[bytes
     return subprocess.Popen([sys.executable, *sys.argv, *quiet], env=os.environ | own, stdout=output)
 
 
-def _alone(script: Path, function: str) -> float:
-    """The number that a function of the script returns in a process of its own, which has ended when this returns."""
-    code = f"import {script.stem}; print('result', {script.stem}.{function}())"
-    path = os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])
+def _alone(figure: Callable[[], float]) -> float:
+    """The number that a function returns in a process of its own, which has ended when this returns."""
+    code = f"import {figure.__module__} as m; print('result', m.{figure.__name__}())"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split("result")[-1])

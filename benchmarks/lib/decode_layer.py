@@ -1,8 +1,6 @@
 """The whole expert layer of decode-sized batches on several GPUs: low-latency paths beside that of training.
 
-    python benchmarks/decode_layer.py [--tokens 1 8 32 128 256] [--ranks 4]
-
-Writes results/decode_layer.json. Variants, in FP8 and in bfloat16:
+Part of low_latency.py. Variants, in FP8 and in bfloat16:
 
   low latency             dispatch, product, activation, and product + combine in one launch (`low_latency_moe`)
   low latency, separate   the same with product and combine one after the other
@@ -19,20 +17,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode_experts import LENGTHS, QUICK_LENGTHS, TOKENS, Model
-from harness import Report
 from jax import Array
 
 import jax_ep
 from jax_ep.serving import ServingWeights, serving_weights
+from lib import harness
+from lib.decode_experts import LENGTHS, QUICK_LENGTHS
+from lib.harness import Report
+from lib.inputs import AXIS, Model, make_weights, routing
 
-AXIS = "expert"
-QUICK_DEVICES = 4
-P = jax.P
+SPEC = jax.P(*AXIS)
 Layer = Callable[..., Array]  # x, ids, weights, matrices -> x
 
 
@@ -75,32 +72,17 @@ def chain(mesh: jax.sharding.Mesh, layer: Layer, arrays: tuple[Any, ...], n: int
             x = x + 1e-3 * layer(x, ids, weights, w)
         return x
 
-    return jax.shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), arrays
-
-
-def make_matrices(mesh: jax.sharding.Mesh, model: Model) -> tuple[Array, Array]:
-    """Random bfloat16 matrices, made where they are used."""
-
-    def make(rank: Array) -> tuple[Array, Array]:
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), rank[0]))
-        local = model.experts // mesh.size
-        shapes = (local, model.hidden, 2 * model.inner), (local, model.inner, model.hidden)
-        parts = zip(keys, shapes, strict=True)
-        up, down = (jax.random.normal(key, s, jnp.bfloat16) * s[1] ** -0.5 for key, s in parts)
-        return up, down
-
-    place = jax.shard_map(make, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    return jax.jit(place)(jnp.arange(mesh.size))
+    return jax.shard_map(body, mesh=mesh, in_specs=SPEC, out_specs=SPEC), arrays
 
 
 def make_tokens(mesh: jax.sharding.Mesh, model: Model, tokens: int) -> tuple[Array, Array, Array]:
     """Uniformly routed tokens of equal weights."""
     rng = np.random.default_rng(tokens)
     count = mesh.size * tokens
-    ids = np.argsort(rng.random((count, model.experts)), axis=1)[:, : model.top_k].astype(np.int32)
+    ids = routing("uniform", count, model, rng)
     x = rng.standard_normal((count, model.hidden), np.float32).astype(jnp.bfloat16)
     arrays = x, ids, np.full(ids.shape, 1 / model.top_k, np.float32)
-    placed = jax.device_put(arrays, jax.NamedSharding(mesh, P(AXIS)))
+    placed = jax.device_put(arrays, jax.NamedSharding(mesh, SPEC))
     return placed[0], placed[1], placed[2]
 
 
@@ -118,7 +100,7 @@ def check(found: dict[str, Array]) -> dict[str, float]:
 def measure(report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, model: Model, tokens: list[int]) -> None:
     """All variants for all numbers of tokens."""
     name = None if jax.default_backend() == "gpu" else "xla"
-    matrices = make_matrices(mesh, model)
+    matrices = make_weights(mesh, model)
     prepare = jax.jit(serving_weights, static_argnames="fp8")
     serving = {"fp8": prepare(*matrices, fp8=True), "bf16": prepare(*matrices, fp8=False)}
     for count in tokens:
@@ -129,7 +111,7 @@ def measure(report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, m
             variants[f"low latency, separate, {dtype}"] = partial(separate, model, name), w
         once = {}
         for label, (layer, w) in variants.items():
-            run = jax.shard_map(layer, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+            run = jax.shard_map(layer, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
             once[label] = jax.jit(run)(*inputs, w)
         errors = check(once)
         factories = {label: partial(chain, mesh, layer, (*inputs, w)) for label, (layer, w) in variants.items()}
@@ -141,42 +123,6 @@ def measure(report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, m
             speed = count * mesh.size / timing.median
             dtype = "fp8" if "fp8" in label else "bf16"
             report.add(label, shape | {"dtype": dtype}, timing, error=errors[label], tokens_per_s=speed)
-            s = timing.summary()
-            table.append(
-                [label, f"{1e6 * s['median']:.1f}", f"{1e6 * s['q1']:.1f} to {1e6 * s['q3']:.1f}", f"{speed:,.0f}"]
-            )
+            table.append([label, *timing.microseconds(1), f"{speed:,.0f}"])
         title = f"{count} tokens/rank, {mesh.size} ranks"
         harness.show_table(title, ["variant", "us per layer", "quartiles", "tokens/s per layer"], table)
-
-
-def options() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = harness.parser(__doc__ or "", rounds=8)
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {TOKENS})")
-    parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
-    parser.add_argument("--suffix", default="", help="of the report's name, as _4_gpus")
-    return parser
-
-
-def main() -> None:
-    """Measures all cases and writes the report."""
-    args = harness.parse(options())
-    jax.config.update("jax_num_cpu_devices", QUICK_DEVICES)
-    on_gpus = jax.default_backend() == "gpu"
-    if not (on_gpus or args.quick) or jax.device_count() < 2:
-        print("decode_layer: needs two or more GPUs; nothing measured")
-        return
-    ranks = args.ranks or jax.device_count()
-    mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
-    if on_gpus:
-        jax_ep.init(mesh)
-    model = Model(8, 2, 256, 128) if args.quick else Model()
-    tokens = args.tokens or ([2] if args.quick else TOKENS)
-    settings = {"rounds": args.rounds, "quick": args.quick, "tokens": tokens, "lengths": LENGTHS, **model._asdict()}
-    report = Report(f"decode_layer{args.suffix}", args.out, settings)
-    measure(report, args, mesh, model, tokens)
-    print(report.path)
-
-
-if __name__ == "__main__":
-    main()

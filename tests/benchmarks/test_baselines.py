@@ -1,10 +1,8 @@
-"""The baselines of benchmarks/moe_layer.py compute the layer, so that their times mean something."""
+"""The baselines of benchmarks/layer.py compute the layer, so that their times mean something."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +13,7 @@ from harness import compiled
 from jax import lax
 
 import jax_ep
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-if not BENCHMARKS.is_dir():
-    pytest.skip("not a source checkout", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
-try:
-    import moe_baselines
-finally:
-    sys.path.remove(str(BENCHMARKS))
+from lib import baselines
 
 SHAPE = Shape(num_tokens=24, top_k=3, num_experts=8, hidden=12, intermediate=10)
 KINDS = ("uniform", "zipf", "one_hot_every_slot")
@@ -94,8 +84,8 @@ def test_results_and_gradients(num_ranks, expert_mesh, rng, subtests):
     mesh = expert_mesh(num_ranks)
     expected = package(mesh)
     calls = {
-        "capacity": with_gradients(moe_baselines.capacity_layer, mesh, capacity=ALL_SLOTS),
-        "ragged": with_gradients(moe_baselines.ragged_layer, mesh, capacity=num_ranks * ALL_SLOTS),
+        "capacity": with_gradients(baselines.capacity_layer, mesh, capacity=ALL_SLOTS),
+        "ragged": with_gradients(baselines.ragged_layer, mesh, capacity=num_ranks * ALL_SLOTS),
     }
     for kind in KINDS:
         args = inputs(rng, kind, num_ranks)
@@ -114,7 +104,7 @@ def test_capacity_layer_drops_the_later_slots_of_an_expert(capacity, expert_mesh
         for expert in range(SHAPE.num_experts):
             of_rank[np.nonzero(of_rank == expert)[0][capacity:]] = -1
     assert (kept != ids).any() and (kept != -1).any()
-    layer = with_gradients(moe_baselines.capacity_layer, expert_mesh(2), capacity=capacity)
+    layer = with_gradients(baselines.capacity_layer, expert_mesh(2), capacity=capacity)
     check(layer(x, ids, *rest), package(expert_mesh(2))(x, kept, *rest))
 
 
@@ -127,7 +117,7 @@ def test_bfloat16_without_room_to_spare(expert_mesh, rng, subtests):
     wanted = package(mesh)(*args)
     for name, capacity in (("capacity_layer", ALL_SLOTS), ("ragged_layer", most_rows)):
         with subtests.test(name):
-            check(with_gradients(getattr(moe_baselines, name), mesh, capacity=capacity)(*args), wanted, 3e-2)
+            check(with_gradients(getattr(baselines, name), mesh, capacity=capacity)(*args), wanted, 3e-2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -137,7 +127,7 @@ def test_routes_fit_together(num_ranks, rng):
     sizes = rng.integers(0, 6, (num_ranks, num_ranks, num_local)).astype(np.int32)
     sizes[0, :, 0] = 0  # a source that has nothing for one expert
     capacity = int(sizes.sum(axis=(0, 2)).max()) + 3
-    plan = jax.jit(moe_baselines.plan_route, static_argnums=2)
+    plan = jax.jit(baselines.plan_route, static_argnums=2)
     routes = [jax.tree.map(np.asarray, plan(sizes, np.int32(rank), capacity)) for rank in range(num_ranks)]
     # A row is (source, expert, number), and each source holds its rows by expert.
     sent = [

@@ -1,4 +1,4 @@
-"""The expert layer as plain JAX writes it today, in two ways, for moe_layer.py to compare `jax_ep.moe` with.
+"""The expert layer as plain JAX writes it today, in two ways, for layer.py to compare `jax_ep.moe` with.
 
 `ragged_layer` drops no token: rows sorted by expert, `lax.ragged_all_to_all`, `lax.ragged_dot`. `capacity_layer` is the
 classic one of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961): a fixed number of rows for each

@@ -1,4 +1,4 @@
-"""Timing of variants of one case of moe_layer.py, and what becomes of it in the report."""
+"""Timing of variants of one case of layer.py, and what becomes of it in the report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import harness
 import jax
-from harness import Report, Timing
-from moe_chains import Case, Variant, chain, difference
 
-WORKERS = 8
+from lib import harness
+from lib.harness import Report, Timing
+from lib.layer_chains import Case, Variant, chain, difference
+
 BUDGET_S = 2.0
 _KEY = ("model", "routing", "tokens_per_rank", "ranks")
 
@@ -101,7 +101,7 @@ class Run:
             lengths=lengths,
             budget_s=BUDGET_S,
             title=f"{label(case)}, {direction}",
-            workers=WORKERS,
+            workers=harness.WORKERS,
             failures=failures,
         )
         others = {name: chain(case, variant) for name, variant in (references or {}).items()}
@@ -112,19 +112,18 @@ class Run:
             elif timing.median <= 0:
                 failures[name] = f"too short: chains of {lengths} calls take the same time"
         self.forget(case, direction, variants)
-        shape, table = shape_of(case), []
+        table = []
         for name, variant in variants.items():
             note = (notes or {}).get(name, {})
-            if name in failures:
-                self.report.failed(name, shape, failures[name], direction=direction)
-                table.append([name, "failed", "", "", failures[name].splitlines()[0][:80]])
-                continue
             details = note | ({"difference": differences[name]} if name in differences else {})
-            self.report.add(name, shape, times[name], direction=direction, **details, **_rate(variant, times[name]))
-            table.append(_cells(name, times[name], _rate(variant, times[name]), note))
-        loads = f"rows {shape['rows_mean']:.0f}, most {shape['rows_max']}, capacity {shape['capacity']}"
-        columns = ["variant", "us", "quartiles", "TFLOP/s per GPU", ""]
-        harness.show_table(f"{label(case)}, {direction}: {loads}", columns, table)
+            if name in failures:
+                self.report.failed(name, shape_of(case), failures[name], direction=direction)
+                table.append([name, "failed", "", "", failures[name].splitlines()[0][:80]])
+            else:
+                details |= _rate(variant, times[name])
+                self.report.add(name, shape_of(case), times[name], direction=direction, **details)
+                table.append(_cells(name, times[name], _rate(variant, times[name]), note))
+        _show(case, direction, table)
         return {name: timing for name, timing in times.items() if name not in failures}
 
     def forget(self, case: Case, direction: str, variants: Collection[str]) -> None:
@@ -143,6 +142,13 @@ class Run:
         self.report.summarise(**self.summary)
         for name, ratio in ratios.items():
             print(f"  {name}: {ratio:.3f}")
+
+
+def _show(case: Case, direction: str, table: list[list[str]]) -> None:
+    shape = shape_of(case)
+    loads = f"rows {shape['rows_mean']:.0f}, most {shape['rows_max']}, capacity {shape['capacity']}"
+    columns = ["variant", "us", "quartiles", "TFLOP/s per GPU", ""]
+    harness.show_table(f"{label(case)}, {direction}: {loads}", columns, table)
 
 
 def _tune(factories: Mapping[str, Callable[[int], Any]], variants: Mapping[str, Variant], n: int) -> None:
@@ -176,7 +182,5 @@ def _rate(variant: Variant, timing: Timing) -> dict[str, float]:
 
 
 def _cells(name: str, timing: Timing, rate: dict[str, float], note: Mapping[str, Any]) -> list[str]:
-    s = timing.summary()
-    shown = [f"{1e6 * s['median']:.0f}", f"{1e6 * s['q1']:.0f} to {1e6 * s['q3']:.0f}"]
     said = ", ".join(f"{key} {value:.3f}" if isinstance(value, float) else value for key, value in note.items())
-    return [name, *shown, f"{rate['tflops']:.0f}" if rate else "", said]
+    return [name, *timing.microseconds(), f"{rate['tflops']:.0f}" if rate else "", said]

@@ -1,11 +1,9 @@
-"""benchmarks/moe_layer.py times what it says it times, and loses no figure when one variant fails."""
+"""benchmarks/layer.py times what it says it times, and loses no figure when one variant fails."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,34 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import make_mesh
-from test_benchmarks import BENCHMARKS, ROOT, Clock, check_report, load
+from reports import Clock, check_report, run_quickly
 
+import layer
 from jax_ep.core import layout
-from jax_ep.ops import registry
 from jax_ep.xla import exchange
+from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots
 
-MODULES = ("harness", "processes", "exchange_chains", "dispatch_combine", "moe_baselines")
-MODULES += ("moe_chains", "moe_variants", "moe_run", "moe_layer")
 RANKS = 4
 
 
 @pytest.fixture(scope="module")
-def modules():
-    with pytest.MonkeyPatch.context() as patch:
-        yield SimpleNamespace(**{name: load(name, patch) for name in MODULES})
-
-
-@pytest.fixture(scope="module")
-def case(modules):
-    mesh = make_mesh((RANKS,), ("expert",))
-    weights = modules.moe_chains.make_weights(mesh, "tiny")
-    return modules.moe_chains.make_case(mesh, "tiny", "zipf", 48, weights)
+def case():
+    mesh = inputs.expert_mesh(RANKS)
+    weights = inputs.make_weights(mesh, inputs.MODELS["tiny"])
+    return layer_chains.make_case(mesh, "tiny", "zipf", 48, weights)
 
 
 @pytest.fixture
-def run(modules, tmp_path):
-    return modules.moe_run.Run(tmp_path, {"rounds": 3, "quick": True}, add=False)
+def run(tmp_path):
+    return layer_run.Run(tmp_path, {"rounds": 3, "quick": True}, add=False)
 
 
 def rows_of(run):
@@ -49,12 +39,12 @@ def rows_of(run):
 
 
 @pytest.fixture
-def clock(modules, monkeypatch):
-    monkeypatch.setattr(modules.harness, "time", Clock())
-    return modules.harness.time
+def clock(monkeypatch):
+    monkeypatch.setattr(harness, "time", Clock())
+    return harness.time
 
 
-def sleeper(modules, nap, seconds, value=1.0, same_as=None):
+def sleeper(nap, seconds, value=1.0, same_as=None):
     """A variant whose every call naps on every rank, with how often it was called."""
     calls = []
 
@@ -66,7 +56,7 @@ def sleeper(modules, nap, seconds, value=1.0, same_as=None):
     def step(touched, fixed, zero):
         return jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float32), zero)
 
-    return modules.moe_chains.Variant(step, (), (), 1e9, same_as), calls
+    return layer_chains.Variant(step, (), (), 1e9, same_as), calls
 
 
 # --- cases ----------------------------------------------------------------------------------------------------------
@@ -80,43 +70,43 @@ def test_capacity_holds_the_most_loaded_rank(case):
     np.testing.assert_array_equal(case.ids, np.asarray(case.inputs[2]))
 
 
-def test_dropped_share_is_that_of_the_baseline(modules, case):
+def test_dropped_share_is_that_of_the_baseline(case):
     slots = [
-        np.asarray(modules.moe_baselines.fixed_slots(jnp.asarray(ids), 8, case.slot_capacity).slot_row)
+        np.asarray(baselines.fixed_slots(jnp.asarray(ids), 8, case.slot_capacity).slot_row)
         for ids in case.ids.reshape(RANKS, 48, 2)
     ]
     assert case.slot_capacity == 15  # 1.25 * 48 * 2 / 8
     assert case.dropped == pytest.approx(np.mean(np.stack(slots) < 0)) and case.dropped > 0.05
 
 
-def test_inputs_are_random_and_differ_between_ranks(modules, case):
+def test_inputs_are_random_and_differ_between_ranks(case):
     x = np.asarray(case.inputs[0], np.float32).reshape(RANKS, 48, 128)
     assert x.std() == pytest.approx(1, abs=0.03) and abs(np.corrcoef(x.reshape(RANKS, -1))[0, 1]) < 0.05
     assert np.asarray(case.weights[0], np.float32).std() == pytest.approx(128**-0.5, rel=0.03)
     np.testing.assert_allclose(np.asarray(case.inputs[3]).sum(1), 1, rtol=1e-5)
-    one = modules.moe_chains.on_ranks(case.mesh, (6, 5), 0)
+    one = inputs.on_ranks(case.mesh, (6, 5), 0)
     assert one.shape == (24, 5) and one.sharding.spec == jax.sharding.PartitionSpec("expert")
 
 
-def test_large_arrays_are_made_in_chunks(modules, case, monkeypatch):
-    monkeypatch.setattr(modules.moe_chains, "_CHUNK", 10)
-    made = np.asarray(modules.moe_chains.on_ranks(case.mesh, (6, 5), 0), np.float32)
+def test_large_arrays_are_made_in_chunks(case, monkeypatch):
+    monkeypatch.setattr(inputs, "_CHUNK", 10)
+    made = np.asarray(inputs.on_ranks(case.mesh, (6, 5), 0), np.float32)
     assert made.shape == (24, 5) and len(np.unique(made)) > 100
 
 
 # --- chains ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_makes_every_call(modules, case):
-    variant, calls = sleeper(modules, time.sleep, 0)
+def test_a_chain_makes_every_call(case):
+    variant, calls = sleeper(time.sleep, 0)
     for n in (1, 5):
-        fn, arguments = modules.moe_chains.chain(case, variant)(n)
+        fn, arguments = layer_chains.chain(case, variant)(n)
         calls.clear()
         jax.block_until_ready(fn(*arguments))
         assert len(calls) == n * RANKS
 
 
-def test_touched_arrays_are_new_in_every_call_and_the_same(modules, case):
+def test_touched_arrays_are_new_in_every_call_and_the_same(case):
     """Their calls are not merged or moved out of the loop, and see what they were given."""
     seen = []
 
@@ -127,8 +117,8 @@ def test_touched_arrays_are_new_in_every_call_and_the_same(modules, case):
     def step(touched, fixed, zero):
         return jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), touched[0])
 
-    x = modules.moe_chains.on_ranks(case.mesh, (3, 2), 0)
-    fn, arguments = modules.moe_chains.chain(case, modules.moe_chains.Variant(step, (x,), ()))(4)
+    x = inputs.on_ranks(case.mesh, (3, 2), 0)
+    fn, arguments = layer_chains.chain(case, layer_chains.Variant(step, (x,), ()))(4)
     jax.block_until_ready(fn(*arguments))
     assert len(seen) == 4 * RANKS
     blocks = np.asarray(x).reshape(RANKS, 3, 2)
@@ -137,10 +127,10 @@ def test_touched_arrays_are_new_in_every_call_and_the_same(modules, case):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads the program as XLA:CPU writes it")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
-def test_layers_of_a_chain_stay_in_its_loop(modules, case, backward):
+def test_layers_of_a_chain_stay_in_its_loop(case, backward):
     """As many exchanges and products in the loop as in one call of the layer, and no copy of what is touched."""
-    chosen = modules.moe_variants.layers(case, ["capacity"], backward=backward)
-    fn, arguments = modules.moe_chains.chain(case, next(iter(chosen.values())))(3)
+    chosen = layer_variants.layers(case, ["capacity"], backward=backward)
+    fn, arguments = layer_chains.chain(case, next(iter(chosen.values())))(3)
     text = fn.lower(*arguments).compile().as_text()
     main = text[text.index("ENTRY") :]
     assert " while(" in main and "all-to-all" not in main and "all-to-all(" in text
@@ -149,33 +139,33 @@ def test_layers_of_a_chain_stay_in_its_loop(modules, case, backward):
     assert not [line for line in loop.splitlines() if "bf16[48,128]" in line.split(" copy(")[0] and " copy(" in line]
 
 
-def test_layers_agree_and_report_their_gradients(modules, case):
+def test_layers_agree_and_report_their_gradients(case):
     found = {}
-    for name, variant in modules.moe_variants.layers(case, ["moe", "dropless", "xla"], backward=True).items():
-        fn, arguments = modules.moe_chains.chain(case, variant)(2)
+    for name, variant in layer_variants.layers(case, ["moe", "dropless", "xla"], backward=True).items():
+        fn, arguments = layer_chains.chain(case, variant)(2)
         found[name] = fn(*arguments)
     *ours, expected = found.values()
     for got in ours:
         assert [leaf.shape for leaf in got] == [(RANKS, n) for n in (1024, 1024, 96, 1024, 1024)]
-        assert modules.moe_chains.difference(got, expected) < 0.1
+        assert layer_chains.difference(got, expected) < 0.1
     assert all(np.abs(np.asarray(leaf)).max() > 0 for leaf in expected)
     wrong = [*expected[:3], expected[3].at[1, 7].add(1.0), expected[4]]
-    assert modules.moe_chains.difference(wrong, expected) > 0.25
+    assert layer_chains.difference(wrong, expected) > 0.25
 
 
 @pytest.mark.slow
-def test_layers_in_fp8_are_near_the_others(modules, case):
-    variants = modules.moe_variants.layers(case, ["moe", "wire", "fp8", "fp8 and wire"], backward=True)
-    found = [modules.moe_chains.chain(case, variant)(2) for variant in variants.values()]
+def test_layers_in_fp8_are_near_the_others(case):
+    variants = layer_variants.layers(case, ["moe", "wire", "fp8", "fp8 and wire"], backward=True)
+    found = [layer_chains.chain(case, variant)(2) for variant in variants.values()]
     expected, *others = (fn(*arguments) for fn, arguments in found)
     for variant, got in zip(list(variants.values())[1:], others, strict=True):
-        assert 1e-3 < modules.moe_chains.difference(got, expected) < variant.largest_difference
+        assert 1e-3 < layer_chains.difference(got, expected) < variant.largest_difference
 
 
 @pytest.mark.slow
-def test_weights_are_quantised_in_each_call_and_not_copied(modules, case):
-    variant = modules.moe_variants.layers(case, ["fp8"], backward=False)[modules.moe_variants.LAYERS["fp8"]]
-    fn, arguments = modules.moe_chains.chain(case, variant)(2)
+def test_weights_are_quantised_in_each_call_and_not_copied(case):
+    variant = layer_variants.layers(case, ["fp8"], backward=False)[layer_variants.LAYERS["fp8"]]
+    fn, arguments = layer_chains.chain(case, variant)(2)
     text = fn.lower(*arguments).compile().as_text()
     loop = text[: text.index("ENTRY")]
     assert "f8e4m3fn[" in loop and "f8e4m3fn[" not in text[text.index("ENTRY") :]
@@ -183,7 +173,7 @@ def test_weights_are_quantised_in_each_call_and_not_copied(modules, case):
 
 
 @pytest.mark.slow
-def test_parts_of_one_half_agree(modules, case, monkeypatch):
+def test_parts_of_one_half_agree(case, monkeypatch):
     """With the portable implementation in the place of the kernels, and compositions in that of the fused ones."""
 
     called = []
@@ -210,20 +200,20 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
     functions = {name: getattr(exchange, name) for name in names}
     functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
     portable = SimpleNamespace(**functions)
-    monkeypatch.setattr(registry, "get", lambda name: portable)
-    variants = modules.moe_variants.parts(case, list(modules.moe_variants.PARTS), programs=[3], pallas=True)
-    named = {name for part in (*modules.moe_variants.PARTS.values(), modules.moe_variants.PALLAS) for name in part}
-    found = modules.moe_variants
+    monkeypatch.setattr(backends, "get", lambda name: portable)
+    variants = layer_variants.parts(case, list(layer_variants.PARTS), programs=[3], pallas=True)
+    named = {name for part in (*layer_variants.PARTS.values(), layer_variants.PALLAS) for name in part}
+    found = layer_variants
     modes = {*found.MODES.values(), *found.GRADIENT_MODES.values(), *found.DISPATCHED.values(), found.with_programs(3)}
     assert set(variants) == named | modes
     samples = {}
     for name, variant in variants.items():
-        fn, arguments = modules.moe_chains.chain(case, variant)(2)
+        fn, arguments = layer_chains.chain(case, variant)(2)
         samples[name] = fn(*arguments)
     for name, variant in variants.items():
         if variant.same_as:
-            assert modules.moe_chains.difference(samples[name], samples[variant.same_as]) < 0.02, name
-    assert set(called) == {None, *modules.moe_variants.MODES} == {None, "scatter", "serial"}
+            assert layer_chains.difference(samples[name], samples[variant.same_as]) < 0.02, name
+    assert set(called) == {None, *layer_variants.MODES} == {None, "scatter", "reduce", "serial"}
     rows = 48 * 2
     for name, columns in (("GEMM 1", 2 * 128), ("GEMM 2 + combine, fused", 128), ("einsum 2, equal groups", 128)):
         assert variants[name].flops == 2 * rows * 128 * columns
@@ -233,15 +223,15 @@ def test_parts_of_one_half_agree(modules, case, monkeypatch):
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def test_failed_and_wrong_variants_are_reported_beside_the_others(modules, case, run, clock):
+def test_failed_and_wrong_variants_are_reported_beside_the_others(case, run, clock):
     def broken(touched, fixed, zero):
         raise RuntimeError("no algorithm")
 
     variants = {
-        "right": sleeper(modules, clock.nap, 0.01)[0],
-        "wrong": sleeper(modules, clock.nap, 0.01, value=2.0, same_as="right")[0],
-        "also right": sleeper(modules, clock.nap, 0.01, same_as="right")[0],
-        "broken": modules.moe_chains.Variant(broken, (), ()),
+        "right": sleeper(clock.nap, 0.01)[0],
+        "wrong": sleeper(clock.nap, 0.01, value=2.0, same_as="right")[0],
+        "also right": sleeper(clock.nap, 0.01, same_as="right")[0],
+        "broken": layer_chains.Variant(broken, (), ()),
     }
     times = run.measure(case, "forward", variants, (1, 3), notes={"right": {"dropped": 0.5}})
     assert set(times) == {"right", "also right"}
@@ -256,44 +246,44 @@ def test_failed_and_wrong_variants_are_reported_beside_the_others(modules, case,
     assert not times and {row["variant"] for row in rows_of(run)} == set(rows)
 
 
-def test_adding_keeps_other_rows_and_replaces_the_same(modules, case, run, clock):
-    variants = {name: sleeper(modules, clock.nap, 0.005)[0] for name in ("a", "b")}
+def test_adding_keeps_other_rows_and_replaces_the_same(case, run, clock):
+    variants = {name: sleeper(clock.nap, 0.005)[0] for name in ("a", "b")}
     for direction in ("forward", "forward + backward"):
         run.measure(case, direction, variants, (1, 3))
     run.summarise(case, ratio=1.5)
     folder = run.report.path.parent
-    again = modules.moe_run.Run(folder, {"rounds": 3, "quick": True}, add=True)
+    again = layer_run.Run(folder, {"rounds": 3, "quick": True}, add=True)
     again.measure(case, "forward", {"b": variants["b"]}, (1, 3))
     again.summarise(case, other=2.0)
     content = json.loads(run.report.path.read_text())
     check_report(content)
     found = [(row["variant"], row["direction"]) for row in content["rows"]]
     assert found == [("a", "forward"), ("a", "forward + backward"), ("b", "forward + backward"), ("b", "forward")]
-    assert content["summary"] == {modules.moe_run.label(case): {"ratio": 1.5, "other": 2.0}}
+    assert content["summary"] == {layer_run.label(case): {"ratio": 1.5, "other": 2.0}}
     with pytest.raises(SystemExit, match="leave out --add"):
-        modules.moe_run.Run(folder, {"rounds": 4, "quick": True}, add=True)
+        layer_run.Run(folder, {"rounds": 4, "quick": True}, add=True)
 
 
-def test_ratio_to_the_longer_of_two_within_rounds(modules):
-    timing = modules.harness.Timing
+def test_ratio_to_the_longer_of_two_within_rounds():
+    timing = harness.Timing
     fused, first, second = timing((4.0, 6.0, 9.0)), timing((2.0, 6.0, 1.0)), timing((1.0, 3.0, 3.0))
-    assert modules.moe_run.ratio_to_longer(fused, first, second) == 2.0  # of 2, 1 and 3
+    assert layer_run.ratio_to_longer(fused, first, second) == 2.0  # of 2, 1 and 3
 
 
-def test_a_hung_baseline_ends_the_run_with_a_complete_report(modules, case, run, monkeypatch, capsys):
+def test_a_hung_baseline_ends_the_run_with_a_complete_report(case, run, monkeypatch, capsys):
     at_exit, hung, ended = [], threading.Event(), threading.Event()
-    name, timing = modules.moe_variants.LAYERS["ragged"], modules.harness.Timing((1.0,) * 3)
+    name, timing = layer_variants.LAYERS["ragged"], harness.Timing((1.0,) * 3)
 
     def leave(status):
         at_exit.append((status, rows_of(run)))
         ended.set()
 
     def measure(case, direction, variants, lengths, **options):
-        assert set(variants) == {name} and set(options["references"]) == {modules.moe_variants.LAYERS["xla"]}
+        assert set(variants) == {name} and set(options["references"]) == {layer_variants.LAYERS["xla"]}
         if direction != "forward":
             hung.set()
             ended.wait()  # nothing ends the test's own process
-        run.report.add(name, modules.moe_run.shape_of(case), timing, direction=direction)
+        run.report.add(name, layer_run.shape_of(case), timing, direction=direction)
 
     class Timer(threading.Thread):
         """Of which two seconds have passed when it hangs, however long it took to come there."""
@@ -305,12 +295,12 @@ def test_a_hung_baseline_ends_the_run_with_a_complete_report(modules, case, run,
         def cancel(self):
             pass
 
-    monkeypatch.setattr(modules.moe_layer, "threading", SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(layer, "threading", SimpleNamespace(Timer=Timer))
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(run, "measure", measure)
     for variant in ("another", name):  # the second is of an earlier run
-        run.report.add(variant, modules.moe_run.shape_of(case), timing, direction="forward + backward")
-    modules.moe_layer.measure_ragged(run, case, timeout_s=2)
+        run.report.add(variant, layer_run.shape_of(case), timing, direction="forward + backward")
+    layer.measure_ragged(run, case, timeout_s=2)
     [(status, rows)] = at_exit
     assert status == 0
     both = "forward + backward"
@@ -319,35 +309,44 @@ def test_a_hung_baseline_ends_the_run_with_a_complete_report(modules, case, run,
     assert "is not finished after 2 s" in capsys.readouterr().out
 
 
-def test_panels_show_layers_with_uniform_routing(modules):
-    def row(variant, tokens, direction="forward", routing="uniform"):
-        shape = {"model": "m", "routing": routing, "tokens_per_rank": tokens}
-        return {"variant": variant, "shape": shape, "direction": direction, "seconds": {"median": tokens}}
+def layer_row(variant, seconds, *, model="deepseek-v3", tokens=4096, routing="uniform", direction="forward"):
+    shape = {"model": model, "routing": routing, "tokens_per_rank": tokens, "ranks": 2}
+    return {"variant": variant, "shape": shape, "direction": direction, "seconds": {"median": seconds}}
 
-    ours = modules.moe_variants.LAYERS["moe"]
-    rows = [row("GEMM 1", 8), row(ours, 16), row(ours, 8), row(ours, 8, routing="zipf"), row(ours, 8, "both")]
-    panels = modules.moe_layer.panels([*rows, row(ours, 4) | {"failed": "x"}])
-    assert [(panel.title, set(panel.curves)) for panel in panels] == [("m, forward", {ours}), ("m, both", {ours})]
-    assert panels[0].curves[ours][0][-2:] == [8, 16]
-    assert set(modules.moe_layer.panels(rows[:1])[0].curves) == {"GEMM 1"}
+
+def test_plot_by_model_compares_us_with_what_jax_offers():
+    assert {layer_variants.LAYERS[key] for key in layer_variants.BASELINES} == set(plots.BASELINES)
+    assert (layer_variants.LAYERS["moe"], tuple(layer.DIRECTIONS)) == (plots.OURS, plots.DIRECTIONS)
+    ours, other = plots.OURS, plots.BASELINES[1]
+    rows = [layer_row(ours, 0.002), layer_row(other, 0.003), layer_row("GEMM 1", 0.001), layer_row(ours, 9, tokens=8)]
+    rows += [layer_row(other, 9, routing="zipf"), layer_row(ours, 1, model="alone"), layer_row(other, 1, model="too")]
+    rows += [{**layer_row(plots.BASELINES[2], 9), "failed": "x"}]
+    del rows[-1]["seconds"]
+    found = plots.layers_of(rows, 4096)
+    assert found == {"forward": {("deepseek-v3", 2): {ours: 2.0, other: 3.0}}, "forward + backward": {}}
+
+
+def test_plot_by_model_is_drawn_from_reports_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [layer_row(name, seconds) for name, seconds in zip(plots.ORDER, (1e-3, 2e-3, 1.5e-3, 1.0), strict=True)]
+    (tmp_path / "moe_layer_2_gpus.json").write_text(json.dumps({"date": "2026", "rows": rows}))
+    assert plots.draw_layers(tmp_path).read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "moe_layer_2_gpus.json").write_text(json.dumps({"date": "2026", "rows": rows[1:]}))
+    assert plots.draw_layers(tmp_path) is None
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_quick_run(tmp_path, modules):
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+def test_quick_run(tmp_path):
     chosen = ["moe", "capacity", "ragged"]
-    options = ["--quick", "--tokens", "16", "--ragged-tokens", "16", "--out", str(tmp_path), "--layers", *chosen]
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / "moe_layer.py"), *options]
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    options = ["--tokens", "16", "--ragged-tokens", "16", "--layers", *chosen]
+    output = run_quickly("layer.py", tmp_path, *options)
     content = json.loads((tmp_path / "moe_layer.json").read_text())
     check_report(content)
-    names = modules.moe_variants.LAYERS
-    for direction in modules.moe_layer.DIRECTIONS:
+    names = layer_variants.LAYERS
+    for direction in layer.DIRECTIONS:
         rows = {row["variant"]: row for row in content["rows"] if row["direction"] == direction}
         assert set(rows) == {names[key] for key in chosen}
         assert "ragged-all-to-all" in rows[names["ragged"]]["failed"]  # XLA has none on CPU devices
@@ -357,12 +356,12 @@ def test_quick_run(tmp_path, modules):
                 flops = 2 * 16 * 2 * 128 * 128 * 3 * (3 if "backward" in direction else 1)
                 assert row["tflops"] == pytest.approx(1e-12 * flops / row["seconds"]["median"])
         assert rows[names["moe"]].get("implementation", "xla") == "xla"
-    assert "TFLOP/s per GPU" in completed.stdout
+    assert "TFLOP/s per GPU" in output
 
 
 @pytest.mark.slow
-def test_long_runs_leave_cases_out_instead_of_running_over(modules, run, case, capsys):
+def test_long_runs_leave_cases_out_instead_of_running_over(run, case, capsys):
     wanted = [("tiny", "uniform", 16), ("tiny", "uniform", 8)]
-    assert list(modules.moe_layer.cases(run, case.mesh, wanted, minutes=0)) == []
+    assert list(layer.cases(run, case.mesh, wanted, minutes=0)) == []
     assert "left out, for lack of time: tiny, 8 tokens/rank, uniform" in capsys.readouterr().out
-    assert [c.layout.num_tokens for c in modules.moe_layer.cases(run, case.mesh, wanted, minutes=60)] == [16, 8]
+    assert [c.layout.num_tokens for c in layer.cases(run, case.mesh, wanted, minutes=60)] == [16, 8]

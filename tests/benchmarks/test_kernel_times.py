@@ -1,4 +1,4 @@
-"""benchmarks/trace_events.py reads traces exactly, and benchmarks/kernel_times.py profiles what it says it profiles."""
+"""benchmarks/lib/trace_events.py reads traces exactly; benchmarks/kernel_times.py profiles what it says it profiles."""
 
 from __future__ import annotations
 
@@ -11,27 +11,16 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import make_mesh
-from test_benchmarks import check_report, load, published, run_quickly
+from reports import check_report, published, run_quickly
 
 import jax_ep
+import kernel_times
+from lib import harness, trace_events
+from lib.inputs import expert_mesh
 
-MODULES = ("harness", "processes", "exchange_chains", "dispatch_combine", "low_latency", "decode_experts")
-MODULES += ("decode_layer", "moe_baselines", "moe_chains", "moe_variants", "trace_events", "kernel_times")
 GPU, GPU_1, GPU_10, HOST = 1, 2, 11, 701
 COMPUTE, COPIES, DERIVED = 13, 14, 99
 SCALES = (3, 1, 4, 2)  # of the runs; the first one is left out
-
-
-@pytest.fixture(scope="module")
-def modules():
-    with pytest.MonkeyPatch.context() as patch:
-        yield SimpleNamespace(**{name: load(name, patch) for name in MODULES})
-
-
-@pytest.fixture
-def traces(modules):
-    return modules.trace_events
 
 
 # --- traces ---------------------------------------------------------------------------------------------------------
@@ -75,13 +64,13 @@ def synthetic_trace() -> list[dict]:
     return [*metadata(), *found[::-1], {}]  # as jax ends them
 
 
-def test_numbers_of_a_trace(traces):
-    runs = traces.split_runs(traces.kernels(synthetic_trace()), len(SCALES))
+def test_numbers_of_a_trace():
+    runs = trace_events.split_runs(trace_events.kernels(synthetic_trace()), len(SCALES))
     names = ["fused", "MemcpyD2D", "fused", "add"]
     assert [[e.name for e in run] for run in runs] == [[*names[:3], "only once", "add"], names, names, names]
-    assert [traces.span(run) for run in runs] == [105, 35, 140, 70]
-    assert [traces.busy(run) for run in runs] == [78, 25, 100, 50]
-    found = traces.summarise(runs[1:])
+    assert [trace_events.span(run) for run in runs] == [105, 35, 140, 70]
+    assert [trace_events.busy(run) for run in runs] == [78, 25, 100, 50]
+    found = trace_events.summarise(runs[1:])
     columns = ("name", "calls", "us_per_call", "us", "share")
     # Per call of the kernel that repeats: the median of 8, 10, 16, 20, 32 and 40.
     rows = [("fused", 2, 18, 36, 0.72), ("MemcpyD2D", 1, 12, 12, 0.24), ("add", 1, 10, 10, 0.2)]
@@ -89,45 +78,46 @@ def test_numbers_of_a_trace(traces):
     assert found == {"span_us": 70, "busy_us": 50, "idle_us": 20, "same_calls": True}
 
 
-def test_runs_that_differ_are_said_to(traces):
-    runs = traces.split_runs(traces.kernels(synthetic_trace()), len(SCALES))
-    found = traces.summarise(runs)
+def test_runs_that_differ_are_said_to():
+    runs = trace_events.split_runs(trace_events.kernels(synthetic_trace()), len(SCALES))
+    found = trace_events.summarise(runs)
     assert found["same_calls"] is False
     (once,) = (kernel for kernel in found["kernels"] if kernel["name"] == "only once")
     assert once == {"name": "only once", "calls": 0, "us_per_call": 3, "us": 0, "share": 0}
 
 
-def test_other_devices_have_their_own_events(traces):
+def test_other_devices_have_their_own_events():
     for device in (1, 10):
-        (first, *_) = found = traces.kernels(synthetic_trace(), device)
+        (first, *_) = found = trace_events.kernels(synthetic_trace(), device)
         assert len(found) == len(SCALES) and first == ("fused", 1000, 1205)
 
 
-def test_a_kernel_that_outlasts_later_ones_bridges_their_gap(traces):
+def test_a_kernel_that_outlasts_later_ones_bridges_their_gap():
     """Between b and c nothing starts for 80 us, but a runs; the runs part after it, where the gap is 30 us."""
-    events = [traces.Event(*e) for e in (("a", 0, 100), ("b", 5, 10), ("c", 90, 95), ("d", 130, 135), ("e", 145, 150))]
-    assert [[e.name for e in run] for run in traces.split_runs(events, 2)] == [["a", "b", "c"], ["d", "e"]]
-    assert [len(run) for run in traces.split_runs(events, 1)] == [5]
-    assert traces.span(events[:3]) == traces.busy(events[:3]) == 100
-    assert traces.span(events) == 150 and traces.busy(events) == 110
+    times = ("a", 0, 100), ("b", 5, 10), ("c", 90, 95), ("d", 130, 135), ("e", 145, 150)
+    events = [trace_events.Event(*e) for e in times]
+    assert [[e.name for e in run] for run in trace_events.split_runs(events, 2)] == [["a", "b", "c"], ["d", "e"]]
+    assert [len(run) for run in trace_events.split_runs(events, 1)] == [5]
+    assert trace_events.span(events[:3]) == trace_events.busy(events[:3]) == 100
+    assert trace_events.span(events) == 150 and trace_events.busy(events) == 110
 
 
-def test_what_is_missing_is_named(traces, tmp_path):
+def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"no trace in {tmp_path}"):
-        traces.load(tmp_path)
+        trace_events.load(tmp_path)
     with pytest.raises(ValueError, match=r"/device:GPU:2; .*'/device:GPU:0: Stream #13\(Compute\)'"):
-        traces.kernels(synthetic_trace(), 2)
+        trace_events.kernels(synthetic_trace(), 2)
     with pytest.raises(ValueError, match="4 events cannot belong to 5 runs"):
-        traces.split_runs(traces.kernels(synthetic_trace(), 1), 5)
+        trace_events.split_runs(trace_events.kernels(synthetic_trace(), 1), 5)
 
 
-def test_the_newest_trace_is_loaded(traces, tmp_path):
+def test_the_newest_trace_is_loaded(tmp_path):
     for age, name in ((0, "new"), (60, "old")):
         path = tmp_path / "plugins" / "profile" / name / "host.trace.json.gz"
         path.parent.mkdir(parents=True)
         path.write_bytes(gzip.compress(json.dumps({"traceEvents": [{"name": name}]}).encode()))
         os.utime(path, (1e9 - age, 1e9 - age))
-    assert traces.load(tmp_path) == [{"name": "new"}]
+    assert trace_events.load(tmp_path) == [{"name": "new"}]
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -138,7 +128,7 @@ def mesh():
     """Two ranks with a context in which the kernels can be traced; nothing runs them."""
     pytest.importorskip("triton")
     jax_ep.finalize()
-    mesh = make_mesh((2,), ("expert",))
+    mesh = expert_mesh(2)
     jax_ep.init(mesh, transport="shared_memory" if jax.default_backend() == "cpu" else None)
     yield mesh
     jax_ep.finalize()
@@ -155,9 +145,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("what", EXPECTED)
 @pytest.mark.slow(unless={"what": ["decode"]})
-def test_programs_are_chains_as_long_as_they_say(modules, mesh, what):
-    assert set(modules.kernel_times.BUILDERS) == set(EXPECTED)
-    program = modules.kernel_times.BUILDERS[what](mesh, "tiny", 8)
+def test_programs_are_chains_as_long_as_they_say(mesh, what):
+    assert set(kernel_times.BUILDERS) == set(EXPECTED)
+    program = kernel_times.BUILDERS[what](mesh, "tiny", 8)
     jaxpr = jax.make_jaxpr(program.fn)(*program.arguments)
     steps, calls, results = EXPECTED[what]
     assert program.steps == steps
@@ -166,14 +156,14 @@ def test_programs_are_chains_as_long_as_they_say(modules, mesh, what):
     assert [str(aval.dtype) for aval in jaxpr.out_avals] == results
 
 
-def test_a_trace_of_the_profiler_is_found_and_has_the_assumed_metadata(modules, tmp_path):
+def test_a_trace_of_the_profiler_is_found_and_has_the_assumed_metadata(tmp_path):
     """Without a GPU it has no kernels, which the reader finds out from the names of its processes."""
     if jax.default_backend() == "gpu":
         pytest.skip("for CPU devices")
-    program = modules.kernel_times.Program(lambda x: x @ x, (jnp.ones((8, 8)),), 1)
+    program = kernel_times.Program(lambda x: x @ x, (jnp.ones((8, 8)),), 1)
     with pytest.raises(ValueError, match=r"/device:GPU:0; the trace has \['/host:CPU"):
-        modules.kernel_times.record(program, 2, tmp_path)
-    runs = [e for e in modules.trace_events.load(tmp_path) if e.get("ph") == "X"]
+        kernel_times.record(program, 2, tmp_path)
+    runs = [e for e in trace_events.load(tmp_path) if e.get("ph") == "X"]
     assert runs and all({"name", "pid", "tid", "ts", "dur"} <= set(e) for e in runs)
 
 
@@ -195,9 +185,9 @@ def check_kernel_times(content: dict) -> None:
 
 
 @pytest.mark.slow
-def test_report(modules, monkeypatch, tmp_path, capsys):
+def test_report(monkeypatch, tmp_path, capsys):
     """Every program has its row, and one that fails does not keep the next from its own."""
-    script, ran = modules.kernel_times, []
+    script, ran = kernel_times, []
 
     def build(what, mesh, name, tokens):
         if tokens == 7:
@@ -206,15 +196,15 @@ def test_report(modules, monkeypatch, tmp_path, capsys):
 
     def record(program, rounds, folder):
         ran.append((program.fn(), rounds, folder.name))
-        return modules.trace_events.kernels(synthetic_trace()), 99.0
+        return trace_events.kernels(synthetic_trace()), 99.0
 
     for what in EXPECTED:
         monkeypatch.setitem(script.BUILDERS, what, lambda *args, what=what: build(what, *args))
     monkeypatch.setattr(script, "record", record)
     args = SimpleNamespace(rounds=len(SCALES) - 1, model="tiny", traces=tmp_path / "traces")
-    report = modules.harness.Report("kernel_times", tmp_path, {"rounds": args.rounds, "quick": True})
+    report = harness.Report("kernel_times", tmp_path, {"rounds": args.rounds, "quick": True})
     cases = [("low-latency", 1), ("decode", 7), ("decode", 8)]
-    script.measure(report, args, make_mesh((2,), ("expert",)), cases)
+    script.measure(report, args, expert_mesh(2), cases)
     assert ran == [("low-latency", 4, "low-latency-1"), ("decode", 4, "decode-8")]
     content = json.loads((tmp_path / "kernel_times.json").read_text())
     check_report(content)
@@ -227,9 +217,9 @@ def test_report(modules, monkeypatch, tmp_path, capsys):
     assert "decode, 7 tokens/rank, 2 ranks: failed: out of memory" in output
 
 
-def test_command_line(modules, monkeypatch, tmp_path):
+def test_command_line(monkeypatch, tmp_path):
     """Programs of the layer of training have tokens of their own."""
-    script, asked = modules.kernel_times, []
+    script, asked = kernel_times, []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax_ep, "init", lambda mesh: asked.append(mesh.size))
     monkeypatch.setattr(script, "measure", lambda report, args, mesh, cases: asked.extend([args.model, list(cases)]))

@@ -1,4 +1,4 @@
-"""What moe_layer.py times: two parts, both fused and in sequence; and the layer in several ways."""
+"""What layer.py times: two parts, both fused and in sequence; and the layer in several ways."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import moe_baselines
-from exchange_chains import AXIS, after, local, stack
 from jax import Array
-from moe_chains import BF16, CAPACITY_FACTOR, Case, Variant, on_ranks
 
 import jax_ep
 from jax_ep.ops import registry
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle
+from lib import baselines
+from lib.exchange_chains import after, local, stack
+from lib.inputs import AXIS, on_ranks
+from lib.layer_chains import CAPACITY_FACTOR, Case, Variant
 
-FP8 = jnp.float8_e4m3fn
+BF16, FP8 = jnp.dtype("bfloat16"), jnp.float8_e4m3fn
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
@@ -253,8 +254,8 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
             for mode in DISPATCH_MODES
         },
         "xla": partial(jax_ep.moe, capacity=case.layout.capacity, implementation="xla"),
-        "capacity": partial(moe_baselines.capacity_layer, capacity=case.slot_capacity),
-        "ragged": partial(moe_baselines.ragged_layer, capacity=case.layout.capacity),
+        "capacity": partial(baselines.capacity_layer, capacity=case.slot_capacity),
+        "ragged": partial(baselines.ragged_layer, capacity=case.layout.capacity),
     }
     x, d_y, ids, router_weights = case.inputs
     layout, model = case.layout, case.model
@@ -267,7 +268,7 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
             flops,
             LAYERS["xla"] if key in (*OURS, "ragged") else None,
             key not in OURS,
-            moe_baselines.RAGGED_OPTIONS if key == "ragged" else None,
+            baselines.RAGGED_OPTIONS if key == "ragged" else None,
             FP8_DIFFERENCE if key in ("wire", "fp8", "fp8 and wire") else 0.25,
         )
         for key in chosen

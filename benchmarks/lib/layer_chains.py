@@ -1,4 +1,4 @@
-"""What moe_layer.py times: the expert layer and its parts, as chains of calls in which each needs the one before.
+"""What layer.py times: the expert layer and its parts, as chains of calls in which each needs the one before.
 
 Every chain is a `lax.scan`, which on GPUs runs on without the host. What a call depends on is an int32 zero that only
 the device knows, added to small index arrays or written into the first element of a large one, in place. Parameters
@@ -16,40 +16,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dispatch_combine import routing
-from exchange_chains import local
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core.layout import round_up
 from jax_ep.types import Handle, Layout
+from lib.exchange_chains import local
+from lib.inputs import MODELS, Model, on_ranks, routing
+from lib.waiting import zero_after
 
 CAPACITY_FACTOR = 1.25
 _SAMPLE = 1024
-_CHUNK = 1 << 28
-BF16 = jnp.dtype("bfloat16")
-
-
-class Model(NamedTuple):
-    """Sizes of an expert layer."""
-
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-
-
-MODELS = {
-    "deepseek-v3": Model(7168, 2048, 256, 8),
-    "qwen3-235b": Model(4096, 1536, 128, 8),
-    "mixtral-8x7b": Model(4096, 14336, 8, 2),
-    "qwen3-30b": Model(2048, 768, 128, 8),
-    "gpt-oss-120b": Model(2880, 2880, 128, 4),
-    "glm-4.5": Model(5120, 1536, 160, 8),
-    "llama-4-maverick": Model(5120, 8192, 128, 1),
-    "deepseek-v2-lite": Model(2048, 1408, 64, 6),
-    "tiny": Model(128, 128, 8, 2),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,30 +80,6 @@ class Case:
 
 def _rows(ids: np.ndarray, num_ranks: int, num_experts: int) -> np.ndarray:
     return np.bincount(ids.reshape(-1) // (num_experts // num_ranks), minlength=num_ranks)
-
-
-def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:
-    """Random bfloat16 numbers, of this shape on every rank; made there, in chunks that need little memory besides."""
-    chunks = next(n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and math.prod(shape) <= n * _CHUNK)
-
-    def make(rank: Array) -> Array:
-        def chunk(key: Array) -> Array:
-            # Numbers drawn in bfloat16 have few different values, and would draw less power.
-            return (scale * jax.random.normal(key, (shape[0] // chunks, *shape[1:]), jnp.float32)).astype(BF16)
-
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), rank[0]), chunks)
-        return lax.map(chunk, keys).reshape(shape)
-
-    made = jax.shard_map(make, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
-    return jax.jit(made)(jnp.arange(mesh.devices.size))
-
-
-def make_weights(mesh: jax.sharding.Mesh, name: str) -> tuple[Array, Array]:
-    """Both matrices of all experts, sharded."""
-    model = MODELS[name]
-    num_local = model.experts // mesh.devices.size
-    gate_up = on_ranks(mesh, (num_local, model.hidden, 2 * model.intermediate), 0, model.hidden**-0.5)
-    return gate_up, on_ranks(mesh, (num_local, model.intermediate, model.hidden), 1, model.intermediate**-0.5)
 
 
 def make_case(mesh: jax.sharding.Mesh, name: str, kind: str, num_tokens: int, weights: tuple[Array, Array]) -> Case:
@@ -183,8 +136,7 @@ def chain(case: Case, variant: Variant) -> Callable[[int], tuple[Callable[..., A
                 # The barrier keeps XLA from computing only the elements that are looked at.
                 results = lax.optimization_barrier(jax.tree.leaves(step(touched, fixed, zero)))
                 samples = [leaf.reshape(-1)[:_SAMPLE].astype(jnp.float32) for leaf in results]
-                # Never true, but only the device knows: the next call cannot start before this one has ended.
-                zero = sum((sample[0] == 12345.678).astype(jnp.int32) for sample in samples)
+                zero = sum(map(zero_after, samples))  # the next call cannot start before this one has ended
                 return (tuple(_touch(x, zero) for x in touched), zero), samples
 
             samples = lax.scan(once, (touched, jnp.zeros((), jnp.int32)), None, length=n)[1]

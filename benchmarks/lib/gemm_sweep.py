@@ -8,8 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import harness
-from gemm_kernels import (
+from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
+from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
+from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
+from lib import harness
+from lib.gemm_kernels import (
     CUBLAS,
     DISTRIBUTIONS,
     PallasTiles,
@@ -21,11 +24,7 @@ from gemm_kernels import (
     triton,
     workers_on_cpu,
 )
-from harness import Panel, Report
-
-from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
-from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
-from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
+from lib.harness import Report
 
 type AnyTiles = Tiles | WeightTiles | PallasTiles
 
@@ -87,7 +86,7 @@ PALLAS_SWEEP = (
 )
 
 
-def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
+def measure_sweep(report: Report, args: argparse.Namespace) -> None:
     """TFLOP/s of many tiles, one after another, each in turns with cuBLAS; ends when the time is up."""
     deadline = time.perf_counter() + args.budget
     with workers_on_cpu():
@@ -103,7 +102,6 @@ def measure_sweep(report: Report, args: argparse.Namespace) -> list[Panel]:
                 lines = measure(report, args.rounds, args.settle, problem, {name: product}, tiles=settings)
                 print(*(line for line in lines if CUBLAS not in line), sep="\n", flush=True)
             show_best(problem, report.rows[first:])
-    return []
 
 
 def compile_all(

@@ -5,93 +5,26 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import EXPERT, make_mesh
+from reports import BENCHMARKS, ROOT, Clock, check_report, published, run_quickly
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+import exchange
+import grouped_gemm
+from lib import exchange_chains, gemm_inputs, harness, inputs
+
 KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 PUBLISHED = [path for path in RESULTS if path.stem not in KEPT_BY_TESTS]
-KEYS = {"name", "date", "versions", "device", "settings", "summary", "rows"}
-
-if not BENCHMARKS.is_dir():
-    pytest.skip("not a source checkout", allow_module_level=True)
-
-
-def load(name: str, patch: pytest.MonkeyPatch):
-    """A benchmark module under the name by which its siblings import it, which the tests' own harness has too."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    patch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def modules():
-    with pytest.MonkeyPatch.context() as patch:
-        names = (
-            "harness",
-            "exchange",
-            "gemm_inputs",
-            "gemm_kernels",
-            "gemm_sweep",
-            "grouped_gemm",
-            "processes",
-            "exchange_chains",
-            "dispatch_combine",
-        )
-        yield {name: load(name, patch) for name in names}
 
 
 @pytest.fixture
-def harness(modules):
-    return modules["harness"]
-
-
-@pytest.fixture
-def grouped_gemm(modules):
-    return modules["grouped_gemm"]
-
-
-@pytest.fixture
-def chains(modules):
-    return modules["exchange_chains"]
-
-
-@pytest.fixture
-def dispatch_combine(modules):
-    return modules["dispatch_combine"]
-
-
-class Clock:
-    """A clock that naps alone put forward: what is measured does not depend on the machine."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._lock = threading.Lock()
-
-    def perf_counter(self) -> float:
-        return self._now
-
-    def nap(self, seconds: float) -> None:
-        with self._lock:
-            self._now += seconds
-
-
-@pytest.fixture
-def clock(harness, monkeypatch):
+def clock(monkeypatch):
     monkeypatch.setattr(harness, "time", Clock())
     return harness.time
 
@@ -99,14 +32,14 @@ def clock(harness, monkeypatch):
 # --- the harness ----------------------------------------------------------------------------------------------------
 
 
-def test_variants_run_in_turns_and_every_other_round_backwards(harness):
+def test_variants_run_in_turns_and_every_other_round_backwards():
     calls = []
     times = harness.measure_interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, 4, warmup=1)
     assert "".join(calls) == "abc" + "abc" + "cba" + "abc" + "cba"
     assert [len(timing.samples) for timing in times.values()] == [4, 4, 4]
 
 
-def test_slow_variants_stop_at_their_budget_and_times_are_those_of_the_calls(harness, clock):
+def test_slow_variants_stop_at_their_budget_and_times_are_those_of_the_calls(clock):
     naps = {"slow": 0.04, "fast": 0.002}
     runs = {name: lambda nap=nap: clock.nap(nap) for name, nap in naps.items()}
     times = harness.measure_interleaved(runs, 8, warmup=0, budget_s=0.1)
@@ -115,7 +48,7 @@ def test_slow_variants_stop_at_their_budget_and_times_are_those_of_the_calls(har
     assert times["slow"].ratio_to(times["fast"]) == pytest.approx(20)
 
 
-def test_results_are_waited_for(harness):
+def test_results_are_waited_for():
     """The call returns at once, the result comes later; only the latter is the time of the call."""
 
     def late(x):
@@ -127,7 +60,7 @@ def test_results_are_waited_for(harness):
     assert min(timing.samples) >= 0.03
 
 
-def test_chains_leave_out_what_runs_once(harness, clock):
+def test_chains_leave_out_what_runs_once(clock):
     once, each = 0.06, 0.02
 
     def make(n):
@@ -142,7 +75,7 @@ def test_chains_leave_out_what_runs_once(harness, clock):
     assert timing.median == pytest.approx(each)
 
 
-def test_chains_that_fail_are_left_out_where_that_is_asked_for(harness):
+def test_chains_that_fail_are_left_out_where_that_is_asked_for():
     def fail(n):
         if n == 3:
             raise NotImplementedError("no such thing")
@@ -158,7 +91,7 @@ def test_chains_that_fail_are_left_out_where_that_is_asked_for(harness):
         harness.measure_chained({"fail": fail, "add": add}, 3)
 
 
-def test_summary_and_ratio_of_known_samples(harness):
+def test_summary_and_ratio_of_known_samples():
     timing = harness.Timing((4.0, 1.0, 3.0, 2.0, 5.0))
     assert timing.summary() == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "rounds": 5}
     # Within rounds: 2, 2, 3, of which the medians alone (8 and 3) say nothing.
@@ -166,7 +99,7 @@ def test_summary_and_ratio_of_known_samples(harness):
     assert timing.milliseconds() == "3000.00 [2000.00 4000.00]"
 
 
-def test_report_is_on_disk_after_every_row(harness, tmp_path):
+def test_report_is_on_disk_after_every_row(tmp_path):
     report = harness.Report("name", tmp_path / "new", {"rounds": 3})
     report.add("a", {"rows": 4}, harness.Timing((1.0, 2.0, 3.0)), part="p")
     first = json.loads(report.path.read_text())
@@ -190,7 +123,7 @@ def test_report_is_on_disk_after_every_row(harness, tmp_path):
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
-def test_tables_show_every_cell(harness, monkeypatch, capsys, with_rich):
+def test_tables_show_every_cell(monkeypatch, capsys, with_rich):
     if with_rich:
         pytest.importorskip("rich")
     else:
@@ -202,7 +135,7 @@ def test_tables_show_every_cell(harness, monkeypatch, capsys, with_rich):
         assert cell in shown
 
 
-def test_quick_runs_never_replace_published_figures(harness):
+def test_quick_runs_never_replace_published_figures():
     options = harness.parser("", rounds=15)
     quick, full = harness.parse(options, ["--quick"]), harness.parse(options, [])
     assert full.out == BENCHMARKS / "results"
@@ -211,7 +144,7 @@ def test_quick_runs_never_replace_published_figures(harness):
     assert harness.parse(options, ["--rounds", "7", "--out", "x"]).rounds == 7
 
 
-def test_too_few_rounds_for_quartiles_are_refused(harness, capsys):
+def test_too_few_rounds_for_quartiles_are_refused(capsys):
     with pytest.raises(SystemExit):
         harness.parse(harness.parser("", rounds=15), ["--rounds", "2"])
     assert "--rounds=2" in capsys.readouterr().err
@@ -222,8 +155,8 @@ def test_too_few_rounds_for_quartiles_are_refused(harness, capsys):
 
 @pytest.mark.parametrize("distribution", ["equal", "multinomial", "zipf"])
 @pytest.mark.parametrize("groups", [1, 7, 64])
-def test_group_sizes_cover_the_rows(modules, distribution, groups):
-    sizes = np.asarray(modules["gemm_inputs"].group_sizes(distribution, 4096, groups))
+def test_group_sizes_cover_the_rows(distribution, groups):
+    sizes = np.asarray(gemm_inputs.group_sizes(distribution, 4096, groups))
     assert (sizes.shape, sizes.sum(), sizes.min() >= 0) == ((groups,), 4096, True)
     if groups == 64:
         spread = {"equal": (0, 1), "multinomial": (2, 60), "zipf": (400, 1500)}[distribution]
@@ -232,7 +165,7 @@ def test_group_sizes_cover_the_rows(modules, distribution, groups):
 
 @pytest.mark.parametrize("tile_rows", [3, 8, 64])
 @pytest.mark.parametrize("sizes", [(5, 0, 11, 8), (0, 0, 0, 24), (0, 0, 0, 0), (1, 2, 1, 3), (24, 0, 0, 0)])
-def test_flat_loop_is_right(grouped_gemm, rng, sizes, tile_rows):
+def test_flat_loop_is_right(rng, sizes, tile_rows):
     lhs, rhs = rng.standard_normal((24, 6)).astype(np.float32), rng.standard_normal((4, 6, 5)).astype(np.float32)
     expected, start = np.zeros((24, 5)), 0
     for group, size in enumerate(sizes):
@@ -242,7 +175,7 @@ def test_flat_loop_is_right(grouped_gemm, rng, sizes, tile_rows):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_wrong_results_are_not_timed(grouped_gemm):
+def test_wrong_results_are_not_timed():
     operands = grouped_gemm.make_operands(96, 16, 8, 5, jnp.float32, "zipf")
     sample, right = grouped_gemm.make_sample(*operands), grouped_gemm.grouped(*operands)
     assert grouped_gemm.check("right", right, sample) < 1e-5
@@ -251,7 +184,7 @@ def test_wrong_results_are_not_timed(grouped_gemm):
             grouped_gemm.check("variant", wrong, sample)
 
 
-def test_xla_merges_no_products_of_a_chain(grouped_gemm):
+def test_xla_merges_no_products_of_a_chain():
     operands = grouped_gemm.make_operands(64, 32, 16, 4, jnp.bfloat16, "equal")
     flops = {}
     for length in (1, 3):
@@ -263,19 +196,19 @@ def test_xla_merges_no_products_of_a_chain(grouped_gemm):
     assert flops[3] - flops[1] >= 2 * 2 * 64 * 32 * 16
 
 
-# --- what dispatch_combine.py times ---------------------------------------------------------------------------------
+# --- what exchange.py times ---------------------------------------------------------------------------------
 
-MODEL = (256, 8, 3)  # hidden, experts, top k
+MODEL = inputs.Model(hidden=256, intermediate=0, experts=8, top_k=3)
 
 
-def exchange_case(dispatch_combine, kind: str, num_ranks: int = 4):
-    mesh = make_mesh((num_ranks,), (EXPERT,))
-    return dispatch_combine.make_case(mesh, kind, 10, jnp.bfloat16, dispatch_combine.Model(*MODEL))
+def exchange_case(kind: str, num_ranks: int = 4):
+    mesh = inputs.expert_mesh(num_ranks)
+    return exchange_chains.make_case(mesh, kind, 10, jnp.bfloat16, MODEL)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf"])
-def test_cases_count_the_tokens_that_travel(dispatch_combine, kind):
-    case = exchange_case(dispatch_combine, kind)
+def test_cases_count_the_tokens_that_travel(kind):
+    case = exchange_case(kind)
     ids = np.asarray(case.ids).reshape(4, 10, 3)
     assert all(len(set(token)) == 3 for token in ids.reshape(-1, 3)), "the experts of a token must differ"
     travels = np.zeros((4, 4), int)
@@ -288,25 +221,25 @@ def test_cases_count_the_tokens_that_travel(dispatch_combine, kind):
     assert case.layout.capacity == -(-max(rows) // 128) * 128
 
 
-def test_bytes_follow_from_the_tokens_that_travel(dispatch_combine, chains):
-    case = exchange_case(dispatch_combine, "zipf")
+def test_bytes_follow_from_the_tokens_that_travel():
+    case = exchange_case("zipf")
     remote, peak = case.remote, 1e9
     busiest = max(remote.sum(0).max(), remote.sum(1).max())
     row = {"bf16": 2 * 256, "fp8": 256 + 4 * 2}
     for wire in ("bf16", "fp8"):
-        found = dispatch_combine.traffic(case, chains.Variant(None, None, None, wire), peak)
+        found = exchange.traffic(case, exchange_chains.Variant(None, None, None, wire), peak)
         wanted = (remote.sum() / 4 * 512, remote.sum() / 4 * row[wire], busiest * row[wire] / peak)
         assert tuple(found.values()) == pytest.approx(wanted)
-    padded = dispatch_combine.traffic(case, chains.Variant(None, None, None, "padded"), peak)
+    padded = exchange.traffic(case, exchange_chains.Variant(None, None, None, "padded"), peak)
     assert tuple(padded.values()) == pytest.approx((remote.sum() / 4 * 512, 3 * 10 * 512, 3 * 10 * 512 / peak))
-    assert dispatch_combine.traffic(case, chains.Variant(None, None, None, None), peak) == {}
+    assert exchange.traffic(case, exchange_chains.Variant(None, None, None, None), peak) == {}
 
 
-def test_ragged_exchange_brings_every_token_to_its_ranks(dispatch_combine, chains):
+def test_ragged_exchange_brings_every_token_to_its_ranks():
     """No CPU runs `lax.ragged_all_to_all`, so this follows its documentation."""
-    case = exchange_case(dispatch_combine, "uniform")
+    case = exchange_case("uniform")
     x, order, sizes = (np.asarray(a.astype(a.dtype if a.dtype == np.int32 else np.float32)) for a in
-                       chains._ragged_all_to_all(case, None).rows)  # fmt: skip
+                       exchange_chains._ragged_all_to_all(case, None).rows)  # fmt: skip
     x, order, sizes = x.reshape(4, 10, -1), order.reshape(4, -1), sizes.reshape(4, 4, 4)
     out = np.zeros((4, order.shape[1], x.shape[2]), np.float32)
     for source, (first, send, place, _) in enumerate(sizes):
@@ -319,13 +252,13 @@ def test_ragged_exchange_brings_every_token_to_its_ranks(dispatch_combine, chain
         np.testing.assert_array_equal(out[rank, : len(wanted)], wanted)
 
 
-def test_chains_call_as_often_as_they_say_and_do_not_grow(dispatch_combine, chains):
-    case = exchange_case(dispatch_combine, "uniform")
-    handle, y = chains._handle_and_rows(case, "xla")
-    variant = chains._exchanges(case, "xla", handle, y)["xla combine"]
+def test_chains_call_as_often_as_they_say_and_do_not_grow():
+    case = exchange_case("uniform")
+    handle, y = exchange_chains._handle_and_rows(case, "xla")
+    variant = exchange_chains._exchanges(case, "xla", handle, y)["xla combine"]
     texts = {}
     for n in (7, 70):
-        fn, args = chains.chain(case, variant, n)
+        fn, args = exchange_chains.chain(case, variant, n)
         texts[n] = fn.lower(*args).as_text()
         np.testing.assert_array_equal(fn(*args), np.zeros(4, np.int32))
         assert f"dense<{n}> : tensor<i32>" in texts[n]
@@ -335,19 +268,6 @@ def test_chains_call_as_often_as_they_say_and_do_not_grow(dispatch_combine, chai
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def run_quickly(script: str, folder: Path, *arguments: str) -> str:
-    # Not the virtual devices of the tests: the benchmark makes its own.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / script), "--quick", "--out", str(folder), *arguments]
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    return completed.stdout
-
-
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
@@ -355,34 +275,6 @@ def quick_run(tmp_path_factory):
     return json.loads((folder / "grouped_gemm_cpu.json").read_text()), folder, output
 
 
-def published(name: str) -> dict:
-    """What a benchmark, or the tests on GPUs, have found last, as the repository has it."""
-    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
-
-
-def check_report(content: dict) -> None:
-    """What every report must say for its figures to mean something."""
-    assert set(content) == KEYS
-    date = datetime.datetime.fromisoformat(content["date"])
-    assert date.utcoffset() == datetime.timedelta(0)
-    assert {"python", "jax", "jaxlib", "numpy"} <= set(content["versions"])
-    assert {"platform", "kind", "count", "cores"} <= set(content["device"])
-    assert content["device"]["kind"] and content["device"]["count"] >= 1
-    assert content["settings"]["rounds"] >= 3
-    assert any("seconds" in row for row in content["rows"])
-    for row in content["rows"]:
-        assert row["variant"] and row["shape"] and row["shape"]["dtype"]
-        if "failed" in row:
-            assert row["failed"]
-            continue
-        seconds = row["seconds"]
-        # Differences of chains too short for a clock, as in a quick run, may be negative.
-        assert seconds["median"] > 0 or content["settings"]["quick"]
-        assert seconds["min"] <= seconds["q1"] <= seconds["median"] <= seconds["q3"]
-        assert 3 <= seconds["rounds"] <= content["settings"]["rounds"]
-
-
-@pytest.mark.slow
 def test_quick_run_reports_every_part(quick_run):
     content, folder, output = quick_run
     check_report(content)
@@ -479,7 +371,7 @@ def test_quick_run_of_the_exchange(tmp_path):
     """On CPU devices, so in Triton's interpreter: the figures mean nothing, but every kernel is called."""
     pytest.importorskip("triton")
     arguments = ["--ranks", "2", "--routing", "uniform", "--ragged-tokens", "8"]
-    output = run_quickly("dispatch_combine.py", tmp_path, *arguments)
+    output = run_quickly("exchange.py", tmp_path, *arguments)
     content = json.loads((tmp_path / "dispatch_combine.json").read_text())
     check_report(content)
     check_exchange(content, NEW_VARIANTS)
@@ -509,7 +401,7 @@ def test_figures_are_published():
 def test_published_figures_are_complete(path):
     content = json.loads(path.read_text())
     check_report(content)
-    assert content["name"] == path.stem
+    assert content["name"] == path.stem and (ROOT / content["script"]).is_file()
     assert content["settings"]["quick"] is False
     assert datetime.datetime.fromisoformat(content["date"]).year >= 2025
     if content["device"]["platform"] == "gpu":

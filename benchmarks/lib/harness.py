@@ -1,4 +1,4 @@
-"""What benchmarks share: interleaved timing, reports as JSON, tables, plots and command-line options.
+"""What benchmarks share: interleaved timing, reports as JSON, tables and command-line options.
 
 Clocks, power limits and other processes move single timings by far more than the differences that matter. So the
 variants of one comparison always run in turns, medians and quartiles are reported, and ratios are taken within rounds.
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -27,8 +26,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they never replace the published ones
+QUICK_DEVICES = 4
+WORKERS = 8  # compilers at a time
 _MIN_ROUNDS = 3
 _BUDGET_S = 15.0
 
@@ -52,6 +53,11 @@ class Timing:
         """Median and quartiles, for tables."""
         s = self.summary()
         return f"{1e3 * s['median']:.2f} [{1e3 * s['q1']:.2f} {1e3 * s['q3']:.2f}]"
+
+    def microseconds(self, digits: int = 0) -> list[str]:
+        """Median, and quartiles, as two cells of a table."""
+        median, q1, q3 = (f"{1e6 * self.summary()[name]:.{digits}f}" for name in ("median", "q1", "q3"))
+        return [median, f"{q1} to {q3}"]
 
     def ratio_to(self, other: Timing) -> float:
         """Median over rounds of this time divided by the other's in the same round."""
@@ -136,6 +142,13 @@ def measure_chained(
     return result
 
 
+def leave_out_unresolved(times: dict[str, Timing], failures: dict[str, str]) -> None:
+    """Takes out what seems to take no time, and says so in `failures`."""
+    for name in [name for name, timing in times.items() if timing.median <= 0]:
+        failures[name] = "takes less than what these chains resolve"
+        del times[name]
+
+
 def _compile_chains(
     factories: Mapping[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]],
     lengths: tuple[int, int],
@@ -204,6 +217,7 @@ class Report:
         self.path = folder / f"{name}.json"
         self._content: dict[str, Any] = {
             "name": name,
+            "script": f"benchmarks/{Path(sys.argv[0]).name}",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "device": device(),
@@ -258,89 +272,15 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """One set of axes: `curves[name]` is x values and the rows' `seconds` at them."""
-
-    title: str
-    xlabel: str
-    curves: Mapping[str, tuple[Sequence[float], Sequence[Mapping[str, float]]]]
-
-
-def plot(path: Path, panels: Sequence[Panel]) -> Path | None:
-    """Medians with quartiles as error bars, as a PNG: curves over powers of two, or bars where a panel has one x alone.
-
-    None where matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(7.5 * columns, 4 * rows), squeeze=False, layout="constrained"
-    )
-    for axes, panel in itertools.zip_longest(grid.flat, panels):
-        if panel is None:
-            axes.set_axis_off()
-        elif len({x for xs, _ in panel.curves.values() for x in xs}) == 1:
-            _bars(axes, panel)
-        else:
-            _curves(axes, panel, mpl.ticker)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
-
-
-def _milliseconds(seconds: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Medians `[n]`, and the quartiles' distances from them `[2, n]`."""
-    middle = np.array([s["median"] for s in seconds])
-    return 1e3 * middle, 1e3 * np.abs(np.array([[s["q1"], s["q3"]] for s in seconds]).T - middle)
-
-
-def _bars(axes: Any, panel: Panel) -> None:
-    """One bar for each name, the first on top."""
-    (x,) = {x for xs, _ in panel.curves.values() for x in xs}
-    middle, spread = _milliseconds([seconds[0] for _, seconds in panel.curves.values()])
-    bars = axes.barh(list(panel.curves), middle, xerr=spread, height=0.5, capsize=2)
-    axes.bar_label(bars, fmt="{:.3g}", padding=6)
-    axes.set(title=f"{panel.title}, {x:g} {panel.xlabel}", xlabel="ms", xlim=(0, 1.25 * max(middle)))
-    axes.invert_yaxis()
-    axes.grid(alpha=0.3, axis="x")
-
-
-def _curves(axes: Any, panel: Panel, ticker: Any) -> None:
-    """The legend stands beside the curves: over them it hides some."""
-    lines = ("-", "--", ":")
-    for i, (name, (x, seconds)) in enumerate(panel.curves.items()):
-        middle, spread = _milliseconds(seconds)
-        line = lines[i // 10 % len(lines)]  # the colours repeat after ten
-        axes.errorbar(x, middle, spread, marker="o", markersize=3, capsize=2, linestyle=line, label=name)
-    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
-    medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds]
-    if max(medians) > 4 * min(medians):
-        axes.set_yscale("log", nonpositive="mask")
-        axes.set_ylim(bottom=0.5e3 * min(medians))  # a quartile of noise must not set the scale
-    else:
-        axes.set_ylim(0, 1.5e3 * max(medians))  # from zero: noise must not look like a trend
-    axes.xaxis.set_major_locator(ticker.LogLocator(base=2))
-    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=7, handlelength=3, loc="center left", bbox_to_anchor=(1.01, 0.5))
-
-
-def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
-    """The options that all benchmarks have; read them with `parse`."""
+def parser(description: str, *, rounds: int, tokens: str = "") -> argparse.ArgumentParser:
+    """The options that all benchmarks have, with `tokens` the one for numbers of tokens; read them with `parse`."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--out", type=Path, help=f"folder of the JSON and PNG files (default: {RESULTS.name}/ here)")
     result.add_argument("--rounds", type=int, help=f"samples of each variant (default: {rounds})")
     result.add_argument("--quick", action="store_true", help=f"tiny shapes, to try it out; writes to {QUICK_RESULTS}")
+    result.add_argument("--suffix", default="", help="of the report's name, as _4_gpus")
+    if tokens:
+        result.add_argument("--tokens", type=int, nargs="+", help=f"tokens per rank (default: {tokens})")
     result.set_defaults(default_rounds=rounds)
     return result
 
@@ -353,3 +293,11 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     if args.rounds < _MIN_ROUNDS:
         options.error(f"--rounds={args.rounds}: quartiles need at least {_MIN_ROUNDS}")
     return args
+
+
+def can_measure(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> bool:
+    """Whether there are enough GPUs, or with `--quick` enough devices of any kind; says so where not."""
+    if (jax.default_backend() == "gpu" or args.quick) and jax.device_count() >= num_devices:
+        return True
+    print(f"{what}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
+    return False

@@ -1,17 +1,19 @@
-"""benchmarks/low_latency.py times what it says it times."""
+"""Part `exchange` of benchmarks/low_latency.py times what it says it times."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import make_mesh
-from test_benchmarks import check_report, load, published, run_quickly
+from reports import check_report, published, run_quickly
+
+import low_latency
+from lib import harness, low_latency_chains
+from lib.inputs import Model, expert_mesh
 
 RANKS, TOKENS = 4, 6
 VARIANTS = {
@@ -29,19 +31,12 @@ BASELINES = {"xla dispatch, fp8", "xla combine, bf16", "xla round trip, bf16 bac
 
 
 @pytest.fixture(scope="module")
-def modules():
-    names = ("harness", "processes", "exchange_chains", "dispatch_combine", "low_latency")
-    with pytest.MonkeyPatch.context() as patch:
-        yield SimpleNamespace(**{name: load(name, patch) for name in names})
+def inputs():
+    model = Model(hidden=256, intermediate=0, experts=8, top_k=3)
+    return low_latency_chains.make_inputs(expert_mesh(RANKS), TOKENS, model)
 
 
-@pytest.fixture(scope="module")
-def inputs(modules):
-    model = modules.dispatch_combine.Model(256, 8, 3)
-    return modules.low_latency.make_inputs(make_mesh((RANKS,), ("expert",)), TOKENS, model)
-
-
-def test_bytes_are_those_of_the_busiest_rank(modules, inputs):
+def test_bytes_are_those_of_the_busiest_rank(inputs):
     ids = np.asarray(inputs.case.ids).reshape(RANKS, TOKENS, 3)
     tokens, rows = np.zeros((RANKS, RANKS)), np.zeros((RANKS, RANKS))
     for source, token in np.ndindex(RANKS, TOKENS):
@@ -49,33 +44,33 @@ def test_bytes_are_those_of_the_busiest_rank(modules, inputs):
         for rank in set(owners) - {source}:
             tokens[source, rank] += 1
             rows[source, rank] += owners.count(rank)
-    found = modules.low_latency.traffic(inputs.case)
+    found = low_latency_chains.traffic(inputs.case)
     for what, counts in (("tokens", tokens), ("rows", rows)):
         busiest = max(counts.sum(0).max(), counts.sum(1).max())
         assert found[f"{what} bf16"] == busiest * 512
         assert found[f"{what} fp8"] == busiest * (256 + 4 * 2)
 
 
-def test_a_part_is_taken_away_within_rounds(modules):
-    timing = modules.harness.Timing
-    assert modules.low_latency.less(timing((5.0, 9.0)), timing((1.0, 2.0))).samples == (4.0, 7.0)
+def test_a_part_is_taken_away_within_rounds():
+    timing = harness.Timing
+    assert low_latency.less(timing((5.0, 9.0)), timing((1.0, 2.0))).samples == (4.0, 7.0)
 
 
 @pytest.mark.slow
-def test_every_call_of_a_chain_needs_the_one_before(modules, inputs):
+def test_every_call_of_a_chain_needs_the_one_before(inputs):
     """Three calls are three exchanges, of which XLA may merge none."""
     counts = {}
     for n in (1, 3):
-        for name, variant in modules.low_latency.baselines(inputs).items():
-            fn, args = modules.low_latency.chain(inputs.case, variant, n)
+        for name, variant in low_latency_chains.baselines(inputs).items():
+            fn, args = low_latency_chains.chain(inputs.case, variant, n)
             compiled = jax.jit(fn).lower(*args).compile()
             counts[name, n] = compiled.as_text().count(" all-gather(")
             assert np.isfinite(np.asarray(compiled(*args)).astype(np.float32)).all()
     assert all(counts[name, 3] == 3 * count > 0 for (name, n), count in counts.items() if n == 1)
 
 
-def test_round_trips_return_the_weighted_sums(modules, inputs):
-    step = modules.low_latency.round_trip(inputs.case, "xla", False, None, own_rows=True)
+def test_round_trips_return_the_weighted_sums(inputs):
+    step = low_latency_chains.round_trip(inputs.case, "xla", False, None, own_rows=True)
     back = jax.jit(inputs.case.shard_map(step, 4))(inputs.case.x, inputs.case.ids, inputs.weights, inputs.weights)
     assert float(jnp.abs(back.astype(jnp.float32) - inputs.case.x.astype(jnp.float32)).max()) < 0.05
 
@@ -99,7 +94,7 @@ def check_low_latency(content: dict) -> None:
 def test_quick_run(tmp_path):
     """On CPU devices, so in Triton's interpreter: the figures mean nothing, but every kernel is called."""
     pytest.importorskip("triton")
-    output = run_quickly("low_latency.py", tmp_path, "--ranks", "2")
+    output = run_quickly("low_latency.py", tmp_path, "--parts", "exchange", "--ranks", "2")
     content = json.loads((tmp_path / "low_latency.json").read_text())
     check_report(content)
     check_low_latency(content)

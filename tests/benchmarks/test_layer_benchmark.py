@@ -200,7 +200,7 @@ def test_parts_of_one_half_agree(case, monkeypatch):
     functions = {name: getattr(exchange, name) for name in names}
     functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
     portable = SimpleNamespace(**functions)
-    monkeypatch.setattr(backends, "get", lambda name: portable)
+    monkeypatch.setattr(registry, "get", lambda name: portable)
     variants = layer_variants.parts(case, list(layer_variants.PARTS), programs=[3], pallas=True)
     named = {name for part in (*layer_variants.PARTS.values(), layer_variants.PALLAS) for name in part}
     found = layer_variants

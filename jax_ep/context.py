@@ -212,9 +212,9 @@ def heap(function: str) -> SymmetricHeap:
         context = _current
         if _heap is None:
             _heap = _outside_of_traces(lambda: _make_heap(context))
-        if (story := _heap.failure()) is not None:
+        if (message := _heap.failure()) is not None:
             raise jax.errors.JaxRuntimeError(
-                f"{function}: {story} The context refuses work after a failure: call finalize(), then init()."
+                f"{function}: {message} The context refuses work after a failure: call finalize(), then init()."
             )
         return _heap
 
@@ -302,12 +302,12 @@ def finalize() -> None:
         if the_heap is None:
             return
         try:
-            story = the_heap.close()
+            message = the_heap.close()
         finally:
             _sizes = the_heap.sizes
         # Where it was a program's last launch that failed, no check has told of it.
-        if story is not None:
-            _log.error("finalize: a launch has failed, and what programs computed since is wrong. %s", story)
+        if message is not None:
+            _log.error("finalize: a launch has failed, and what programs computed since is wrong. %s", message)
 
 
 def _finalize_at_exit() -> None:

@@ -65,7 +65,7 @@ _Words = ctypes.c_int32 * len(FIELDS)
 
 
 def format_status(record: StatusRecord) -> str:
-    """The story of `record` in words, as `check_status` puts it into its error."""
+    """`record` in words, as `check_status` puts it into its error."""
     words = _Words(*dataclasses.astuple(record))
     format_into = library.load().jax_ep_format_status
     text = ctypes.create_string_buffer(format_into(words, None, 0) + 1)
@@ -130,7 +130,7 @@ def check_status(token: jax.Array, context_id: int, *, wait: bool = False) -> ja
     removed: consume it, as in `y + check_status(y, context_id).astype(y.dtype)`. The result varies over the mesh axes
     over which `token` does. Under `jax.vmap` there is one check, after the tokens of all elements.
 
-    The failure is a `JaxRuntimeError` with the record's whole story. (On the CPU, later calls of a compiled function
+    The failure is a `JaxRuntimeError` with all that the record tells. (On the CPU, later calls of a compiled function
     raise the same text as a `ValueError`: so does JAX's fast path with whatever fails at once.)
 
     On a GPU the check runs when its work is enqueued, ahead of the device, and so sees failures of kernels that have

@@ -272,7 +272,7 @@ class SymmetricHeap:
         wait_for_devices([device for _, device in self._own])
 
     def failure(self) -> str | None:
-        """The story of the first failure that a kernel has recorded, or None."""
+        """The message of the first failure that a kernel has recorded, or None."""
         records = (status.read() for status in self._memory.statuses())
         failures = [r for r in records if r.state not in (ffi.State.OK, ffi.State.WRITING)]
         # A wrong mesh, or another launch, is the cause of the timeouts beside it.
@@ -280,7 +280,7 @@ class SymmetricHeap:
         return None if first is None else ffi.format_status(first)
 
     def close(self) -> str | None:
-        """Waits for the devices and gives everything back; the story of a failure, if there was one.
+        """Waits for the devices and gives everything back; the message of a failure, if there was one.
 
         What was launched before ends as it should. What another thread launches from now on finds no table, or has it
         already, and is waited for too: only then do the copies of tables on devices become nulls, and the memory goes.
@@ -291,8 +291,8 @@ class SymmetricHeap:
             ffi.unregister_status(i)
             ffi.hide_table(i)
         self._wait()
-        story = self.failure()
+        message = self.failure()
         for i in ids:
             ffi.unregister_table(i)
         self._memory.close()
-        return story
+        return message

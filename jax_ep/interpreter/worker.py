@@ -194,7 +194,7 @@ class Runner:
         """Before the first launch: what loads Triton, and what needs the memory of all workers."""
         if self._activity is None:
             load(_HERE / "patches.py").apply(self._begin_wait, self._check_aborted)
-            load(_HERE / "remembered.py").apply()
+            load(_HERE / "cached.py").apply()
             self._activity = load(_HERE / "activity.py")
             self._words = self._memory.words("activity", self._activity.NUM_WORDS)
 

@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas import storing
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -52,7 +52,7 @@ def grouped_gemm(
     transpose: bool,
     programs: int,
 ) -> None:
-    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; `store` is `storing.columns_scratch`."""
+    """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; `store` is `epilogue.columns_scratch`."""
     num_groups = rhs.shape[0]
     steps_of_rows = int32(-(-lhs.shape[1] // STEP))
     tiles_per_row = int32(-(-out.shape[1] // TILE))
@@ -118,7 +118,7 @@ def grouped_gemm(
 
             # Sizes are multiples of a consumer's columns: it stores all of them, or none.
             has_columns = column + first < int32(out.shape[1])
-            pl.when(has_columns)(lambda: storing.store_columns(store, result, target, bounds))
+            pl.when(has_columns)(lambda: epilogue.store_columns(store, result, target, bounds))
 
         lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after

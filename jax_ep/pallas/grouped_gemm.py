@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, varying_axes
-from jax_ep.pallas import forward, lending, ring, storing, tiling, weights
+from jax_ep.pallas import epilogue, forward, gradient, result_slots, ring, tiling
 from jax_ep.pallas.memory import WARPGROUP, swizzled
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
@@ -103,7 +103,7 @@ def _launch_forward(
     programs = _num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
-    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": storing.columns_scratch(out_dtype)}
+    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.columns_scratch(out_dtype)}
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
     return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
@@ -136,33 +136,33 @@ def weight_gradient(
     tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     interpret = jax.default_backend() == "cpu" if interpret is None else interpret
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
-    return _weights(lhs, rhs, group_sizes, **static)
+    return _gradient(lhs, rhs, group_sizes, **static)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _weights(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
+def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
     # Copies past the last column are cut off where there are more than those of one line.
     columns = STEP if rhs.shape[1] > STEP else 2 * STEP
     operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, (ALIGNMENT, columns)), group_sizes))
-    run = sequential_vmap(functools.partial(_launch_weights, **static))
+    run = sequential_vmap(functools.partial(_launch_gradient, **static))
     return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
-def _launch_weights(
+def _launch_gradient(
     lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool
 ) -> Array:
     groups = xla.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
     programs = _num_programs(num_tasks, interpret)
-    right, results = lending.scratch(lhs.dtype, out_dtype, (STEP, tiles.columns), tiles.stages)
+    right, results = result_slots.scratch(lhs.dtype, out_dtype, (STEP, tiles.columns), tiles.stages)
     memory = ring.scratch(swizzled((tiles.stages, STEP, TILE), lhs.dtype), right, tiles.stages)
     edge = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages)
     scratch = {"ring": memory, "results": results, "edge": edge}
-    body = functools.partial(weights.grouped_gemm_weights, tiles=tiles, programs=programs)
+    body = functools.partial(gradient.weight_gradient, tiles=tiles, programs=programs)
     operands = (groups.starts, groups.ends, lhs, rhs)
     result = jax.ShapeDtypeStruct(shape, out_dtype)
-    return _launch("grouped_gemm_weights", body, operands, result, scratch, programs, interpret)
+    return _launch("grouped_gemm_weight_gradient", body, operands, result, scratch, programs, interpret)
 
 
 def _launch(

@@ -50,8 +50,8 @@ def is_fastest(options: Options, operation: str, dtype: DTypeLike, *product: int
 def multiplies_fastest(num_rows: int, depth: int, columns: int, groups: int) -> bool:
     """Whether these GPUs have no faster product of `[num_rows, depth]` rows and `[groups, depth, columns]` matrices.
 
-    Nor a faster gradient of the matrices. That is so where groups have hundreds of rows (docs/design/grouped_gemm.md), and
-    nothing must be padded.
+    Nor a faster gradient of the matrices. That is so where groups have hundreds of rows, and nothing must be padded
+    (docs/design/grouped_gemm.md).
     """
     return (
         missing() is None

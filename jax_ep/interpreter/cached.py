@@ -1,4 +1,4 @@
-"""What Triton 3.9's interpreter works out anew with every operation, remembered: types and shapes, no values.
+"""What Triton 3.9's interpreter works out anew with every operation, cached: types and shapes, no values.
 
 Kernels of small blocks spend most of their time there, not in NumPy. Only worker.py loads this file: it changes Triton
 for the whole process.
@@ -17,31 +17,31 @@ from triton.runtime import interpreter
 
 def apply() -> None:
     """Changes Triton's interpreter in place."""
-    interpreter._get_np_dtype = _remember(interpreter._get_np_dtype, lambda dtype: dtype.name)
-    tl.core.block_type.__init__ = _remember_shapes(tl.core.block_type.__init__)
+    interpreter._get_np_dtype = _cache(interpreter._get_np_dtype, lambda dtype: dtype.name)
+    tl.core.block_type.__init__ = _cache_shapes(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = _init_tensor
     semantic = type(interpreter.interpreter_semantic)
-    semantic.computation_type_impl = _remember(
+    semantic.computation_type_impl = _cache(
         semantic.computation_type_impl,
         lambda _, left, left_is_number, right, *rest: (left.name, left_is_number, right.name, *rest),
     )
     semantic.broadcast_impl_value = _leave_equal_shapes(semantic.broadcast_impl_value)
 
 
-def _remember(original: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+def _cache(original: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
     """Calls `original` once for each `key` of its arguments: types are made anew, and take long to hash."""
     known: dict[Any, Any] = {}
 
-    def remembered(*args: Any) -> Any:
+    def cached(*args: Any) -> Any:
         at = key(*args)
         if at not in known:
             known[at] = original(*args)
         return known[at]
 
-    return remembered
+    return cached
 
 
-def _remember_shapes(original: Callable[..., None]) -> Callable[..., None]:
+def _cache_shapes(original: Callable[..., None]) -> Callable[..., None]:
     known: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:

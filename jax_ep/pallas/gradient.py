@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.pallas import lending
+from jax_ep.pallas import result_slots
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.lending import Results
 from jax_ep.pallas.memory import BLOCKS, WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.result_slots import ResultSlots
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, WeightTiles
 from jax_ep.types import Array
@@ -83,14 +83,14 @@ class Loaded(NamedTuple):
     end: Array
 
 
-def grouped_gemm_weights(
+def weight_gradient(
     start: Ref,
     end: Ref,
     lhs: Ref,
     rhs: Ref,
     out: Ref,
     ring: Ring,
-    results: Results,
+    results: ResultSlots,
     edge: Ref,
     *,
     tiles: WeightTiles,
@@ -153,14 +153,14 @@ def grouped_gemm_weights(
             return ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot]
 
         def product(accumulator: Ref) -> Array:
-            settle = partial(lending.settle, ring, tiles.stages, step)
+            settle = partial(result_slots.await_stores, ring, tiles.stages, step)
             rings.multiply_steps(ring, tiles.stages, step, steps, accumulator, operands, settle)
             pl.when(steps == int32(1))(settle)
             return accumulator[...]
 
         result = pl.run_scoped(product, plgpu.ACC((CHUNK, tiles.columns)))
-        slot = lending.place(results, ring, tiles.stages, after, has_steps)
-        lending.store(slot, result, has_steps, partial(send, place, slot))
+        slot = result_slots.slot_of(results, ring, tiles.stages, after, has_steps)
+        result_slots.store(slot, result, has_steps, partial(send, place, slot))
         return after
 
     def send(place: Place, slot: Ref, half: Scalar) -> None:
@@ -182,7 +182,7 @@ def grouped_gemm_weights(
         multiply,
         begin=begin,
         finish=clear_last,
-        leave=partial(lending.give_back, ring, tiles.stages),
+        leave=partial(result_slots.release, ring, tiles.stages),
     )
 
 

@@ -71,7 +71,7 @@ demo: $(DEMO_INSTALLED) ## train a small MoE language model, then generate from 
 ON_KERNELS := dispatch_combine fused_gradients grouped_gemm_fp8 low_latency low_latency_gemm_combine low_latency_moe masked
 FUSED := tests/contract/test_fused.py::test_
 FP8 := tests/contract/test_moe_fp8.py::test_
-LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[reduce-triton-4]' \
+LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[serial-triton-4]' \
   $(FUSED)capacity '$(FUSED)dispatch_modes[triton-2-serial]' $(FP8)forward $(FP8)capacity $(FP8)fused_moe \
   $(FP8)nan_stays_with_its_token 'tests/gpu/test_serving.py::test_low_latency_decoding[fp8]'
 # Neighbouring tests share what they compile, so each process begins with a part of them in order; what tests far apart

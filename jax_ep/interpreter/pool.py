@@ -173,8 +173,10 @@ class Pool:
         except Exception as error:
             message = f"kernel {launch.function}, {error}"
             with self._condition:
+                first = self._failure
                 self._fail(message)
-            raise RuntimeError(message) from error
+            # XLA may show this error and not that of the device whose launch failed first.
+            raise RuntimeError(message if first is None else f"{message} First, {first}") from error
         except BaseException:  # a KeyboardInterrupt, where this is the main thread
             self._workers[worker].kill()
             with self._condition:

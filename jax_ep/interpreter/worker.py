@@ -229,12 +229,13 @@ def main(descriptor: int, index: int) -> None:
     while True:
         kind, *arguments = requests.next()
         try:
-            reply = memory.map(*arguments) if kind == "map" else runner.run(*arguments)
-            connection.send(("ok", reply))
+            answer = "ok", memory.map(*arguments) if kind == "map" else runner.run(*arguments)
         except KeyboardInterrupt:
-            connection.send(("error", "interrupted by SIGINT"))
+            answer = "error", "interrupted by SIGINT"
         except Exception:  # whatever a kernel raises belongs to the parent
-            connection.send(("error", traceback.format_exc()))
+            answer = "error", traceback.format_exc()
+        with contextlib.suppress(OSError):  # the parent has gone, and this process ends with its next request
+            connection.send(answer)
 
 
 if __name__ == "__main__":

@@ -302,6 +302,7 @@ def test_quick_run_reports_every_part(quick_run):
         assert (folder / "grouped_gemm_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_quick_run_derives_rates_from_its_times(quick_run):
     rows = [row for row in quick_run[0]["rows"] if row["part"] != "exchange"]
     assert {row["part"] for row in rows} == {"groups", "throughput"}

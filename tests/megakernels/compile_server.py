@@ -7,38 +7,40 @@ one for all requests, since its imports take as long as compiling a kernel.
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import subprocess
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 
 import triton
 
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.megakernels import compile
 
-triton.knobs.compilation.always_compile = True  # what comes from the cache comes without the assembler's report
-triton.knobs.nvidia.dump_ptxas_log = True
-
 
 def compile_kernel(module, function, types, constants, warps, stages, capability, max_registers):
     config = Config(1, warps, stages, max_registers)
-    with contextlib.redirect_stdout(io.StringIO()) as report:
-        built = compile.build(Kernel(module, function), types, config, constants, capability)
+    built = compile.build(Kernel(module, function), types, config, constants, capability)
+    report, code = assemble(built.asm["ptx"], capability)
     metadata = {"shared": built.metadata.shared, "scratch": built.metadata.global_scratch_size}
-    code = disassemble(built.asm["cubin"])
-    return {"ptx": built.asm["ptx"], "report": report.getvalue(), "code": code, **metadata}
+    return {"ptx": built.asm["ptx"], "report": report, "code": code, **metadata}
 
 
-def disassemble(binary):
-    """The machine code as text."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def assemble(ptx, capability):
+    """The assembler's report, and the machine code as text."""
+    ptxas = triton.knobs.nvidia.ptxas_blackwell.path or triton.knobs.nvidia.ptxas.path
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        report = run(ptxas, "-v", f"-arch={target}", source, "-o", binary)
+        return report, run(triton.knobs.nvidia.nvdisasm.path, "-c", binary)
+
+
+def run(*command):
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
 
 
 answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what compilers print is no answer

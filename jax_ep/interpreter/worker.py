@@ -227,6 +227,7 @@ def main(descriptor: int, index: int) -> None:
     with contextlib.suppress(OSError):  # the parent has gone
         os.setpgid(0, os.getpgid(os.getppid()))  # process.py starts it outside of the group that a terminal signals
     while True:
+        answer: tuple[str, Any]
         kind, *arguments = requests.next()
         try:
             answer = "ok", memory.map(*arguments) if kind == "map" else runner.run(*arguments)

@@ -12,10 +12,9 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple
 from jax_ep.types import Array, Quantized
-
-BLOCK = 128
 
 
 def matrices(function: str, name: str, value: Any, *, whole: bool = True) -> Array:
@@ -32,9 +31,9 @@ def matrices(function: str, name: str, value: Any, *, whole: bool = True) -> Arr
 
 def whole_blocks(function: str, what: str, size: int) -> None:
     """FP8 products need whole blocks of K."""
-    if size % BLOCK:
+    if size % GROUP_SIZE:
         raise ValueError(
-            f"{function}: {what} is {size}, expected a multiple of {BLOCK}, the elements that share an FP8 scale; pad"
+            f"{function}: {what} is {size}, expected a multiple of {GROUP_SIZE}, the elements that share an FP8 scale; pad"
             " with zeros, or use bfloat16."
         )
 
@@ -45,10 +44,10 @@ def whole_blocks_per_device(function: str, name: str, value: Array) -> None:
     for axis in (-2, -1):
         names = axis_tuple(sharding.spec[axis] or ())
         devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
-        blocks = -(-value.shape[axis] // BLOCK)
+        blocks = -(-value.shape[axis] // GROUP_SIZE)
         if blocks > 1 and blocks % devices:
             raise ValueError(
-                f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {BLOCK}, split over the"
+                f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {GROUP_SIZE}, split over the"
                 f" {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move it"
                 " with jax.sharding.reshard first."
             )
@@ -68,9 +67,9 @@ def forward(function: str, forward_dtype: DTypeLike, hidden: int, intermediate: 
             f"{function}: forward_dtype={wanted}, expected float8_e4m3fn; pass jnp.float8_e4m3fn, or None to multiply"
             " in the dtype of the tokens."
         )
-    if hidden % BLOCK or intermediate % BLOCK:
+    if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:
         raise ValueError(
-            f"{function}: H={hidden} and I={intermediate}, but forward_dtype=float8_e4m3fn needs multiples of {BLOCK},"
+            f"{function}: H={hidden} and I={intermediate}, but forward_dtype=float8_e4m3fn needs multiples of {GROUP_SIZE},"
             " the elements that share an FP8 scale; pad both with zeros, or leave forward_dtype=None."
         )
     return True
@@ -86,18 +85,18 @@ def quantized_matrices(function: str, values: Any, scales: Any) -> Quantized:
             f"{function}: (values, scales) have dtypes ({values.dtype}, {scales.dtype}), expected (float8_e4m3fn,"
             " float32); convert with jax_ep.quantization.quantize_fp8_weights."
         )
-    if values.ndim < 2 or values.shape[-1] % BLOCK or scales.shape != scale_shape(values.shape, BLOCK):
-        expected = scale_shape(values.shape, BLOCK) if values.ndim >= 2 else "[..., ceil(N / 128), K / 128]"
+    if values.ndim < 2 or values.shape[-1] % GROUP_SIZE or scales.shape != scale_shape(values.shape, GROUP_SIZE):
+        expected = scale_shape(values.shape, GROUP_SIZE) if values.ndim >= 2 else "[..., ceil(N / 128), K / 128]"
         raise ValueError(
             f"{function}: values have shape {values.shape} and scales {scales.shape}, expected [..., N, K] with K a"
-            f" multiple of {BLOCK} and scales {expected}; quantise with jax_ep.quantization.quantize_fp8_weights."
+            f" multiple of {GROUP_SIZE} and scales {expected}; quantise with jax_ep.quantization.quantize_fp8_weights."
         )
     return jnp.asarray(values), jnp.asarray(scales)
 
 
 def scale_shape(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """Shape of the scales of `[..., N, K]`, each for `rows` rows and a block of columns."""
-    return (*shape[:-2], -(-shape[-2] // rows), shape[-1] // BLOCK)
+    return (*shape[:-2], -(-shape[-2] // rows), shape[-1] // GROUP_SIZE)
 
 
 def operands(function: str, lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Array, Array, Array]:
@@ -158,7 +157,7 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
     if value.shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {value.shape} but {of} has {operand.shape}, expected {expected}; pass one"
-            f" scale per {BLOCK} columns and {'row' if rows == 1 else f'{rows} rows'}."
+            f" scale per {GROUP_SIZE} columns and {'row' if rows == 1 else f'{rows} rows'}."
         )
     return value
 
@@ -180,7 +179,7 @@ def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_lo
         check.same_dtype(function, name, value, "FP8 pairs" if fp8 else "x", FP8 if fp8 else x.dtype)
         check.size(function, f"axis 0 of {name}", value.shape[0], num_local, "pass one matrix per local expert")
         if isinstance(w, tuple):
-            scales(function, f"{name}_scales", w[1], value, BLOCK)
+            scales(function, f"{name}_scales", w[1], value, GROUP_SIZE)
         values.append(value)
     up, down = values
     remedy = "matrices are transposed here: swap their last two axes, or quantise with quantize_fp8_weights, which does"

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
@@ -104,7 +105,7 @@ def _grouped_gemm_fp8(
     function = options.function
     lhs, rhs, group_sizes = check_fp8.ragged_operands(function, lhs, rhs, group_sizes)
     lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, check_fp8.BLOCK)
+    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     name = registry.choose(options, "grouped_gemm", lhs.dtype)
     run = partial(registry.get("grouped_gemm", name).grouped_gemm_fp8, out_dtype=out_dtype)

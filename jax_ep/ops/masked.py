@@ -11,6 +11,7 @@ from functools import partial
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
@@ -73,7 +74,7 @@ def masked_grouped_gemm(
     function = "masked_grouped_gemm"
     lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
     lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, check_fp8.BLOCK)
+    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)

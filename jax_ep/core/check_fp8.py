@@ -33,8 +33,8 @@ def whole_blocks(function: str, what: str, size: int) -> None:
     """FP8 products need whole blocks of K."""
     if size % GROUP_SIZE:
         raise ValueError(
-            f"{function}: {what} is {size}, expected a multiple of {GROUP_SIZE}, the elements that share an FP8 scale; pad"
-            " with zeros, or use bfloat16."
+            f"{function}: {what} is {size}, expected a multiple of {GROUP_SIZE}, the elements that share an FP8 scale;"
+            " pad with zeros, or use bfloat16."
         )
 
 
@@ -47,8 +47,8 @@ def whole_blocks_per_device(function: str, name: str, value: Array) -> None:
         blocks = -(-value.shape[axis] // GROUP_SIZE)
         if blocks > 1 and blocks % devices:
             raise ValueError(
-                f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {GROUP_SIZE}, split over the"
-                f" {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move it"
+                f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {GROUP_SIZE}, split over"
+                f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move it"
                 " with jax.sharding.reshard first."
             )
 
@@ -69,8 +69,8 @@ def forward(function: str, forward_dtype: DTypeLike, hidden: int, intermediate: 
         )
     if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:
         raise ValueError(
-            f"{function}: H={hidden} and I={intermediate}, but forward_dtype=float8_e4m3fn needs multiples of {GROUP_SIZE},"
-            " the elements that share an FP8 scale; pad both with zeros, or leave forward_dtype=None."
+            f"{function}: H={hidden} and I={intermediate}, but forward_dtype=float8_e4m3fn needs multiples of"
+            f" {GROUP_SIZE}, the elements that share an FP8 scale; pad both with zeros, or leave forward_dtype=None."
         )
     return True
 

@@ -48,8 +48,8 @@ def whole_blocks_per_device(function: str, name: str, value: Array) -> None:
         if blocks > 1 and blocks % devices:
             raise ValueError(
                 f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {GROUP_SIZE}, split over"
-                f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move it"
-                " with jax.sharding.reshard first."
+                f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move"
+                " it with jax.sharding.reshard first."
             )
 
 

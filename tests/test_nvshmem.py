@@ -29,6 +29,7 @@ from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import capability
 from jax_ep.ops import registry
+from jax_ep.types import Options
 
 HERE = Path(__file__).parent
 PEER = types.SimpleNamespace(process_index=1, platform="gpu")
@@ -274,17 +275,17 @@ MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 def test_several_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
-    request = registry.Request("dispatch", np.dtype(np.float32), 8, "gemm", platform="gpu")
+    request = ("grouped_gemm", np.dtype(np.float32))
     reason = "several processes: call jax_ep.init() in each of them first"
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert [registry.choose(None, request) for _ in range(2)] == ["xla", "xla"]
+        assert [registry.choose(Options("dispatch"), *request) for _ in range(2)] == ["xla", "xla"]
     assert [record.getMessage() for record in caplog.records] == [f"implementation triton is not used: {reason}"]
     with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
-        registry.choose("triton", request)
+        registry.choose(Options("dispatch", (), ("triton",)), *request)
     with pytest.raises(RuntimeError, match=r"dispatch: several processes: call jax_ep.init"):
         context.heap("dispatch")
     context.init(MESH)
-    assert registry.choose(None, request) == "triton"
+    assert registry.choose(Options("dispatch"), *request) == "triton"
     assert context.transport() == "nvshmem"
 
 

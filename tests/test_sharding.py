@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep.ops import registry
+from jax_ep.core.mesh_axes import platform
 from jax_ep.sharding import moe_specs, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
@@ -216,7 +216,7 @@ def test_a_mesh_of_cpu_devices_in_a_program_with_gpus(monkeypatch):
     platforms = []
 
     def body(x):
-        platforms.append(registry.Request("dispatch", x.dtype, x.shape[-1], "exchange").platform)
+        platforms.append(platform())
         return x
 
     jax.eval_shape(body, jnp.ones((2, 8)))

@@ -8,24 +8,32 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep
+from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
+from jax_ep.pallas import requirements
+from jax_ep.types import Layout, Options
 
-NO_TRITON = registry.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
-def request(dtype=BF16, operation="gemm", platform="gpu", **options):
-    return registry.Request("grouped_gemm", dtype, 64, operation, platform=platform, **options)
+PRODUCT = (32768, 7168, 4096, 64)
+EXCHANGE = (64, Layout(2, 8, 256, 2, 1024), False, None)
+
+
+def choose(asked=None, operation="grouped_gemm", dtype=BF16, *facts):
+    names = (asked,) if isinstance(asked, str) else asked
+    return registry.choose(Options("grouped_gemm", (), names), operation, dtype, *facts)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """GPUs of this compute capability, as far as refusals look; Triton is not installed."""
+    """GPUs of this compute capability, as far as refusals look; without Triton unless it `serves`."""
 
-    def make(capability="9.0"):
+    def make(capability="9.0", *, serves=False):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        monkeypatch.setitem(registry._REGISTRY, "triton", NO_TRITON)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(triton, "refusal", lambda *_: None if serves else "not installed")
 
     registry._say_once.cache_clear()
     yield make
@@ -35,76 +43,77 @@ def hopper(monkeypatch):
 def test_order():
     assert registry.available() == ("triton", "pallas", "xla")
     assert registry.available("exchange") == ("triton", "xla")
-    assert registry.available("gemm") == registry.available("gemm_weights") == registry.available()
+    assert registry.available("grouped_gemm") == registry.available()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "options"),
+    ("wanted", "product", "dtype"),
     [
-        ("pallas", {"product": (32768, 7168, 4096, 64)}),
-        ("pallas", {"product": (32768, 7168, 4096, 64), "operation": "gemm_weights"}),
-        ("triton", {"product": (32768, 7168, 4096, 256), "operation": "gemm_weights"}),
-        ("triton", {"product": (32768, 7168, 4096, 256)}),  # few rows
-        ("triton", {"product": (32764, 7168, 4096, 64)}),  # copies of rows
-        ("triton", {"product": (32768, 7160, 4096, 64)}),  # copies of matrices
-        ("triton", {"product": (32768, 7168, 4104, 64)}),
-        ("triton", {"product": (32768, 7168, 4096, 64), "dtype": F32}),
-        ("triton", {}),
+        ("pallas", PRODUCT, BF16),
+        ("triton", (32768, 7168, 4096, 256), BF16),  # few rows
+        ("triton", (32764, 7168, 4096, 64), BF16),  # copies of rows
+        ("triton", (32768, 7160, 4096, 64), BF16),  # copies of matrices
+        ("triton", (32768, 7168, 4104, 64), BF16),
+        ("triton", PRODUCT, F32),
+        ("triton", (), BF16),
     ],
     ids=str,
 )
-def test_fastest(wanted, options, hopper, caplog, monkeypatch):
-    hopper()
-    served = registry.Entry("triton", NO_TRITON.load, lambda _: None)
-    monkeypatch.setitem(registry._REGISTRY, "triton", served)
-    assert registry.choose(None, request(**options)) == wanted
-    assert registry.choose(("triton", "pallas"), request(**options)) == "triton"
-    hopper("8.0")
-    monkeypatch.setitem(registry._REGISTRY, "triton", served)
-    assert registry.choose(None, request(**options)) == "triton"
+def test_fastest(wanted, product, dtype, hopper, caplog):
+    hopper(serves=True)
+    assert choose(None, "grouped_gemm", dtype, *product) == wanted
+    assert choose(("triton", "pallas"), "grouped_gemm", dtype, *product) == "triton"
+    hopper("8.0", serves=True)
+    assert choose(None, "grouped_gemm", dtype, *product) == "triton"
     assert not caplog.records  # nobody expected another one
 
 
 def test_serves_products_on_hopper_without_triton(hopper, caplog):
     hopper()
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert registry.choose(None, request()) == "pallas"
-        for operation in ("exchange", "activation", "low_latency", "masked_gemm", "masked_activation"):
-            assert registry.choose(None, request(operation=operation)) == "xla"
-        assert registry.choose(None, request(F32)) == "xla"
+        assert choose() == "pallas"
+        assert choose(None, "exchange", BF16, *EXCHANGE) == "xla"
+        assert choose(None, "low_latency", BF16, *EXCHANGE[:3]) == "xla"
+        assert choose(None, "masked", BF16, "grouped_gemm", 64) == "xla"
+        assert choose(None, "activation") == choose(None, "grouped_gemm", F32) == "xla"
     assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
 
 
 def test_other_gpus(hopper, caplog):
     hopper("10.0")
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert registry.choose(None, request()) == "xla"
+        assert choose() == "xla"
     reason = "its kernels are for compute capability 9.0 (Hopper), that of these GPUs is 10.0"
     reason += "; `triton` or `xla` multiply there"
     assert f"implementation pallas is not used: {reason}" in [record.getMessage() for record in caplog.records]
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
-        registry.choose("pallas", request())
+        choose("pallas")
 
 
 @pytest.mark.parametrize(
-    ("reason", "options"),
+    ("reason", "request_"),
     [
-        ("made for .*'gemm'.*, not for 'exchange'", {"operation": "exchange"}),
-        ("made for .*'bfloat16', 'float16'.*, not for float32", {"dtype": F32}),
-        ("not for float8_e4m3fn", {"dtype": jnp.dtype(jnp.float8_e4m3fn)}),
-        ("the platform is tpu", {"platform": "tpu"}),
+        ("it has no exchange", ("exchange", BF16, *EXCHANGE)),
+        ("made for .*'bfloat16', 'float16'.*, not for float32", ("grouped_gemm", F32)),
+        ("not for float8_e4m3fn", ("grouped_gemm", jnp.dtype(jnp.float8_e4m3fn))),
     ],
 )
-def test_reasons(reason, options):
+def test_reasons(reason, request_):
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
-        registry.choose("pallas", request(**options))
+        choose("pallas", *request_)
+
+
+def test_other_platforms(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="pallas: the platform is tpu"):
+        choose("pallas")
 
 
 def test_on_the_cpu_only_where_it_is_named_alone():
-    assert registry.choose(None, request(platform="cpu")) == "xla"
-    assert registry.choose(("pallas", "xla"), request(platform="cpu")) == "xla"
-    assert registry.choose("pallas", request(platform="cpu")) == "pallas"
-    assert registry.choose(["pallas"], request(platform="cpu")) == "pallas"
+    assert choose() == "xla"
+    assert choose(("pallas", "xla")) == "xla"
+    assert choose("pallas") == "pallas"
+    assert choose(["pallas"]) == "pallas"
 
 
 def test_interpreter_needs_threads(monkeypatch):
@@ -114,22 +123,21 @@ def test_interpreter_needs_threads(monkeypatch):
         with pytest.raises(
             NotImplementedError, match=rf"4 cores or CPU devices, here are {max(devices, 2)}.*XLA_FLAGS"
         ):
-            registry.choose("pallas", request(platform="cpu"))
+            choose("pallas")
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    assert registry.choose("pallas", request(platform="cpu")) == "pallas"
+    assert choose("pallas") == "pallas"
 
 
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
     """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
-    entry = registry._REGISTRY["pallas"]
-    served = registry.Entry("pallas", entry.load, lambda _: None, entry.operations, entry.dtypes)
-    monkeypatch.setitem(registry._REGISTRY, "pallas", served)
-    monkeypatch.setitem(registry._REGISTRY, "triton", NO_TRITON)
+    monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
+    monkeypatch.setattr(requirements, "is_fastest", lambda options, operation, *_: operation == "grouped_gemm")
+    monkeypatch.setattr(Options, "alone", True)
     chosen = []
     choose = registry.choose
 
-    def choose_and_tell(implementation, asked):
-        chosen.append((asked.operation, choose(implementation, asked)))
+    def choose_and_tell(options, operation, *request):
+        chosen.append((operation, choose(options, operation, *request)))
         return chosen[-1][1]
 
     monkeypatch.setattr(registry, "choose", choose_and_tell)
@@ -142,11 +150,6 @@ def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monk
         call.trace(x, idx, weights, w_gate_up, w_down)
         return set(chosen)
 
-    assert layer() == {("exchange", "xla"), ("gemm", "pallas"), ("gemm_weights", "pallas"), ("activation", "xla")}
-    assert layer(implementation="xla") == {
-        ("exchange", "xla"),
-        ("gemm", "xla"),
-        ("gemm_weights", "xla"),
-        ("activation", "xla"),
-    }
+    assert layer() == {("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
+    assert layer(implementation="xla") == {("exchange", "xla"), ("grouped_gemm", "xla"), ("activation", "xla")}
     assert layer(implementation=("pallas", "xla")) == layer()

@@ -1,4 +1,4 @@
-"""What is used on which GPUs, as the page of features says, and what the refusals of the others say; with devices that are faked."""
+"""What is used on which GPUs, as docs/features.md says, and what the refusals of others say; with faked devices."""
 
 from __future__ import annotations
 

@@ -30,9 +30,12 @@ from mistakes import (
     rank,
     shape,
     size,
+    speaker,
     trace,
     value,
 )
+
+import jax_ep
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 ROUTED_IN = [*DISPATCH, "moe"]
@@ -42,6 +45,7 @@ PAIRS_IN = ["dispatch", "low_latency_dispatch"]
 COMBINE = ["combine", "grouped_gemm_combine"]
 DIVISIBLE = "multiple|divi(de|sible)"
 NARROW = {"w": f32(L, 200, N), "w_gate_up": f32(L, 200, 2 * INNER), "w_down": f32(L, INNER, 200)}
+BESIDE = jax_ep.Schedule(fuse_weight_gradients=True)
 HALF_PAIR = (fp8(T, H), f32(T, 3))
 
 
@@ -245,25 +249,24 @@ COMPUTE_CASES = [
     *size("grouped_gemm_combine", "w", f32(L, 25, H), 25, INNER),
     *size("grouped_gemm_combine", "w", f32(3, INNER, H), 3, L),
     *size("grouped_gemm_combine", "h", f32(R + 3, INNER), R + 3, R),
-    *value("grouped_gemm_combine", "mode", {"mode": "reduce"}, r"\bmode\b", "reduce", "scatter", "serial"),
     # gradients in one launch
     *value(
         ["moe", "dispatch_grouped_gemm"],
         "one launch that there is not",
-        {"fuse_weight_gradients": True, "implementation": "xla"},
-        *("fuse_weight_gradients=True", "'xla'", "float32", number(H), "'triton'", "fuse_weight_gradients=None"),
+        {"schedule": BESIDE, "implementation": "xla"},
+        *("fuse_weight_gradients=True", "'xla'", "float32", number(H), "'triton'", "leave it None in the schedule"),
     ),
     *value(
         "moe",
         "one launch and FP8 on the wire",
-        {"fuse_weight_gradients": True, "wire_dtype": FP8},
-        *("wire_dtype=float8_e4m3fn", "wire_dtype=None", "fuse_weight_gradients=None"),
+        {"schedule": BESIDE, "wire_dtype": FP8},
+        *("wire_dtype=float8_e4m3fn", "wire_dtype=None", "leave it None in the schedule"),
     ),
     *value(
         "moe",
         "one launch and forward products in FP8",
         {
-            "fuse_weight_gradients": True,
+            "schedule": BESIDE,
             "forward_dtype": FP8,
             "w_gate_up": f32(L, H, 256),
             "w_down": f32(L, 128, H),
@@ -271,44 +274,13 @@ COMPUTE_CASES = [
         *("fuse_weight_gradients", "forward_dtype", "None"),
     ),
     *value(
-        ["moe", "dispatch_grouped_gemm"],
-        "one launch by name",
-        {"fuse_weight_gradients": "always"},
-        *("fuse_weight_gradients='always'", "str", "True, False, or None"),
+        ["moe", "fused_moe", "dispatch", "combine", "low_latency_dispatch", "low_latency_moe"],
+        "a schedule by name",
+        {"schedule": "serial"},
+        *("schedule", "str", "jax_ep.Schedule", "None"),
         error=TypeError,
-    ),
-    *value(
-        ["moe", "dispatch_grouped_gemm"],
-        "communicating programs of no launch",
-        {"num_communicating_programs": 8, "implementation": "xla"},
-        *("num_communicating_programs=8", "'xla'", "float32", "'triton'", "num_communicating_programs=None"),
-    ),
-    *value(
-        ["moe", "dispatch_grouped_gemm"],
-        "no communicating program",
-        {"num_communicating_programs": 0},
-        *("num_communicating_programs", number(1), number(0), "None"),
-    ),
-    *value(
-        "moe",
-        "a share of communicating programs",
-        {"num_communicating_programs": 0.5},
-        *("num_communicating_programs=0.5", "float", "int", "None"),
-        error=TypeError,
-    ),
-    *value(
-        "moe",
-        "communicating programs and forward products in FP8",
-        {"num_communicating_programs": 8, "forward_dtype": FP8, "w_gate_up": f32(L, H, 256), "w_down": f32(L, 128, H)},
-        *("num_communicating_programs=8", "forward_dtype", "None"),
     ),
     # the layer
-    *value("moe", "dispatch_mode", {"dispatch_mode": "scatter"}, "dispatch_mode='scatter'", "fused", "serial", "None"),
-    *value(
-        *("moe", "dispatch_mode", {"dispatch_mode": "serial", "num_communicating_programs": 8}),
-        *("dispatch_mode='serial'", "num_communicating_programs=8", "'fused'", "None"),
-    ),
-    *value("moe", "combine_mode", {"combine_mode": 2}, "combine_mode", number(2), "scatter", "serial"),
     *value(["moe", "fused_moe"], "activation", {"activation": "swish"}, "activation", "swish", "silu", "gelu", "relu"),
     *value("moe", "another I", {"w_gate_up": f32(L, H, 50)}, "w_gate_up", "w_down", number(50), number(48), number(24)),
     *value("fused_moe", "another I", {"w_gate_up": f32(E, H, 50)}, "w_down", number(50), number(48), number(24)),
@@ -557,6 +529,6 @@ def test_messages_begin_with_the_function_that_was_called(name):
             if called == name:
                 trace(name, **changes)
         except (TypeError, ValueError) as error:  # whether it raises at all is what the test above is about
-            if not str(error).startswith(f"{name}: "):
+            if not str(error).startswith(f"{speaker(name)}: "):
                 elsewhere[case.id] = str(error)
     assert not elsewhere

@@ -1,6 +1,8 @@
 """Calls from the wrong place, with a handle or an implementation that does not fit, and values out of range."""
 
 import re
+import sys
+import types
 
 import harness
 import jax
@@ -30,6 +32,7 @@ from mistakes import (
     low_latency_handle,
     mesh_of,
     number,
+    speaker,
     trace,
 )
 
@@ -199,9 +202,16 @@ def test_an_implementation_of_another_kind(name):
 @pytest.fixture
 def two_that_refuse(monkeypatch):
     """Two registered implementations that serve no request, each for a reason of its own."""
-    for name, reason in (("wheeled", "needs eight wheels"), ("winged", "H must be a prime")):
-        entry = registry.Entry(name, load=lambda: pytest.fail("loaded a refusal"), refusal=lambda _, r=reason: r)
-        monkeypatch.setitem(registry._REGISTRY, name, entry)
+    reasons = {"wheeled": "needs eight wheels", "winged": "H must be a prime"}
+    for name, reason in reasons.items():
+        says = types.ModuleType(f"{name}.requirements")  # no other module of it may be loaded
+        says.refusal = lambda *_, reason=reason: reason
+        says.is_fastest = lambda *_: False
+        says.is_made_for = lambda _: True
+        monkeypatch.setitem(sys.modules, says.__name__, says)
+        monkeypatch.setitem(registry._PACKAGES, name, name)
+    for operation, names in registry._IMPLEMENTATIONS.items():
+        monkeypatch.setitem(registry._IMPLEMENTATIONS, operation, (*names, *reasons))
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
@@ -212,18 +222,20 @@ def test_no_implementation_that_fits(name, two_that_refuse):
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "mode"),
+    ("name", "field", "mode"),
     [
-        ("grouped_gemm_combine", "mode", "scatter"),
+        ("grouped_gemm_combine", "combine_mode", "scatter"),
         ("moe", "combine_mode", "scatter"),
         ("moe", "dispatch_mode", "fused"),
-        ("dispatch_grouped_gemm", "mode", "fused"),
+        ("dispatch_grouped_gemm", "dispatch_mode", "fused"),
     ],
 )
-def test_a_mode_that_the_implementation_lacks(name, argument, mode):
+def test_a_mode_that_the_implementation_lacks(name, field, mode):
     fragments = [name, f"xla: .*mode='{mode}'", "'serial'", "implementation=None"]
-    check(NotImplementedError, fragments, trace, name, implementation="xla", **{argument: mode})
-    assert jax.tree.leaves(trace(name, implementation="xla", **{argument: "serial"}))
+    schedule = jax_ep.Schedule(**{field: mode})
+    check(NotImplementedError, fragments, trace, name, implementation="xla", schedule=schedule)
+    schedule = jax_ep.Schedule(**{field: "serial"})
+    assert jax.tree.leaves(trace(name, implementation="xla", schedule=schedule))
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
@@ -328,7 +340,7 @@ ROWS = {"x": f32(MANY, H), "topk_idx": i32(MANY, K), "topk_weights": f32(MANY, K
 )
 def test_more_rows_than_int32_can_number(name, offending, changes):
     """Whatever the capacity: rows are numbered before they are dropped."""
-    fragments = [f"^{name}:", number(offending), r"2\*\*31", "fewer tokens|split|lower"]
+    fragments = [f"^{speaker(name)}:", number(offending), r"2\*\*31", "fewer tokens|split|lower"]
     check(ValueError, fragments, trace, name, **changes)
 
 

@@ -93,7 +93,7 @@ def moe(
     )
     if x.shape[0] == 0:
         # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
-        jax.eval_shape(prepare, x, topk_idx, topk_weights)
+        jax.eval_shape(lambda *arrays: prepare(*arrays)[1:], x, topk_idx, topk_weights)
         # Gradients are zeros that have the shardings of what they belong to.
         return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in (topk_weights, w_gate_up, w_down))
     options, *prepared = prepare(x, topk_idx, topk_weights)

@@ -82,6 +82,7 @@ def low_latency_moe(
     Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
     """
     function = "low_latency_moe"
+    options = registry.options(function, axis_name, implementation, None, schedule)
     x = check.matrix(function, "x", x, "[T, H]")
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
     check.activation(function, activation)
@@ -100,8 +101,8 @@ def low_latency_moe(
         axis_name=axis_name,
         quantize=fp8,
         num_tokens=num_tokens,
-        schedule=schedule,
-        implementation=implementation,
+        schedule=options.schedule,
+        implementation=options.implementation,
     )
     expected_rows = max(1, -(-num_ranks * topk_idx.size // num_experts))
 
@@ -115,12 +116,12 @@ def low_latency_moe(
             rhs_scales=blocks,
             preferred_element_type=x.dtype,
             expected_rows=expected_rows,
-            implementation=implementation,
+            implementation=options.implementation,
         )
 
     hidden = multiply(d.tokens, d.scales, w_gate_up)
     rows, scales = masked_gated_activation(
-        hidden, d.group_sizes, activation=activation, quantize=fp8, implementation=implementation
+        hidden, d.group_sizes, activation=activation, quantize=fp8, implementation=options.implementation
     )
     down, blocks = w_down if isinstance(w_down, tuple) else (w_down, None)
     return low_latency_gemm_combine(
@@ -135,8 +136,8 @@ def low_latency_moe(
         preferred_element_type=x.dtype,
         expected_rows=expected_rows,
         axis_name=axis_name,
-        schedule=schedule,
-        implementation=implementation,
+        schedule=options.schedule,
+        implementation=options.implementation,
     )
 
 

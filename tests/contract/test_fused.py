@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,7 @@ from harness import compiled, run
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep.types import COMBINE_MODES, DISPATCH_MODES
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
 
 # Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -43,7 +44,11 @@ def split(w: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def layer(shape: Shape, implementation: str, **options: Any) -> Any:
-    return functools.partial(jax_ep.moe, num_experts=shape.num_experts, implementation=implementation, **options)
+    """`moe` with these keywords; those of the schedule by their names."""
+    names = {field.name for field in dataclasses.fields(Schedule)}
+    schedule = Schedule(**{name: options.pop(name) for name in names & set(options)})
+    common = {"num_experts": shape.num_experts, "implementation": implementation, "schedule": schedule}
+    return functools.partial(jax_ep.moe, **common, **options)
 
 
 def layer_and_gradients(shape: Shape, implementation: str, **options: Any) -> Any:
@@ -106,12 +111,9 @@ def test_communicating_programs_change_no_bits(
 ) -> None:
     args, mesh = inputs(rng, "zipf", 2), expert_mesh(2)
     arrays = *args[:3], *(split(w, 2) for w in args[3:]), reals(rng, *args[0].shape, dtype=BF16)
-    call = layer_and_gradients(SHAPE, implementation, num_communicating_programs=number)
-    if implementation != "triton":
-        with pytest.raises(ValueError, match="num_communicating_programs"):
-            run(call, mesh, *arrays)
-        return
-    default = layer_and_gradients(SHAPE, implementation, dispatch_mode="fused")
+    mode = "fused" if implementation == "triton" else None  # others do not read the number
+    call = layer_and_gradients(SHAPE, implementation, dispatch_mode=mode, num_communicating_programs=number)
+    default = layer_and_gradients(SHAPE, implementation, dispatch_mode=mode)
     for got, want in zip(run(call, mesh, *arrays), run(default, mesh, *arrays), strict=True):
         assert_same_bits(got, want)
 
@@ -152,9 +154,11 @@ def test_halves(
 
     def fn(x, topk_idx, w_gate_up, w_down):
         options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "alignment": alignment}
-        d = jax_ep.dispatch_grouped_gemm(x, topk_idx, None, w_gate_up, mode=dispatch_mode, **options)
+        schedule = Schedule(dispatch_mode=dispatch_mode)
+        d = jax_ep.dispatch_grouped_gemm(x, topk_idx, None, w_gate_up, schedule=schedule, **options)
         rows = d.hidden[:, : SHAPE.intermediate]
-        y = jax_ep.grouped_gemm_combine(rows, w_down, d.handle, mode=mode, implementation=implementation)
+        schedule = Schedule(combine_mode=mode)
+        y = jax_ep.grouped_gemm_combine(rows, w_down, d.handle, schedule=schedule, implementation=implementation)
         return d.hidden, y
 
     args = (x, topk_idx, split(w_gate_up, mesh.size), split(w_down, mesh.size))
@@ -201,7 +205,8 @@ def test_modes_round_as_they_say(
     def fn(mode: str, x, topk_idx, h, w_down, d_y):
         common = {"num_experts": SHAPE.num_experts, "implementation": implementation}
         handle = jax_ep.dispatch(x, topk_idx, **common, **options).handle
-        call = functools.partial(jax_ep.grouped_gemm_combine, handle=handle, mode=mode, implementation=implementation)
+        how = {"schedule": Schedule(combine_mode=mode), "implementation": implementation}
+        call = functools.partial(jax_ep.grouped_gemm_combine, handle=handle, **how)
         y, pull = jax.vjp(call, h[: handle.row_slot.shape[0]], w_down)
         return y, *pull(d_y)
 

@@ -15,7 +15,7 @@ from harness import compiled, run
 
 import jax_ep
 from jax_ep.ops import registry
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Schedule
 
 # Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)
@@ -24,14 +24,17 @@ TOLERANCE = 4e-2  # two products deep, each with its own rounding of what it rea
 
 @pytest.fixture(autouse=True)
 def needs_fused_products(implementation: str) -> None:
-    run = registry.get(implementation)
-    if not run.fuses(Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
+    fuses = implementation in registry.available("exchange_gemm")
+    if not fuses or not registry.get("exchange_gemm", implementation).fuses(Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
         pytest.skip(f"{implementation} fuses no products with exchanges")
 
 
-def layer(implementation: str, shape: Shape = SHAPE, **options: Any) -> Any:
-    common = {"num_experts": shape.num_experts, "implementation": implementation, "fuse_weight_gradients": True}
-    return functools.partial(jax_ep.moe, **common | options)
+def layer(
+    implementation: str, shape: Shape = SHAPE, *, fuse: bool | None = True, mode: str | None = None, **options: Any
+) -> Any:
+    schedule = Schedule(fuse_weight_gradients=fuse, combine_mode=mode)
+    common = {"num_experts": shape.num_experts, "implementation": implementation, "schedule": schedule}
+    return functools.partial(jax_ep.moe, **common, **options)
 
 
 def inputs(rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:
@@ -68,7 +71,7 @@ def test_gradients_of_the_layer(
     implementation: str, num_ranks: int, mode: str, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
     """And the same bits on every run."""
-    call = compiled(gradients_of(layer(implementation, combine_mode=mode)), expert_mesh(num_ranks))
+    call = compiled(gradients_of(layer(implementation, mode=mode)), expert_mesh(num_ranks))
     for routing in ("uniform", "zipf", "one_hot", "empty_experts") if num_ranks == 2 else ("some_without_expert",):
         with subtests.test(routing):
             args = inputs(rng, routing, num_ranks)
@@ -81,7 +84,7 @@ def test_gradients_of_the_layer(
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
 def test_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Slots that find no row add nothing, whatever the heap holds from earlier calls."""
-    call = compiled(gradients_of(layer(implementation, capacity=16, combine_mode=mode)), expert_mesh(2))
+    call = compiled(gradients_of(layer(implementation, capacity=16, mode=mode)), expert_mesh(2))
     for _ in range(2):
         args = inputs(rng, "zipf", 2)
         check(call(*args), args, capacity=16)
@@ -91,7 +94,7 @@ def test_capacity(implementation: str, mode: str, expert_mesh: Any, rng: np.rand
 def test_one_token(implementation: str, mode: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=1, top_k=2, num_experts=4, hidden=16, intermediate=8)
     args = inputs(rng, "uniform", 2, shape)
-    check(run(gradients_of(layer(implementation, shape, combine_mode=mode)), expert_mesh(2), *args), args)
+    check(run(gradients_of(layer(implementation, shape, mode=mode)), expert_mesh(2), *args), args)
 
 
 def test_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
@@ -105,7 +108,8 @@ def test_dispatch_grouped_gemm(implementation: str, expert_mesh: Any, rng: np.ra
     def fn(wanted: bool, x, topk_idx, topk_weights, w, d_hidden, d_weights):
         def call(x, topk_weights, w):
             options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "alignment": 4}
-            d = jax_ep.dispatch_grouped_gemm(x, topk_idx, topk_weights, w, fuse_weight_gradients=wanted, **options)
+            options["schedule"] = Schedule(fuse_weight_gradients=wanted)
+            d = jax_ep.dispatch_grouped_gemm(x, topk_idx, topk_weights, w, **options)
             return d.hidden, d.weights
 
         return jax.vjp(call, x, topk_weights, w)[1]((d_hidden, d_weights))
@@ -147,7 +151,7 @@ def test_second_derivative(implementation: str, expert_mesh: Any, rng: np.random
 
     def fn(implementation: str, wanted: bool | None, x, topk_idx, topk_weights, w_gate_up, w_down):
         def loss(x, w):
-            y = layer(implementation, shape, fuse_weight_gradients=wanted)(x, topk_idx, topk_weights, w, w_down)
+            y = layer(implementation, shape, fuse=wanted)(x, topk_idx, topk_weights, w, w_down)
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
         def slope(x, w):

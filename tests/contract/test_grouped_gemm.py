@@ -14,7 +14,7 @@ from harness import check_directional_derivatives, refusals_skip, to_numpy
 
 import jax_ep
 
-OPERATION = "gemm"
+OPERATION = "grouped_gemm"
 # name: (rows M, group sizes); rows past the sum hold NaN.
 GROUPS = {
     "even": (24, [6, 6, 6, 6]),

@@ -116,12 +116,12 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
 
 def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
     """A dispatch to all ranks that all but the last one launch."""
-    run = registry.get("triton")
+    run, options = registry.get("exchange", "triton"), registry.options("dispatch", AXIS)
     layout = jax_ep.types.Layout(everyone.size, 8, T, K, capacity=everyone.size * T * K)
-    handles = jax.jit(per_rank(lambda ids: run.plan(ids, layout, AXIS), everyone))(work.ids)
+    handles = jax.jit(per_rank(lambda ids: run.plan(options, ids, layout), everyone))(work.ids)
     others = make_mesh((everyone.size - 1,), AXIS)
     handles, x = jax.tree.map(lambda leaf: np.asarray(leaf)[:-1], (handles, work.x))
-    send = jax.jit(per_rank(lambda x, handle: run.send_tokens(x, handle, AXIS, None), others))
+    send = jax.jit(per_rank(lambda x, handle: run.dispatch_tokens(options, x, handle), others))
     return lambda: send(x, handles)
 
 

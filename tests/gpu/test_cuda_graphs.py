@@ -43,8 +43,8 @@ def exchanges(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
 def fused(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     """Dispatch + product and product + combine, one launch each."""
     for layer in range(2):
-        modes = {"dispatch_mode": "fused", "combine_mode": "scatter"}
-        x = x + jax_ep.moe(x, ids[layer], weights[layer], w_gate_up, w_down, **modes, **OPTIONS)
+        modes = jax_ep.Schedule(dispatch_mode="fused", combine_mode="scatter")
+        x = x + jax_ep.moe(x, ids[layer], weights[layer], w_gate_up, w_down, schedule=modes, **OPTIONS)
     return x
 
 
@@ -52,7 +52,8 @@ def gradients(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> An
     """What a layer's backward pass launches, with the gradients of matrices beside the exchange."""
 
     def loss(x: Any, *matrices: Any) -> Any:
-        y = jax_ep.moe(x, ids[0], weights[0], *matrices, fuse_weight_gradients=True, **OPTIONS)
+        beside = jax_ep.Schedule(fuse_weight_gradients=True)
+        y = jax_ep.moe(x, ids[0], weights[0], *matrices, schedule=beside, **OPTIONS)
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, w_gate_up, w_down)

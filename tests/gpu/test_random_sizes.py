@@ -162,10 +162,8 @@ def test_layer(example: int, rng: np.random.Generator) -> None:
     problem = draw(rng, multiple=multiple)
     shape, dtype, gated = problem.shape, problem.dtype, bool(rng.random() < 0.8)
     fusable = dtype != F32 and multiple > 1
-    tuned = {
-        "combine_mode": one_of(rng, None, "scatter", "serial"),
-        "num_communicating_programs": one_of(rng, None, 1, 7, 64),
-    }
+    mode = one_of(rng, None, "scatter", "serial")
+    tuned = jax_ep.Schedule(combine_mode=mode, num_communicating_programs=one_of(rng, None, 1, 7, 64))
     options = problem.options | {"activation": one_of(rng, "silu", "gelu", "relu")}
 
     def fn(**options: Any) -> Any:
@@ -185,7 +183,7 @@ def test_layer(example: int, rng: np.random.Generator) -> None:
     w_down = reals(rng, ranks, local, shape.intermediate, shape.hidden) / np.sqrt(shape.intermediate)
     d_y = reals(rng, ranks, shape.num_tokens, shape.hidden, dtype=dtype)
     args = x, ids, probabilities(rng, *ids.shape), w_gate_up.astype(dtype), w_down.astype(dtype), d_y
-    got = fn(**options, **(tuned if fusable else {}), implementation="triton")(*args)
+    got = fn(**options, schedule=tuned if fusable else None, implementation="triton")(*args)
     compare(got, fn(**options, implementation="xla")(*args), problem, exact=False)
 
 

@@ -7,11 +7,10 @@ Writes results/moe_layer.json, and draws layer_by_model.png of all such reports.
 in plain XLA, and parts, if asked for, in Triton's interpreter.
 
 Parts: fused kernels are compared with the longer of exchange and product, and with both in sequence, dispatch + GEMM 1
-with the product of `pallas`, too. GEMM 2 +
-combine runs as the package chooses, and in each mode by name; the sequence has the product of `triton`. "gradients" is
-the backward pass of dispatch + GEMM 1: GEMM + combine, as the package chooses, and the weight gradient, each alone, one
-after the other, and with the gradient in the launch of GEMM + combine, or in that of combine alone. The batched einsum
-has as many rows in equal groups.
+with the product of `pallas`, too. GEMM 2 + combine runs as the package chooses, and in each mode by name; the sequence
+has the product of `triton`. "gradients" is the backward pass of dispatch + GEMM 1: GEMM + combine, as the package
+chooses, and the weight gradient, each alone, one after the other, and with the gradient in the launch of GEMM +
+combine, or in that of combine alone. The batched einsum has as many rows in equal groups.
 Layers: forward, and with the gradients of tokens, router weights and both matrices; the baselines are those of
 lib/baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the most loaded rank's rows, rounded up to
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
@@ -38,11 +37,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jax_ep
-from jax_ep.ops import registry
+from jax_ep.ops.exchange import choose
 from lib import harness, plots
+from lib.exchange_chains import OPTIONS
 from lib.inputs import MODELS, expert_mesh, make_weights
 from lib.layer_chains import Case, make_case
 from lib.layer_run import Run, label, ratio_to_longer, shape_of
@@ -106,9 +105,8 @@ def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Names
 
 def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
     """What rows of the report say about variants: which implementation serves the users' call, and what is dropped."""
-    request = registry.Request("moe", jnp.dtype("bfloat16"), case.model.hidden, "exchange", case.layout)
     return {
-        LAYERS["moe"]: {"implementation": registry.choose(None, request)},
+        LAYERS["moe"]: {"implementation": choose(OPTIONS, case.inputs[0], case.layout)},
         LAYERS["capacity"]: {"dropped": case.dropped},
     }
 

@@ -20,7 +20,7 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.layout import round_up
 from jax_ep.ops import registry
 from jax_ep.quantization import GROUP_SIZE
-from jax_ep.types import Handle, Layout
+from jax_ep.types import Handle, Layout, Options, Schedule
 from lib.inputs import AXIS, Model, routing
 from lib.waiting import zero_after
 
@@ -30,6 +30,8 @@ RAGGED = "ragged_all_to_all, best flags"
 _RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
 
 Step = Callable[[Handle, Array, Array], Array]
+OPTIONS = Options("benchmark", AXIS)
+"""Of calls of the implementations' own functions, with the package's choices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,7 @@ def make_case(mesh: jax.sharding.Mesh, kind: str, tokens: int, dtype: Any, model
     owner = ids // (model.experts // num_ranks)
     rows = np.bincount(owner.reshape(-1), minlength=num_ranks).max()
     goes_to = np.stack([(owner == rank).any(1) for rank in range(num_ranks)], 1)
-    layout = Layout(num_ranks, model.experts, tokens, model.top_k, round_up(int(rows), 128))
+    layout = Layout(num_ranks, model.experts, tokens, model.top_k, round_up(int(rows), 128), axis=AXIS)
     placed = jax.NamedSharding(mesh, P("expert"))
     make = jax.jit(lambda key: jax.random.normal(key, (num_ranks * tokens, model.hidden), dtype), out_shardings=placed)
     goes_to = goes_to.reshape(num_ranks, tokens, num_ranks)
@@ -157,60 +159,55 @@ def variants(case: Case, *, baselines: bool, ragged: bool) -> dict[str, Variant]
 
 
 def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:
-    run = registry.get(name)
-    handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS)), 1))(case.ids)
-    send = case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None), 2)
-    return handle, jax.jit(send)(case.x, handle)
+    run = registry.get("exchange", name)
+    handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(OPTIONS, ids, case.layout)), 1))(case.ids)
+    dispatch = case.shard_map(lambda x, h: run.dispatch_tokens(OPTIONS, x, local(h)), 2)
+    return handle, jax.jit(dispatch)(case.x, handle)
 
 
 def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Variant]:
     """What every implementation has."""
-    run = registry.get(name)
+    run, wire = registry.get("exchange", name), "bf16" if name == "triton" else "padded"
 
     def planned(h: Handle, ids: Array, zero: Array) -> Array:
-        leaves = lax.optimization_barrier(jax.tree.leaves(run.plan(ids + zero, case.layout, AXIS)))
+        leaves = lax.optimization_barrier(jax.tree.leaves(run.plan(OPTIONS, ids + zero, case.layout)))
         return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
 
     return {
         f"{name} dispatch to rows": Variant(
-            lambda h, x, zero: run.send_tokens(x, h, AXIS, None),
-            handle,
-            case.x,
-            "bf16" if name == "triton" else "padded",
+            lambda h, x, zero: run.dispatch_tokens(OPTIONS, x, h), handle, case.x, wire
         ),
-        f"{name} combine": Variant(
-            lambda h, y, zero: run.return_tokens(y, h, AXIS, None), handle, y, "bf16" if name == "triton" else "padded"
-        ),
+        f"{name} combine": Variant(lambda h, y, zero: run.combine_tokens(OPTIONS, y, h), handle, y, wire),
         f"{name} plan": Variant(planned, handle, case.ids, None),
     }
 
 
 def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
     """What only the kernels have: FP8 on the wire, few programs, a dispatch with its plan."""
-    run: Any = registry.get("triton")
+    run: Any = registry.get("exchange", "triton")
     num_tokens = case.layout.num_tokens
+    in_fp8 = dataclasses.replace(OPTIONS, wire_dtype=FP8)
+    schedule = Schedule(num_communicating_programs=FEW_PROGRAMS, num_combining_programs=FEW_PROGRAMS)
+    by_few = dataclasses.replace(OPTIONS, schedule=schedule)
 
-    def planned_too(h: Handle, x: Array, zero: Array, wire_dtype: Any = None) -> Array:
+    def planned_too(options: Options, h: Handle, x: Array, zero: Array) -> Array:
         first = h.group[-1] * num_tokens  # ids of all ranks are in every handle, so that it needs no second input
         ids = lax.dynamic_slice_in_dim(h.ids.reshape(-1, case.layout.top_k), first, num_tokens)
-        return run.send_tokens(x, run.plan(ids + zero, case.layout, AXIS), AXIS, wire_dtype)
+        return run.dispatch_tokens(options, x, run.plan(options, ids + zero, case.layout))
 
-    def to_rows(h: Handle, x: Array, zero: Array, wire_dtype: Any = None, **options: Any) -> Array:
-        return run.send_tokens(x, h, AXIS, wire_dtype, **options)
+    def to_rows(options: Options, h: Handle, x: Array, zero: Array) -> Array:
+        return run.dispatch_tokens(options, x, h)
 
-    def sums(h: Handle, y: Array, zero: Array, wire_dtype: Any = None, **options: Any) -> Array:
-        return run.return_tokens(y, h, AXIS, wire_dtype, **options)
+    def sums(options: Options, h: Handle, y: Array, zero: Array) -> Array:
+        return run.combine_tokens(options, y, h)
 
-    few = {"num_programs": FEW_PROGRAMS}
     return {
-        "triton plan and dispatch to rows": Variant(planned_too, handle, case.x, "bf16"),
-        "triton plan and dispatch to rows, FP8 wire": Variant(
-            partial(planned_too, wire_dtype=FP8), handle, case.x, "fp8"
-        ),
-        "triton dispatch to rows, FP8 wire": Variant(partial(to_rows, wire_dtype=FP8), handle, case.x, "fp8"),
-        "triton combine, FP8 wire": Variant(partial(sums, wire_dtype=FP8), handle, y, "fp8"),
-        f"triton dispatch to rows, {FEW_PROGRAMS} programs": Variant(partial(to_rows, **few), handle, case.x, "bf16"),
-        f"triton combine, {FEW_PROGRAMS} programs": Variant(partial(sums, **few), handle, y, "bf16"),
+        "triton plan and dispatch to rows": Variant(partial(planned_too, OPTIONS), handle, case.x, "bf16"),
+        "triton plan and dispatch to rows, FP8 wire": Variant(partial(planned_too, in_fp8), handle, case.x, "fp8"),
+        "triton dispatch to rows, FP8 wire": Variant(partial(to_rows, in_fp8), handle, case.x, "fp8"),
+        "triton combine, FP8 wire": Variant(partial(sums, in_fp8), handle, y, "fp8"),
+        f"triton dispatch to rows, {FEW_PROGRAMS} programs": Variant(partial(to_rows, by_few), handle, case.x, "bf16"),
+        f"triton combine, {FEW_PROGRAMS} programs": Variant(partial(sums, by_few), handle, y, "bf16"),
     }
 
 

@@ -24,6 +24,7 @@ from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
+from jax_ep.xla import grouped_gemm as xla_gemm
 from lib import harness
 from lib.gemm_inputs import check, group_sizes, make_operands, make_sample
 from lib.harness import Report
@@ -112,8 +113,8 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
 def portable(direction: str) -> Product:
     """The loop over tiles in plain XLA."""
     if direction == "weight gradient":
-        return partial(grouped_gemm.weight_gradient, out_dtype=jnp.bfloat16)
-    return partial(grouped_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
+        return partial(xla_gemm.weight_gradient, out_dtype=jnp.bfloat16)
+    return partial(xla_gemm.grouped_gemm, transpose_rhs=direction == "input gradient", out_dtype=jnp.bfloat16)
 
 
 def cublas(direction: str) -> Product:

@@ -1,4 +1,4 @@
-"""The grouped GEMMs with many tiles, to choose those of gemm_tuning.py and tiling.py; part of grouped_gemm.py."""
+"""The grouped GEMMs with many tiles, to choose the defaults of Triton's and Pallas's; part of grouped_gemm.py."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.core.layout import round_up
 from jax_ep.types import Handle, Layout
 from lib.exchange_chains import local
-from lib.inputs import MODELS, Model, on_ranks, routing
+from lib.inputs import AXIS, MODELS, Model, on_ranks, routing
 from lib.waiting import zero_after
 
 CAPACITY_FACTOR = 1.25
@@ -87,7 +87,7 @@ def make_case(mesh: jax.sharding.Mesh, name: str, kind: str, num_tokens: int, we
     model, num_ranks = MODELS[name], mesh.devices.size
     ids = routing(kind, num_ranks * num_tokens, model, np.random.default_rng(0))
     capacity = round_up(int(_rows(ids, num_ranks, model.experts).max()), 128)
-    layout = Layout(num_ranks, model.experts, num_tokens, model.top_k, capacity)
+    layout = Layout(num_ranks, model.experts, num_tokens, model.top_k, capacity, axis=AXIS)
     x, d_y = (on_ranks(mesh, (num_tokens, model.hidden), seed) for seed in (2, 3))
     scores = on_ranks(mesh, (num_tokens, model.top_k), 4)
     router_weights = jax.jit(lambda scores: jax.nn.softmax(scores.astype(jnp.float32), axis=-1))(scores)

@@ -13,10 +13,10 @@ from jax import Array
 
 import jax_ep
 from jax_ep.ops import registry
-from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle, Options, Schedule
 from lib import baselines
-from lib.exchange_chains import after, local, stack
-from lib.inputs import AXIS, on_ranks
+from lib.exchange_chains import OPTIONS, after, local, stack
+from lib.inputs import on_ranks
 from lib.layer_chains import CAPACITY_FACTOR, Case, Variant
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.float8_e4m3fn
@@ -78,16 +78,20 @@ def parts(case: Case, chosen: list[str], *, programs: Sequence[int], pallas: boo
 
     Dispatch + GEMM 1 in one launch is there once more for each of `programs`; with `pallas`, in two with its product.
     """
-    run: Any = registry.get("triton")
-    handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(ids, case.layout, AXIS))))(case.inputs[2])
+    run = registry.get("exchange", "triton")
+    handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(OPTIONS, ids, case.layout))))(case.inputs[2])
     found: dict[str, Variant] = {}
     if "dispatch" in chosen:
-        found |= _dispatch_part(case, run, handle, programs, pallas=pallas)
+        found |= _dispatch_part(case, handle, programs, pallas=pallas)
     if "combine" in chosen:
-        found |= _combine_part(case, run, handle)
+        found |= _combine_part(case, handle)
     if "gradients" in chosen:
-        found |= _gradients_part(case, run, handle)
+        found |= _gradients_part(case, handle)
     return found
+
+
+def _scheduled(**choices: Any) -> Options:
+    return dataclasses.replace(OPTIONS, schedule=Schedule(**choices))
 
 
 def _fresh(handle: Handle, zero: Array) -> Handle:
@@ -95,55 +99,57 @@ def _fresh(handle: Handle, zero: Array) -> Handle:
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
 
 
-def _dispatch_part(
-    case: Case, run: Any, handle: Handle, programs: Sequence[int], *, pallas: bool
-) -> dict[str, Variant]:
+def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, pallas: bool) -> dict[str, Variant]:
     x, w, part = case.inputs[0], case.weights[0], PARTS["dispatch"]
+    exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
 
     def dispatch(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.send_tokens(fixed[1], _fresh(fixed[0], zero), AXIS, None)
+        return exchange.dispatch_tokens(OPTIONS, fixed[1], _fresh(fixed[0], zero))
 
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
 
-    def fused(mode: str | None, num_communicating: int | None, _: Any, fixed: Any, zero: Array) -> Array:
-        options = {"transpose_rhs": False, "keep": None, "num_communicating": num_communicating, "mode": mode}
-        return run.dispatch_gemm(fixed[1], fixed[2], _fresh(fixed[0], zero), **options)[0]
+    def fused(options: Options, _: Any, fixed: Any, zero: Array) -> Array:
+        fresh = _fresh(fixed[0], zero)
+        return both.dispatch_grouped_gemm(options, fixed[1], fixed[2], fresh, transpose_rhs=False, save_as=None)[0]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = _fresh(fixed[0], zero)
-        rows = run.send_tokens(fixed[1], fresh, AXIS, None)
+        rows = exchange.dispatch_tokens(OPTIONS, fixed[1], fresh)
         return gemm(rows, fixed[2], fresh.group_sizes, transpose_rhs=False, out_dtype=BF16)
 
-    rows = jax.jit(case.shard_map(lambda x, h: run.send_tokens(x, local(h), AXIS, None)))(x, handle)
+    rows = jax.jit(case.shard_map(lambda x, h: exchange.dispatch_tokens(OPTIONS, x, local(h))))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
     found = {part.exchange: Variant(dispatch, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
     launches = {(mode, None): name for mode, name in DISPATCHED.items()}
     for (mode, number), name in (launches | {("fused", n): with_programs(n) for n in programs}).items():
-        found[name] = Variant(partial(fused, mode, number), (), (handle, x, w), flops, part.sequence)
-    for names, which in ((part, run), (PALLAS, registry.get("pallas")))[: 2 if pallas else 1]:
-        gemm = which.grouped_gemm
+        options = _scheduled(dispatch_mode=mode, num_communicating_programs=number)
+        found[name] = Variant(partial(fused, options), (), (handle, x, w), flops, part.sequence)
+    for names, implementation in ((part, "triton"), (PALLAS, "pallas"))[: 2 if pallas else 1]:
+        gemm = registry.get("grouped_gemm", implementation).grouped_gemm
         found[names.product] = Variant(partial(product, gemm), (), (handle, rows, w), flops, part.sequence)
         found[names.sequence] = Variant(partial(sequence, gemm), (), (handle, x, w), flops, part.sequence)
     return found
 
 
-def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
+def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
     w, part = case.weights[1], PARTS["combine"]
-    gemm = partial(run.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+    exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
+    gemm = partial(registry.get("grouped_gemm", "triton").grouped_gemm, transpose_rhs=False, out_dtype=BF16)
 
     def combine(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.return_tokens(fixed[1], _fresh(fixed[0], zero), AXIS, None)
+        return exchange.combine_tokens(OPTIONS, fixed[1], _fresh(fixed[0], zero))
 
     def product(_: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
 
     def fused(mode: str | None, _: Any, fixed: Any, zero: Array) -> Array:
-        return run.gemm_combine(fixed[1], fixed[2], _fresh(fixed[0], zero), transpose_rhs=False, mode=mode)
+        options, fresh = _scheduled(combine_mode=mode), _fresh(fixed[0], zero)
+        return both.grouped_gemm_combine(options, fixed[1], fixed[2], fresh, transpose_rhs=False)
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
         fresh = _fresh(fixed[0], zero)
-        return run.return_tokens(gemm(fixed[1], fixed[2], fresh.group_sizes), fresh, AXIS, None)
+        return exchange.combine_tokens(OPTIONS, gemm(fixed[1], fixed[2], fresh.group_sizes), fresh)
 
     hidden = on_ranks(case.mesh, (case.layout.capacity, case.model.intermediate), 5)
     rows = on_ranks(case.mesh, (case.layout.capacity, case.model.hidden), 6)
@@ -160,33 +166,35 @@ def _combine_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
     }
 
 
-def _gradients_part(case: Case, run: Any, handle: Handle) -> dict[str, Variant]:
+def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
     """The backward pass of dispatch + GEMM 1, at random tokens."""
     w, part, layout = case.weights[0], PARTS["gradients"], case.layout
+    run = registry.get("exchange_gemm", "triton")
 
     def combined(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, _, w = fixed
-        return run.gemm_combine(d_hidden, w, _fresh(handle, zero), transpose_rhs=True, mode=None)
+        return run.grouped_gemm_combine(OPTIONS, d_hidden, w, _fresh(handle, zero), transpose_rhs=True)
 
-    def products(_: Any, fixed: Any, zero: Array) -> Array:
-        handle, d_hidden, kept, _ = fixed
-        return run.token_products(kept, d_hidden, _fresh(handle, zero), transpose=False, kept_as="tokens")
+    def gradient(_: Any, fixed: Any, zero: Array) -> Array:
+        handle, d_hidden, saved, _ = fixed
+        return run.weight_gradient(saved, d_hidden, _fresh(handle, zero), transpose=False, saved_as="tokens")
 
     def fused(mode: str, _: Any, fixed: Any, zero: Array) -> Any:
-        handle, d_hidden, kept, w = fixed
-        options = {"transpose_rhs": True, "mode": mode, "kept_as": "tokens"}
-        return run.gemm_combine_products(d_hidden, w, kept, _fresh(handle, zero), **options)
+        (handle, d_hidden, saved, w), options = fixed, _scheduled(combine_mode=mode)
+        return run.grouped_gemm_combine_with_weight_gradient(
+            options, d_hidden, w, saved, _fresh(handle, zero), transpose_rhs=True, saved_as="tokens"
+        )
 
     def sequence(*arguments: Any) -> Any:
-        return combined(*arguments), products(*arguments)
+        return combined(*arguments), gradient(*arguments)
 
     d_hidden = on_ranks(case.mesh, (layout.capacity, w.shape[2]), 8)
-    kept = on_ranks(case.mesh, (layout.num_ranks * layout.num_tokens, case.model.hidden), 9)
+    saved = on_ranks(case.mesh, (layout.num_ranks * layout.num_tokens, case.model.hidden), 9)
     flops = 4.0 * layout.num_tokens * layout.top_k * case.model.hidden * case.model.intermediate
-    fixed = (handle, d_hidden, kept, w)
+    fixed = (handle, d_hidden, saved, w)
     return {
         part.exchange: Variant(combined, (), fixed, flops),
-        part.product: Variant(products, (), fixed, flops),
+        part.product: Variant(gradient, (), fixed, flops),
         **{
             name: Variant(partial(fused, mode), (), fixed, 2 * flops, part.sequence)
             for mode, name in GRADIENT_MODES.items()
@@ -240,20 +248,18 @@ FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm, several tim
 
 def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Variant]:
     """The layer, forward or with the gradients of tokens, router weights and both matrices."""
+    moe = partial(jax_ep.moe, capacity=case.layout.capacity)
     functions: dict[str, Callable[..., Array]] = {
-        "moe": partial(jax_ep.moe, capacity=case.layout.capacity),
+        "moe": moe,
         "dropless": jax_ep.moe,
-        "wire": partial(jax_ep.moe, capacity=case.layout.capacity, wire_dtype=FP8),
-        "fp8": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8),
-        "fp8 and wire": partial(jax_ep.moe, capacity=case.layout.capacity, forward_dtype=FP8, wire_dtype=FP8),
-        **{mode: partial(jax_ep.moe, capacity=case.layout.capacity, combine_mode=mode) for mode in COMBINE_MODES},
-        "fused gradients": partial(jax_ep.moe, capacity=case.layout.capacity, fuse_weight_gradients=True),
-        "gradients apart": partial(jax_ep.moe, capacity=case.layout.capacity, fuse_weight_gradients=False),
-        **{
-            f"{mode} dispatch": partial(jax_ep.moe, capacity=case.layout.capacity, dispatch_mode=mode)
-            for mode in DISPATCH_MODES
-        },
-        "xla": partial(jax_ep.moe, capacity=case.layout.capacity, implementation="xla"),
+        "wire": partial(moe, wire_dtype=FP8),
+        "fp8": partial(moe, forward_dtype=FP8),
+        "fp8 and wire": partial(moe, forward_dtype=FP8, wire_dtype=FP8),
+        **{mode: partial(moe, schedule=Schedule(combine_mode=mode)) for mode in COMBINE_MODES},
+        "fused gradients": partial(moe, schedule=Schedule(fuse_weight_gradients=True)),
+        "gradients apart": partial(moe, schedule=Schedule(fuse_weight_gradients=False)),
+        **{f"{mode} dispatch": partial(moe, schedule=Schedule(dispatch_mode=mode)) for mode in DISPATCH_MODES},
+        "xla": partial(moe, implementation="xla"),
         "capacity": partial(baselines.capacity_layer, capacity=case.slot_capacity),
         "ragged": partial(baselines.ragged_layer, capacity=case.layout.capacity),
     }

@@ -13,8 +13,9 @@ from jax import Array, lax
 import jax_ep
 from jax_ep.core.dtypes import FP8
 from jax_ep.megakernels import low_latency
-from jax_ep.megakernels.exchange import exchange_words
+from jax_ep.megakernels.exchange import all_to_all_i32
 from jax_ep.megakernels.launch import group_on
+from jax_ep.types import Schedule
 from lib.exchange_chains import Case, make_case
 from lib.inputs import AXIS, Model
 from lib.waiting import after
@@ -120,7 +121,8 @@ def variants(inputs: Inputs) -> dict[str, Variant]:
     """What the kernels do, and NCCL."""
     case, weights, rows = inputs
     num_bytes, num_ranks = traffic(case), case.layout.num_ranks
-    _, blocks = low_latency.combine(case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
+    sizes = (case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
+    _, blocks = low_latency._combine_tile(Schedule(), *sizes)
     back = "tokens" if blocks["SUMS"] else "rows"
     found = {}
     for wire, quantize in (("fp8", True), ("bf16", False)):
@@ -154,7 +156,7 @@ def word(mesh: jax.sharding.Mesh, case: Case) -> Variant:
     """The least that an exchange can be: a word from each rank to each."""
 
     def step(words: Array) -> Array:
-        return exchange_words(words, group_on(AXIS, frozenset()), mesh.size, different=True, after=None)
+        return all_to_all_i32(words, group_on(AXIS, frozenset()))
 
     return Variant(step, (case.place(np.zeros((mesh.size * mesh.size, 1), np.int32)),), 0.0)
 

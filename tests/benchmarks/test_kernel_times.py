@@ -137,7 +137,7 @@ def mesh():
 # Steps; of the jaxpr, what is called, and how often; the dtypes of the results.
 EXPECTED = {
     "low-latency": (16, {"name=step": 16}, ["bfloat16"]),
-    "decode": (4, {"name=low_latency_dispatch": 4}, ["bfloat16"]),
+    "decode": (4, {"name=dispatch_tokens": 4}, ["bfloat16"]),
     "moe-forward": (1, {"scan[": 1}, ["float32"]),
     "moe-backward": (1, {"scan[": 1}, 5 * ["float32"]),
 }

@@ -16,7 +16,9 @@ from reports import Clock, check_report, run_quickly
 
 import layer
 from jax_ep.core import layout
+from jax_ep.ops import registry
 from jax_ep.xla import exchange
+from jax_ep.xla import grouped_gemm as xla
 from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots
 
 RANKS = 4
@@ -178,29 +180,36 @@ def test_parts_of_one_half_agree(case, monkeypatch):
 
     called = []
 
-    def dispatch_gemm(x, w, handle, *, transpose_rhs, keep, num_communicating, mode):
-        rows = exchange.send_tokens(x, handle, ("expert",), None)
-        sizes = handle.group_sizes
-        return exchange.grouped_gemm(rows, w, sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
+    def dispatch_grouped_gemm(options, x, w, handle, *, transpose_rhs, save_as):
+        schedule = options.schedule
+        called.append((schedule.dispatch_mode, schedule.num_communicating_programs))
+        rows = exchange.dispatch_tokens(options, x, handle)
+        return xla.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
 
-    def gemm_combine(h, w, handle, *, transpose_rhs, mode):
-        called.append(mode)
-        y = exchange.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-        return exchange.return_tokens(y, handle, ("expert",), None)
+    def grouped_gemm_combine(options, h, w, handle, *, transpose_rhs):
+        called.append(options.schedule.combine_mode)
+        y = xla.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        return exchange.combine_tokens(options, y, handle)
 
-    def token_products(kept, rows, handle, *, transpose, kept_as):
-        tokens = layout.gather_rows(kept, layout.row_tokens(handle))
-        return exchange.weight_gradient(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
+    def weight_gradient(saved, rows, handle, *, transpose, saved_as):
+        assert (transpose, saved_as) == (False, "tokens")
+        tokens = layout.gather_rows(saved, layout.row_tokens(handle))
+        return xla.weight_gradient(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
 
-    def gemm_combine_products(h, w, kept, handle, *, transpose_rhs, mode, kept_as):
-        sums = gemm_combine(h, w, handle, transpose_rhs=transpose_rhs, mode=None)
-        return sums, token_products(kept, h, handle, transpose=not transpose_rhs, kept_as=kept_as)
+    def with_weight_gradient(options, h, w, saved, handle, *, transpose_rhs, saved_as):
+        called.append(("beside", options.schedule.combine_mode))
+        y = xla.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        gradient = weight_gradient(saved, h, handle, transpose=not transpose_rhs, saved_as=saved_as)
+        return exchange.combine_tokens(options, y, handle), gradient
 
-    names = ("plan", "send_tokens", "return_tokens", "grouped_gemm")
-    functions = {name: getattr(exchange, name) for name in names}
-    functions |= {f.__name__: f for f in (dispatch_gemm, gemm_combine, token_products, gemm_combine_products)}
-    portable = SimpleNamespace(**functions)
-    monkeypatch.setattr(registry, "get", lambda name: portable)
+    both = SimpleNamespace(
+        dispatch_grouped_gemm=dispatch_grouped_gemm,
+        grouped_gemm_combine=grouped_gemm_combine,
+        weight_gradient=weight_gradient,
+        grouped_gemm_combine_with_weight_gradient=with_weight_gradient,
+    )
+    portable = {"exchange": exchange, "exchange_gemm": both, "grouped_gemm": xla}
+    monkeypatch.setattr(registry, "get", lambda operation, name: portable[operation])
     variants = layer_variants.parts(case, list(layer_variants.PARTS), programs=[3], pallas=True)
     named = {name for part in (*layer_variants.PARTS.values(), layer_variants.PALLAS) for name in part}
     found = layer_variants
@@ -213,7 +222,8 @@ def test_parts_of_one_half_agree(case, monkeypatch):
     for name, variant in variants.items():
         if variant.same_as:
             assert layer_chains.difference(samples[name], samples[variant.same_as]) < 0.02, name
-    assert set(called) == {None, *layer_variants.MODES} == {None, "scatter", "reduce", "serial"}
+    combined = {None, "scatter", "serial", ("beside", "scatter"), ("beside", "serial")}
+    assert set(called) == {("fused", None), (None, None), ("fused", 3)} | combined
     rows = 48 * 2
     for name, columns in (("GEMM 1", 2 * 128), ("GEMM 2 + combine, fused", 128), ("einsum 2, equal groups", 128)):
         assert variants[name].flops == 2 * rows * 128 * columns

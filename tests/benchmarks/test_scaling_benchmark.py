@@ -32,7 +32,7 @@ def test_model():
 
 
 def test_published_times_are_near_the_model(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scaling.py", "--ranks", "4", "8", "--variants", "triton dispatch complete"])
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--ranks", "4", "8", "--variants", "triton dispatch to rows"])
     scaling.main()
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]

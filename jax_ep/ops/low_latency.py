@@ -86,7 +86,7 @@ def low_latency_dispatch(
     """
     function = "low_latency_dispatch"
     x = check.tokens(function, x)
-    num_experts, num_ranks = check.experts(function, num_experts, axis_name)
+    num_experts, _ = check.experts(function, num_experts, axis_name)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
     max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
     topk_idx = check.expert_ids(function, topk_idx, actual, num_experts)
@@ -97,12 +97,8 @@ def low_latency_dispatch(
     else:
         dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
     num_tokens = checked_count(function, num_tokens, actual)
-    capacity = num_experts * max_tokens
-    slots = num_ranks * max_tokens * topk_idx.shape[1]
-    sizes = f"max_tokens_per_rank={max_tokens} of {num_ranks} ranks, K={topk_idx.shape[1]} and {num_experts=}"
-    check.countable(function, sizes, max(capacity, slots), "lower max_tokens_per_rank, or use dispatch")
-    layout = Layout(num_ranks, num_experts, max_tokens, topk_idx.shape[1], capacity, axis=spread_axes(axis_name))
     options = registry.options(function, axis_name, implementation, None, schedule)
+    layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
     columns = group_size if quantize or isinstance(x, tuple) else None
     return LowLatencyDispatched(*dispatch_tokens(options, layout, columns, dtype, x, topk_idx, num_tokens))
@@ -155,6 +151,15 @@ def low_latency_combine(
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, check.wire(function, wire_dtype, y), schedule)
     return combine_tokens(options, *vary_alike((y, topk_weights, handle), over=options.axis))
+
+
+def checked_layout(options: Options, num_experts: int, max_tokens: int, top_k: int) -> Layout:
+    """The static sizes of a dispatch, which int32 must be able to number."""
+    num_experts, num_ranks = check.experts(options.function, num_experts, options.axis)
+    capacity, slots = num_experts * max_tokens, num_ranks * max_tokens * top_k
+    sizes = f"max_tokens_per_rank={max_tokens} of {num_ranks} ranks, K={top_k} and {num_experts=}"
+    check.countable(options.function, sizes, max(capacity, slots), "lower max_tokens_per_rank, or use dispatch")
+    return Layout(num_ranks, num_experts, max_tokens, top_k, capacity, axis=spread_axes(options.axis))
 
 
 def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int) -> int:

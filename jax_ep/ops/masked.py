@@ -16,7 +16,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
-from jax_ep.types import Array
+from jax_ep.types import Array, Options
 
 
 @operation
@@ -79,11 +79,7 @@ def masked_grouped_gemm(
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
-    name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
-    run = registry.get("masked", name).masked_grouped_gemm
-    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
-    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
-    return call_without_gradient("masked_grouped_gemm has no gradient: train with moe or grouped_gemm.", run, *operands)
+    return multiply(options, lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, expected_rows)
 
 
 @operation
@@ -137,8 +133,34 @@ def masked_gated_activation(
     if quantize:
         check_fp8.whole_blocks(function, "I, half of the columns of hidden,", inner)
     options = registry.options(function, implementation=implementation)
-    name = registry.choose(options, "masked", hidden.dtype, "activation", inner, quantize)
+    return activate(options, hidden, group_sizes, activation, quantize)
+
+
+def multiply(
+    options: Options,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+) -> Array:
+    """`masked_grouped_gemm` of checked operands."""
+    name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
+    run = registry.get("masked", name).masked_grouped_gemm
+    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    return call_without_gradient(f"{options.function} has no gradient: train with moe or grouped_gemm.", run, *operands)
+
+
+def activate(
+    options: Options, hidden: Array, group_sizes: Array, activation: str, quantize: bool
+) -> tuple[Array, Array | None]:
+    """`masked_gated_activation` of checked operands."""
+    name = registry.choose(options, "masked", hidden.dtype, "activation", hidden.shape[2] // 2, quantize)
     run = registry.get("masked", name).masked_gated_activation
     run = partial(run, activation=activation, quantize=quantize)
-    operands = vary_alike((hidden, group_sizes))
-    return call_without_gradient("masked_gated_activation has no gradient: train with moe.", run, *operands)
+    return call_without_gradient(
+        f"{options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes))
+    )

@@ -9,6 +9,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
@@ -17,12 +18,13 @@ from jax_ep.ops import registry
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_count,
+    checked_layout,
     checked_max_tokens,
-    low_latency_combine,
-    low_latency_dispatch,
+    combine_tokens,
+    dispatch_tokens,
 )
-from jax_ep.ops.masked import masked_gated_activation, masked_grouped_gemm
-from jax_ep.types import Array, AxisName, LowLatencyHandle, Quantized, Schedule
+from jax_ep.ops.masked import activate, multiply
+from jax_ep.types import Array, AxisName, LowLatencyHandle, Options, Quantized, Schedule
 
 
 @operation
@@ -93,51 +95,18 @@ def low_latency_moe(
         max_tokens_per_rank = max(1, x.shape[0])
     max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
     fp8 = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_experts // num_ranks)
-    d = low_latency_dispatch(
-        x,
-        topk_idx,
-        num_experts=num_experts,
-        max_tokens_per_rank=max_tokens_per_rank,
-        axis_name=axis_name,
-        quantize=fp8,
-        num_tokens=num_tokens,
-        schedule=options.schedule,
-        implementation=options.implementation,
-    )
+    layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
+    operands = (x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down)
+    x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down = vary_alike(operands, over=options.axis)
+    wire_dtype, columns = (FP8, GROUP_SIZE) if fp8 else (x.dtype, None)
+    tokens, scales, sizes, handle = dispatch_tokens(options, layout, columns, wire_dtype, x, topk_idx, num_tokens)
     expected_rows = max(1, -(-num_ranks * topk_idx.size // num_experts))
-
-    def multiply(rows: Array, scales: Array | None, matrix: Array | Quantized) -> Array:
-        values, blocks = matrix if isinstance(matrix, tuple) else (matrix, None)
-        return masked_grouped_gemm(
-            rows,
-            values,
-            d.group_sizes,
-            lhs_scales=scales,
-            rhs_scales=blocks,
-            preferred_element_type=x.dtype,
-            expected_rows=expected_rows,
-            implementation=options.implementation,
-        )
-
-    hidden = multiply(d.tokens, d.scales, w_gate_up)
-    rows, scales = masked_gated_activation(
-        hidden, d.group_sizes, activation=activation, quantize=fp8, implementation=options.implementation
-    )
-    down, blocks = w_down if isinstance(w_down, tuple) else (w_down, None)
-    return low_latency_gemm_combine(
-        rows,
-        down,
-        d.group_sizes,
-        topk_idx,
-        topk_weights,
-        d.handle,
-        lhs_scales=scales,
-        rhs_scales=blocks,
-        preferred_element_type=x.dtype,
-        expected_rows=expected_rows,
-        axis_name=axis_name,
-        schedule=options.schedule,
-        implementation=options.implementation,
+    up, up_scales = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up, None)
+    hidden = multiply(options, tokens, up, sizes, scales, up_scales, x.dtype, expected_rows)
+    rows, scales = activate(options, hidden, sizes, activation, fp8)
+    down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
+    return _multiply_and_combine(
+        options, rows, down, sizes, scales, down_scales, topk_weights, handle, x.dtype, expected_rows
     )
 
 
@@ -207,28 +176,29 @@ def low_latency_gemm_combine(
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, None, schedule)
+    operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, topk_weights, handle)
+    return _multiply_and_combine(options, *vary_alike(operands, over=options.axis), out_dtype, expected_rows)
+
+
+def _multiply_and_combine(
+    options: Options,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    topk_weights: Array,
+    handle: LowLatencyHandle,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+) -> Array:
+    """`low_latency_gemm_combine` of checked operands that vary alike."""
+    layout = handle.layout
     name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
     run = registry.get("low_latency", name)
     if not run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1]):
-        product = masked_grouped_gemm(
-            lhs,
-            rhs,
-            group_sizes,
-            lhs_scales=lhs_scales,
-            rhs_scales=rhs_scales,
-            preferred_element_type=out_dtype,
-            expected_rows=expected_rows,
-            implementation=implementation,
-        )
-        return low_latency_combine(
-            product,
-            topk_idx,
-            topk_weights,
-            handle,
-            axis_name=axis_name,
-            schedule=schedule,
-            implementation=implementation,
-        )
-    operands = vary_alike((lhs, rhs, group_sizes, topk_weights, handle, lhs_scales, rhs_scales), over=options.axis)
+        product = multiply(options, lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, expected_rows)
+        return combine_tokens(options, product, topk_weights, handle)
     fused = partial(run.low_latency_gemm_combine, options, out_dtype=out_dtype, expected_rows=expected_rows)
-    return call_without_gradient(f"{function} has no gradient: train with moe.", fused, *operands)
+    operands = (lhs, rhs, group_sizes, topk_weights, handle, lhs_scales, rhs_scales)
+    return call_without_gradient(f"{options.function} has no gradient: train with moe.", fused, *operands)

@@ -18,22 +18,22 @@ from jax_ep.core import activations
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels.structs import Activation, RowPass, Rows
 from jax_ep.megakernels.launch import launch, make_ready
-from jax_ep.megakernels.rows import BLOCK_ELEMENTS, pass_config, row_sizes
+from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
 from jax_ep.types import Array, Quantized
 from jax_ep.xla import activation as xla
 
 _ACTIVATE = Kernel("activation", "weighted_activation")
 _GRADIENT = Kernel("activation", "weighted_activation_gradient")
-_QUANTIZE_ROWS = Kernel("fp8_operands", "quantize_rows")
-_DEQUANTIZE_ROWS = Kernel("fp8_operands", "dequantize_rows")
-_ACTIVATE_QUANTIZED = Kernel("fp8_operands", "activate_rows")
-_QUANTIZE_MATRICES = Kernel("fp8_operands", "quantize_matrices")
-_COLUMNS = {_ACTIVATE: 512, _GRADIENT: 1024}
-"""Most columns of a block; the gradient of weights adds up whole rows."""
+_QUANTIZE_ROWS = Kernel("activation", "quantize_rows")
+_DEQUANTIZE_ROWS = Kernel("activation", "dequantize_rows")
+_ACTIVATE_QUANTIZED = Kernel("activation", "activate_quantized")
+_QUANTIZE_MATRICES = Kernel("activation", "quantize_matrices")
+# Of a block.
+_MOST_COLUMNS, _MOST_GRADIENT_COLUMNS = 512, 1024
 
 
 def _has_kernel(hidden: Array, weights: Array, group_sizes: Array, gated: bool) -> bool:
@@ -82,12 +82,10 @@ def activate_gradient(
 @functools.partial(jax.jit, static_argnums=(3, 4))  # one compilation for eager callers
 def _activate(hidden: Array, weights: Array, group_sizes: Array, activation: str, gated: bool) -> Array:
     operands = vary_alike((hidden, weights, group_sizes))
-    num_rows, columns = hidden.shape[0], hidden.shape[1] // (2 if gated else 1)
-    constants = _sizes(num_rows, columns, group_sizes, _ACTIVATE)
-    num_tasks = -(-num_rows // constants["BR"]) * -(-columns // constants["BC"])
-    result = jax.ShapeDtypeStruct((num_rows, columns), hidden.dtype)
-    kind = {"GATED": gated, "ACTIVATION": activation}
-    return launch(_ACTIVATE, operands, (result,), pass_config(num_tasks), {**constants, **kind})[0]
+    sizes = sizes_of((hidden.shape[0], hidden.shape[1] // (2 if gated else 1)), group_sizes)
+    result = jax.ShapeDtypeStruct((sizes.R, sizes.H), hidden.dtype)
+    constants = {"S": sizes, "KIND": Activation(activation, gated)}
+    return launch(_ACTIVATE, operands, (result,), pass_config(num_blocks(sizes)), constants)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -95,11 +93,11 @@ def _activate_gradient(
     hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, activation: str, gated: bool
 ) -> tuple[Array, Array]:
     operands = vary_alike((hidden, weights, d_rows, group_sizes))
-    constants = _sizes(d_rows.shape[0], d_rows.shape[1], group_sizes, _GRADIENT)
+    sizes = gradient_sizes_of(d_rows.shape, group_sizes)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]
-    config = pass_config(-(-d_rows.shape[0] // constants["BR"]))
-    kind = {"GATED": gated, "ACTIVATION": activation}
-    d_hidden, d_weights = launch(_GRADIENT, operands, results, config, {**constants, **kind})
+    constants = {"S": sizes, "KIND": Activation(activation, gated)}
+    config = pass_config(-(-sizes.R // sizes.BR))
+    d_hidden, d_weights = launch(_GRADIENT, operands, results, config, constants)
     return d_hidden, d_weights
 
 
@@ -114,10 +112,10 @@ def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
 @jax.jit  # one compilation for eager callers, as all below
 def _quantize_rows(x: Array, group_sizes: Array) -> Quantized:
     def run(x: Array, group_sizes: Array) -> Quantized:
-        constants = tile_of(x.shape[0], x.shape[1], group_sizes)
-        operands, results = (x, group_sizes), _quantized(x.shape[0], x.shape[1])
-        values, scales = launch(_QUANTIZE_ROWS, operands, results, pass_config(_tasks(constants)), constants)
-        return values, scales
+        sizes = sizes_of(x.shape, group_sizes)
+        operands, results = (x, group_sizes), (_quantized(x.shape),)
+        rows = launch(_QUANTIZE_ROWS, operands, results, pass_config(num_blocks(sizes)), {"S": sizes})[0]
+        return rows.values_ptr, rows.scales_ptr
 
     return sequential_vmap(run)(*vary_alike((x, group_sizes)))
 
@@ -133,10 +131,10 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
 @functools.partial(jax.jit, static_argnums=3)
 def _dequantize_rows(values: Array, scales: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
     def run(values: Array, scales: Array, group_sizes: Array) -> Array:
-        constants = tile_of(values.shape[0], values.shape[1], group_sizes)
+        sizes = sizes_of(values.shape, group_sizes)
         result = jax.ShapeDtypeStruct(values.shape, dtype)
-        operands = (values, scales, group_sizes)
-        return launch(_DEQUANTIZE_ROWS, operands, (result,), pass_config(_tasks(constants)), constants)[0]
+        operands = (Rows(values, scales), group_sizes)
+        return launch(_DEQUANTIZE_ROWS, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
 
     return sequential_vmap(run)(*vary_alike((values, scales, group_sizes)))
 
@@ -159,14 +157,12 @@ def _activate_quantized(
 ) -> tuple[Array, Array, Array]:
     def run(hidden: Array, weights: Array, group_sizes: Array) -> tuple[Array, Array, Array]:
         shape = (hidden.shape[0], hidden.shape[1] // (2 if gated else 1))
-        constants = tile_of(*shape, group_sizes)
-        config = pass_config(_tasks(constants))
-        constants["INNER"] = constants.pop("H")
-        kind = {"GATED": gated, "ACTIVATION": activation, "KEEP": keep}
-        results = (*_quantized(*shape), jax.ShapeDtypeStruct(shape if keep else (1,), hidden.dtype))
-        operands = (hidden, weights, group_sizes)
-        values, scales, rows = launch(_ACTIVATE_QUANTIZED, operands, results, config, {**constants, **kind})
-        return values, scales, rows
+        sizes = sizes_of(shape, group_sizes)
+        constants = {"S": sizes, "KIND": Activation(activation, gated), "KEEP": keep}
+        results = (_quantized(shape), jax.ShapeDtypeStruct(shape if keep else (1,), hidden.dtype))
+        operands, config = (hidden, weights, group_sizes), pass_config(num_blocks(sizes))
+        quantized, rows = launch(_ACTIVATE_QUANTIZED, operands, results, config, constants)
+        return quantized.values_ptr, quantized.scales_ptr, rows
 
     return sequential_vmap(run)(*vary_alike((hidden, weights, group_sizes)))
 
@@ -192,10 +188,14 @@ def _quantize_matrices(w: Array) -> Quantized:
     return sequential_vmap(run)(w)
 
 
-def tile_of(num_rows: int, columns: int, group_sizes: Array) -> dict[str, int]:
-    """Sizes of a pass over rows of `columns` elements, and of its blocks."""
-    block = min(512, power_of_two(columns))
-    return row_sizes(num_rows, group_sizes) | {"H": columns, "BR": BLOCK_ELEMENTS // block, "BC": block}
+def sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:
+    """Of a pass over rows, an array of this shape."""
+    return row_pass(shape, group_sizes, _MOST_COLUMNS, BLOCK_ELEMENTS)
+
+
+def gradient_sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:
+    """Of the gradient, which adds up whole rows `[R, H]`."""
+    return row_pass(shape, group_sizes, _MOST_GRADIENT_COLUMNS, BLOCK_ELEMENTS)
 
 
 def matrices_config(num_tasks: int) -> Config:
@@ -203,15 +203,6 @@ def matrices_config(num_tasks: int) -> Config:
     return Config(num_programs(num_tasks, 2), num_warps=8, max_registers=128)
 
 
-def _tasks(constants: dict[str, int]) -> int:
-    return -(-constants["R"] // constants["BR"]) * -(-constants["H"] // constants["BC"])
-
-
-def _quantized(num_rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    scales = jax.ShapeDtypeStruct((num_rows, columns // GROUP_SIZE), jnp.float32)
-    return jax.ShapeDtypeStruct((num_rows, columns), FP8), scales
-
-
-def _sizes(num_rows: int, columns: int, group_sizes: Array, kernel: Kernel) -> dict[str, int]:
-    block = min(_COLUMNS[kernel], power_of_two(columns))
-    return row_sizes(num_rows, group_sizes) | {"INNER": columns, "BR": BLOCK_ELEMENTS // block, "BC": block}
+def _quantized(shape: tuple[int, ...]) -> Rows:
+    scales = jax.ShapeDtypeStruct((shape[0], shape[1] // GROUP_SIZE), jnp.float32)
+    return Rows(jax.ShapeDtypeStruct(shape, FP8), scales)

@@ -1,4 +1,4 @@
-"""Low-latency dispatch and combine as one kernel each, over the low-latency regions of the symmetric heap.
+"""Low-latency dispatch and combine as one kernel each, over the low-latency buffers of the symmetric heap.
 
 The second product of the experts and combine are one kernel, too. A token is a task: with few tokens, what counts is
 how many programs send at once. LAG is how many blocks are sent before the first one is worked on that has arrived,
@@ -6,6 +6,9 @@ about one per program. Tiles are measured by benchmarks/low_latency.py.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +23,26 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels.structs import (
+    LowLatencyCombine,
+    LowLatencyCombineTile,
+    LowLatencyDispatch,
+    LowLatencyDispatchTile,
+    LowLatencyGemmCombine,
+    LowLatencyPlan,
+    Rows,
+    RowSources,
+)
 from jax_ep.megakernels.launch import group_on, launch
-from jax_ep.megakernels.masked import MaskedTiles, masked_tiles
+from jax_ep.megakernels.masked import MaskedTiles, gemm_sizes, masked_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Quantized, Schedule
 
-_DISPATCH = Kernel("low_latency_dispatch", "low_latency_dispatch")
-_COMBINE = Kernel("low_latency_combine", "low_latency_combine")
+_DISPATCH = Kernel("low_latency", "low_latency_dispatch")
+_COMBINE = Kernel("low_latency", "low_latency_combine")
 _FLAG_BYTES = round_up(8 + 4 * MOST_LOW_LATENCY_TOKENS, 256)  # a greeting, and a flag per token
 _GEMM_COMBINE = Kernel("low_latency_gemm_combine", "low_latency_gemm_combine")
-# Every (token, k) has a row of its own in the region of the rank that sends it.
+# Every (token, k) has a row of its own in the buffer of the rank that sends it.
 MOST_ROWS = 4096
 _BLOCK_H = 1024
 # Up to so many comparisons, a copy of the dispatch finds its rows by itself.
@@ -58,36 +71,40 @@ def low_latency_dispatch(
     made = group_size if scales is None and group_size is not None else 0  # columns per scale made by the kernel
     num_scales = hidden // made if made else 0 if scales is None else scales.shape[1]
     wire_dtype = jnp.dtype(FP8 if made else values.dtype)
-    config, blocks = _dispatch_tile(options.schedule, layout, actual, hidden, values.dtype, wire_dtype, num_scales)
-    blocks["SEND_H"] = max(blocks["SEND_H"], made)
-    places, region_bytes = low_latency_places(
-        IDS_AT=actual * layout.top_k * 4,
-        VALUES_AT=actual * hidden * wire_dtype.itemsize,
-        SCALES_AT=actual * num_scales * 4,
+    config, tile = dispatch_tile(options.schedule, layout, actual, hidden, values.dtype, wire_dtype, num_scales)
+    offsets, buffer_bytes = buffer_offsets(
+        IDS=actual * layout.top_k * 4,
+        VALUES=actual * hidden * wire_dtype.itemsize,
+        SCALES=actual * num_scales * 4,
     )
-    constants = {"G": num_scales, "GROUP": made, "COUNTED": num_tokens is not None}
-    constants |= {**_sizes(layout, actual, hidden), **places, **blocks}
-    constants["OPERATION"] = int(ffi.Operation.LOW_LATENCY_DISPATCH)
-    operands = (values, values if scales is None else scales, topk_idx, topk_idx if num_tokens is None else num_tokens)
+    sizes = LowLatencyDispatch(
+        **layout_sizes(layout, actual, hidden),
+        **offsets,
+        G=num_scales,
+        GROUP=made,
+        COUNTED=num_tokens is not None,
+        tile=dataclasses.replace(tile, SEND_H=max(tile.SEND_H, made)),
+    )
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_DISPATCH)}
+    tokens = Rows(values, values if scales is None else scales)
+    operands = (tokens, topk_idx, topk_idx if num_tokens is None else num_tokens)
     group, results = group_on(options.axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
-    context.reserve(_DISPATCH.function, 0, region_bytes)
-    tokens, sent_scales, sizes, token, start, count, slot_row, own_ids, num_invalid = launch(
-        _DISPATCH, operands, results, config, constants, group=group, uses_data=False
-    )
-    handle = LowLatencyHandle(token, start, count, slot_row, num_invalid, layout, own_ids, group)
-    return tokens, sent_scales if num_scales else None, sizes, handle
+    context.reserve(_DISPATCH.function, 0, buffer_bytes)
+    rows, plan = launch(_DISPATCH, operands, results, config, constants, group=group, uses_data=False)
+    arrays = plan.token_ptr, plan.start_ptr, plan.count_ptr, plan.slot_row_ptr, plan.num_invalid_ptr
+    handle = LowLatencyHandle(*arrays, layout, plan.own_ids_ptr, group)
+    return rows.values_ptr, rows.scales_ptr if num_scales else None, plan.sizes_ptr, handle
 
 
-def _results(layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Tokens, scales, group sizes and the arrays of the handle, as the kernel writes them."""
+def _results(layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int) -> tuple[Rows, LowLatencyPlan]:
+    """Rows, and the arrays of the handle, as the kernel writes them."""
     experts, ranks = layout.num_local_experts, layout.num_ranks
     rows, slots = ranks * layout.num_tokens, (layout.num_tokens, layout.top_k)
     shapes = ((experts,), (experts, rows), (experts, ranks), (experts, ranks), (ranks, *slots), slots, ())
-    return (
-        jax.ShapeDtypeStruct((experts, rows, hidden), wire_dtype),
-        jax.ShapeDtypeStruct((experts, rows, num_scales) if num_scales else (1,), jnp.float32),
-        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-    )
+    scales = (experts, rows, num_scales) if num_scales else (1,)
+    tokens = jax.ShapeDtypeStruct((experts, rows, hidden), wire_dtype)
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+    return Rows(tokens, jax.ShapeDtypeStruct(scales, jnp.float32)), LowLatencyPlan(*arrays)
 
 
 def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
@@ -98,18 +115,18 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
         return jnp.zeros_like(y, shape=result.shape)
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
-    config, blocks = _combine_tile(options.schedule, layout, actual, hidden, y.dtype)
-    num_rows = actual * (1 if blocks["SUMS"] else layout.top_k)
-    places, region_bytes = low_latency_places(
-        WEIGHTS_AT=topk_weights.nbytes,
-        VALUES_AT=num_rows * hidden * jnp.dtype(wire_dtype or y.dtype).itemsize,
-        SCALES_AT=num_rows * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0,
+    config, tile = combine_tile(options.schedule, layout, actual, hidden, y.dtype)
+    num_rows = actual * (1 if tile.SUMS else layout.top_k)
+    offsets, buffer_bytes = buffer_offsets(
+        WEIGHTS=topk_weights.nbytes,
+        VALUES=num_rows * hidden * jnp.dtype(wire_dtype or y.dtype).itemsize,
+        SCALES=num_rows * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0,
     )
-    sizes = _sizes(layout, actual, hidden)
-    constants = {**sizes, "FP8": wire_dtype is not None, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
+    common = {**layout_sizes(layout, actual, hidden), **offsets}
+    sizes = LowLatencyCombine(**common, FP8=wire_dtype is not None, tile=tile)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
     operands = (y, handle.slot_row, handle.own_ids, topk_weights)
-    context.reserve(_COMBINE.function, 0, region_bytes)
-    constants |= places | blocks
+    context.reserve(_COMBINE.function, 0, buffer_bytes)
     return launch(_COMBINE, operands, (result,), config, constants, group=handle.group, uses_data=False)[0]
 
 
@@ -117,18 +134,19 @@ def _add_row(x: Array) -> Array:
     return jnp.zeros_like(x, shape=(1, *x.shape[1:])) if x.shape[0] == 0 else x
 
 
-def _sizes(layout: Layout, actual: int, hidden: int) -> dict[str, int]:
-    sizes = {"T": actual, "M": layout.num_tokens, "K": layout.top_k}
+def layout_sizes(layout: Layout, num_tokens: int, hidden: int) -> dict[str, Any]:
+    """Sizes that all kernels take, for `num_tokens` tokens of this rank."""
+    sizes = {"W": layout.num_ranks, "T": num_tokens, "M": layout.num_tokens, "K": layout.top_k}
     return {**sizes, "H": hidden, "L": layout.num_local_experts}
 
 
-def low_latency_places(**num_bytes: int) -> tuple[dict[str, int], int]:
-    """Offsets of the parts of a region, which follow its flags in this order, and the size of the region."""
-    places, end = {}, _FLAG_BYTES
+def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
+    """Offsets of what lies in a low-latency buffer, behind its flags and in this order, and the size of the buffer."""
+    offsets, end = {}, _FLAG_BYTES
     for name, size in num_bytes.items():
-        places[name] = end
+        offsets[name] = end
         end = round_up(end + size, 128)
-    return places, end
+    return offsets, end
 
 
 def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int) -> bool:
@@ -167,48 +185,37 @@ def low_latency_gemm_combine(
     tiles = masked_tiles(rows, expected_rows, lhs.dtype.itemsize, dtype.itemsize)
     if actual == 0:
         return jnp.zeros_like(lhs, dtype=dtype, shape=result.shape)
-    places, region_bytes = low_latency_places(VALUES_AT=actual * layout.top_k * hidden * dtype.itemsize)
-    constants = gemm_combine_constants(layout, actual, hidden, depth, tiles, lhs_scales is not None) | places
+    offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
+    sizes = gemm_combine_sizes(layout, actual, hidden, depth, tiles, lhs_scales is not None, offsets["VALUES"])
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     operands = (
         Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
         Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
         group_sizes if lhs_scales is None else lhs_scales,
         group_sizes if rhs_scales is None else rhs_scales,
         group_sizes,
-        handle.source_token,
-        handle.source_start,
-        handle.slot_row,
-        handle.own_ids,
+        RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids),
         topk_weights,
     )
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
-    context.reserve(_GEMM_COMBINE.function, 0, region_bytes)
+    context.reserve(_GEMM_COMBINE.function, 0, buffer_bytes)
     return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=handle.group, uses_data=False)[0]
 
 
-def gemm_combine_constants(
-    layout: Layout, num_tokens: int, hidden: int, depth: int, tiles: MaskedTiles, fp8: bool
-) -> dict[str, int]:
-    """What the kernel is compiled for, but for places in the heap."""
-    return {
-        "T": num_tokens,
-        "M": layout.num_tokens,
-        "K": layout.top_k,
-        "H": hidden,
-        "L": layout.num_local_experts,
-        "DEPTH": depth,
-        "GROUPS": max(16, power_of_two(layout.num_local_experts)),
-        "LANES": power_of_two(layout.num_ranks),
-        "BM": tiles.block_m,
-        "BN": tiles.block_n,
-        "BK": tiles.block_k,
-        "BLOCK_H": min(power_of_two(hidden), _BLOCK_H),
-        "BLOCK_K": power_of_two(layout.top_k),
-        "SWAP": tiles.swap,
-        "FP8": fp8,
-        "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE),
-    }
+def gemm_combine_sizes(
+    layout: Layout, num_tokens: int, hidden: int, depth: int, tiles: MaskedTiles, fp8: bool, values: int
+) -> LowLatencyGemmCombine:
+    """What the kernel is compiled for; `values` is where rows lie in a low-latency buffer."""
+    rows = layout.num_ranks * layout.num_tokens
+    return LowLatencyGemmCombine(
+        **layout_sizes(layout, num_tokens, hidden),
+        VALUES=values,
+        BLOCK_H=min(power_of_two(hidden), _BLOCK_H),
+        CHOICES=power_of_two(layout.top_k),
+        RANKS=power_of_two(layout.num_ranks),
+        gemm=gemm_sizes(layout.num_local_experts, rows, hidden, depth, fp8, tiles),
+    )
 
 
 def _config(programs: int, limit: int | None) -> Config:
@@ -223,7 +230,7 @@ def _columns(hidden: int, most_bytes: int, itemsize: int) -> int:
     return min(power_of_two(hidden), most_bytes // itemsize)
 
 
-def _dispatch_tile(
+def dispatch_tile(
     schedule: Schedule,
     layout: Layout,
     num_tokens: int,
@@ -231,42 +238,42 @@ def _dispatch_tile(
     dtype: jnp.dtype,
     wire_dtype: jnp.dtype,
     scales: int,
-) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of dispatch, for `num_tokens` tokens of `dtype` that travel as `wire_dtype`."""
+) -> tuple[Config, LowLatencyDispatchTile]:
+    """Config and blocks of dispatch, for `num_tokens` tokens of `dtype` that travel as `wire_dtype`."""
     num_ranks, top_k = layout.num_ranks, power_of_two(layout.top_k)
     tokens = power_of_two(num_ranks * num_tokens)
     direct = tokens * top_k * top_k <= _MOST_COMPARISONS
     block = 1 if direct else 4 if wire_dtype.itemsize == 1 else 2
     num_tasks = num_ranks + layout.num_local_experts + num_tokens + num_ranks * -(-num_tokens // block)
     programs = num_programs(num_tasks, 2)
-    blocks = {
-        "DIRECT": direct,
-        "BLOCK_C": block,
+    tile = LowLatencyDispatchTile(
+        SEND_H=_columns(hidden, 16 << 10, max(2, dtype.itemsize)),
+        BLOCK_T=block,
         # More would take the registers of the second program of a multiprocessor.
-        "BLOCK_H": _columns(hidden, (16 if direct else 8) << 10, wire_dtype.itemsize),
-        "BLOCK_G": power_of_two(scales),
-        "BLOCK_K": top_k,
-        "CHUNK": tokens if direct else min(tokens, 4096 // top_k),
-        "SEND_H": _columns(hidden, 16 << 10, max(2, dtype.itemsize)),
-        "LANES": power_of_two(num_ranks),
-        "LAG": num_tokens if direct else -(-programs // block),
-    }
-    return _config(programs, schedule.num_communicating_programs), blocks
+        BLOCK_H=_columns(hidden, (16 if direct else 8) << 10, wire_dtype.itemsize),
+        BLOCK_G=power_of_two(scales),
+        CHOICES=top_k,
+        RANKS=power_of_two(num_ranks),
+        CHUNK=tokens if direct else min(tokens, 4096 // top_k),
+        LAG=num_tokens if direct else -(-programs // block),
+        DIRECT=direct,
+    )
+    return _config(programs, schedule.num_communicating_programs), tile
 
 
-def _combine_tile(
+def combine_tile(
     schedule: Schedule, layout: Layout, num_tokens: int, hidden: int, dtype: jnp.dtype
-) -> tuple[Config, dict[str, int]]:
-    """Config and tile sizes of combine, for `num_tokens` tokens and rows of `dtype`."""
+) -> tuple[Config, LowLatencyCombineTile]:
+    """Config and blocks of combine, for `num_tokens` tokens and rows of `dtype`."""
     num_ranks = layout.num_ranks
     sums = num_tokens * layout.top_k > _MOST_ROWS
     sends = num_ranks * (1 if sums else layout.top_k)  # of a token
     programs = num_programs(num_ranks + (sends + 1) * num_tokens + 1, 2)
-    blocks = {
-        "SUMS": sums,
-        "BLOCK_H": _columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
-        "BLOCK_K": power_of_two(layout.top_k),
-        "LANES": power_of_two(num_ranks),
-        "LAG": -(-programs // sends),
-    }
-    return _config(programs, schedule.num_combining_programs), blocks
+    tile = LowLatencyCombineTile(
+        BLOCK_H=_columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
+        CHOICES=power_of_two(layout.top_k),
+        RANKS=power_of_two(num_ranks),
+        LAG=-(-programs // sends),
+        SUMS=sums,
+    )
+    return _config(programs, schedule.num_combining_programs), tile

@@ -16,11 +16,12 @@ from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels.structs import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.types import Array
 
-_GEMM = Kernel("masked_gemm", "masked_grouped_gemm")
-_ACTIVATION = Kernel("masked_activation", "masked_gated_activation")
+_GEMM = Kernel("masked", "masked_grouped_gemm")
+_ACTIVATION = Kernel("masked", "masked_gated_activation")
 _SHARED_BYTES = 226 << 10  # of a multiprocessor
 ACTIVATION_PROGRAMS = 8
 
@@ -73,10 +74,17 @@ def masked_tiles(max_rows: int, expected_rows: int | None, itemsize: int, out_it
     return dataclasses.replace(tiles, num_stages=min(stages, 6))
 
 
-def activation_tile(inner: int, quantize: bool) -> tuple[int, int]:
-    """Rows and columns of a tile of the activation, for `inner` columns of the result."""
+def gemm_sizes(groups: int, rows: int, columns: int, depth: int, fp8: bool, tiles: MaskedTiles) -> MaskedGemm:
+    """What a masked product is compiled for."""
+    tile = MaskedTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.swap)
+    return MaskedGemm(rows, columns, depth, groups, max(16, power_of_two(groups)), fp8, tile)
+
+
+def activation_sizes(groups: int, rows: int, inner: int, activation: str, quantize: bool) -> MaskedActivation:
+    """What the activation is compiled for; `inner` columns of the result."""
     columns = min(512, max(128 if quantize else 16, power_of_two(inner)))
-    return max(1, 2048 // columns), columns
+    tile = MaskedActivationTile(max(1, 2048 // columns), columns)
+    return MaskedActivation(rows, inner, groups, max(16, power_of_two(groups)), activation, quantize, tile)
 
 
 def masked_grouped_gemm(
@@ -138,16 +146,7 @@ def _launch_gemm(
     tiles: MaskedTiles,
 ) -> Array:
     (groups, rows, depth), columns = lhs.shape, rhs.shape[1]
-    constants = {
-        **_sizes(groups, rows),
-        "N": columns,
-        "K": depth,
-        "BM": tiles.block_m,
-        "BN": tiles.block_n,
-        "BK": tiles.block_k,
-        "SWAP": tiles.swap,
-        "FP8": lhs_scales is not None,
-    }
+    sizes = gemm_sizes(groups, rows, columns, depth, lhs_scales is not None, tiles)
     operands = (
         Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
         Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
@@ -158,7 +157,7 @@ def _launch_gemm(
     most_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    return launch(_GEMM, operands, (result,), config, constants)[0]
+    return launch(_GEMM, operands, (result,), config, {"S": sizes})[0]
 
 
 def masked_gated_activation(
@@ -182,24 +181,12 @@ def _activate(hidden: Array, group_sizes: Array, activation: str, quantize: bool
 
 def _launch_activation(hidden: Array, group_sizes: Array, *, activation: str, quantize: bool) -> tuple[Array, Array]:
     groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // 2
-    block_m, block_c = activation_tile(inner, quantize)
-    constants = {
-        **_sizes(groups, rows),
-        "INNER": inner,
-        "BM": block_m,
-        "BC": block_c,
-        "ACTIVATION": activation,
-        "QUANTIZE": quantize,
-    }
-    num_tasks = groups * -(-rows // block_m) * -(-inner // block_c)
+    sizes = activation_sizes(groups, rows, inner, activation, quantize)
+    num_tasks = groups * -(-rows // sizes.tile.BM) * -(-inner // sizes.tile.BN)
     config = Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps=4)
     results = (
         jax.ShapeDtypeStruct((groups, rows, inner), FP8 if quantize else hidden.dtype),
         jax.ShapeDtypeStruct((groups, rows, inner // GROUP_SIZE) if quantize else (1,), jnp.float32),
     )
-    values, scales = launch(_ACTIVATION, (hidden, group_sizes), results, config, constants)
+    values, scales = launch(_ACTIVATION, (hidden, group_sizes), results, config, {"S": sizes})
     return values, scales
-
-
-def _sizes(groups: int, rows: int) -> dict[str, int]:
-    return {"M": rows, "G": groups, "GROUPS": max(16, power_of_two(groups))}

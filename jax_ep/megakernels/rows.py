@@ -8,6 +8,7 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels.structs import RowPass
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.types import Array
 
@@ -37,19 +38,22 @@ def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
 
 @jax.jit  # one compilation for eager callers
 def _gather(x: Array, index: Array, group_sizes: Array) -> Array:
-    num_rows, columns = index.shape[0], x.shape[1]
-    block = min(1024, power_of_two(columns))
-    blocks = {"BR": max(1, _BLOCK_BYTES // x.dtype.itemsize // block), "BC": block}
-    sizes = row_sizes(num_rows, group_sizes) | {"H": columns}
-    config = pass_config(-(-num_rows // blocks["BR"]) * -(-columns // block))
-    result = jax.ShapeDtypeStruct((num_rows, columns), x.dtype)
-    return launch(_GATHER, vary_alike((x, index, group_sizes)), (result,), config, sizes | blocks)[0]
+    sizes = row_pass((index.shape[0], x.shape[1]), group_sizes, 1024, _BLOCK_BYTES // x.dtype.itemsize)
+    result = jax.ShapeDtypeStruct((sizes.R, sizes.H), x.dtype)
+    operands = vary_alike((x, index, group_sizes))
+    return launch(_GATHER, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
 
 
-def row_sizes(num_rows: int, group_sizes: Array) -> dict[str, int]:
-    """What a kernel needs to know to tell the rows in use."""
-    groups = group_sizes.shape[0]
-    return {"R": num_rows, "L": groups, "BLOCK_L": max(16, power_of_two(groups))}
+def row_pass(shape: tuple[int, ...], group_sizes: Array, most_columns: int, elements: int) -> RowPass:
+    """Sizes of a pass over rows, of this shape, in blocks of `elements` elements and up to `most_columns` columns."""
+    num_rows, columns = shape
+    block, groups = min(most_columns, power_of_two(columns)), group_sizes.shape[0]
+    return RowPass(num_rows, columns, groups, max(16, power_of_two(groups)), max(1, elements // block), block)
+
+
+def num_blocks(sizes: RowPass) -> int:
+    """How many blocks a pass has if all rows are in use."""
+    return -(-sizes.R // sizes.BR) * -(-sizes.H // sizes.BC)
 
 
 def pass_config(num_tasks: int) -> Config:

@@ -12,7 +12,7 @@ import pytest
 from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
 from jax_ep.megakernels import compile, launch
 from jax_ep.megakernels.compile import Parameter
-from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
+from jax_ep.megakernels.kernels.structs import Heap, MaskedGemm, MaskedTile, Peers, SmallExchange
 
 pytest.importorskip("triton")
 
@@ -89,12 +89,12 @@ def test_descriptors_of_operands_and_results(on_hopper):
 
 def test_a_kernel_can_do_without_some_arrays(on_hopper):
     """Those that the constants name are no parameters of the code, wherever they stand."""
-    sizes = {"M": 64, "N": 128, "K": 64, "G": 4, "GROUPS": 16, "BM": 64, "BN": 128, "BK": 64}
-    constants = {**sizes, "SWAP": False, "FP8": False, "lhs_scales_ptr": None, "rhs_scales_ptr": None}
+    sizes = MaskedGemm(64, 128, 64, G=4, GROUPS=16, FP8=False, tile=MaskedTile(64, 128, 64, SWAP=False))
+    constants = {"S": sizes, "lhs_scales_ptr": None, "rhs_scales_ptr": None}
     shapes = Array((4, 64, 64), BF16), Array((4, 128, 64), BF16), Array((4,), I32)
     describe = lambda a, b, sizes: (Descriptor(a, (1, 64, 64)), Descriptor(b, (1, 128, 64)), sizes)  # noqa: E731
     results, config = (Array((4, 64, 128), BF16),), Config(7, num_warps=4)
-    text = lowered(Kernel("masked_gemm", "masked_grouped_gemm"), describe, results, config, constants, *shapes)
+    text = lowered(Kernel("masked", "masked_grouped_gemm"), describe, results, config, constants, *shapes)
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     described = 1 + 3 + 3 * 3  # rank, kind, and sizes, strides and box of three dimensions
     assert numbers.count(",") + 1 == 2 * described + 2

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.megakernels import activation
-from jax_ep.xla import fp8
+from jax_ep.megakernels import activation as kernels
+from jax_ep.xla import activation as portable
 
 SIZES = jnp.array([5, 0, 17, 3], jnp.int32)
 USED, ROWS = 25, 40
@@ -28,23 +28,23 @@ def same(got, want):
 def test_rows(pool, rng, columns, dtype):
     x = magnitudes(rng, ROWS, columns, dtype=dtype)
     x[3, 130 % columns], x[7], x[USED:] = np.nan, 0, np.nan
-    values, scales = activation.quantize_rows(jnp.asarray(x), SIZES)
-    want = fp8.quantize_rows(jnp.asarray(x), SIZES)
+    values, scales = kernels.quantize_rows(jnp.asarray(x), SIZES)
+    want = portable.quantize_rows(jnp.asarray(x), SIZES)
     same(values[:USED], want[0][:USED])
     same(scales[:USED], want[1][:USED])
 
     assert (np.asarray(values)[USED:].view(np.uint8) == 0xFF).all(), "rows past the groups were written"
-    rows = activation.dequantize_rows(*want, SIZES, dtype=dtype)
+    rows = kernels.dequantize_rows(*want, SIZES, dtype=dtype)
     assert rows.dtype == dtype
-    same(rows[:USED], fp8.dequantize_rows(*want, SIZES, dtype=dtype)[:USED])
+    same(rows[:USED], portable.dequantize_rows(*want, SIZES, dtype=dtype)[:USED])
 
 
 @pytest.mark.parametrize("columns", [128, 200, 40])
 def test_matrices(pool, rng, columns):
     w = magnitudes(rng, 3, 256, columns)
     w[1, 140, 3], w[2] = np.nan, 0
-    values, scales = activation.quantize_matrices(jnp.asarray(w))
-    want = fp8.quantize_matrices(jnp.asarray(w))
+    values, scales = kernels.quantize_matrices(jnp.asarray(w))
+    want = portable.quantize_matrices(jnp.asarray(w))
     assert values.shape == want[0].shape and scales.shape == want[1].shape
     same(values, want[0])
     same(scales, want[1])
@@ -60,8 +60,8 @@ def test_activation(pool, rng, activation, keep, gated):
     hidden[USED:], weights[USED:] = np.nan, np.nan
     options = {"activation": activation, "gated": gated, "keep": keep}
     inputs = jnp.asarray(hidden), jnp.asarray(weights), SIZES
-    want = fp8.activate_quantized(*inputs, **options)
-    got = [x if x is None else np.asarray(x) for x in activation.activate_quantized(*inputs, **options)]
+    want = portable.activate_quantized(*inputs, **options)
+    got = [x if x is None else np.asarray(x) for x in kernels.activate_quantized(*inputs, **options)]
     np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
     exact = np.asarray(want[0]).astype(np.float32)[:USED]
     # Where the last bits of the activations differ, a value may round to its neighbour.

@@ -11,18 +11,19 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import activation, exchange, rows, tuning
-from jax_ep.megakernels.kernels.structs import Dispatch, Peers
+from jax_ep.megakernels import activation as kernels
+from jax_ep.megakernels import exchange, rows, tuning
+from jax_ep.megakernels.kernels.structs import Activation, Dispatch, Peers, Rows
 from jax_ep.megakernels.launch import heap_of
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Schedule
 
 pytest.importorskip("triton")
 
 ROWS, HIDDEN, INNER, GROUPS, PROGRAMS = 32768, 7168, 2048, 64, 1056
-FP8 = {"values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "sizes_ptr": "*i32"}
+FP8 = {"quantized": Rows("*fp8e4nv", "*fp32"), "sizes_ptr": "*i32"}
 
 
-def check(kernel: Any, types: dict[str, str], constants: dict[str, Any], config: Any, capability: int = 90) -> int:
+def check(kernel: Any, types: dict[str, Any], constants: dict[str, Any], config: Any, capability: int = 90) -> int:
     """Returns the registers of a thread."""
     shape = (config.num_warps, config.num_stages, capability, config.max_registers)
     built = build(kernel.module, kernel.function, types, constants, *shape)
@@ -40,10 +41,10 @@ def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("hidden", [HIDDEN, 128])
-@pytest.mark.parametrize("kernel", [activation._QUANTIZE, activation._DEQUANTIZE], ids=lambda k: k.function)
+@pytest.mark.parametrize("kernel", [kernels._QUANTIZE_ROWS, kernels._DEQUANTIZE_ROWS], ids=lambda k: k.function)
 def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
-    other = "x_ptr" if kernel is activation._QUANTIZE else "out_ptr"
-    constants = activation.tile_of(ROWS, hidden, np.zeros(GROUPS, np.int32))
+    other = "x_ptr" if kernel is kernels._QUANTIZE_ROWS else "out_ptr"
+    constants = {"S": kernels.sizes_of((ROWS, hidden), np.zeros(GROUPS, np.int32))}
     check(kernel, FP8 | {other: "*bf16"}, constants, pass_config, capability)
 
 
@@ -52,32 +53,31 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
-    constants = activation.tile_of(ROWS, INNER, np.zeros(GROUPS, np.int32))
-    constants["INNER"] = constants.pop("H")
-    kind = {"GATED": gated, "ACTIVATION": activation, "KEEP": keep}
+    sizes = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32))
+    constants = {"S": sizes, "KIND": Activation(activation, gated), "KEEP": keep}
     types = FP8 | {"hidden_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32"}
-    check(activation._ACTIVATE, types, constants | kind, pass_config)
+    check(kernels._ACTIVATE_QUANTIZED, types, constants, pass_config)
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int) -> None:
-    monkeypatch.setattr(activation, "num_programs", lambda *_: PROGRAMS)
+    monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
     constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS}
     types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-    check(activation._MATRICES, types, constants, activation.matrices_config(num_tasks), capability)
+    check(kernels._QUANTIZE_MATRICES, types, constants, kernels.matrices_config(num_tasks), capability)
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_dispatch(capability: int) -> None:
     layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
     wire = jnp.dtype(jnp.float8_e4m3fn)
-    config, tile = tuning.dispatch(layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, to_rows=True)
+    config, tile = tuning.dispatch(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire)
     integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr")
-    types = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
+    types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
     types["peers"] = Peers("*i32", "*i64", "*i32")
     sizes = {"T": 4096, "K": 8, "H": HIDDEN, "L": 64, "E": 256, "R": layout.capacity, "SCALES": 1 << 29}
-    options = {"FP8": True, "TO_ROWS": True, "QUANTIZED": True, "CLEAR": False}
+    options = {"FP8": True, "QUANTIZED": True, "CLEAR": False}
     constants = {"S": Dispatch(**sizes, **options, tile=tile), "HEAP": heap_of(HeapLayout(4), 4, 1)}
     check(exchange._DISPATCH, types | dict.fromkeys(integers, "*i32"), constants, config, capability)

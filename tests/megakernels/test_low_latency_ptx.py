@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,42 +12,41 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency
-from jax_ep.megakernels.kernels.structs import Peers
+from jax_ep.megakernels.kernels.structs import LowLatencyCombine, LowLatencyDispatch, LowLatencyPlan, Peers, Rows
 from jax_ep.megakernels.launch import heap_of
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Schedule
 
 W, E, K, H = 4, 256, 8, 7168
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
 PROGRAMS = 264  # of an H200
-INTEGERS = {
-    "dispatch": ["ids", "num_tokens", "sizes", "token", "start", "count", "slot_row", "own_ids", "invalid"],
-    "combine": ["slot_row", "own_ids"],
-}
 CASES = [(90, 1, False), (90, 1, True), (90, 128, False), (90, 128, True), (100, 128, True), (80, 128, False)]
 
 
 def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     layout = Layout(W, E, num_tokens, K, E * num_tokens)
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
-    sizes = {**low_latency._sizes(layout, num_tokens, H), "HEAP": heap_of(HeapLayout(W), W, 6)}
-    if name == "dispatch":
-        _, blocks = low_latency.dispatch(layout, num_tokens, H, BF16, wire, scales)
-        types = {"x_ptr": "*bf16", "x_scales_ptr": "*bf16", "out_ptr": "*fp8e4nv" if fp8 else "*bf16"}
-        types["out_scales_ptr"] = "*fp32"
-        parts = {"IDS_AT": num_tokens * K * 4, "VALUES_AT": num_tokens * H * wire.itemsize}
-        sizes |= {"G": scales, "GROUP": 128 if fp8 else 0, "COUNTED": True}
-    else:
-        _, blocks = low_latency.combine(layout, num_tokens, H, BF16)
-        types = {"y_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32"}
-        parts = {"WEIGHTS_AT": num_tokens * K * 4, "VALUES_AT": num_tokens * K * H * wire.itemsize}
-        sizes |= {"FP8": fp8}
-    places, _ = low_latency.low_latency_places(**parts, SCALES_AT=num_tokens * K * scales * 4)
-    types |= {f"{integers}_ptr": "*i32" for integers in INTEGERS[name]} | {"peers": Peers("*i32", "*i64", "*i32")}
+    sizes = low_latency.layout_sizes(layout, num_tokens, H)
+    types: dict[str, Any] = {"peers": Peers("*i32", "*i64", "*i32")}
+    parts = {"VALUES": num_tokens * H * wire.itemsize, "SCALES": num_tokens * K * scales * 4}
     # The tuning of a CPU has fewer programs, and so another order of tasks.
-    constants = sizes | places | blocks | {"LAG": min(num_tokens, PROGRAMS // 4)}
+    lag = min(num_tokens, PROGRAMS // 4)
+    if name == "dispatch":
+        _, tile = low_latency.dispatch_tile(Schedule(), layout, num_tokens, H, BF16, wire, scales)
+        types |= {"x": Rows("*bf16", "*bf16"), "ids_ptr": "*i32", "num_tokens_ptr": "*i32"}
+        types |= {"out": Rows("*fp8e4nv" if fp8 else "*bf16", "*fp32"), "plan": LowLatencyPlan(*["*i32"] * 7)}
+        offsets, _ = low_latency.buffer_offsets(IDS=num_tokens * K * 4, **parts)
+        sizes |= {"G": scales, "GROUP": 128 if fp8 else 0, "COUNTED": True}
+        given: Any = LowLatencyDispatch(**sizes, **offsets, tile=dataclasses.replace(tile, LAG=lag))
+    else:
+        _, tile = low_latency.combine_tile(Schedule(), layout, num_tokens, H, BF16)
+        types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32"}
+        types |= {"slot_row_ptr": "*i32", "own_ids_ptr": "*i32"}
+        parts["VALUES"] *= K
+        offsets, _ = low_latency.buffer_offsets(WEIGHTS=num_tokens * K * 4, **parts)
+        given = LowLatencyCombine(**sizes, **offsets, FP8=fp8, tile=dataclasses.replace(tile, LAG=lag))
     registers = 128 if num_tokens > 1 else None
-    kernel = f"low_latency_{name}"
-    return build(kernel, kernel, types, constants, 8, 3, capability, registers)
+    constants = {"S": given, "HEAP": heap_of(HeapLayout(W), W, 6)}
+    return build("low_latency", f"low_latency_{name}", types, constants, 8, 3, capability, registers)
 
 
 @pytest.mark.parametrize(("capability", "num_tokens", "fp8"), CASES)

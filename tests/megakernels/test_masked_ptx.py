@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from compiling import build
 
+from jax_ep import ffi
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency, masked
-from jax_ep.megakernels.kernels.structs import Peers
+from jax_ep.megakernels.kernels.structs import Peers, RowSources
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.megakernels.masked import MaskedTiles
 from jax_ep.types import Layout
@@ -24,12 +25,11 @@ EXPECTED = {16: 4, 32: 16, 64: 32, 128: 64}
 
 def compile_gemm(tiles: MaskedTiles, fp8: bool, out: str, capability: int) -> Any:
     element = "fp8e4nv" if fp8 else "bf16"
-    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32"}
+    types: dict[str, Any] = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32"}
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
     types["rhs"] = f"tensordesc<{element}[1,{tiles.block_n},{tiles.block_k}]>"
     types["out_ptr"] = f"*{out}"
-    sizes = {"BM": tiles.block_m, "BN": tiles.block_n, "BK": tiles.block_k, "SWAP": tiles.swap, "FP8": fp8}
-    constants = {**masked._sizes(G, M), "K": K, "N": N, **sizes}
+    constants = {"S": masked.gemm_sizes(G, M, N, K, fp8, tiles)}
     kernel = masked._GEMM
     return build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, capability)
 
@@ -66,16 +66,16 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     num_ranks, tokens, top_k = 4, 128, 8
     tiles = masked.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
     element = "fp8e4nv" if fp8 else "bf16"
-    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "weights_ptr": "*fp32"}
+    types: dict[str, Any] = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "weights_ptr": "*fp32"}
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
     types["rhs"] = f"tensordesc<{element}[1,{tiles.block_n},{tiles.block_k}]>"
-    integers = ("sizes", "token", "start", "slot_row", "own_ids")
-    types |= {f"{name}_ptr": "*i32" for name in integers} | {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64", "*i32")}
+    types |= {"sizes_ptr": "*i32", "sources": RowSources(*["*i32"] * 4)}
+    types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64", "*i32")}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
-    constants = low_latency.constants_of(layout, tokens, K, INNER, tiles, fp8)
-    constants["HEAP"] = heap_of(HeapLayout(num_ranks), num_ranks, constants.pop("OPERATION"))
-    kernel, shape = low_latency._KERNEL, (tiles.num_warps, tiles.num_stages, 90)
-    built = build(kernel.module, kernel.function, types, {**constants, "VALUES_AT": 4352}, *shape)
+    sizes = low_latency.gemm_combine_sizes(layout, tokens, K, INNER, tiles, fp8, 4352)
+    heap = heap_of(HeapLayout(num_ranks), num_ranks, int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE))
+    kernel, shape = low_latency._GEMM_COMBINE, (tiles.num_warps, tiles.num_stages, 90)
+    built = build(kernel.module, kernel.function, types, {"S": sizes, "HEAP": heap}, *shape)
     assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
     assert not re.search(r"st\.global\.b(8|16)\b", built["ptx"]), "short stores: an alignment hint was lost"
@@ -106,11 +106,9 @@ def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(activation: str, quantize: bool, capability: int) -> None:
-    block_m, block_c = masked.activation_tile(INNER, quantize)
     types = {"hidden_ptr": "*bf16", "sizes_ptr": "*i32", "scales_ptr": "*fp32"}
     types["out_ptr"] = "*fp8e4nv" if quantize else "*bf16"
-    tile = {"BM": block_m, "BC": block_c, "ACTIVATION": activation, "QUANTIZE": quantize}
-    constants = {**masked._sizes(G, M), "INNER": INNER, **tile}
+    constants = {"S": masked.activation_sizes(G, M, INNER, activation, quantize)}
     built = build(masked._ACTIVATION.module, masked._ACTIVATION.function, types, constants, 4, 3, capability)
     assert "ld.global.v4.b32" in built["ptx"], "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32" if not quantize else r"st\.global\.v[24]\.b32", built["ptx"])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from compiling import build
 
-from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import rows
+from jax_ep.megakernels.kernels.structs import Activation
 
 ROWS, INNER, GROUPS = 32768, 2048, 64
 
@@ -27,13 +27,14 @@ def compile_pass(monkeypatch, kernel, types, constants):
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
-@pytest.mark.parametrize("kernel", [kernels._FORWARD, kernels._GRADIENT], ids=lambda kernel: kernel.function)
+@pytest.mark.parametrize("kernel", [kernels._ACTIVATE, kernels._GRADIENT], ids=lambda kernel: kernel.function)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
 @pytest.mark.slow(unless={"name": ["silu"]})
 def test_activation(monkeypatch, kernel, name, gated):
     types = dict.fromkeys(["hidden_ptr", "out_ptr", "d_rows_ptr", "d_hidden_ptr"], "*bf16")
     types |= {"sizes_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32"}
-    constants = kernels._sizes(ROWS, INNER, np.zeros(GROUPS, np.int32), kernel) | {"GATED": gated, "ACTIVATION": name}
+    sizes = kernels.sizes_of if kernel is kernels._ACTIVATE else kernels.gradient_sizes_of
+    constants = {"S": sizes((ROWS, INNER), np.zeros(GROUPS, np.int32)), "KIND": Activation(name, gated)}
     compile_pass(monkeypatch, kernel, types, constants)
 
 
@@ -41,6 +42,5 @@ def test_activation(monkeypatch, kernel, name, gated):
 @pytest.mark.slow(unless={"hidden": [7168]})
 def test_gather(monkeypatch, dtype, hidden):
     types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "index_ptr": "*i32", "sizes_ptr": "*i32"}
-    block = min(1024, power_of_two(hidden))
-    blocks = {"H": hidden, "BR": 4096 // block, "BC": block}
-    compile_pass(monkeypatch, rows._GATHER, types, rows.row_sizes(ROWS, np.zeros(GROUPS, np.int32)) | blocks)
+    sizes = rows.row_pass((ROWS, hidden), np.zeros(GROUPS, np.int32), 1024, 4096)
+    compile_pass(monkeypatch, rows._GATHER, types, {"S": sizes})

@@ -1,14 +1,30 @@
-"""The weighted activation between the two products of the layer, and its gradient, in one pass over the rows in use.
+"""The weighted activation between the two products of the layer, its gradient, and operands of the products in FP8.
 
-What lies past the groups is neither read nor written: no product reads it either. With a dropless capacity that is most
-of the array.
+Each is one pass over the rows in use. What lies past the groups is neither read nor written: no product reads it
+either. With a dropless capacity that is most of the array.
 """
 
 import triton
 import triton.language as tl
 
-from .masked_activation import activate
-from .rows import block_of_task, rows_in_use
+from .quantization import GROUP, dequantize, quantize, scale_offsets, scales_for
+from .rows import block_of_task, num_row_tasks, rows_in_use
+from .tiles import num_turns, task_of_turn
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """float32 to float32."""
+    if ACTIVATION == "relu":
+        # NaN stays NaN.
+        y = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        y = x * tl.sigmoid(x)
+    return y
 
 
 @triton.jit
@@ -29,100 +45,139 @@ def slope(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def load_block(x_ptr, rows, columns, wanted, WIDTH: tl.constexpr):
-    """float32 `[BR, BC]` of `[R, WIDTH]`; zero where not wanted."""
-    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns, mask=wanted, other=0.0).to(tl.float32)
+def load_block(x_ptr, rows, columns, mask, WIDTH: tl.constexpr):
+    """float32 `[BR, BC]` of `[R, WIDTH]`; zero where not in the mask."""
+    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_block(x_ptr, rows, columns, values, wanted, WIDTH: tl.constexpr):
+def store_block(x_ptr, rows, columns, values, mask, WIDTH: tl.constexpr):
     """Rounds once."""
     target = x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns
-    tl.store(target, values.to(x_ptr.dtype.element_ty), mask=wanted)
+    tl.store(target, values.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def activate_block(
-    hidden_ptr,
-    weights_ptr,
-    rows,
-    columns,
-    wanted,
-    used,
-    INNER: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """float32 block of activated rows of `hidden [R, 2 * INNER]` (`[R, INNER]` without GATED), times their weights."""
-    width: tl.constexpr = 2 * INNER if GATED else INNER
-    values = activate(load_block(hidden_ptr, rows, columns, wanted, width), ACTIVATION)
-    if GATED:
-        values *= load_block(hidden_ptr, rows, INNER + columns, wanted, width)
+def activate_block(hidden_ptr, weights_ptr, rows, columns, mask, used, KIND: tl.constexpr, S: tl.constexpr):
+    """float32 block of activated rows of `hidden [R, 2 * H]` (`[R, H]` without GATED), times their weights."""
+    width: tl.constexpr = 2 * S.H if KIND.GATED else S.H
+    values = activate(load_block(hidden_ptr, rows, columns, mask, width), KIND.NAME)
+    if KIND.GATED:
+        values *= load_block(hidden_ptr, rows, S.H + columns, mask, width)
     return values * tl.load(weights_ptr + rows, mask=rows < used, other=0.0)[:, None]
 
 
 @triton.jit
-def weighted_activation(
-    hidden_ptr,
-    weights_ptr,
-    sizes_ptr,
-    out_ptr,
-    R: tl.constexpr,
-    INNER: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """`hidden [R, 2 * INNER]` (`[R, INNER]` without GATED) and `weights [R]` to `out [R, INNER]`."""
-    used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
-    column_tiles: tl.constexpr = (INNER + BC - 1) // BC
-    for task in range(tl.program_id(0), tl.cdiv(used, BR) * column_tiles, tl.num_programs(0)):
-        rows, _, columns, wanted = block_of_task(task, used, INNER, BR, BC)
-        values = activate_block(hidden_ptr, weights_ptr, rows, columns, wanted, used, INNER, GATED, ACTIVATION)
-        store_block(out_ptr, rows, columns, values, wanted, INNER)
+def weighted_activation(hidden_ptr, weights_ptr, sizes_ptr, out_ptr, KIND: tl.constexpr, S: tl.constexpr):
+    """`hidden [R, 2 * H]` (`[R, H]` without GATED) and `weights [R]` to `out [R, H]`."""
+    used = rows_in_use(sizes_ptr, S)
+    for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
+        rows, _, columns, mask = block_of_task(task, used, S)
+        values = activate_block(hidden_ptr, weights_ptr, rows, columns, mask, used, KIND, S)
+        store_block(out_ptr, rows, columns, values, mask, S.H)
 
 
 @triton.jit
 def weighted_activation_gradient(
-    hidden_ptr,
-    weights_ptr,
-    d_rows_ptr,
-    sizes_ptr,
-    d_hidden_ptr,
-    d_weights_ptr,
-    R: tl.constexpr,
-    INNER: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    hidden_ptr, weights_ptr, d_rows_ptr, sizes_ptr, d_hidden_ptr, d_weights_ptr, KIND: tl.constexpr, S: tl.constexpr
 ):
-    """Cotangents of `hidden` and `weights` for `d_rows [R, INNER]`; those of weights past the groups are zero."""
-    used = rows_in_use(sizes_ptr, R, L, BLOCK_L)
-    width: tl.constexpr = 2 * INNER if GATED else INNER
-    for block in range(tl.program_id(0), (R + BR - 1) // BR, tl.num_programs(0)):
+    """Cotangents of `hidden` and `weights` for `d_rows [R, H]`; those of weights past the groups are zero."""
+    H: tl.constexpr = S.H
+    BR: tl.constexpr = S.BR
+    BC: tl.constexpr = S.BC
+    used = rows_in_use(sizes_ptr, S)
+    width: tl.constexpr = 2 * H if KIND.GATED else H
+    for block in range(tl.program_id(0), (S.R + BR - 1) // BR, tl.num_programs(0)):
         rows = block * BR + tl.arange(0, BR)
         weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)[:, None]
         products = tl.zeros((BR, BC), tl.float32)
         if block * BR < used:
-            for column in range(0, INNER, BC):
+            for column in range(0, H, BC):
                 columns = (column + tl.arange(0, BC))[None, :]
-                wanted = (rows < used)[:, None] & (columns < INNER)
-                gate = load_block(hidden_ptr, rows, columns, wanted, width)
-                d_rows = load_block(d_rows_ptr, rows, columns, wanted, INNER)
-                value = activate(gate, ACTIVATION)
-                d_gate = d_rows * weights * slope(gate, ACTIVATION)
-                if GATED:
-                    up = load_block(hidden_ptr, rows, INNER + columns, wanted, width)
+                mask = (rows < used)[:, None] & (columns < H)
+                gate = load_block(hidden_ptr, rows, columns, mask, width)
+                d_rows = load_block(d_rows_ptr, rows, columns, mask, H)
+                value = activate(gate, KIND.NAME)
+                d_gate = d_rows * weights * slope(gate, KIND.NAME)
+                if KIND.GATED:
+                    up = load_block(hidden_ptr, rows, H + columns, mask, width)
                     products += d_rows * value * up
-                    store_block(d_hidden_ptr, rows, columns, d_gate * up, wanted, width)
-                    store_block(d_hidden_ptr, rows, INNER + columns, d_rows * weights * value, wanted, width)
+                    store_block(d_hidden_ptr, rows, columns, d_gate * up, mask, width)
+                    store_block(d_hidden_ptr, rows, H + columns, d_rows * weights * value, mask, width)
                 else:
                     products += d_rows * value
-                    store_block(d_hidden_ptr, rows, columns, d_gate, wanted, width)
-        tl.store(d_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < R)
+                    store_block(d_hidden_ptr, rows, columns, d_gate, mask, width)
+        tl.store(d_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < S.R)
+
+
+@triton.jit
+def store_quantized(quantized, rows, column, values, used, S: tl.constexpr):
+    """Stores a block of float32 `[BR, BC]` as values of `[R, H]` and scales of `[R, H / 128]`."""
+    columns = (column + tl.arange(0, S.BC))[None, :]
+    values, scales = quantize(values, S.BR, S.BC)
+    store_block(quantized.values_ptr, rows, columns, values, (rows < used)[:, None] & (columns < S.H), S.H)
+    offsets, exist = scale_offsets(rows, column, S.H, S.BC)
+    tl.store(quantized.scales_ptr + offsets, scales, mask=(rows < used)[:, None] & exist)
+
+
+@triton.jit
+def quantize_rows(x_ptr, sizes_ptr, quantized, S: tl.constexpr):
+    """`x [R, H]` to FP8 values and `[R, H / 128]` scales."""
+    used = rows_in_use(sizes_ptr, S)
+    for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
+        rows, column, columns, mask = block_of_task(task, used, S)
+        values = load_block(x_ptr, rows, columns, mask, S.H)
+        store_quantized(quantized, rows, column, values, used, S)
+
+
+@triton.jit
+def dequantize_rows(quantized, sizes_ptr, out_ptr, S: tl.constexpr):
+    """The inverse, in the dtype of `out [R, H]`."""
+    used = rows_in_use(sizes_ptr, S)
+    for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
+        rows, column, columns, mask = block_of_task(task, used, S)
+        source = quantized.values_ptr + rows.to(tl.int64)[:, None] * S.H + columns
+        values = tl.load(source, mask=mask, other=0.0)
+        offsets, exist = scale_offsets(rows, column, S.H, S.BC)
+        scales = tl.load(quantized.scales_ptr + offsets, mask=(rows < used)[:, None] & exist, other=0.0)
+        store_block(out_ptr, rows, columns, dequantize(values, scales, S.BR, S.BC), mask, S.H)
+
+
+@triton.jit
+def activate_quantized(
+    hidden_ptr, weights_ptr, sizes_ptr, quantized, rows_ptr, KIND: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr
+):
+    """The weighted activation to FP8 `[R, H]` and, with KEEP, also to `rows` as `weighted_activation` has it."""
+    used = rows_in_use(sizes_ptr, S)
+    for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
+        rows, column, columns, mask = block_of_task(task, used, S)
+        values = activate_block(hidden_ptr, weights_ptr, rows, columns, mask, used, KIND, S)
+        if KEEP:
+            store_block(rows_ptr, rows, columns, values, mask, S.H)
+        store_quantized(quantized, rows, column, values, used, S)
+
+
+@triton.jit
+def quantize_matrices(w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
+    """`w [G, K, N]` to values `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`, one per block of 128 by 128."""
+    column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
+    depth_blocks: tl.constexpr = K // GROUP
+    lanes = tl.arange(0, GROUP)
+    for turn in range(num_turns(G * column_blocks * depth_blocks)):
+        task = task_of_turn(turn)
+        # Neighbours read neighbouring columns.
+        group = (task // (column_blocks * depth_blocks)).to(tl.int64)
+        depth = task // column_blocks % depth_blocks
+        k = (depth * GROUP + lanes)[:, None]
+        block = task % column_blocks
+        columns = (block * GROUP + lanes)[None, :]
+        source = w_ptr + group * (K * N) + k * N + columns
+        values = tl.load(source, mask=columns < N, other=0.0).to(tl.float32)
+        bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
+        turned = tl.trans((values * inverse).to(values_ptr.dtype.element_ty))
+        columns = (block * GROUP + lanes)[:, None]
+        target = values_ptr + group * (K * N) + columns.to(tl.int64) * K + (depth * GROUP + lanes)[None, :]
+        tl.store(target, turned, mask=columns < N)
+        index = (group * column_blocks + block) * depth_blocks + depth + tl.zeros((1, 1), tl.int32)
+        tl.store(scales_ptr + index, scale)

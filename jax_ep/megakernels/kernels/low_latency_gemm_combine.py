@@ -1,9 +1,9 @@
 """Masked grouped GEMM and low-latency combine in one launch: rows go to the ranks of their tokens as they are computed.
 
-A tile's epilogue stores each row in the region of its source (regions.py), at the slot of the (token, k) that asked for
+A tile's epilogue stores each row in the low-latency buffer of its source, at the slot of the (token, k) that asked for
 it; of a token that names an expert twice, at the first. When all programs have stored their tiles, the last one greets
-all ranks, which is also how they hear from each other. Then each rank adds the rows of its tokens, times
-their weights, in float32 and in order of k.
+all ranks, which is also how they hear from each other. Then each rank adds the rows of its tokens, times their weights,
+in float32 and in order of k.
 
 Shares of tiles are fixed, so that the loads of a tile begin before the one before it is stored. Sums wait for other
 ranks, so only programs that see all programs of this launch begun take any; the last to begin always does. Thus no
@@ -14,78 +14,60 @@ import triton
 import triton.language as tl
 
 from .failures import poison
-from .masked_gemm import multiply_masked
-from .masked_tiles import find_masked_tile, number_masked_tasks
+from .low_latency_buffers import (
+    await_greeting_of_each,
+    end_low_latency_launch,
+    greet,
+    open_buffers,
+    part_of,
+    pick,
+    pick_each,
+)
+from .masked import find_masked_tile, multiply_masked, number_masked_tasks
 from .programs import all_begun, count_stored
 from .protocol import next_task, open_launch
-from .regions import await_greeting_of_each, end_region_launch, greet, open_regions, part_of, pick, pick_each
 from .table import STARTED
 from .tiles import num_turns, task_of_turn
 
 
 @triton.jit
-def slot_addresses(
-    expert,
-    row,
-    size,
-    outgoing,
-    token_ptr,
-    start_ptr,
-    slot_row_ptr,
-    dtype: tl.constexpr,
-    W: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    VALUES_AT: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Addresses `[BM]` of rows of an expert in the regions of their sources, 0 from row `size` on."""
+def slot_addresses(expert, row, size, outgoing, sources, dtype: tl.constexpr, S: tl.constexpr):
+    """Addresses `[BM]` of rows of an expert in the buffers of their sources, 0 from row `size` on."""
+    W: tl.constexpr = S.W
+    K: tl.constexpr = S.K
+    BM: tl.constexpr = S.gemm.tile.BM
     rows = row + tl.arange(0, BM)
-    index = expert.to(tl.int64) * (W * M) + rows
-    token = tl.load(token_ptr + index, mask=rows < size, other=-1)
+    index = expert.to(tl.int64) * (W * S.M) + rows
+    token = tl.load(sources.token_ptr + index, mask=rows < size, other=-1)
     # Starts never decrease: the source is the last rank that starts at or before the row.
     source = tl.zeros((BM,), tl.int32)
     for rank in tl.static_range(1, W):
-        source += (tl.load(start_ptr + expert * W + rank) <= rows).to(tl.int32)
-    choices = tl.arange(0, BLOCK_K)[None, :]
-    slots = ((source * M + tl.maximum(token, 0)) * K)[:, None] + choices
-    named = tl.load(slot_row_ptr + slots, mask=(token >= 0)[:, None] & (choices < K), other=-1)
+        source += (tl.load(sources.start_ptr + expert * W + rank) <= rows).to(tl.int32)
+    choices = tl.arange(0, S.CHOICES)[None, :]
+    slots = ((source * S.M + tl.maximum(token, 0)) * K)[:, None] + choices
+    named = tl.load(sources.slot_row_ptr + slots, mask=(token >= 0)[:, None] & (choices < K), other=-1)
     k = tl.min(tl.where(named == index[:, None], choices, K), axis=1)
-    offset = (token * K + k).to(tl.int64) * (H * dtype.primitive_bitwidth // 8)
-    return tl.where((token >= 0) & (k < K), pick_each(outgoing, source) + VALUES_AT + offset, 0)
+    offset = (token * K + k).to(tl.int64) * (S.H * dtype.primitive_bitwidth // 8)
+    return tl.where((token >= 0) & (k < K), pick_each(outgoing, source) + S.VALUES + offset, 0)
 
 
 @triton.jit
-def add_received(
-    out_ptr,
-    own_ids_ptr,
-    weights_ptr,
-    token,
-    h,
-    incoming,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    VALUES_AT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, S: tl.constexpr):
     """Adds columns `[h, h + BLOCK_H)` of the rows of a token, each times its weight, in order of k."""
-    columns, choices = h + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_K)
+    H: tl.constexpr = S.H
+    K: tl.constexpr = S.K
+    columns, choices = h + tl.arange(0, S.BLOCK_H), tl.arange(0, S.CHOICES)
     ids = tl.load(own_ids_ptr + token * K + choices, mask=choices < K, other=-1)
-    total = tl.zeros((BLOCK_H,), tl.float32)
+    total = tl.zeros((S.BLOCK_H,), tl.float32)
     for k in tl.static_range(K):
         expert = tl.load(own_ids_ptr + token * K + k)
-        wanted = (expert >= 0) & (expert < W * L)
+        valid = (expert >= 0) & (expert < S.W * S.L)
         first = tl.min(tl.where(ids == expert, choices, k), axis=0)
-        region = pick(incoming, tl.where(wanted, expert // L, 0))
-        source = part_of(region, VALUES_AT, out_ptr.dtype.element_ty) + (token * K + first).to(tl.int64) * H + columns
-        row = tl.load(tl.multiple_of(source, 16), mask=wanted & (columns < H), other=0.0)
+        buffer = pick(incoming, tl.where(valid, expert // S.L, 0))
+        source = part_of(buffer, S.VALUES, out_ptr.dtype.element_ty) + (token * K + first).to(tl.int64) * H + columns
+        row = tl.load(tl.multiple_of(source, 16), mask=valid & (columns < H), other=0.0)
         # The weight of a slot without an expert may be anything.
-        total += row.to(tl.float32) * tl.where(wanted, tl.load(weights_ptr + token * K + k).to(tl.float32), 0.0)
+        total += row.to(tl.float32) * tl.where(valid, tl.load(weights_ptr + token * K + k).to(tl.float32), 0.0)
     target = tl.multiple_of(out_ptr + token.to(tl.int64) * H + columns, 16)
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < H)
 
@@ -97,86 +79,48 @@ def low_latency_gemm_combine(
     lhs_scales_ptr,
     rhs_scales_ptr,
     sizes_ptr,
-    token_ptr,
-    start_ptr,
-    slot_row_ptr,
-    own_ids_ptr,
+    sources,
     weights_ptr,
     peers,
     out_ptr,
-    T: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VALUES_AT: tl.constexpr,
-    LANES: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    FP8: tl.constexpr,
+    S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`lhs [L, W * M, DEPTH]` and matrices `[L, H, DEPTH]` to `out [T, H]`; scales as those of `masked_grouped_gemm`.
-
-    Of the handle: `token [L, W * M]`, `start [L, W]`, `slot_row [W, M, K]`, `own_ids [M, K]`.
-    """
+    """`lhs [L, W * M, depth]` and matrices `[L, H, depth]` to `out [T, H]`; scales as for `masked_grouped_gemm`."""
     launch, alive = open_launch(peers, HEAP)
-    W: tl.constexpr = HEAP.W
+    W: tl.constexpr = S.W
+    H: tl.constexpr = S.H
+    GEMM: tl.constexpr = S.gemm
+    BN: tl.constexpr = GEMM.tile.BN
+    SWAP: tl.constexpr = GEMM.tile.SWAP
     tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu")
-    regions = open_regions(launch, HEAP)
+    buffers = open_buffers(launch, HEAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    rows: tl.constexpr = W * M
-    group_ends = number_masked_tasks(sizes_ptr, rows, L, GROUPS, BM, (H + BN - 1) // BN)
+    group_ends = number_masked_tasks(sizes_ptr, GEMM)
     # After a failure nobody may be there to receive: no more stores, whatever the sums then are.
     for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)) * alive, flatten=True):
-        expert, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, rows, BM)
+        expert, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, GEMM)
         column = column_tile * BN
-        total = multiply_masked(
-            lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, rows, H, DEPTH, BM, BN, BK, SWAP, FP8
-        )
+        total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, GEMM)
         if SWAP:
             total = tl.trans(total)
-        addresses = slot_addresses(
-            expert,
-            row,
-            size,
-            regions.outgoing,
-            token_ptr,
-            start_ptr,
-            slot_row_ptr,
-            dtype,
-            W,
-            M,
-            K,
-            H,
-            VALUES_AT,
-            BM,
-            BLOCK_K,
-        )
+        addresses = slot_addresses(expert, row, size, buffers.outgoing, sources, dtype, S)
         columns = (column + tl.arange(0, BN))[None, :]
         target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
         tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
         if count_stored(launch, 0):
-            greet(launch, regions, (tl.full((), 1, tl.int64) << W) - 1, HEAP)
+            greet(buffers, (tl.full((), 1, tl.int64) << W) - 1, HEAP)
     if all_begun(launch):
-        blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-        lanes = tl.arange(0, LANES)
+        blocks: tl.constexpr = (H + S.BLOCK_H - 1) // S.BLOCK_H
+        lanes = tl.arange(0, S.RANKS)
         task = next_task(launch)
-        if task < T * blocks:
+        if task < S.T * blocks:
             ranks = tl.where(lanes < W, lanes, 0)
-            alive = await_greeting_of_each(launch, regions.incoming, regions.epochs, ranks, alive, task, HEAP)
-        while task < T * blocks:
-            token, h = task // blocks, task % blocks * BLOCK_H
-            add_received(
-                out_ptr, own_ids_ptr, weights_ptr, token, h, regions.incoming, W, K, H, L, VALUES_AT, BLOCK_H, BLOCK_K
-            )
+            alive = await_greeting_of_each(launch, buffers.incoming, buffers.epochs, ranks, alive, task, HEAP)
+        while task < S.T * blocks:
+            token, h = task // blocks, task % blocks * S.BLOCK_H
+            add_received(out_ptr, sources.own_ids_ptr, weights_ptr, token, h, buffers.incoming, S)
             task = next_task(launch)
-    if end_region_launch(launch, HEAP):
-        poison(out_ptr, T * H)
+    if end_low_latency_launch(launch, HEAP):
+        poison(out_ptr, S.T * H)

@@ -14,9 +14,7 @@ keep fewer bits. Source: section 3.3 of DeepSeek-V3 (arXiv:2412.19437).
 import triton
 import triton.language as tl
 
-from .masked_tiles import find_masked_tile, number_masked_tasks
 from .quantization import GROUP
-from .tiles import num_turns, task_of_turn
 
 
 @triton.jit
@@ -67,42 +65,3 @@ def multiply_masked(
         else:
             total = tl.dot(a, tl.trans(b), total)
     return total
-
-
-@triton.jit
-def masked_grouped_gemm(
-    lhs,
-    rhs,
-    lhs_scales_ptr,
-    rhs_scales_ptr,
-    sizes_ptr,
-    out_ptr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    SWAP: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
-
-    Scales are `[G, M, K / 128]` and `[G, ceil(N / 128), K / 128]`; without FP8 they are not read.
-    """
-    column_tiles: tl.constexpr = (N + BN - 1) // BN
-    group_ends = number_masked_tasks(sizes_ptr, M, G, GROUPS, BM, column_tiles)
-    for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
-        group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, M, BM)
-        column = column_tile * BN
-        total = multiply_masked(
-            lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, M, N, K, BM, BN, BK, SWAP, FP8
-        )
-        if SWAP:
-            total = tl.trans(total)
-        rows = row + tl.arange(0, BM)
-        columns = column + tl.arange(0, BN)
-        target = out_ptr + (group.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < N)[None, :])

@@ -3,13 +3,13 @@
 The table, int64, begins with the addresses of the heaps of all D devices. Behind them:
 
     D + STATUS        address of the status record        D + AREA          offset of the low-latency area
-    D + TIMEOUT_NS    how long a wait may take            D + REGION_BYTES  size of a low-latency region
+    D + TIMEOUT_NS    how long a wait may take            D + BUFFER_BYTES  size of a low-latency buffer
     D + DEVICE        number of this device
 
 Each heap begins with control words, int32:
 
     TICKET   next task of the running launch              EPOCHS         [D] launches so far with each device
-    EXITED   programs of the launch that ended            EPOCHS + D     [D] the same of regions.py
+    EXITED   programs of the launch that ended            EPOCHS + D     [D] the same of low_latency_buffers.py
     FAILED   1 after a failure, until reset               EPOCHS + 2 * D [2, D] int64 greetings
     QUEUE    next task of a launch's second queue
     STARTED  programs of the launch that began
@@ -24,7 +24,7 @@ STATUS = tl.constexpr(0)
 TIMEOUT_NS = tl.constexpr(1)
 DEVICE = tl.constexpr(2)
 AREA = tl.constexpr(3)
-REGION_BYTES = tl.constexpr(4)
+BUFFER_BYTES = tl.constexpr(4)
 
 TICKET = tl.constexpr(0)
 EXITED = tl.constexpr(1)

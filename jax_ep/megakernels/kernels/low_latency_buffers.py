@@ -1,9 +1,9 @@
-"""The low-latency area of the heap: launches that send at once, without asking whether a peer is ready.
+"""Low-latency buffers: launches that send at once, without asking whether a peer is ready.
 
-The area holds `[2, D]` regions of one size. Of the regions of device d only d writes; each begins with d's greeting
-(int64, see protocol.py) and flags (int32, flag i >= 1 at byte 4 + 4 * i), and what a launch sends lies behind them, as
-it likes. The table says where the area begins, after the number of this
-device, and how large a region is: both may change when the heap is allocated again, with all its words zero.
+Their area of the heap holds `[2, D]` buffers of one size. Of the buffers of device d only d writes; each begins with
+d's greeting (int64, see protocol.py) and flags (int32, flag i >= 1 at byte 4 + 4 * i), and what a launch sends lies
+behind them, as it likes. The table says where the area begins, after the number of this device, and how large a buffer
+is: both may change when the heap is allocated again, with all its words zero.
 
 Two devices count the launches that use the area and in which both take part: their epoch here, at control word
 EPOCHS + D + device. A launch sends through half `epoch & 1`, and its flags become `epoch`. Every rank waits for the
@@ -14,7 +14,7 @@ two halves suffice, and nobody needs to announce itself:
     So I had begun launch e + 1, and had ended launch e: I no longer read what P sent in e, which lay in the same half,
     and no longer wait for a flag of e, in whose place there is now a flag of e + 2.
 
-This is about one pair of devices, its own regions and its own count. So groups may overlap, launches of different sizes
+This is about one pair of devices, its own buffers and its own count. So groups may overlap, launches of different sizes
 may follow each other, and launches of other operations in between change nothing: they use neither the area nor this
 count, and need not wait for anybody.
 """
@@ -25,31 +25,31 @@ import triton.language as tl
 from .failures import report_timeout
 from .masks import goes_to
 from .protocol import await_greetings, first_missing, greeting
-from .structs import Regions
-from .table import AREA, DONE, EPOCHS, EXITED, FAILED, REGION_BYTES, STARTED, TICKET, TIMEOUT_NS
+from .structs import LowLatencyBuffers
+from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
 
 
 @triton.jit
-def region_epochs(launch, devices, HEAP: tl.constexpr):
+def pair_epochs(launch, devices, HEAP: tl.constexpr):
     """Pointers to the numbers of launches so far with each of `devices`."""
     return launch.control + EPOCHS + HEAP.D + devices
 
 
 @triton.jit
-def open_regions(launch, HEAP: tl.constexpr):
-    """The regions of this launch, by rank; lanes past W repeat rank 0.
+def open_buffers(launch, HEAP: tl.constexpr):
+    """The buffers of this launch, by rank; lanes past W repeat rank 0.
 
     All that a launch must look up, at its start: after a wait it would cost more.
     """
     D: tl.constexpr = HEAP.D
     lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
     peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
-    epochs = tl.load(region_epochs(launch, peers, HEAP)) + 1
-    area, size = tl.load(launch.table_ptr + D + AREA), tl.load(launch.table_ptr + D + REGION_BYTES)
+    epochs = tl.load(pair_epochs(launch, peers, HEAP)) + 1
+    area, size = tl.load(launch.table_ptr + D + AREA), tl.load(launch.table_ptr + D + BUFFER_BYTES)
     half = (epochs & 1) * D
     outgoing = tl.load(launch.table_ptr + peers) + area + (half + launch.device).to(tl.int64) * size
     incoming = tl.load(launch.table_ptr + launch.device) + area + (half + peers).to(tl.int64) * size
-    return Regions(epochs, outgoing, incoming)
+    return LowLatencyBuffers(epochs, outgoing, incoming)
 
 
 @triton.jit
@@ -67,42 +67,42 @@ def pick_each(values, ranks):
 
 
 @triton.jit
-def part_of(region, AT: tl.constexpr, dtype: tl.constexpr):
-    """Pointer to what lies at byte AT, a multiple of 16, of one region or of several."""
-    return tl.multiple_of((region + AT).to(tl.pointer_type(dtype)), 16)
+def part_of(buffer, AT: tl.constexpr, dtype: tl.constexpr):
+    """Pointer to what lies at byte AT, a multiple of 16, of one buffer or of several."""
+    return tl.multiple_of((buffer + AT).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def greet(launch, regions, ranks, HEAP: tl.constexpr):
+def greet(buffers, ranks, HEAP: tl.constexpr):
     """Greets each rank of a set; what this program has stored there is complete."""
-    lanes = tl.arange(0, regions.epochs.shape[0])
-    words = part_of(regions.outgoing, 0, tl.int64)
+    lanes = tl.arange(0, buffers.epochs.shape[0])
+    words = part_of(buffers.outgoing, 0, tl.int64)
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
-    tl.atomic_store(words, greeting(regions.epochs, HEAP), mask=mask, sem="release", scope="sys")
+    tl.atomic_store(words, greeting(buffers.epochs, HEAP), mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
 def await_greeting_of_each(launch, incoming, epochs, ranks, alive, task, HEAP: tl.constexpr):
-    """Waits for the greetings in regions `incoming [N]`, those of `ranks [N]`; returns whether it is still alive."""
+    """Waits for the greetings in buffers `incoming [N]`, those of `ranks [N]`; returns whether it is still alive."""
     return await_greetings(launch, part_of(incoming, 0, tl.int64), epochs, ranks, alive, task, HEAP)
 
 
 @triton.jit
-def publish_to(launch, regions, ranks, flag, HEAP: tl.constexpr):
+def publish_to(buffers, ranks, flag, HEAP: tl.constexpr):
     """Sets flag `flag >= 1` at each rank of a set: what this program has stored there is complete."""
-    lanes = tl.arange(0, regions.epochs.shape[0])
-    flags = part_of(regions.outgoing, 0, tl.int32) + 1 + flag
+    lanes = tl.arange(0, buffers.epochs.shape[0])
+    flags = part_of(buffers.outgoing, 0, tl.int32) + 1 + flag
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
-    tl.atomic_store(flags, regions.epochs, mask=mask, sem="release", scope="sys")
+    tl.atomic_store(flags, buffers.epochs, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit
 def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.constexpr):
-    """Waits for `flags [N]` in regions `incoming [N]`, those of `ranks [N]`; returns whether the launch is alive."""
+    """Waits for `flags [N]` in buffers `incoming [N]`, those of `ranks [N]`; returns whether the launch is alive."""
     if alive != 0:
         timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
         words = part_of(incoming, 0, tl.int32) + 1 + flags
@@ -121,7 +121,7 @@ def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.co
 
 
 @triton.jit
-def end_region_launch(launch, HEAP: tl.constexpr):
+def end_low_latency_launch(launch, HEAP: tl.constexpr):
     """As `end_launch` of protocol.py: 1 in the program that must poison what the launch returns, else 0."""
     control = launch.control
     has_failed = 0
@@ -135,7 +135,7 @@ def end_region_launch(launch, HEAP: tl.constexpr):
         lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
         inside = lanes < HEAP.W
         peers = tl.load(launch.group_ptr + lanes, mask=inside, other=0)
-        epochs = region_epochs(launch, peers, HEAP)
+        epochs = pair_epochs(launch, peers, HEAP)
         tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
     # Nothing of what other programs have stored may come after what poisons it.
     tl.debug_barrier()

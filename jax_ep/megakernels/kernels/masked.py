@@ -1,0 +1,127 @@
+"""Grouped GEMM and gated activation on the layout of a low-latency dispatch: of M rows of a group the first count.
+
+Tasks are numbered group by group, in a group column by column, so that the row tiles that share a part of the group's
+matrix are neighbours: it is read from memory once. Groups without rows, and rows past the count, have no tasks.
+
+With few rows per group the matrices are nearly all that is read, each once. So what counts is how many bytes of them
+are under way: blocks of [BN, BK] come by TMA, several per program, and one loop over tiles and K keeps them coming
+across the end of a tile.
+
+Tensor cores of Hopper multiply 64 rows at a time, but as few as 8 columns. With fewer than 64 rows per tile the product
+is turned (SWAP): columns of the matrix stand in for rows, `out.T = rhs @ lhs.T`.
+
+In FP8, products of one block of K are scaled and added in float32 registers, since the sums inside of the tensor cores
+keep fewer bits. Source: section 3.3 of DeepSeek-V3 (arXiv:2412.19437).
+"""
+
+import triton
+import triton.language as tl
+
+from .activation import activate
+from .quantization import GROUP, quantize, scale_offsets
+from .tiles import num_turns, task_of_turn
+
+
+@triton.jit
+def rows_of(sizes_ptr, group, M: tl.constexpr, mask=None):
+    """Rows of groups that count; the API takes any int32."""
+    if mask is None:
+        size = tl.load(sizes_ptr + group)
+    else:
+        size = tl.load(sizes_ptr + group, mask=mask, other=0)
+    return tl.minimum(tl.maximum(size, 0), M)
+
+
+@triton.jit
+def number_masked_tasks(sizes_ptr, S: tl.constexpr):
+    """`[GROUPS]` int32: the first task after each group."""
+    column_tiles: tl.constexpr = (S.N + S.tile.BN - 1) // S.tile.BN
+    group = tl.arange(0, S.GROUPS)
+    rows = rows_of(sizes_ptr, group, S.M, group < S.G)
+    return tl.cumsum((rows + S.tile.BM - 1) // S.tile.BM * column_tiles, axis=0)
+
+
+@triton.jit
+def find_masked_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
+    """Group, first row in its block, rows of the group that count, and column tile of a task."""
+    before = group_ends <= task
+    group = tl.sum(before.to(tl.int32), axis=0)
+    local = task - tl.max(tl.where(before, group_ends, 0), axis=0)
+    rows = rows_of(sizes_ptr, group, S.M)
+    row_tiles = (rows + S.tile.BM - 1) // S.tile.BM
+    return group, local % row_tiles * S.tile.BM, rows, local // row_tiles
+
+
+@triton.jit
+def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S: tl.constexpr):
+    """float32 `[BM, BN]`, or `[BN, BM]` with SWAP, from descriptors of `[G, M, K]` and `[G, N, K]`."""
+    BM: tl.constexpr = S.tile.BM
+    BN: tl.constexpr = S.tile.BN
+    BK: tl.constexpr = S.tile.BK
+    SWAP: tl.constexpr = S.tile.SWAP
+    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    num_scales: tl.constexpr = S.K // GROUP
+    if S.FP8:
+        tl.static_assert(BK == GROUP and GROUP % BN == 0, "a block has one scale of the matrix")
+        rows = group.to(tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
+        lhs_scales = lhs_scales_ptr + rows * num_scales
+        column_blocks: tl.constexpr = (S.N + GROUP - 1) // GROUP
+        rhs_scales = rhs_scales_ptr + (group.to(tl.int64) * column_blocks + column // GROUP) * num_scales
+    for k in range(0, S.K, BK):
+        a = tl.reshape(lhs.load([group, row, k]), (BM, BK))
+        b = tl.reshape(rhs.load([group, column, k]), (BN, BK))
+        if S.FP8:
+            scale = tl.load(lhs_scales + k // GROUP) * tl.load(rhs_scales + k // GROUP)
+            if SWAP:
+                total += tl.dot(b, tl.trans(a)) * scale[None, :]
+            else:
+                total += tl.dot(a, tl.trans(b)) * scale[:, None]
+        elif SWAP:
+            total = tl.dot(b, tl.trans(a), total)
+        else:
+            total = tl.dot(a, tl.trans(b), total)
+    return total
+
+
+@triton.jit
+def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out_ptr, S: tl.constexpr):
+    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
+
+    Scales are `[G, M, K / 128]` and `[G, ceil(N / 128), K / 128]`; without FP8 they are not read.
+    """
+    group_ends = number_masked_tasks(sizes_ptr, S)
+    for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
+        group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+        column = column_tile * S.tile.BN
+        total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S)
+        if S.tile.SWAP:
+            total = tl.trans(total)
+        rows = row + tl.arange(0, S.tile.BM)
+        columns = column + tl.arange(0, S.tile.BN)
+        target = out_ptr + (group.to(tl.int64) * S.M + rows)[:, None] * S.N + columns[None, :]
+        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])
+
+
+@triton.jit
+def masked_gated_activation(hidden_ptr, sizes_ptr, out_ptr, scales_ptr, S: tl.constexpr):
+    """`hidden [G, M, 2 * N]` to `out [G, M, N]`, with QUANTIZE as FP8 and `scales [G, M, N / 128]`."""
+    N: tl.constexpr = S.N
+    BM: tl.constexpr = S.tile.BM
+    BN: tl.constexpr = S.tile.BN
+    group_ends = number_masked_tasks(sizes_ptr, S)
+    for turn in range(num_turns(tl.max(group_ends, axis=0))):
+        group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
+        local = row + tl.arange(0, BM)
+        rows = group.to(tl.int64) * S.M + local
+        column = column_tile * BN
+        columns = column + tl.arange(0, BN)[None, :]
+        mask = (local < size)[:, None] & (columns < N)
+        source = hidden_ptr + rows[:, None] * (2 * N) + columns
+        gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(source + N, mask=mask, other=0.0).to(tl.float32)
+        values = activate(gate, S.ACTIVATION) * up
+        if S.QUANTIZE:
+            values, scales = quantize(values, BM, BN)
+            offsets, exist = scale_offsets(rows, column, N, BN)
+            tl.store(scales_ptr + offsets, scales, mask=(local < size)[:, None] & exist)
+        tl.store(out_ptr + rows[:, None] * N + columns, values.to(out_ptr.dtype.element_ty), mask=mask)

@@ -122,8 +122,8 @@ def variants(inputs: Inputs) -> dict[str, Variant]:
     case, weights, rows = inputs
     num_bytes, num_ranks = traffic(case), case.layout.num_ranks
     sizes = (case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
-    _, blocks = low_latency._combine_tile(Schedule(), *sizes)
-    back = "tokens" if blocks["SUMS"] else "rows"
+    _, tile = low_latency.combine_tile(Schedule(), *sizes)
+    back = "tokens" if tile.SUMS else "rows"
     found = {}
     for wire, quantize in (("fp8", True), ("bf16", False)):
         step, there = ids_step(case, quantize), num_bytes[f"tokens {wire}"]

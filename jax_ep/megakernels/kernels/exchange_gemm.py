@@ -47,7 +47,7 @@ from .protocol import (
     peer_of,
     publish,
 )
-from .structs import Rows, Tile
+from .structs import Rows, Tile, TokensByRow
 from .table import QUEUE, STARTED
 from .tiles import (
     find_tile,
@@ -111,18 +111,19 @@ def multiply_gathered(a_ptrs, b_desc, tile, S: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def gathered_tile(x_ptr, received_ptr, row_slot_ptr, b_desc, out_ptr, rank, tile, S: tl.constexpr, BM: tl.constexpr):
-    """Multiplies up to BM rows, gathered from this rank's tokens and from the heap, and stores the product."""
+def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.constexpr, BM: tl.constexpr):
+    """Multiplies `size <= BM` rows of the `TokensByRow` from `row` on with a tile's columns; stores the product."""
     lines = tl.arange(0, BM)
-    inside = lines < tile.end - tile.row
-    slot = tl.load(row_slot_ptr + tile.row + lines, mask=inside, other=-1)
+    inside = lines < size
+    slot = tl.load(tokens.row_slot_ptr + row + lines, mask=inside, other=-1)
     # Rows without a slot are padding: any token may stand for them, since the product is not used.
     token = tl.where(slot < 0, 0, slot // S.K)
     columns = tl.arange(0, S.product.tile.BK)[None, :]
-    own = ((slot < 0) | (token // S.T == rank))[:, None]
-    own_ptrs = x_ptr + (token % S.T).to(tl.int64)[:, None] * S.product.K + columns
-    received_ptrs = received_ptr + token.to(tl.int64)[:, None] * S.product.K + columns
+    own = ((slot < 0) | (token // S.T == tokens.rank))[:, None]
+    own_ptrs = tokens.own_ptr + (token % S.T).to(tl.int64)[:, None] * S.product.K + columns
+    received_ptrs = tokens.received_ptr + token.to(tl.int64)[:, None] * S.product.K + columns
     a_ptrs = tl.multiple_of(tl.where(own, own_ptrs, received_ptrs), (16, 16))
+    tile = Tile(group, row, row + size, column * S.product.tile.BN)
     total = multiply_gathered(a_ptrs, b_desc, tile, S.product, BM)
     total = tl.where((slot >= 0)[:, None], total, 0.0)
     store_tile(out_ptr, total, tile, S.product)
@@ -216,6 +217,7 @@ def dispatch_gemm(
     received_ptr = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.COMM:
         alive = communicate(x_ptr, received_ptr, ids_ptr, order, saved_ptr, launch, alive, S, HEAP)
+    tokens = TokensByRow(x_ptr, received_ptr, row_slot_ptr, launch.rank)
     column_tiles: tl.constexpr = (P.N + BN - 1) // BN
     num_tiles = count_row_tiles(sizes_ptr, P) * column_tiles
     lanes = tl.arange(0, P.GROUPS)
@@ -233,13 +235,11 @@ def dispatch_gemm(
                 ready = expert
             row_tile, column = tile_in_grid(tile - first_tile, row_tiles(size, BM), column_tiles, P.tile.GROUP_M)
             rows_left = size - row_tile * BM
-            row = first_row + row_tile * BM
-            at = Tile(expert, row, row + rows_left, column * BN)
             # A group ends with a tile of half the height where at most that many rows remain.
             if rows_left > BM // 2:
-                gathered_tile(x_ptr, received_ptr, row_slot_ptr, b_desc, out_ptr, launch.rank, at, S, BM)
+                gathered_tile(tokens, b_desc, out_ptr, expert, first_row + row_tile * BM, rows_left, column, S, BM)
             else:
-                gathered_tile(x_ptr, received_ptr, row_slot_ptr, b_desc, out_ptr, launch.rank, at, S, BM // 2)
+                gathered_tile(tokens, b_desc, out_ptr, expert, first_row + row_tile * BM, rows_left, column, S, BM // 2)
         else:
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BM, P.M, P.N, BM, BN)
         tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")

@@ -500,3 +500,19 @@ class CombineWithWeightGradient:
     TASKS: int
     combine: Combine
     gradient: WeightGradient
+
+
+class TokensByRow(NamedTuple):
+    """Where the tokens of rows are.
+
+    Attributes:
+      own_ptr: `[T, .]` tokens of this rank.
+      received_ptr: `[W * T, .]` tokens that arrive.
+      row_slot_ptr: `[R]` slot of each row.
+      rank: this rank.
+    """
+
+    own_ptr: Any
+    received_ptr: Any
+    row_slot_ptr: Any
+    rank: Any

@@ -247,6 +247,10 @@ def fuses_weight_gradient(schedule: Schedule, layout: Layout, dtype: DTypeLike, 
     can, wanted = fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND, schedule.fuse_weight_gradients
     if not can or wanted is not None:
         return can and bool(wanted)
+    return _is_faster(schedule, layout, features, hidden)
+
+
+def _is_faster(schedule: Schedule, layout: Layout, features: int, hidden: int) -> bool:
     if jax.default_backend() == "cpu":
         return False  # nothing runs beside anything in the interpreter
     times = cost_model.backward_times(layout, features, hidden)

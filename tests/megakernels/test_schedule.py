@@ -14,7 +14,7 @@ from compiling import build
 import jax_ep
 from jax_ep.megakernels.send_order import order_sends, send_order_sizes, sort_sends
 from jax_ep.ops import registry
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Options
 
 EXPERT = harness.EXPERT
 ALSO_ON_GPUS = True
@@ -59,7 +59,7 @@ def test_order(sizes, hostile, rng):
         ids = np.where(rng.random(ids.shape) < 0.5, rng.choice(HOSTILE, ids.shape), ids)
 
     def fn(ids):
-        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
+        handle = registry.get("exchange", "triton").plan(Options("test", (EXPERT,)), ids, layout)
         return (*order_sends(handle), *sort_sends(handle))
 
     got = harness.run(fn, mesh, ids)

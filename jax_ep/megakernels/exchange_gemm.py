@@ -167,7 +167,7 @@ def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *
 
 def _scatter_arguments(
     h: Array, w: Array, handle: Handle, config: Config, sizes: structs.GemmCombine
-) -> tuple[tuple[Any, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
     The results are the sums and scratch memory.

@@ -23,7 +23,7 @@ class Device:
       pallas_product: how much faster `pallas` makes a product by itself (grouped_gemm_gpu.json).
       pallas_depth: from this depth on; below, the end of a tile takes its share (grouped_gemm_gpu.json).
       gradient_flops: operations of a weight gradient of `triton` in a second, by two programs of four warps per
-        multiprocessor or one of eight: 0.73 of cuBLAS's rate (no report).
+        multiprocessor or one of eight: 0.73 of cuBLAS's rate (grouped_gemm_sweep_gpu.json).
       pallas_gradient: how much faster `pallas` makes one in a launch of its own (no report).
       combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
       scatter_bytes: the same at the end of GEMM + combine, with whatever else that costs (moe_layer.json).

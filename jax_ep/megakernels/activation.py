@@ -20,7 +20,8 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels.structs import Activation, RowPass, Rows
+from jax_ep.megakernels.kernels.structs import Rows
+from jax_ep.megakernels.kernels.structs_serving import Activation, RowPass
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
 from jax_ep.types import Array, Quantized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -9,33 +10,71 @@ import jax
 from jax_ep.pallas import requirements
 from jax_ep.types import Layout
 
-LINK, MEMORY, TENSOR_CORES = 350e9, 2.6e12, 600e12
-"""What an H200 does in a second: bytes sent to other GPUs, bytes moved to make sums, operations of grouped GEMMs."""
-ALONE = 1.08
-"""How much faster `pallas` makes a product by itself than a launch of `triton`, which may exchange rows too, does."""
-DEEP = 4096
-"""From this depth on; below, the end of a tile takes its share (grouped_gemm_gpu.json)."""
-COMBINE_MEMORY = 3.8e12
-"""The second of them for combine by itself (dispatch_combine_2_gpus.json, moe_layer_combine.json)."""
-SHOWN = 0.6
-"""Part of the exchange by which dispatch + GEMM takes longer than the product (moe_layer_4_gpus.json)."""
-COPIES = 3.8e12
-"""Bytes that a copy of rows moves in a second."""
-LAUNCH_SECONDS = 10e-6
-"""What one launch more costs, by which few tokens are served in one."""
-GRADIENTS = 0.73 * 735e12
-"""Operations of weight gradients in a second, by two programs of four warps per multiprocessor or one of eight."""
-GRADIENTS_ALONE = 1.06
-"""How much faster `pallas` makes them, in a launch of their own."""
-BESIDE = 0.15
-"""Part of the time of sums by which the gradient takes longer in their launch: they move bytes, it multiplies."""
-FAR, FAR_MEMORY = 1 << 30, 1.5e12
-"""Rows that arrive in so many bytes or more count with this rate: their stores hold up the products by then."""
-MEETING_SECONDS = 50e-6
-"""What the end of GEMM + combine costs beside its sums: all programs of all ranks meet there (moe_layer.json)."""
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """How fast a GPU is at what fused operations consist of, and the run that says so.
+
+    Files are in benchmarks/results; "no report": the output of the run was not kept (docs/design/fused.md).
+
+    Attributes:
+      link_bytes: sent to other GPUs in a second, by ordinary stores (dispatch_combine_4_gpus.json).
+      product_flops: operations of a grouped GEMM of `triton` in a second (grouped_gemm_gpu.json).
+      pallas_product: how much faster `pallas` makes a product by itself (grouped_gemm_gpu.json).
+      pallas_depth: from this depth on; below, the end of a tile takes its share (grouped_gemm_gpu.json).
+      gradient_flops: operations of a weight gradient of `triton` in a second, by two programs of four warps per
+        multiprocessor or one of eight: 0.73 of cuBLAS's rate (grouped_gemm_sweep_gpu.json).
+      pallas_gradient: how much faster `pallas` makes one in a launch of its own (no report).
+      combine_bytes: moved to make sums in a second, by combine (dispatch_combine_2_gpus.json, moe_layer_combine.json).
+      scatter_bytes: the same at the end of GEMM + combine, with whatever else that costs (moe_layer.json).
+      many_row_bytes: where so many bytes of rows arrive, or more, their stores hold up the products.
+      many_scatter_bytes: `scatter_bytes` by then (no report).
+      meeting_seconds: what that end costs beside the sums: all programs of all ranks meet there (moe_layer.json).
+      copy_bytes: read and written by a copy of rows in a second (moe_layer_combine.json).
+      launch_seconds: what one launch more costs, by which few tokens are served in one (no report).
+      shown_dispatch: part of the exchange by which dispatch + GEMM takes longer than the product
+        (moe_layer_4_gpus.json).
+      sums_beside_gradient: part of the time of sums by which the gradient takes longer in their launch: they move
+        bytes, it multiplies (no report).
+    """
+
+    link_bytes: float
+    product_flops: float
+    pallas_product: float
+    pallas_depth: int
+    gradient_flops: float
+    pallas_gradient: float
+    combine_bytes: float
+    scatter_bytes: float
+    many_row_bytes: int
+    many_scatter_bytes: float
+    meeting_seconds: float
+    copy_bytes: float
+    launch_seconds: float
+    shown_dispatch: float
+    sums_beside_gradient: float
 
 
-def _holders(layout: Layout) -> float:
+H200 = Device(
+    link_bytes=350e9,
+    product_flops=600e12,
+    pallas_product=1.08,
+    pallas_depth=4096,
+    gradient_flops=0.73 * 735e12,
+    pallas_gradient=1.06,
+    combine_bytes=3.8e12,
+    scatter_bytes=2.6e12,
+    many_row_bytes=1 << 30,
+    many_scatter_bytes=1.5e12,
+    meeting_seconds=50e-6,
+    copy_bytes=3.8e12,
+    launch_seconds=10e-6,
+    shown_dispatch=0.6,
+    sums_beside_gradient=0.15,
+)
+
+
+def _ranks_of_token(layout: Layout) -> float:
     """Expected number of ranks with an expert of a token."""
     ranks = layout.num_ranks
     return ranks * (1 - ((ranks - 1) / ranks) ** layout.top_k)
@@ -43,25 +82,26 @@ def _holders(layout: Layout) -> float:
 
 def _product(layout: Layout, features: int, hidden: int) -> float:
     """Seconds per token to compute the products."""
-    return 2 * layout.top_k * features * hidden / TENSOR_CORES
+    return 2 * layout.top_k * features * hidden / H200.product_flops
 
 
-def _made(layout: Layout, hidden: int) -> float:
+def _summed_bytes(layout: Layout, hidden: int) -> float:
     """Bytes per token that are moved to make sums of products: rows read, and sums written, read and added up."""
-    return (layout.top_k + 2 * _holders(layout) + 1) * 2 * hidden
+    return (layout.top_k + 2 * _ranks_of_token(layout) + 1) * 2 * hidden
 
 
-def _scattered(layout: Layout, hidden: int) -> float:
+def _rows_sent(layout: Layout, hidden: int) -> float:
     """Seconds per token to send each row of an expert on another rank by itself."""
     remote = (layout.num_ranks - 1) / layout.num_ranks
-    return layout.top_k * remote * 2 * hidden / LINK
+    return layout.top_k * remote * 2 * hidden / H200.link_bytes
 
 
-def _scattered_sums(layout: Layout, hidden: int) -> float:
+def _sums_of_scatter(layout: Layout, hidden: int) -> float:
     """Seconds per token to add rows that have come one by one, once all ranks have sent."""
     row = 2 * hidden
-    rate = FAR_MEMORY if layout.num_tokens * layout.top_k * row >= FAR else MEMORY
-    meeting = MEETING_SECONDS / layout.num_tokens if layout.num_ranks > 1 else 0.0
+    are_many = layout.num_tokens * layout.top_k * row >= H200.many_row_bytes
+    rate = H200.many_scatter_bytes if are_many else H200.scatter_bytes
+    meeting = H200.meeting_seconds / layout.num_tokens if layout.num_ranks > 1 else 0.0
     return (layout.top_k + 1) * row / rate + meeting
 
 
@@ -79,14 +119,15 @@ def _product_alone(layout: Layout, features: int, hidden: int) -> float:
     """Seconds per token to compute the products in a launch of their own."""
     time = _product(layout, features, hidden)
     if _is_from_pallas(layout, features, hidden):
-        time /= 1 + (ALONE - 1) * min(1.0, features / DEEP)
+        time /= 1 + (H200.pallas_product - 1) * min(1.0, features / H200.pallas_depth)
     return time
 
 
-def _summed(layout: Layout, hidden: int) -> tuple[float, float]:
+def _combine_alone(layout: Layout, hidden: int) -> tuple[float, float]:
     """Seconds per token of combine by itself: to send the sums, and to move what they are made of."""
     remote = (layout.num_ranks - 1) / layout.num_ranks
-    return _holders(layout) * remote * 2 * hidden / LINK, _made(layout, hidden) / COMBINE_MEMORY
+    sent = _ranks_of_token(layout) * remote * 2 * hidden / H200.link_bytes
+    return sent, _summed_bytes(layout, hidden) / H200.combine_bytes
 
 
 def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float]:
@@ -94,10 +135,10 @@ def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float
 
     docs/design/fused.md tells why.
     """
-    product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
+    product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
     return {
         "serial": _product_alone(layout, features, hidden) + max(sent, made),
-        "scatter": max(product, _scattered(layout, hidden)) + _scattered_sums(layout, hidden),
+        "scatter": max(product, _rows_sent(layout, hidden)) + _sums_of_scatter(layout, hidden),
     }
 
 
@@ -107,12 +148,12 @@ def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None
     In one launch a part of the exchange shows in spite of the products; in two the saved tokens, in the other the saved
     rows, are a copy. Times are those of even loads; uneven ones cost the one launch some percent more than the two.
     """
-    sent, _ = _summed(layout, hidden)
-    token = 2 * 2 * hidden / COPIES  # to read and write one
-    rows, tokens = layout.top_k * token, _holders(layout) * token
+    sent, _ = _combine_alone(layout, hidden)
+    token = 2 * 2 * hidden / H200.copy_bytes  # to read and write one
+    rows, tokens = layout.top_k * token, _ranks_of_token(layout) * token
     serial = _product_alone(layout, hidden, columns) + sent + (tokens if save_as == "tokens" else 0.0)
-    serial += LAUNCH_SECONDS / layout.num_tokens
-    fused = _product(layout, hidden, columns) + SHOWN * sent + (rows if save_as == "rows" else 0.0)
+    serial += H200.launch_seconds / layout.num_tokens
+    fused = _product(layout, hidden, columns) + H200.shown_dispatch * sent + (rows if save_as == "rows" else 0.0)
     return "serial" if serial <= 1.03 * fused else "fused"
 
 
@@ -133,15 +174,15 @@ def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
 
     What travels has the time of the gradient, too, or, in mode "scatter", that of both products.
     """
-    product, (sent, made) = _product(layout, features, hidden), _summed(layout, hidden)
-    gradient = product * TENSOR_CORES / GRADIENTS
-    alone = gradient / (GRADIENTS_ALONE if _is_from_pallas(layout, features, hidden) else 1)
-    both = max(product + gradient, _scattered(layout, hidden))
+    product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
+    gradient = product * H200.product_flops / H200.gradient_flops
+    alone = gradient / (H200.pallas_gradient if _is_from_pallas(layout, features, hidden) else 1)
+    both = max(product + gradient, _rows_sent(layout, hidden))
     return BackwardTimes(
         {mode: time + alone for mode, time in combine_times(layout, features, hidden).items()},
         {
-            "scatter": both + _scattered_sums(layout, hidden),
-            "serial": _product_alone(layout, features, hidden) + max(gradient + BESIDE * made, sent),
+            "scatter": both + _sums_of_scatter(layout, hidden),
+            "serial": _product_alone(layout, features, hidden) + max(gradient + H200.sums_beside_gradient * made, sent),
         },
     )
 

@@ -19,11 +19,22 @@ from jax_ep.core.collectives import sum_in_order
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.megakernels import tuning
-from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Plan, PlanScratch, SmallExchange
+from jax_ep.heap.symmetric import MAX_BLOCKS
+from jax_ep.megakernels import grid
+from jax_ep.megakernels.kernels.structs import (
+    Combine,
+    CombineTile,
+    CountTile,
+    Dispatch,
+    DispatchTile,
+    Plan,
+    PlanScratch,
+    SmallExchange,
+)
 from jax_ep.megakernels.launch import group_of, group_on, launch
-from jax_ep.types import Array, Handle, Layout, Options, Quantized
+from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 
 _PLAN = Kernel("plan", "plan")
 _EXCHANGE_I32 = Kernel("small_exchange", "exchange_i32")
@@ -32,11 +43,23 @@ _COMBINE = Kernel("combine", "combine")
 # The plan keeps a slot's local expert and its position in its block in one word (kernels/plan.py).
 MOST_EXPERTS, MOST_POSITIONS = 1 << 10, 1 << 20
 
+BLOCK_T = 8
+"""Most tokens per flag, and per task: few enough that the last tasks of a launch end together."""
+
+FEW = 64
+"""Up to so many programs, which do not fill the GPU, each has a multiprocessor to itself and larger blocks."""
+
+ROW_BYTES, IN_FLIGHT_BYTES = 16 * 1024, 80 * 1024
+"""Most bytes of a row that are added up at once, 64 sums for each thread of four warps; and of rows on their way there.
+
+More rows on their way bring nothing, nor do more warps: 24 programs are then held up by the copies to shared memory.
+"""
+
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
     """`[T, K]` ids of this rank to the handle, whose `group` tells kernels the devices of the ranks."""
     group = group_on(options.axis, varying_axes(topk_idx))
-    config, sizes = tuning.plan(layout)
+    config, sizes = plan_config(layout)
     if layout.num_local_experts <= MOST_EXPERTS and sizes.tile.BLOCK <= MOST_POSITIONS:
         return _plan_in_one_launch(topk_idx, layout, group, config, sizes)
     # Beyond that each block would count thousands of experts: sorting, which knows no experts, is better.
@@ -79,7 +102,7 @@ def all_to_all_i32(x: Array, group: Array, after: Array | None = None) -> Array:
 
 def _exchange_i32(x: Array, group: Array, after: Array | None, *, to_each: bool) -> Array:
     num_ranks, num_values = group.shape[0] - 1, x.shape[-1]
-    config, block = tuning.small_exchange(num_ranks, num_values)
+    config, block = small_exchange_config(num_ranks, num_values)
     context.reserve("dispatch", num_ranks * num_values * 4)
     # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
     operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
@@ -152,7 +175,7 @@ def _dispatch_arguments(
     """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
-    config, tile = tuning.dispatch(options.schedule, layout, hidden, x.dtype, wire)
+    config, tile = dispatch_config(options.schedule, layout, hidden, x.dtype, wire)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
     common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype)
@@ -166,7 +189,7 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
     """`[R, H]` rows to their unweighted sums `[T, H]`."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     y = _pad_columns(y)
-    config, tile = tuning.combine(options.schedule, layout, y.shape[1], y.dtype)
+    config, tile = combine_config(options.schedule, layout, y.shape[1], y.dtype)
     sizes = Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
@@ -199,3 +222,119 @@ def _reserved_sizes(
         "SCALES": context.heap(kernel.function).layout.data + value_bytes,
         "FP8": wire_dtype is not None,
     }
+
+
+def copied_columns(hidden: int, itemsize: int) -> int:
+    """Columns of a tile: a power of two that covers H or some kilobytes, whichever is less."""
+    # Sums and FP8 scaling are float32 whatever travels: wider tiles of float32 rows would spill.
+    most_bytes = 2048 if itemsize <= 2 else 1024
+    columns = 128  # an FP8 group
+    while columns < hidden and columns * itemsize < most_bytes:
+        columns *= 2
+    return columns
+
+
+def summed_columns(hidden: int, itemsize: int) -> tuple[int, int]:
+    """Columns that are added up at once, and depth of the pipeline through which rows come; see `ROW_BYTES`."""
+    columns = max(GROUP_SIZE, min(power_of_two(hidden), ROW_BYTES // itemsize))
+    return columns, min(10, 1 + IN_FLIGHT_BYTES // (columns * itemsize))
+
+
+def at_most(config: Config, limit: int | None) -> Config:
+    """The config with no more programs than `limit`, as for a launch beside other work; None sets no limit."""
+    if limit is None:
+        return config
+    return dataclasses.replace(config, num_programs=min(config.num_programs, limit))
+
+
+def small_exchange_config(num_ranks: int, num_values: int) -> tuple[Config, int]:
+    """Config and values per block of an exchange of 32-bit values."""
+    block = 1024
+    while block * MAX_BLOCKS < num_values:
+        block *= 2
+    return Config(grid.num_programs(num_ranks * -(-num_values // block)), num_warps=4), block
+
+
+def plan_config(layout: Layout) -> tuple[Config, Plan]:
+    """Config and sizes of the plan kernel.
+
+    About as many blocks as programs that run at a time: each is then counted and placed once, and every task can add
+    the counts of all up. Small blocks where there are few slots: a block is worked on by LANES slots at a time.
+    """
+    lanes, most_blocks = 128, 256  # a slot per thread
+    slots = layout.num_tokens * layout.top_k
+    block = lanes
+    while layout.num_ranks * -(-slots // block) > most_blocks:
+        block *= 2
+    fill = 1024
+    while -(-layout.capacity // fill) > most_blocks:
+        fill *= 2
+    source_blocks = -(-slots // block)
+    num_blocks = layout.num_ranks * source_blocks
+    bins = max(32, power_of_two(layout.num_local_experts))
+    sizes = Plan(
+        N=slots,
+        L=layout.num_local_experts,
+        R=layout.capacity,
+        ALIGNMENT=layout.alignment,
+        FILL=fill,
+        SOURCE_BLOCKS=power_of_two(source_blocks),
+        tile=CountTile(block, lanes, bins, ROWS=max(1, min(4096 // bins, power_of_two(num_blocks)))),
+    )
+    # Registers are enough for three at a time; one that had to wait would only make the end later.
+    return Config(grid.num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), sizes
+
+
+def _tokens_per_task(num_tokens: int) -> int:
+    """Fewer where there are few tokens, so that most programs of a GPU have a task."""
+    least = 4 if jax.default_backend() == "cpu" else 2  # several at the sizes of tests
+    block = BLOCK_T
+    while block > least and block * 256 > num_tokens:
+        block //= 2
+    return block
+
+
+def dispatch_config(
+    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype
+) -> tuple[Config, DispatchTile]:
+    """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
+    block, columns = _tokens_per_task(layout.num_tokens), copied_columns(hidden, dtype.itemsize)
+    warps, per_processor = 8, 2
+    limit = schedule.num_communicating_programs
+    if limit is not None and limit <= FEW:
+        block, columns, per_processor = 32, min(columns, 512), 1
+    elif wire_dtype != dtype:
+        # Converting what arrives needs more programs rather than wider tiles.
+        columns, warps, per_processor = min(columns, 512), 4, 4
+    block, warps = schedule.tokens_per_block or block, schedule.num_warps or warps
+    num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
+    lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
+    tile = DispatchTile(block, columns, BLOCK_R=16, LAG=lag)
+    return at_most(Config(grid.num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
+
+
+def combine_config(schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, CombineTile]:
+    """Config and tile of the combine kernel, for sums of `dtype`."""
+    limit = schedule.num_combining_programs
+    few = limit is not None and limit <= FEW
+    block = _tokens_per_task(layout.num_tokens)
+    if few:
+        block = min(32, power_of_two(layout.num_tokens))
+    elif layout.num_tokens <= 4 * MAX_BLOCKS:
+        block = min(4, block)
+    block = schedule.tokens_per_block or block
+    columns, stages = summed_columns(hidden, dtype.itemsize)
+    choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
+    tile = CombineTile(
+        BLOCK_T=block,
+        BLOCK_H=columns,
+        CHOICES=choices,
+        RANKS=ranks,
+        LENGTH=block * max(choices, ranks),
+        STAGES=stages if schedule.rows_in_flight is None else 1 + schedule.rows_in_flight,
+        LAG=min(max(1, 256 // block), -(-layout.num_tokens // block)),
+    )
+    num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
+    warps = max(1, min(4, columns * dtype.itemsize // 512))  # as many as have 16 bytes for each thread
+    warps = schedule.num_warps or warps
+    return at_most(Config(grid.num_programs(num_tasks, 1 if few else max(1, 8 // warps)), num_warps=warps), limit), tile

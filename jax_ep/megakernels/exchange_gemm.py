@@ -8,6 +8,7 @@ product, most of whose programs multiply for the gradient.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,23 +19,27 @@ from jax_ep import context, ffi
 from jax_ep.core import layout as rows_of
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
-from jax_ep.megakernels import cost_model, grouped_gemm, tuning
+from jax_ep.megakernels import cost_model, grid, grouped_gemm
 from jax_ep.megakernels.capability import has_tma
-from jax_ep.megakernels.exchange import combine_tokens, dispatch_tokens
-from jax_ep.megakernels.kernels.structs import Combine, CombineTile
+from jax_ep.megakernels.exchange import (
+    combine_config,
+    combine_tokens,
+    copied_columns,
+    dispatch_tokens,
+    summed_columns,
+)
+from jax_ep.megakernels.kernels import structs
 from jax_ep.megakernels.launch import group_of, launch
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.send_order import order_sends
 from jax_ep.types import COMBINE_MODES, Array, Handle, Layout, Options, Schedule
 
-_DISPATCH_GEMM = Kernel("dispatch_gemm", "dispatch_gemm")
-_GEMM_COMBINE = Kernel("gemm_combine", "gemm_combine")
-_COMBINE_PRODUCTS = Kernel("combine_products", "combine_products")
+_DISPATCH_GEMM = Kernel("exchange_gemm", "dispatch_gemm")
+_GEMM_COMBINE = Kernel("exchange_gemm", "gemm_combine")
+_COMBINE_WITH_WEIGHT_GRADIENT = Kernel("exchange_gemm", "combine_with_weight_gradient")
 
-_NO_GRADIENT = dict.fromkeys(
-    ("lhs", "rhs", "products", *(f"WEIGHT_{name}" for name in ("M", "N", "R", "STAGES", "PARTS")))
-)
-"""The parameters of GEMM_COMBINE that are for weight gradients, of a launch that makes none."""
+BESIDE = 24
+"""Programs of combine beside the weight gradient: few leave more of the GPU to that, and have its time."""
 
 
 def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
@@ -94,16 +99,46 @@ def _dispatch_arguments(
     schedule: Schedule, x: Array, w: Array, handle: Handle, transpose_rhs: bool, save_as: str | None
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Config, dict[str, Any]]:
     """Of one launch for both, whose second result are the tokens by source rank and token, where they are saved."""
-    layout, hidden, columns = handle.layout, x.shape[1], w.shape[1 if transpose_rhs else 2]
-    order = order_sends(handle)
-    config, blocks = tuning.dispatch_gemm(hidden, columns, schedule.num_communicating_programs)
+    layout, hidden = handle.layout, x.shape[1]
+    saves = save_as is not None
+    config, sizes = dispatch_gemm_sizes(schedule, layout, _product_of(w, transpose_rhs), transpose_rhs, saves)
     context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
-    saved_shape = (1 if save_as is None else layout.num_ranks * layout.num_tokens, hidden)
-    results = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((layout.capacity, columns), saved_shape))
-    constants = {"H": hidden, "N": columns, "R": layout.capacity, "TRANSPOSED": transpose_rhs}
-    constants |= {"KEEP": save_as is not None, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
-    operands = (x, _matrices(w, blocks, transpose_rhs), handle.ids, handle.row_slot, handle.group_sizes, *order)
-    return operands, results, config, constants | sizes_of(handle) | blocks
+    saved_shape = (layout.num_ranks * layout.num_tokens if saves else 1, hidden)
+    shapes = ((layout.capacity, sizes.product.N), saved_shape)
+    results = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes)
+    matrices = _matrices(w, sizes.product)
+    operands = (x, matrices, handle.ids, handle.row_slot, handle.group_sizes, order_sends(handle))
+    return operands, results, config, {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
+
+
+def dispatch_gemm_sizes(
+    schedule: Schedule, layout: Layout, product: tuple[int, int], transpose_rhs: bool, saves: bool
+) -> tuple[Config, structs.DispatchGemm]:
+    """Config and sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]` with (hidden, columns) `product`."""
+    sizes = structs.DispatchGemm(
+        T=layout.num_tokens,
+        K=layout.top_k,
+        COMM=schedule.num_communicating_programs or 16,
+        BLOCK_T=32,
+        BLOCK_H=copied_columns(product[0], 2),
+        SAVES=saves,
+        product=_product_sizes(layout, *product, transpose_rhs),
+    )
+    return Config(grid.all_programs(), num_warps=8, num_stages=4), sizes
+
+
+def _product_of(w: Array, transpose_rhs: bool) -> tuple[int, int]:
+    """Depth and columns of a product with matrices."""
+    return (w.shape[2], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
+
+
+def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool) -> structs.GroupedGemm:
+    """Sizes of a product in the launch of an exchange; its tile is narrow where the matrices are."""
+    tile = structs.GemmTile(BM=128, BN=256 if columns > 128 else 128, BK=64, GROUP_M=8)
+    if jax.default_backend() == "cpu":
+        tile = structs.GemmTile(BM=32, BN=16, BK=16, GROUP_M=8)
+    common = grouped_gemm.common_sizes(layout.capacity, columns, depth, layout.num_local_experts)
+    return structs.GroupedGemm(**common, TRANSPOSED=transpose_rhs, TMA_PARTS=0, tile=tile)
 
 
 def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array:
@@ -124,52 +159,78 @@ def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *
     if mode == "serial":
         y = multiply(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return combine_tokens(options, y, handle)
-    config, blocks = tuning.gemm_combine(handle.layout, hidden)
-    operands, results, constants = _scatter_arguments(h, w, handle, config, blocks, transpose_rhs)
-    constants |= _NO_GRADIENT
+    config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
+    operands, results, constants = _scatter_arguments(h, w, handle, config, sizes)
+    constants |= {"factors": None, "gradient": None}
     return launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))[0]
 
 
 def _scatter_arguments(
-    h: Array, w: Array, handle: Handle, config: Config, blocks: dict[str, Any], transpose_rhs: bool
-) -> tuple[tuple[Array | Descriptor, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
+    h: Array, w: Array, handle: Handle, config: Config, sizes: structs.GemmCombine
+) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
     The results are the sums and scratch memory.
     """
-    layout, features, hidden = handle.layout, h.shape[1], w.shape[1 if transpose_rhs else 2]
-    context.reserve("gemm_combine", layout.num_tokens * layout.top_k * hidden * h.dtype.itemsize)
-    drops = layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment)
-    constants = {"F": features, "H": hidden, "R": layout.capacity, "TRANSPOSED": transpose_rhs, "DROPS": drops}
-    matrices, lines = _matrices(w, blocks, transpose_rhs), Descriptor(h, (blocks["BM"], blocks["BK"]))
-    operands = (lines, matrices, handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
-    constants |= sizes_of(handle) | {"OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE), **blocks}
-    sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, blocks["SUMS"].LENGTH), jnp.int32)
-    return operands, (sums, lists), constants
+    layout, product = handle.layout, sizes.product
+    context.reserve("gemm_combine", layout.num_tokens * layout.top_k * product.N * h.dtype.itemsize)
+    rows = Descriptor(h, (product.tile.BM, product.tile.BK))
+    arrays = structs.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
+    sums = jax.ShapeDtypeStruct((layout.num_tokens, product.N), h.dtype)
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.sums.LENGTH), jnp.int32)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
+    return (rows, _matrices(w, product), arrays), (sums, lists), constants
 
 
-def _matrices(w: Array, blocks: dict[str, int], transpose_rhs: bool) -> Descriptor:
+def gemm_combine_sizes(
+    layout: Layout,
+    features: int,
+    hidden: int,
+    transpose_rhs: bool,
+    gradient: structs.WeightGradient | None = None,
+) -> tuple[Config, structs.GemmCombine]:
+    """Config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`, and of the gradient with it."""
+    # Sums all at the end: between products they come at a seventh of the rate (docs/design/rejected.md).
+    tokens, choices = 4, power_of_two(layout.top_k)
+    columns, stages = summed_columns(hidden, 2)
+    sizes = structs.GemmCombine(
+        T=layout.num_tokens,
+        K=layout.top_k,
+        DROPS=layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment),
+        CLEAR_T=16,
+        CLEAR_H=min(512, copied_columns(hidden, 2)),
+        SUM_T=tokens,
+        CHOICES=choices,
+        sums=structs.SumTile(columns, tokens * choices, stages),
+        product=_product_sizes(layout, features, hidden, transpose_rhs),
+        gradient=gradient,
+    )
+    return Config(grid.all_programs(), num_warps=8, num_stages=3), sizes
+
+
+def scattered_gradient_sizes(layout: Layout, features: int, hidden: int, transpose_rhs: bool) -> structs.WeightGradient:
+    """Sizes of the weight gradient in the launch of GEMM + combine."""
+    # As many blocks in flight as there is memory beside that through which a tile is stored.
+    width = features if transpose_rhs else hidden
+    tile = structs.WeightGradientTile(BM=128, BN=256 if width > 128 else 128, BR=64, GROUP_M=8, STAGES=3)
+    if jax.default_backend() == "cpu":
+        tile = structs.WeightGradientTile(BM=32, BN=32, BR=16, GROUP_M=8, STAGES=2)
+    return _gradient_sizes(layout, features, hidden, transpose_rhs, tile, parts=1)
+
+
+def _gradient_sizes(
+    layout: Layout, features: int, hidden: int, transpose_rhs: bool, tile: structs.WeightGradientTile, parts: int
+) -> structs.WeightGradient:
+    """Sizes of the gradient of `[features, hidden]` matrices, or `[hidden, features]` with `transpose_rhs`."""
+    rows, columns = (hidden, features) if transpose_rhs else (features, hidden)
+    common = grouped_gemm.common_sizes(layout.capacity, columns, rows, layout.num_local_experts)
+    return structs.WeightGradient(**common, PARTS=parts, TMA_STORE=True, tile=tile)
+
+
+def _matrices(w: Array, product: structs.GroupedGemm) -> Descriptor:
     """The experts' matrices in the blocks of a tile."""
-    block = (blocks["BN"], blocks["BK"]) if transpose_rhs else (blocks["BK"], blocks["BN"])
-    return Descriptor(w, (1, *block))
-
-
-def sizes_of(handle: Handle) -> dict[str, int]:
-    """Constants of kernels that exchange rows and know the groups."""
-    layout = handle.layout
-    return {
-        "T": layout.num_tokens,
-        "K": layout.top_k,
-        "L": layout.num_local_experts,
-        "BLOCK_L": max(16, power_of_two(layout.num_local_experts)),
-    }
-
-
-def unquantized_sums(layout: Layout, hidden: int, tile: CombineTile) -> Combine:
-    """The sizes of combine where sums travel as they are."""
-    local, experts = layout.num_local_experts, layout.num_experts
-    return Combine(layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, FP8=False, tile=tile)
+    tile = product.tile
+    return Descriptor(w, (1, *((tile.BN, tile.BK) if product.TRANSPOSED else (tile.BK, tile.BN))))
 
 
 def fuses_weight_gradient(schedule: Schedule, layout: Layout, dtype: DTypeLike, features: int, hidden: int) -> bool:
@@ -186,6 +247,10 @@ def fuses_weight_gradient(schedule: Schedule, layout: Layout, dtype: DTypeLike, 
     can, wanted = fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND, schedule.fuse_weight_gradients
     if not can or wanted is not None:
         return can and bool(wanted)
+    return _is_faster(schedule, layout, features, hidden)
+
+
+def _is_faster(schedule: Schedule, layout: Layout, features: int, hidden: int) -> bool:
     if jax.default_backend() == "cpu":
         return False  # nothing runs beside anything in the interpreter
     times = cost_model.backward_times(layout, features, hidden)
@@ -227,12 +292,14 @@ def grouped_gemm_combine_with_weight_gradient(
 def _scatter_beside_gradient(
     options: Options, h: Array, w: Array, tokens: Array, handle: Handle, transpose_rhs: bool
 ) -> tuple[Array, Array]:
-    config, blocks = tuning.gemm_combine_products(handle.layout, *w.shape[1:], transpose_rhs=transpose_rhs)
-    operands, results, constants = _scatter_arguments(h, w, handle, config, blocks, transpose_rhs)
-    factors, products = _gradient_arguments(h, w, tokens, blocks, transpose_rhs)
-    operands, results = (*operands, *factors), (*results, products)
-    sums, _, gradient = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
-    return sums, gradient
+    widths = h.shape[1], tokens.shape[1]
+    gradient_sizes = scattered_gradient_sizes(handle.layout, *widths, transpose_rhs)
+    config, sizes = gemm_combine_sizes(handle.layout, *widths, transpose_rhs, gradient_sizes)
+    operands, results, constants = _scatter_arguments(h, w, handle, config, sizes)
+    factors, gradient = _gradient_arguments(h, w, tokens, gradient_sizes, transpose_rhs)
+    operands, results = (*operands, factors), (*results, gradient)
+    sums, _, found = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
+    return sums, found
 
 
 def _combine_beside_gradient(
@@ -240,36 +307,48 @@ def _combine_beside_gradient(
 ) -> tuple[Array, Array]:
     layout, hidden = handle.layout, tokens.shape[1]
     y = multiply(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-    config, tile, blocks = tuning.combine_products(options.schedule, layout, hidden, h.dtype)
-    factors, products = _gradient_arguments(h, w, tokens, blocks, transpose_rhs)
+    config, sizes = combine_with_weight_gradient_sizes(
+        options.schedule, layout, h.shape[1], hidden, h.dtype, transpose_rhs
+    )
+    factors, gradient = _gradient_arguments(h, w, tokens, sizes.gradient, transpose_rhs)
     context.reserve("combine", layout.num_ranks * layout.num_tokens * hidden * h.dtype.itemsize)
     sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), handle.ids.dtype)
-    sizes = {
-        "R": layout.capacity,
-        "BLOCK_L": sizes_of(handle)["BLOCK_L"],
-        "ROWS": w.shape[1],
-        "COLUMNS": w.shape[2],
-    }
-    constants = sizes | {"COMBINE": unquantized_sums(layout, hidden, tile), **blocks}
-    constants["OPERATION"] = int(ffi.Operation.GROUPED_GEMM_COMBINE)
-    operands = (y, handle.ids, handle.slot_row, handle.group_sizes, *factors)
-    results = (sums, lists, products)
-    found = launch(_COMBINE_PRODUCTS, operands, results, config, constants, group=group_of(handle))
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.combine.tile.LENGTH), handle.ids.dtype)
+    constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
+    operands, results = (y, handle.ids, handle.slot_row, handle.group_sizes, factors), (sums, lists, gradient)
+    found = launch(_COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, constants, group=group_of(handle))
     return found[0], found[2]
 
 
+def combine_with_weight_gradient_sizes(
+    schedule: Schedule, layout: Layout, features: int, hidden: int, dtype: jnp.dtype, transpose_rhs: bool
+) -> tuple[Config, structs.CombineWithWeightGradient]:
+    """Config and sizes of combine beside the gradient of `[features, hidden]` matrices, for sums of `dtype`."""
+    programs = schedule.num_summing_programs or (BESIDE if jax.default_backend() != "cpu" else 1)
+    _, combine_tile = combine_config(
+        dataclasses.replace(schedule, num_combining_programs=programs), layout, hidden, dtype
+    )
+    local, experts = layout.num_local_experts, layout.num_experts
+    combine = structs.Combine(
+        layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, FP8=False, tile=combine_tile
+    )
+    tiles = grouped_gemm.weight_tiles(dtype.itemsize)
+    tile = structs.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)
+    gradient = _gradient_sizes(layout, features, hidden, transpose_rhs, tile, tiles.store_parts)
+    config = Config(grid.all_programs(tiles.programs), num_warps=tiles.num_warps)
+    return config, structs.CombineWithWeightGradient(programs, TASKS=4, combine=combine, gradient=gradient)
+
+
 def _gradient_arguments(
-    h: Array, w: Array, tokens: Array, blocks: dict[str, int], transpose_rhs: bool
-) -> tuple[tuple[Descriptor, Descriptor], Descriptor]:
+    h: Array, w: Array, tokens: Array, sizes: structs.WeightGradient, transpose_rhs: bool
+) -> tuple[structs.WeightGradientOperands, Descriptor]:
     """Both factors of the gradient of w, and the gradient itself."""
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
-    factors = (
-        Descriptor(left, (blocks["WEIGHT_R"], blocks["WEIGHT_M"]), bounded=True),
-        Descriptor(right, (blocks["WEIGHT_R"], blocks["WEIGHT_N"]), bounded=True),
+    tile = sizes.tile
+    factors = structs.WeightGradientOperands(
+        Descriptor(left, (tile.BR, tile.BM), bounded=True), Descriptor(right, (tile.BR, tile.BN), bounded=True)
     )
-    stored = (1, blocks["WEIGHT_M"], blocks["WEIGHT_N"] // blocks["WEIGHT_PARTS"])
-    return factors, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), stored)
+    return factors, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), (1, tile.BM, tile.BN // sizes.PARTS))
 
 
 def weight_gradient(saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str) -> Array:

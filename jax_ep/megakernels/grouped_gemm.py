@@ -24,14 +24,15 @@ from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels import structs
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
-_FORWARD = Kernel("gemm", "grouped_gemm")
-_WEIGHT_GRADIENT = Kernel("gemm_weights", "grouped_gemm_weights")
+_FORWARD = Kernel("grouped_gemm", "grouped_gemm")
+_FP8 = Kernel("grouped_gemm", "grouped_gemm_fp8")
+_WEIGHT_GRADIENT = Kernel("grouped_gemm", "weight_gradient")
 _WORD = 8  # elements of a 16-byte word
-_FP8 = Kernel("gemm_fp8", "grouped_gemm_fp8")
 MAX_GROUPS = 1024
 """More groups would take more registers than a program has to spare."""
 
@@ -146,13 +147,6 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
     return WeightTiles(block_n=128)
 
 
-def product_tile(columns: int) -> dict[str, int]:
-    """Tile of a product on the tensor cores; narrow where the matrices are."""
-    if jax.default_backend() == "cpu":
-        return {"BM": 32, "BN": 16, "BK": 16}
-    return {"BM": 128, "BN": 256 if columns > 128 else 128, "BK": 64}
-
-
 def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
     """Whether the kernels take these operands; the portable loop takes all."""
     return (
@@ -211,21 +205,18 @@ def _launch_forward(
     num_rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
-    constants = {
-        **_sizes(num_rows, columns, depth, groups),
-        "BM": tiles.block_m,
-        "BN": tiles.block_n,
-        "BK": tiles.block_k,
-        "GROUP_M": tiles.group_m,
-        "TRANSPOSE": transpose_rhs,
-        "TMA_PARTS": tiles.store_parts if tiles.tma_store else 0,
-    }
+    sizes = structs.GroupedGemm(
+        **common_sizes(num_rows, columns, depth, groups),
+        TRANSPOSED=transpose_rhs,
+        TMA_PARTS=tiles.store_parts if tiles.tma_store else 0,
+        tile=structs.GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m),
+    )
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     if tiles.tma_store:
         result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
     operands = (Descriptor(lhs, (tiles.block_m, tiles.block_k)), Descriptor(rhs, (1, inner, outer)), group_sizes)
-    return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), constants)[0]
+    return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0]
 
 
 def weight_gradient(
@@ -263,20 +254,18 @@ def _launch_weight_gradient(
     num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
     right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
-    constants = {
-        **_sizes(num_rows, columns, rows, groups),
-        "BM": tiles.block_m,
-        "BN": tiles.block_n,
-        "BR": tiles.block_r,
-        "GROUP_M": tiles.group_m,
-        "PARTS": tiles.store_parts,
-        "TMA_STORE": tiles.tma_store,
-    }
+    sizes = structs.WeightGradient(
+        **common_sizes(num_rows, columns, rows, groups),
+        PARTS=tiles.store_parts,
+        TMA_STORE=tiles.tma_store,
+        tile=structs.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, STAGES=None),
+    )
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     if tiles.tma_store:
         result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
-    return launch(_WEIGHT_GRADIENT, (left, right, group_sizes), (result,), _config(tiles, num_tasks), constants)[0]
+    operands = (left, right, group_sizes)
+    return launch(_WEIGHT_GRADIENT, operands, (result,), _config(tiles, num_tasks), {"S": sizes})[0]
 
 
 def grouped_gemm_fp8(
@@ -346,22 +335,24 @@ def _launch_fp8(
         group_sizes,
     )
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
-    config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
-    constants = fp8_constants(num_rows, columns, depth, groups, tiles)
-    return launch(_FP8, operands, (jax.ShapeDtypeStruct((num_rows, columns), out_dtype),), config, constants)[0]
+    result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
+    sizes = fp8_sizes(num_rows, columns, depth, groups, tiles)
+    return launch(_FP8, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0]
 
 
-def fp8_constants(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> dict[str, int]:
-    """The kernel's `tl.constexpr` parameters."""
-    sizes = {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
-    return sizes | {"BM": tiles.block_m, "BN": tiles.block_n, "GROUP_M": tiles.group_m}
+def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs.GroupedGemm:
+    """The sizes of the kernel."""
+    sizes = common_sizes(num_rows, columns, depth, groups)
+    tile = structs.GemmTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
+    return structs.GroupedGemm(**sizes, TRANSPOSED=True, TMA_PARTS=0, tile=tile)
 
 
-def _sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:
+def common_sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:
+    """What a product and a weight gradient have in common; the gradient's depth is the rows of a matrix."""
     return {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
 
 
-def _config(tiles: Tiles | WeightTiles, num_tasks: int) -> Config:
+def _config(tiles: Tiles | WeightTiles | Fp8Tiles, num_tasks: int) -> Config:
     return Config(num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
 
 

@@ -23,14 +23,14 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels.structs import (
+from jax_ep.megakernels.kernels.structs import Rows
+from jax_ep.megakernels.kernels.structs_serving import (
     LowLatencyCombine,
     LowLatencyCombineTile,
     LowLatencyDispatch,
     LowLatencyDispatchTile,
     LowLatencyGemmCombine,
     LowLatencyPlan,
-    Rows,
     RowSources,
 )
 from jax_ep.megakernels.launch import group_on, launch

@@ -8,7 +8,7 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels.structs import RowPass
+from jax_ep.megakernels.kernels.structs_serving import RowPass
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.types import Array
 

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.megakernels import tuning
+from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.exchange import MOST_EXPERTS, MOST_POSITIONS
 from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.kernels.structs import CountTile, SendOrder
+from jax_ep.megakernels.kernels.structs_gemm import OrderedSends
 from jax_ep.megakernels.launch import group_of, launch
-from jax_ep.types import Array, Handle
+from jax_ep.types import Array, Handle, Layout
 
-_COUNT = Kernel("schedule", "count_firsts")
-_PLACE = Kernel("schedule", "place_firsts")
-
-
-class OrderedSends(NamedTuple):
-    """What each rank sends, in which order, and what its experts wait for.
-
-    A token goes to a rank when that computes the first of the token's experts there. So the tokens that local experts
-    0..e need are a prefix of what each source sends.
-
-    Attributes:
-      order: `[W, T]` int32. This rank's tokens in the order in which they go to each rank; those that do not, last.
-      num_sends: `[W]` int32. Tokens that go to each rank.
-      num_needed: `[W, L]` int32. How many of the tokens that each source sends here local experts 0..e need.
-    """
-
-    order: Array
-    num_sends: Array
-    num_needed: Array
+_COUNT = Kernel("send_order", "count_firsts")
+_PLACE = Kernel("send_order", "place_firsts")
 
 
 def order_sends(handle: Handle) -> OrderedSends:
     """The sends of a handle in order, by two small launches, or by XLA where there are too many experts."""
     layout = handle.layout
-    sizes = tuning.send_order(layout)
+    sizes = send_order_sizes(layout)
     if layout.num_local_experts >= MOST_EXPERTS or sizes.tile.BLOCK > MOST_POSITIONS:
         return sort_sends(handle)
     num_ranks, num_tokens, num_blocks = sizes.W, sizes.T, -(-sizes.T // sizes.tile.BLOCK)
@@ -48,6 +31,18 @@ def order_sends(handle: Handle) -> OrderedSends:
     found = launch(_COUNT, (handle.ids, group_of(handle)), _int32(*counted), config, {"S": sizes})
     results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.L))
     return OrderedSends(*launch(_PLACE, found, _int32(*results), config, {"S": sizes}))
+
+
+def send_order_sizes(layout: Layout) -> SendOrder:
+    """Sizes of the order of sends: few blocks, since each adds up the counts of all blocks of a list."""
+    lanes, most_blocks = 128, 64
+    block = lanes
+    while -(-layout.num_tokens // block) > most_blocks:
+        block *= 2
+    bins = max(32, power_of_two(layout.num_local_experts + 1))
+    rows = max(1, min(4096 // bins, power_of_two(-(-layout.num_tokens // block))))
+    tile = CountTile(block, lanes, bins, rows)
+    return SendOrder(layout.num_ranks, layout.num_tokens, layout.top_k, layout.num_local_experts, tile)
 
 
 def _int32(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -162,10 +162,8 @@ def grouped_gemm_combine(
 
 def fuses(options: Options, rows: Array, columns: int, handle: Handle) -> bool:
     """Whether an exchange and the product of rows `[., K]` with matrices `[K, columns]` are for the functions below."""
-    if options.wire_dtype is not None:
-        return False
-    name = exchange.choose(options, rows, handle.layout, handle, columns)
-    if name not in registry.available("exchange_gemm"):
+    name = exchange.choose(options, rows, handle.layout, handle, columns)  # refuses a mode that it cannot serve
+    if options.wire_dtype is not None or name not in registry.available("exchange_gemm"):
         return False
     return registry.get("exchange_gemm", name).fuses(handle.layout, rows.dtype, rows.shape[1], columns)
 

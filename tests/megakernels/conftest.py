@@ -14,7 +14,7 @@ from kernel_calls import HEAP_BYTES, W
 
 import jax_ep
 from jax_ep import context, interpreter
-from jax_ep.megakernels import tuning
+from jax_ep.megakernels import grid
 from jax_ep.pallas import requirements
 
 
@@ -34,8 +34,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and choices are those of an H200; nothing can run there."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(requirements, "missing", lambda: None)
-    monkeypatch.setattr(tuning, "num_programs", lambda tasks, per_multiprocessor=1: 132 * per_multiprocessor)
-    monkeypatch.setattr(tuning, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
+    monkeypatch.setattr(grid, "all_programs", lambda per_multiprocessor=1: 132 * per_multiprocessor)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from cases import BF16, ROUTINGS, Shape, reals
 
 import jax_ep
 from jax_ep.core.kernel import Config
-from jax_ep.megakernels import cost_model, exchange_gemm, tuning
+from jax_ep.megakernels import cost_model, exchange_gemm
 from jax_ep.ops import registry
-from jax_ep.types import COMBINE_MODES, Layout
+from jax_ep.types import COMBINE_MODES, Layout, Options, Schedule
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=24)
 AXIS = (harness.EXPERT,)
@@ -28,16 +28,17 @@ def mesh(two_ranks: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 def test_the_number_of_programs_changes_no_bits(mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
     """One program or several, which leave sums to the last one."""
-    chosen, launched = tuning.gemm_combine, []
+    chosen, launched = exchange_gemm.gemm_combine_sizes, []
     layout = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=90)
-    run: Any = registry.get("triton")
+    exchange, run = registry.get("exchange", "triton"), registry.get("exchange_gemm", "triton")
+    options = Options("test", AXIS, schedule=Schedule(combine_mode="scatter"))
     ids = ROUTINGS["some_without_expert"](rng, 2, SHAPE)
     h = reals(rng, 2, 90, SHAPE.intermediate, dtype=BF16)
     w = reals(rng, 2, 4, SHAPE.intermediate, SHAPE.hidden, dtype=BF16)
 
     def fn(ids, h, w):
-        handle = run.plan(ids, layout, AXIS)
-        return run.gemm_combine(h, w, handle, transpose_rhs=False, mode="scatter")
+        handle = exchange.plan(options, ids, layout)
+        return run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=False)
 
     wanted = harness.run(fn, mesh, ids, h, w)
     assert np.abs(wanted.astype(np.float32)).max() > 0
@@ -47,7 +48,7 @@ def test_the_number_of_programs_changes_no_bits(mesh: jax.sharding.Mesh, rng: An
             launched.append(programs)
             return Config(programs), chosen(*arguments)[1]
 
-        monkeypatch.setattr(tuning, "gemm_combine", divided)
+        monkeypatch.setattr(exchange_gemm, "gemm_combine_sizes", divided)
         np.testing.assert_array_equal(harness.run(fn, mesh, ids, h, w), wanted)
         assert launched[-1] == programs
 
@@ -94,9 +95,9 @@ def test_the_mode_follows_what_can_be_hidden(ranks: int, sizes: tuple[int, int],
 
 def test_the_choice_is_what_runs(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     ran = []
-    names = {"scatter": "_gemm_scatter", "serial": "return_tokens"}
+    names = {"scatter": "_scatter_arguments", "serial": "combine_tokens"}
     for mode, name in names.items():
-        original = getattr(fused, name)
+        original = getattr(exchange_gemm, name)
         monkeypatch.setattr(
             exchange_gemm, name, lambda *a, mode=mode, original=original: ran.append(mode) or original(*a)
         )
@@ -121,7 +122,9 @@ def test_other_calls_are_refused_with_what_they_have(mesh: jax.sharding.Mesh) ->
         x = x.astype(dtype)
         d = jax_ep.dispatch(x, ids, num_experts=4, implementation="triton")
         w = jax.numpy.ones((2, 128, width), dtype)
-        return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, mode="scatter", implementation="triton", **options)
+        schedule = jax_ep.Schedule(combine_mode="scatter")
+        options |= {"implementation": "triton", "schedule": schedule}
+        return jax_ep.grouped_gemm_combine(d.tokens, w, d.handle, **options)
 
     refused = {"float32": (128, np.float32, {}), r"\[128, 12\]": (12, BF16, {})}
     refused["wire_dtype=.*float8_e4m3fn"] = (128, BF16, {"wire_dtype": jax.numpy.float8_e4m3fn})

@@ -12,7 +12,8 @@ import pytest
 from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
 from jax_ep.megakernels import compile, launch
 from jax_ep.megakernels.compile import Parameter
-from jax_ep.megakernels.kernels.structs import Heap, MaskedGemm, MaskedTile, Peers, SmallExchange
+from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
+from jax_ep.megakernels.kernels.structs_serving import MaskedGemm, MaskedTile
 
 pytest.importorskip("triton")
 

@@ -21,6 +21,7 @@ from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.interpreter import Launch, Pool
 from jax_ep.megakernels import launch
 from jax_ep.megakernels.launch import launch_identity
+from jax_ep.types import Schedule
 
 W, T, K, E, H, F = 2, 5, 2, 4, 16, 24
 OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
@@ -68,14 +69,17 @@ def quantized(x, ids, w, h):
 
 
 def dispatch_gemm(x, ids, w, h):
-    d = jax_ep.dispatch_grouped_gemm(x.astype(jnp.bfloat16), ids, None, w, mode="fused", **OPTIONS)
+    d = jax_ep.dispatch_grouped_gemm(
+        x.astype(jnp.bfloat16), ids, None, w, schedule=Schedule(dispatch_mode="fused"), **OPTIONS
+    )
     return d.hidden, d.handle.row_slot
 
 
 def gemm_combine(mode: str) -> Callable[..., Any]:
     def fn(x, ids, w, h):
         handle = jax_ep.dispatch(x.astype(jnp.bfloat16), ids, **OPTIONS).handle
-        return (jax_ep.grouped_gemm_combine(h, w.swapaxes(1, 2), handle, mode=mode, **GIVEN),)
+        schedule = Schedule(combine_mode=mode)
+        return (jax_ep.grouped_gemm_combine(h, w.swapaxes(1, 2), handle, schedule=schedule, **GIVEN),)
 
     return fn
 
@@ -90,10 +94,10 @@ def layer_gradients(x, ids, w, h):
 
 def gradients_of_parts(x, ids, w, h):
     """With the gradient of the matrices beside combine, and that of router weights."""
-    options = {"combine_mode": "serial", "dispatch_mode": "fused", "fuse_weight_gradients": True}
+    schedule = Schedule(combine_mode="serial", dispatch_mode="fused", fuse_weight_gradients=True)
 
     def loss(x, w, weights):
-        y = jax_ep.moe(x, ids, weights, w, w.swapaxes(1, 2), **OPTIONS, **options)
+        y = jax_ep.moe(x, ids, weights, w, w.swapaxes(1, 2), **OPTIONS, schedule=schedule)
         return y.astype(jnp.float32).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))
@@ -152,6 +156,12 @@ def leave_ones(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pool, "launch", lambda pool, x, **rest: launch(pool, dataclasses.replace(x, poison=1), **rest))
 
 
+def identity(request: Launch) -> int:
+    """What the launch is to the heap, 0 without one."""
+    heap = request.constants.get("HEAP")
+    return 0 if heap is None else heap.LAUNCH
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.slow(unless={"name": ["exchange", "layer, gradients", "low-latency round trip"]})
 def test_a_missing_launch_poisons_what_waited_for_it(monkeypatch, mesh, rng, name):
@@ -207,7 +217,7 @@ def test_a_wait_that_expires_names_its_operation(monkeypatch, mesh, rng, name, o
     launch = Pool.launch
 
     def launch_out_of_step(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
-        if worker == 1 and request.constants.get("LAUNCH", 0) & 0xFF == ffi.Operation[operation.upper()]:
+        if worker == 1 and identity(request) & 0xFF == ffi.Operation[operation.upper()]:
             for words in all_control_words(heap, 1):
                 words[EPOCHS : EPOCHS + 2 * len(jax.devices())] += 2
         return launch(pool, request, worker=worker, **rest)
@@ -222,20 +232,20 @@ def test_a_wait_that_expires_names_its_operation(monkeypatch, mesh, rng, name, o
 def test_launches_have_the_operation_that_they_are_part_of(monkeypatch, mesh, rng):
     """Every launch on the heap; and there is no operation that no launch has."""
     jax_ep.init(mesh, transport="shared_memory")
-    found, launch = set(), launch.launch
+    found, launch_identity = set(), launch.launch_identity
 
-    def record(kernel: Kernel, operands: Any, results: Any, config: Any, constants: Any) -> Any:
-        found.add((kernel.function, ffi.Operation(constants["LAUNCH"] & 0xFF).name.lower()))
-        return launch(kernel, operands, results, config, constants)
+    def record(kernel: Kernel, arrays: Any, constants: Any) -> int:
+        found.add((kernel.function, ffi.Operation(constants["OPERATION"]).name.lower()))
+        return launch_identity(kernel, arrays, constants)
 
-    monkeypatch.setattr(launch, "launch", record)
+    monkeypatch.setattr(launch, "launch_identity", record)
     for program in (*PROGRAMS.values(), gradients_of_parts):
         jax.eval_shape(harness.per_rank(program, mesh), *inputs(rng, 128))
     names = ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine"]
     of_parts = {"plan": "dispatch", "dispatch_gemm": "dispatch_grouped_gemm"}
-    of_parts |= dict.fromkeys(("gemm_combine", "combine_products"), "grouped_gemm_combine")
-    words = {("exchange_words", "dispatch"), ("exchange_words", "combine")}
-    assert found == {*((name, name) for name in names), *of_parts.items(), *words}
+    of_parts |= dict.fromkeys(("gemm_combine", "combine_with_weight_gradient"), "grouped_gemm_combine")
+    small = {("exchange_i32", "dispatch"), ("exchange_i32", "combine")}
+    assert found == {*((name, name) for name in names), *of_parts.items(), *small}
     assert {operation for _, operation in found} == {x.name.lower() for x in ffi.Operation if x}
 
 
@@ -264,11 +274,10 @@ def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rn
     launch = Pool.launch
 
     def launch_something_else(pool: Pool, request: Launch, *, worker: int, **rest: Any) -> Any:
-        place = request.constants.get("HEAP")
-        identity = 0 if place is None else place.LAUNCH
-        if worker == 1 and identity & 0xFF == ffi.Operation[operation.upper()]:
-            changed = identity ^ 256 if other is None else identity >> 8 << 8 | other
-            other_launch = dataclasses.replace(place, LAUNCH=changed)
+        found = identity(request)
+        if worker == 1 and found & 0xFF == ffi.Operation[operation.upper()]:
+            changed = found ^ 256 if other is None else found >> 8 << 8 | other
+            other_launch = dataclasses.replace(request.constants["HEAP"], LAUNCH=changed)
             request = dataclasses.replace(request, constants={**request.constants, "HEAP": other_launch})
         return launch(pool, request, worker=worker, **rest)
 

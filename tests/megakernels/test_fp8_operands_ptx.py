@@ -13,7 +13,8 @@ from compiling import build
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import exchange, rows, tuning
-from jax_ep.megakernels.kernels.structs import Activation, Dispatch, Peers, Rows
+from jax_ep.megakernels.kernels.structs import Dispatch, Peers, Rows
+from jax_ep.megakernels.kernels.structs_serving import Activation
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 

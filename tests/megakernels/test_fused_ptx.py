@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
+from jax_ep.core.kernel import Config
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import exchange_gemm, tuning
-from jax_ep.megakernels.kernels.structs import Peers
+from jax_ep.megakernels import exchange_gemm
+from jax_ep.megakernels.kernels import structs
 from jax_ep.megakernels.launch import heap_of
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Schedule
 
 pytest.importorskip("triton")
 
@@ -21,24 +23,29 @@ SHARED_BYTES = 227 << 10
 PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
-DEEPSEEK_SHORT, QWEN = (1024, 7168, 4096, 2048), (4096, 2048, 1536, 768)
-COMMON = ["row_slot_ptr", "sizes_ptr", "ids_ptr"]
-PEERS = {"peers": Peers("*i32", "*i64", "*i32")}
+PEERS = {"peers": structs.Peers("*i32", "*i64", "*i32")}
 
 
 def layout(tokens: int) -> Layout:
     return Layout(num_ranks=4, num_experts=256, num_tokens=tokens, top_k=8, capacity=8 * tokens + 1024)
 
 
-def sizes(lay: Layout) -> dict[str, Any]:
-    heap = {"HEAP": heap_of(HeapLayout(4), 4, 1)}
-    local = lay.num_local_experts
-    return heap | {"T": lay.num_tokens, "K": 8, "L": local, "BLOCK_L": local, "R": lay.capacity}
+def constants(sizes: Any) -> dict[str, Any]:
+    return {"S": sizes, "HEAP": heap_of(HeapLayout(4), 4, 1)}
 
 
-def matrices(blocks: dict[str, int], transposed: bool) -> str:
-    shape = (blocks["BN"], blocks["BK"]) if transposed else (blocks["BK"], blocks["BN"])
+def matrices(product: structs.GroupedGemm) -> str:
+    tile = product.tile
+    shape = (tile.BN, tile.BK) if product.TRANSPOSED else (tile.BK, tile.BN)
     return f"tensordesc<bf16[1, {shape[0]}, {shape[1]}]>"
+
+
+def of_gradient(gradient: structs.WeightGradient) -> dict[str, Any]:
+    """Types of what the gradient is made of, and of itself."""
+    tile = gradient.tile
+    factors = [f"tensordesc<bf16[1, 1, {tile.BR}, {width}]>" for width in (tile.BM, tile.BN)]
+    stored = f"tensordesc<bf16[1,{tile.BM},{tile.BN // gradient.PARTS}]>"
+    return {"factors": structs.WeightGradientOperands(*factors), "gradient": stored}
 
 
 def check(built: dict, capability: int) -> None:
@@ -51,9 +58,9 @@ def check(built: dict, capability: int) -> None:
     assert built["scratch"] == 0
 
 
-def check_flat(built: dict, blocks: dict[str, int], num_stages: int) -> None:
+def check_flat(built: dict, product: structs.GroupedGemm, num_stages: int) -> None:
     """One loop over tiles and their depth: a tile has memory to be stored through while the next one is loaded."""
-    loaded = 2 * num_stages * blocks["BK"] * (blocks["BM"] + blocks["BN"])
+    loaded = 2 * num_stages * product.tile.BK * (product.tile.BM + product.tile.BN)
     assert built["shared"] > loaded + (8 << 10)
 
 
@@ -62,12 +69,12 @@ def check_flat(built: dict, blocks: dict[str, int], num_stages: int) -> None:
 @pytest.mark.slow(unless={"shape": [DEEPSEEK]})
 def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, columns, _ = shape
-    lay = layout(tokens)
-    config, blocks = tuning.dispatch_gemm(hidden, columns)
-    types = dict.fromkeys([*COMMON, "order_ptr", "num_sends_ptr", "num_needed_ptr"], "*i32") | PEERS
-    types |= dict.fromkeys(["x_ptr", "out_ptr", "kept_ptr"], "*bf16") | {"b_desc": matrices(blocks, transposed)}
-    constants = sizes(lay) | blocks | {"H": hidden, "N": columns, "TRANSPOSED": transposed, "KEEP": keep}
-    built = build("dispatch_gemm", "dispatch_gemm", types, constants, config.num_warps, config.num_stages, capability)
+    config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
+    types = dict.fromkeys(["row_slot_ptr", "sizes_ptr", "ids_ptr"], "*i32") | PEERS
+    types |= {"order": structs.OrderedSends(*["*i32"] * 3), "b_desc": matrices(sizes.product)}
+    types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")
+    options = config.num_warps, config.num_stages, capability
+    built = build("exchange_gemm", "dispatch_gemm", types, constants(sizes), *options)
     check(built, capability)
 
 
@@ -79,15 +86,22 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
 @pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [False]})
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
-    lay = layout(tokens)
-    config, blocks = tuning.gemm_combine(lay, hidden)
-    types = dict.fromkeys([*COMMON, "slot_row_ptr", "lists_ptr"], "*i32") | PEERS | {"out_ptr": "*bf16"}
-    types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>", "b_desc": matrices(blocks, transposed)}
-    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
-    constants |= exchange_gemm._NO_GRADIENT
-    built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
+    config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, transposed)
+    built = build_gemm_combine(config, dataclasses.replace(sizes, DROPS=drops), capability)
     check(built, capability)
-    check_flat(built, blocks, config.num_stages)
+    check_flat(built, sizes.product, config.num_stages)
+
+
+def build_gemm_combine(config: Config, sizes: structs.GemmCombine, capability: int) -> dict:
+    types = {"handle": structs.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": "*bf16"} | PEERS
+    types |= {"b_desc": matrices(sizes.product)}
+    types["h_desc"] = f"tensordesc<bf16[{sizes.product.tile.BM}, {sizes.product.tile.BK}]>"
+    values = constants(sizes)
+    if sizes.gradient is None:
+        values |= {"factors": None, "gradient": None}
+    else:
+        types |= of_gradient(sizes.gradient)
+    return build("exchange_gemm", "gemm_combine", types, values, config.num_warps, config.num_stages, capability)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +118,12 @@ def test_gemm_combine_with_weights(
     capability: int, shape: tuple[int, ...], transposed: bool, drops: bool, on_h200: None
 ) -> None:
     tokens, hidden, features, _ = shape
-    lay = layout(tokens)
-    sides = (hidden, features) if transposed else (features, hidden)
-    config, blocks = tuning.gemm_combine_products(lay, *sides, transpose_rhs=transposed)
-    types = dict.fromkeys([*COMMON, "slot_row_ptr", "lists_ptr"], "*i32") | PEERS
-    stored = f"1,{blocks['WEIGHT_M']},{blocks['WEIGHT_N'] // blocks['WEIGHT_PARTS']}"
-    types |= {"out_ptr": "*bf16", "products": f"tensordesc<bf16[{stored}]>", "b_desc": matrices(blocks, transposed)}
-    types["h_desc"] = f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"
-    for name, width in (("lhs", "WEIGHT_M"), ("rhs", "WEIGHT_N")):
-        types[name] = f"tensordesc<bf16[1, 1, {blocks['WEIGHT_R']}, {blocks[width]}]>"
-    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed, "DROPS": drops}
-    built = build("gemm_combine", "gemm_combine", types, constants, config.num_warps, config.num_stages, capability)
+    widths = layout(tokens), features, hidden, transposed
+    gradient = exchange_gemm.scattered_gradient_sizes(*widths)
+    config, sizes = exchange_gemm.gemm_combine_sizes(*widths, gradient)
+    built = build_gemm_combine(config, dataclasses.replace(sizes, DROPS=drops), capability)
     check(built, capability)
-    check_flat(built, blocks, config.num_stages)
+    check_flat(built, sizes.product, config.num_stages)
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
 
@@ -128,38 +135,14 @@ def test_gemm_combine_with_weights(
 def test_combine_with_weights(capability: int, shape: tuple[int, ...], transposed: bool, on_h200: None) -> None:
     """Two programs fit on a multiprocessor."""
     tokens, hidden, features, _ = shape
-    lay = layout(tokens)
-    config, tile, blocks = tuning.combine_products(lay, hidden, jnp.dtype(jnp.bfloat16))
-    types = dict.fromkeys([*COMMON[1:], "slot_row_ptr", "lists_ptr"], "*i32") | PEERS
-    stored = f"1,{blocks['WEIGHT_M']},{blocks['WEIGHT_N'] // blocks['WEIGHT_PARTS']}"
-    types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "products": f"tensordesc<bf16[{stored}]>"}
-    for name, width in (("lhs", "WEIGHT_M"), ("rhs", "WEIGHT_N")):
-        types[name] = f"tensordesc<bf16[1, 1, {blocks['WEIGHT_R']}, {blocks[width]}]>"
-    sides = (hidden, features) if transposed else (features, hidden)
-    constants = blocks | {"COMBINE": exchange_gemm.unquantized_sums(lay, hidden, tile)}
-    constants |= {"ROWS": sides[0], "COLUMNS": sides[1]} | {name: sizes(lay)[name] for name in ("R", "BLOCK_L", "HEAP")}
-    warps, stages = config.num_warps, config.num_stages
-    built = build("combine_products", "combine_products", types, constants, warps, stages, capability)
+    config, sizes = exchange_gemm.combine_with_weight_gradient_sizes(
+        Schedule(), layout(tokens), features, hidden, jnp.dtype(jnp.bfloat16), transposed
+    )
+    types = dict.fromkeys(["sizes_ptr", "ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32") | PEERS
+    types |= dict.fromkeys(["y_ptr", "out_ptr"], "*bf16") | of_gradient(sizes.gradient)
+    options = config.num_warps, config.num_stages, capability
+    built = build("exchange_gemm", "combine_with_weight_gradient", types, constants(sizes), *options)
     check(built, capability)
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap
     assert capability != 90 or 2 * (built["shared"] + 1024) <= SHARED_BYTES + 1024
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
-
-
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(
-    ("shape", "transposed"),
-    [(DEEPSEEK, False), (DEEPSEEK, True), (DEEPSEEK_SHORT, False), (QWEN, False), (MIXTRAL, True)],
-)
-@pytest.mark.slow(unless={"shape": [DEEPSEEK], "transposed": [False]})
-def test_gemm_reduce(shape: tuple[int, ...], transposed: bool, capability: int, on_h200: None) -> None:
-    tokens, hidden, _, features = shape
-    lay = layout(tokens)
-    config, blocks = tuning.gemm_reduce(lay, features, hidden)
-    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "sizes_ptr"], "*i32")
-    types |= PEERS | {"out_ptr": "*bf16", "y_ptr": "*bf16", "b_desc": matrices(blocks, transposed)}
-    types |= {"h_desc": f"tensordesc<bf16[{blocks['BM']}, {blocks['BK']}]>"}
-    constants = sizes(lay) | blocks | {"F": features, "H": hidden, "TRANSPOSED": transposed}
-    built = build("gemm_reduce", "gemm_reduce", types, constants, config.num_warps, config.num_stages, capability)
-    check(built, capability)
-    check_flat(built, blocks, config.num_stages)

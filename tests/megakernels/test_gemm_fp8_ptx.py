@@ -24,8 +24,8 @@ def compile_gemm(tiles: Fp8Tiles, size: tuple[int, int, int, int], out: str, cap
     types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32", "out_ptr": f"*{out}"}
     types["lhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_m},128]>"
     types["rhs"] = f"tensordesc<fp8e4nv[1,{tiles.block_n},128]>"
-    constants = grouped_gemm.constants_of(rows, columns, depth, groups, tiles)
-    kernel = grouped_gemm._KERNEL
+    constants = {"S": grouped_gemm.fp8_sizes(rows, columns, depth, groups, tiles)}
+    kernel = grouped_gemm._FP8
     return build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, capability)
 
 

@@ -97,7 +97,7 @@ def test_weights(on_gpus, compile_launch, capability, out):
     tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(grouped_gemm._launch_weights, capability, shapes, jnp.float16, **options)
+    built = compile_launch(grouped_gemm._launch_weight_gradient, capability, shapes, jnp.float16, **options)
     assert built["scratch"] == 0
 
 
@@ -139,7 +139,7 @@ def test_weight_variants(on_gpus, compile_launch, capability, name):
     options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}
     rows, k, n, groups = DEEPSEEK
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(grouped_gemm._launch_weights, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm._launch_weight_gradient, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
     assert ("cp.async.bulk.tensor.3d.global" in built["ptx"]) == tiles.tma_store
     assert tiles.programs * (built["shared"] + (1 << 10)) <= 228 << 10, "they do not fit on one multiprocessor"

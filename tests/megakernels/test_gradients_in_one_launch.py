@@ -17,9 +17,10 @@ from cases import BF16, ROUTINGS, Shape
 import jax_ep
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
-from jax_ep.megakernels import cost_model, exchange_gemm, tuning
+from jax_ep.megakernels import cost_model, exchange_gemm
+from jax_ep.megakernels.kernels.structs_gemm import WeightGradientOperands
 from jax_ep.ops import registry
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Options, Schedule
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
 LAYOUT = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=2 * 19 * 3)
@@ -43,19 +44,21 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any:
     """`fn(ids, x, h, w)`: sums and products by one launch, or one less and, with `parts`, each by its own."""
-    run: Any = registry.get("triton")
+    run: Any = registry.get("exchange_gemm", "triton")
+    options = Options("test", AXIS, schedule=Schedule(dispatch_mode="fused", combine_mode=mode))
 
     def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
-        handle = run.plan(ids, layout, AXIS)
-        kept = run.dispatch_gemm(x, w, handle, transpose_rhs=not transposed, keep="tokens", mode="fused")[1]
-        found = run.gemm_combine_products(h, w, kept, handle, transpose_rhs=transposed, mode=mode, kept_as="tokens")
+        handle = registry.get("exchange", "triton").plan(options, ids, layout)
+        saved = run.dispatch_grouped_gemm(options, x, w, handle, transpose_rhs=not transposed, save_as="tokens")[1]
+        arguments = {"transpose_rhs": transposed, "saved_as": "tokens"}
+        found = run.grouped_gemm_combine_with_weight_gradient(options, h, w, saved, handle, **arguments)
         if not parts:
             return found
         # One after the other: on the CPU the runtime would start what is independent in any order.
         h = h + (found[0][0, 0] == 12345.678).astype(h.dtype)
-        sums = run.gemm_combine(h, w, handle, transpose_rhs=transposed, mode=mode)
+        sums = run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=transposed)
         h = h + (sums[0, 0] == 12345.678).astype(h.dtype)
-        return found, (sums, run.token_products(kept, h, handle, transpose=not transposed, kept_as="tokens"))
+        return found, (sums, run.weight_gradient(saved, h, handle, transpose=not transposed, saved_as="tokens"))
 
     return fn
 
@@ -70,7 +73,10 @@ def operands(layout: Layout, transposed: bool, routing: str, rng: np.random.Gene
     return ids, sixteenths(rng, 2, layout.num_tokens, SHAPE.hidden), h, sixteenths(rng, 2, 4, *sizes)
 
 
-MODES = {"scatter": "gemm_combine_products", "serial": "combine_products"}  # and what says how they are divided
+MODES = {  # and what says how they are divided
+    "scatter": "gemm_combine_sizes",
+    "serial": "combine_with_weight_gradient_sizes",
+}
 ALIGNED = dropless_capacity(LAYOUT.num_slots, 4, 16)
 CASES = {
     "uniform": (LAYOUT, False, "some_without_expert"),
@@ -86,7 +92,7 @@ def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.shardi
     layout, transposed, routing = CASES[name]
     arguments = operands(layout, transposed, routing, rng)
     joined, parts = harness.run(launches(layout, transposed, mode, parts=True), mesh, *arguments)
-    for what, got, wanted in zip(("sums", "products"), joined, parts, strict=True):
+    for what, got, wanted in zip(("sums", "gradient"), joined, parts, strict=True):
         assert got.dtype == wanted.dtype and np.isfinite(wanted.astype(np.float32)).all()
         np.testing.assert_array_equal(got, wanted, err_msg=what)
     if name != "alignment":  # where rows of padding hold numbers that no other rank knows
@@ -96,56 +102,77 @@ def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.shardi
 @pytest.mark.parametrize("mode", MODES)
 def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
     """One program or several, which leave sums to the last one, or more than all to the first; other tiles."""
-    chosen, launched = getattr(tuning, MODES[mode]), []
+    chosen, launched = getattr(exchange_gemm, MODES[mode]), []
+    gradient_sizes = exchange_gemm._gradient_sizes
     arguments = operands(LAYOUT, True, "zipf", rng)
     wanted = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)
     for num_programs, width, few in ((1, 16, 1), (5, 64, 2), (3, 32, 4)):
 
-        def divided(*arguments: Any, choice: Any = (num_programs, width, few), **options: Any) -> Any:
+        def divided(*arguments: Any, choice: Any = (num_programs, few)) -> Any:
             launched.append(choice)
-            _, *tile, blocks = chosen(*arguments, **options)
-            shares = {"COMM": choice[2], "TASKS": choice[2]} if mode == "serial" else {}
-            return Config(choice[0]), *tile, blocks | {"WEIGHT_N": choice[1]} | shares
+            _, sizes = chosen(*arguments)
+            shares = {"COMM": choice[1], "TASKS": choice[1]} if mode == "serial" else {}
+            return Config(choice[0]), dataclasses.replace(sizes, **shares)
 
-        monkeypatch.setattr(tuning, MODES[mode], divided)
+        def narrowed(*arguments: Any, width: int = width, **options: Any) -> Any:
+            sizes = gradient_sizes(*arguments, **options)
+            return dataclasses.replace(sizes, tile=dataclasses.replace(sizes.tile, BN=width))
+
+        monkeypatch.setattr(exchange_gemm, MODES[mode], divided)
+        monkeypatch.setattr(exchange_gemm, "_gradient_sizes", narrowed)
         got = harness.run(launches(LAYOUT, True, mode, parts=False), mesh, *arguments)
         for found, want in zip(got, wanted, strict=True):
             np.testing.assert_array_equal(found, want)
-        assert launched[-1] == (num_programs, width, few)
+        assert launched[-1] == (num_programs, few)
 
 
 @pytest.mark.parametrize("function", ["moe", "dispatch_grouped_gemm"])
 def test_what_is_asked_for_is_what_runs(function: str, mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     """By name against the model, and by the model where nothing is named."""
-    launched, launch = [], exchange_gemm.launch_on_heap
-    monkeypatch.setattr(exchange_gemm, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
-    kernels = {"scatter": "gemm_combine", "serial": "combine_products"}
+    launched = gradient_launches(monkeypatch)
+    kernels = {"scatter": "gemm_combine", "serial": "combine_with_weight_gradient"}
     for wanted, faster, number in ((True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)):
         monkeypatch.setattr(exchange_gemm, "_is_faster", lambda *_, faster=faster: faster)
         for mode in kernels:
             times = cost_model.BackwardTimes({}, {name: float(name != mode) for name in kernels})
             monkeypatch.setattr(cost_model, "backward_times", lambda *_, times=times: times)
             launched.clear()
-            jax.eval_shape(harness.per_rank(gradients(function, fuse_weight_gradients=wanted), mesh), *layer_inputs())
+            schedule = Schedule(fuse_weight_gradients=wanted)
+            jax.eval_shape(harness.per_rank(gradients(function, schedule=schedule), mesh), *layer_inputs())
             assert launched == [kernels[mode]] * number
+
+
+def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels of launches that have a weight gradient, from now on."""
+    launched, launch = [], exchange_gemm.launch
+
+    def note(kernel: Any, operands: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(operands[-1], WeightGradientOperands):
+            launched.append(kernel.function)
+        return launch(kernel, operands, *rest, **options)
+
+    monkeypatch.setattr(exchange_gemm, "launch", note)
+    return launched
 
 
 def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
     """Whatever was asked for: none is made, and no tokens are kept for it."""
-    launched, launch = [], exchange_gemm.launch_on_heap
-    monkeypatch.setattr(exchange_gemm, "launch_on_heap", lambda *a: launched.append(a[0].module) or launch(*a))
-    forms, dispatch = [], exchange_gemm.dispatch_gemm
-    triton: Any = registry.get("triton")
-    monkeypatch.setattr(
-        triton, "dispatch_gemm", lambda *a, keep, **k: forms.append(keep) or dispatch(*a, keep=keep, **k)
-    )
+    launched = gradient_launches(monkeypatch)
+    forms, dispatch = [], exchange_gemm.dispatch_grouped_gemm
+
+    def note(*arguments: Any, save_as: str | None, **options: Any) -> Any:
+        forms.append(save_as)
+        return dispatch(*arguments, save_as=save_as, **options)
+
+    monkeypatch.setattr(exchange_gemm, "dispatch_grouped_gemm", note)
     x, ids, weights, w, w_down = layer_inputs()
     rng = np.random.default_rng(5)
     x, w = sixteenths(rng, *x.shape), sixteenths(rng, *w.shape)
 
     def fn(argnums: Any, x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
         def loss(x: Any, w: Any) -> Any:
-            common = {"num_experts": 4, "implementation": "triton", "fuse_weight_gradients": True}
+            schedule = Schedule(fuse_weight_gradients=True)
+            common = {"num_experts": 4, "implementation": "triton", "schedule": schedule}
             hidden = jax_ep.dispatch_grouped_gemm(x, ids, weights, w, **common).hidden.astype(jnp.float32)
             return jnp.sum(hidden * jnp.arange(32, dtype=jnp.float32)[None, :])
 
@@ -153,7 +180,9 @@ def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: 
 
     arguments = x, ids, weights, w, w_down
     d_x, d_w = harness.run(functools.partial(fn, (0, 1)), mesh, *arguments)
-    assert launched == ["combine_products"] and forms == ["rows"] and np.abs(d_w.astype(np.float32)).max() > 0
+    assert (
+        launched == ["combine_with_weight_gradient"] and forms == ["rows"] and np.abs(d_w.astype(np.float32)).max() > 0
+    )
     launched.clear(), forms.clear()
     np.testing.assert_array_equal(harness.run(functools.partial(fn, 0), mesh, *arguments), d_x)
     assert launched == [] and forms == [None]
@@ -182,7 +211,7 @@ def gradients(function: str, **options: Any) -> Any:
 
 REFUSED = {
     "float32 tokens": ("moe", np.float32, {}, r"tokens of float32.*matrices of \[16, 32\].*bfloat16"),
-    "float32": ("dispatch_grouped_gemm", np.float32, {}, r"dispatch_grouped_gemm: .*tokens of float32"),
+    "float32": ("dispatch_grouped_gemm", np.float32, {}, "tokens of float32"),
 }
 
 
@@ -194,8 +223,8 @@ def test_what_cannot_be_one_launch_is_refused(mesh: jax.sharding.Mesh, subtests:
 
     for name, (function, dtype, options, message) in REFUSED.items():
         with subtests.test(name):
-            with pytest.raises(ValueError, match=f"{message}.*fuse_weight_gradients=None"):
-                trace(function, dtype, fuse_weight_gradients=True, **options)
+            with pytest.raises(ValueError, match=f"fuse_weight_gradients=True.*{message}.*leave it None"):
+                trace(function, dtype, schedule=Schedule(fuse_weight_gradients=True), **options)
             assert jax.tree.leaves(trace(function, dtype, **options))
 
 
@@ -219,4 +248,5 @@ def test_the_model_chooses(
 ) -> None:
     monkeypatch.setattr(exchange_gemm, "has_tma", lambda: True)
     for asked, expected in ((None, wanted), (False, False), (True, True)):
-        assert exchange_gemm.fuses_products(layout(ranks), BF16, *sizes, mode=mode, wanted=asked) == expected
+        schedule = Schedule(combine_mode=mode, fuse_weight_gradients=asked)
+        assert exchange_gemm.fuses_weight_gradient(schedule, layout(ranks), BF16, *sizes) == expected

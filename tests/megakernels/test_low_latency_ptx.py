@@ -12,7 +12,8 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency
-from jax_ep.megakernels.kernels.structs import LowLatencyCombine, LowLatencyDispatch, LowLatencyPlan, Peers, Rows
+from jax_ep.megakernels.kernels.structs import Peers, Rows
+from jax_ep.megakernels.kernels.structs_serving import LowLatencyCombine, LowLatencyDispatch, LowLatencyPlan
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 

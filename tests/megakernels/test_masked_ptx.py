@@ -12,7 +12,8 @@ from compiling import build
 from jax_ep import ffi
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency, masked
-from jax_ep.megakernels.kernels.structs import Peers, RowSources
+from jax_ep.megakernels.kernels.structs import Peers
+from jax_ep.megakernels.kernels.structs_serving import RowSources
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.megakernels.masked import MaskedTiles
 from jax_ep.types import Layout

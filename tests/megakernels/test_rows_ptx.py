@@ -10,7 +10,7 @@ from compiling import build
 
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import rows
-from jax_ep.megakernels.kernels.structs import Activation
+from jax_ep.megakernels.kernels.structs_serving import Activation
 
 ROWS, INNER, GROUPS = 32768, 2048, 64
 

@@ -12,10 +12,9 @@ import pytest
 from compiling import build
 
 import jax_ep
-from jax_ep.megakernels import tuning
-from jax_ep.megakernels.send_order import order_sends, sort_sends
+from jax_ep.megakernels.send_order import order_sends, send_order_sizes, sort_sends
 from jax_ep.ops import registry
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Options
 
 EXPERT = harness.EXPERT
 ALSO_ON_GPUS = True
@@ -60,7 +59,7 @@ def test_order(sizes, hostile, rng):
         ids = np.where(rng.random(ids.shape) < 0.5, rng.choice(HOSTILE, ids.shape), ids)
 
     def fn(ids):
-        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
+        handle = registry.get("exchange", "triton").plan(Options("test", (EXPERT,)), ids, layout)
         return (*order_sends(handle), *sort_sends(handle))
 
     got = harness.run(fn, mesh, ids)
@@ -77,9 +76,9 @@ def test_order(sizes, hostile, rng):
 @pytest.mark.slow(unless={"tokens": [32768]})
 def test_compiles_without_spills(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
-    sizes = tuning.send_order(layout)
+    sizes = send_order_sizes(layout)
     names = ("ids", "group", "positions", "counts", "order", "num_sends", "num_needed")
     pointers = dict.fromkeys([f"{name}_ptr" for name in names], "*i32")
     for function in ("count_firsts", "place_firsts"):
-        built = build("schedule", function, pointers, {"S": sizes}, 4, 3, capability)
+        built = build("send_order", function, pointers, {"S": sizes}, 4, 3, capability)
         assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

@@ -25,7 +25,7 @@ import triton.language as tl
 from .failures import report_timeout
 from .masks import goes_to
 from .protocol import await_greetings, first_missing, greeting
-from .structs import LowLatencyBuffers
+from .structs_serving import LowLatencyBuffers
 from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
 
 

@@ -1,29 +1,39 @@
-"""Which tile of a grouped GEMM a task computes, from the group sizes alone, on the device.
+"""Tiles of a grouped GEMM: which one a task computes, its sum over K, and how it is stored.
 
 The rows of a group are covered by tiles of BM rows; the last one reaches past the group where they are no multiple.
-Tasks are numbered group by group, so that all programs work on few matrices at a time, which stay in the L2 cache.
+Tasks are numbered group by group, so that all programs work on few matrices at a time, which stay in the L2 cache;
+which tile a task has follows from the group sizes alone, on the device.
+
+Operands come in blocks through descriptors, by TMA. What lies outside an array reads as zero, so K needs no care, and
+neither do rows: those of other groups are computed, whatever they hold, and not stored. Kernels that communicate use
+this code too.
 """
 
 import triton
 import triton.language as tl
 
+from .bounded import store_bounded, store_in_parts
+from .structs_gemm import Groups, Tile
+
+ZERO_ROWS = tl.constexpr(8)  # a block of those past the groups
+
 
 @triton.jit
-def locate_groups(sizes_ptr, M: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr):
-    """`[GROUPS]` int32 first row and number of rows of each group; no size can reach past row M."""
-    index = tl.arange(0, GROUPS)
+def locate_groups(sizes_ptr, S: tl.constexpr):
+    """The `Groups` of sizes `[G]`; none can reach past row M."""
+    index = tl.arange(0, S.GROUPS)
     # The API takes any int32: negative sizes are empty groups, and the sums of large ones need 64 bits.
-    sizes = tl.maximum(tl.load(sizes_ptr + index, mask=index < G, other=0), 0).to(tl.int64)
+    sizes = tl.maximum(tl.load(sizes_ptr + index, mask=index < S.G, other=0), 0).to(tl.int64)
     ends = tl.cumsum(sizes, axis=0)
-    starts = tl.minimum(ends - sizes, M)
-    return starts.to(tl.int32), (tl.minimum(ends, M) - starts).to(tl.int32)
+    starts = tl.minimum(ends - sizes, S.M)
+    return Groups(starts.to(tl.int32), (tl.minimum(ends, S.M) - starts).to(tl.int32))
 
 
 @triton.jit
-def number_tasks(starts, rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def number_tasks(groups, S: tl.constexpr):
     """`[GROUPS]` end of each group, as (last row << 32 | last task) in int64; both never decrease."""
-    tasks = tl.cdiv(rows, BM) * ((N + BN - 1) // BN)
-    return (starts + rows).to(tl.int64) << 32 | tl.cumsum(tasks, axis=0).to(tl.int64)
+    tasks = tl.cdiv(groups.rows, S.tile.BM) * ((S.N + S.tile.BN - 1) // S.tile.BN)
+    return (groups.starts + groups.rows).to(tl.int64) << 32 | tl.cumsum(tasks, axis=0).to(tl.int64)
 
 
 @triton.jit
@@ -42,33 +52,16 @@ def tile_in_grid(task, num_rows, NUM_COLUMNS: tl.constexpr, GROUP_M: tl.constexp
 
 
 @triton.jit
-def find_tile(
-    task,
-    group_ends,
-    sizes_ptr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Where a task computes.
-
-    Args:
-      task: less than the number of tasks.
-      group_ends: of `number_tasks`.
-
-    Returns:
-      Group, first row, end of the rows that are the group's, and first column.
-    """
+def find_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
+    """The `Tile` of a task, which is less than the number of tasks; `group_ends` are of `number_tasks`."""
     before = tasks_until(group_ends) <= task
     group = tl.sum(before.to(tl.int32), axis=0)
     previous = tl.max(tl.where(before, group_ends, 0), axis=0)
     start = (previous >> 32).to(tl.int32)
     local = task - tasks_until(previous)
-    rows = tl.minimum(tl.maximum(tl.load(sizes_ptr + group), 0), M - start)
-    row, column = tile_in_grid(local, tl.cdiv(rows, BM), (N + BN - 1) // BN, GROUP_M)
-    return group, start + row * BM, start + rows, column * BN
+    rows = tl.minimum(tl.maximum(tl.load(sizes_ptr + group), 0), S.M - start)
+    row, column = tile_in_grid(local, tl.cdiv(rows, S.tile.BM), (S.N + S.tile.BN - 1) // S.tile.BN, S.tile.GROUP_M)
+    return Tile(group, start + row * S.tile.BM, start + rows, column * S.tile.BN)
 
 
 @triton.jit
@@ -96,3 +89,71 @@ def place_after(num_tasks):
     programs = tl.num_programs(0)
     full = num_tasks // programs
     return (tl.program_id(0) + full - num_tasks % programs + programs) % programs
+
+
+@triton.jit
+def load_rhs(rhs, group, k, column, S: tl.constexpr):
+    """`[BK, BN]` of one group's matrix, from `[G, K, N]`, or from `[G, N, K]` if TRANSPOSED.
+
+    `rhs` is a descriptor with blocks `[1, BK, BN]`, or `[1, BN, BK]`.
+    """
+    if S.TRANSPOSED:
+        block = tl.trans(tl.reshape(rhs.load([group, column, k]), (S.tile.BN, S.tile.BK)))
+    else:
+        block = tl.reshape(rhs.load([group, k, column]), (S.tile.BK, S.tile.BN))
+    return block
+
+
+@triton.jit
+def multiply(lhs, rhs, tile, S: tl.constexpr):
+    """float32 `[BM, BN]` of a `Tile`; `lhs` is a descriptor of `[M, K]` with blocks `[BM, BK]`."""
+    total = tl.zeros((S.tile.BM, S.tile.BN), tl.float32)
+    for k in range(0, S.K, S.tile.BK):
+        block = load_rhs(rhs, tile.group, k, tile.column, S)
+        total = tl.dot(lhs.load([tile.row, k]), block, total)
+    return total
+
+
+@triton.jit
+def store_tile(out, total, tile, S: tl.constexpr):
+    """Stores the rows before the end of a `Tile`, `[., BN]`.
+
+    `out` points at `[M, N]`, or is a bounded descriptor of blocks `[BM, BN / TMA_PARTS]`, where that is not 0.
+    """
+    if S.TMA_PARTS:
+        store_in_parts(out, total.to(out.dtype), tile.row, tile.end, tile.column, S.tile.BM, S.tile.BN, S.TMA_PARTS)
+    else:
+        rows = tile.row + tl.arange(0, total.shape[0])
+        columns = tile.column + tl.arange(0, S.tile.BN)
+        target = out + rows.to(tl.int64)[:, None] * S.N + columns[None, :]
+        tl.store(target, total.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < S.N)[None, :])
+
+
+@triton.jit
+def zero_rows(out_ptr, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeroes up to ROWS rows from `first` on, before `end`."""
+    rows = first + tl.arange(0, ROWS)
+    zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
+    for start in range(0, N, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        target = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(target, zeros, mask=(rows < end)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def zero_bounded(out, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same through a bounded descriptor of blocks `[ROWS, COLUMNS]`."""
+    for column in range(0, N, COLUMNS):
+        store_bounded(out, tl.zeros((ROWS, COLUMNS), out.dtype), first, end, column, ROWS, COLUMNS)
+
+
+@triton.jit
+def zero_rest(out, group_ends, S: tl.constexpr):
+    """This program's share of the zeros past the groups; `out` as for `store_tile`."""
+    BM: tl.constexpr = S.tile.BM
+    used = (tl.max(group_ends, axis=0) >> 32).to(tl.int32)
+    for block in range(num_turns(tl.cdiv(S.M - used, BM if S.TMA_PARTS else ZERO_ROWS))):
+        if S.TMA_PARTS:
+            zero_bounded(out, used + task_of_turn(block) * BM, S.M, S.N, BM, S.tile.BN // S.TMA_PARTS)
+        else:
+            zero_rows(out, used + task_of_turn(block) * ZERO_ROWS, S.M, S.N, ZERO_ROWS, S.tile.BN)

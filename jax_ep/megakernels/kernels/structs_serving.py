@@ -1,0 +1,282 @@
+"""Structures of low latency, of masked products, and of passes over rows; see structs.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+class LowLatencyBuffers(NamedTuple):
+    """The low-latency buffers of a launch (low_latency_buffers.py), each `[RANKS]` by rank.
+
+    Attributes:
+      epochs: numbers of this launch.
+      outgoing: addresses of the buffers to write to.
+      incoming: addresses of the buffers to read.
+    """
+
+    epochs: Any
+    outgoing: Any
+    incoming: Any
+
+
+class LowLatencyPlan(NamedTuple):
+    """What a low-latency dispatch says of its rows, as `LowLatencyHandle`.
+
+    Attributes:
+      sizes_ptr: `[L]` rows of each local expert.
+      token_ptr: `[L, W * M]` token of each row at its source; -1: none.
+      start_ptr: `[L, W]` position of the first row of each source.
+      count_ptr: `[L, W]` rows of each source.
+      slot_row_ptr: `[W, M, K]` row of each slot here; -1: none.
+      own_ids_ptr: `[M, K]` ids of this rank's tokens.
+      num_invalid_ptr: `[]` invalid ones among them.
+    """
+
+    sizes_ptr: Any
+    token_ptr: Any
+    start_ptr: Any
+    count_ptr: Any
+    slot_row_ptr: Any
+    own_ids_ptr: Any
+    num_invalid_ptr: Any
+
+
+class RowSources(NamedTuple):
+    """Where rows of a low-latency dispatch came from, and where they belong: as those of `LowLatencyPlan`."""
+
+    token_ptr: Any
+    start_ptr: Any
+    slot_row_ptr: Any
+    own_ids_ptr: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyDispatchTile:
+    """Blocks of low-latency dispatch.
+
+    Attributes:
+      SEND_H: columns of a token that are sent at a time.
+      BLOCK_T: tokens of a task that brings them to their rows.
+      BLOCK_H: columns of these at a time.
+      BLOCK_G: a power of two that covers G.
+      CHOICES: a power of two that covers K.
+      RANKS: a power of two that covers W.
+      CHUNK: tokens whose ids are compared at a time.
+      LAG: blocks between sending one and copying what has arrived.
+      DIRECT: each copy computes its rows by itself.
+    """
+
+    SEND_H: int
+    BLOCK_T: int
+    BLOCK_H: int
+    BLOCK_G: int
+    CHOICES: int
+    RANKS: int
+    CHUNK: int
+    LAG: int
+    DIRECT: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyDispatch:
+    """Static sizes of low-latency dispatch.
+
+    Attributes:
+      W: ranks of the group.
+      T: tokens of a rank.
+      M: tokens that a rank may have.
+      K: experts of a token.
+      H: columns.
+      L: local experts.
+      G: scales of a token.
+      GROUP: columns of a scale, where the kernel quantises; else 0.
+      IDS: byte offset of the ids in a low-latency buffer.
+      VALUES: byte offset of the tokens.
+      SCALES: byte offset of their scales.
+      COUNTED: only some of the tokens count.
+      tile: blocks.
+    """
+
+    W: int
+    T: int
+    M: int
+    K: int
+    H: int
+    L: int
+    G: int
+    GROUP: int
+    IDS: int
+    VALUES: int
+    SCALES: int
+    COUNTED: bool
+    tile: LowLatencyDispatchTile
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyCombineTile:
+    """Blocks of low-latency combine.
+
+    Attributes:
+      BLOCK_H: columns at a time.
+      CHOICES: a power of two that covers K.
+      RANKS: a power of two that covers W.
+      LAG: tokens between sending for one and adding what has arrived.
+      SUMS: the weighted sum of a token's rows travels, not each row.
+    """
+
+    BLOCK_H: int
+    CHOICES: int
+    RANKS: int
+    LAG: int
+    SUMS: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyCombine:
+    """Static sizes of low-latency combine: those of dispatch, for what travels back.
+
+    Attributes:
+      W, T, M, K, H, L: as those of `LowLatencyDispatch`.
+      WEIGHTS: byte offset of the router weights in a low-latency buffer.
+      VALUES: byte offset of the sums or rows.
+      SCALES: byte offset of their scales.
+      FP8: they travel as FP8.
+      tile: blocks.
+    """
+
+    W: int
+    T: int
+    M: int
+    K: int
+    H: int
+    L: int
+    WEIGHTS: int
+    VALUES: int
+    SCALES: int
+    FP8: bool
+    tile: LowLatencyCombineTile
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTile:
+    """How a masked product is covered.
+
+    Attributes:
+      BM: rows of a tile.
+      BN: columns of a tile.
+      BK: depth of one step.
+      SWAP: the product is turned.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    SWAP: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedGemm:
+    """Static sizes of a masked grouped GEMM, `[G, M, K]` times `[G, N, K]`.
+
+    Attributes:
+      M: rows of a group, in use or not.
+      N: columns.
+      K: depth.
+      G: groups.
+      GROUPS: a power of two that covers the groups.
+      FP8: operands have scales.
+      tile: blocks.
+    """
+
+    M: int
+    N: int
+    K: int
+    G: int
+    GROUPS: int
+    FP8: bool
+    tile: MaskedTile
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedActivationTile:
+    """Blocks of the masked activation: BM rows, BN columns."""
+
+    BM: int
+    BN: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedActivation:
+    """Static sizes of a masked gated activation.
+
+    Attributes:
+      M, G, GROUPS: as those of `MaskedGemm`.
+      N: columns of the result.
+      ACTIVATION: its name.
+      QUANTIZE: the result is FP8 with scales.
+      tile: blocks.
+    """
+
+    M: int
+    N: int
+    G: int
+    GROUPS: int
+    ACTIVATION: str
+    QUANTIZE: bool
+    tile: MaskedActivationTile
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyGemmCombine:
+    """Static sizes of a masked grouped GEMM with low-latency combine.
+
+    Attributes:
+      W, T, M, K, H, L: as those of `LowLatencyDispatch`.
+      VALUES: byte offset of the rows in a low-latency buffer.
+      BLOCK_H: columns that are added up at a time.
+      CHOICES: a power of two that covers K.
+      RANKS: a power of two that covers W.
+      gemm: of the product.
+    """
+
+    W: int
+    T: int
+    M: int
+    K: int
+    H: int
+    L: int
+    VALUES: int
+    BLOCK_H: int
+    CHOICES: int
+    RANKS: int
+    gemm: MaskedGemm
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPass:
+    """Static sizes of a pass over the rows in use of `[R, H]`.
+
+    Attributes:
+      R: rows, in use or not.
+      H: columns.
+      G: groups.
+      GROUPS: a power of two that covers the groups.
+      BR: rows of a block.
+      BC: columns of a block.
+    """
+
+    R: int
+    H: int
+    G: int
+    GROUPS: int
+    BR: int
+    BC: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """Which activation: its name, and whether half of the columns are factors of the activated others."""
+
+    NAME: str
+    GATED: bool

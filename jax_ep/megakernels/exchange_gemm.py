@@ -28,7 +28,7 @@ from jax_ep.megakernels.exchange import (
     dispatch_tokens,
     summed_columns,
 )
-from jax_ep.megakernels.kernels import structs
+from jax_ep.megakernels.kernels import structs, structs_gemm
 from jax_ep.megakernels.launch import group_of, launch
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.send_order import order_sends
@@ -113,9 +113,9 @@ def _dispatch_arguments(
 
 def dispatch_gemm_sizes(
     schedule: Schedule, layout: Layout, product: tuple[int, int], transpose_rhs: bool, saves: bool
-) -> tuple[Config, structs.DispatchGemm]:
+) -> tuple[Config, structs_gemm.DispatchGemm]:
     """Config and sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]` with (hidden, columns) `product`."""
-    sizes = structs.DispatchGemm(
+    sizes = structs_gemm.DispatchGemm(
         T=layout.num_tokens,
         K=layout.top_k,
         COMM=schedule.num_communicating_programs or 16,
@@ -132,13 +132,13 @@ def _product_of(w: Array, transpose_rhs: bool) -> tuple[int, int]:
     return (w.shape[2], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
 
 
-def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool) -> structs.GroupedGemm:
+def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool) -> structs_gemm.GroupedGemm:
     """Sizes of a product in the launch of an exchange; its tile is narrow where the matrices are."""
-    tile = structs.GemmTile(BM=128, BN=256 if columns > 128 else 128, BK=64, GROUP_M=8)
+    tile = structs_gemm.GemmTile(BM=128, BN=256 if columns > 128 else 128, BK=64, GROUP_M=8)
     if jax.default_backend() == "cpu":
-        tile = structs.GemmTile(BM=32, BN=16, BK=16, GROUP_M=8)
+        tile = structs_gemm.GemmTile(BM=32, BN=16, BK=16, GROUP_M=8)
     common = grouped_gemm.common_sizes(layout.capacity, columns, depth, layout.num_local_experts)
-    return structs.GroupedGemm(**common, TRANSPOSED=transpose_rhs, TMA_PARTS=0, tile=tile)
+    return structs_gemm.GroupedGemm(**common, TRANSPOSED=transpose_rhs, TMA_PARTS=0, tile=tile)
 
 
 def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array:
@@ -166,7 +166,7 @@ def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *
 
 
 def _scatter_arguments(
-    h: Array, w: Array, handle: Handle, config: Config, sizes: structs.GemmCombine
+    h: Array, w: Array, handle: Handle, config: Config, sizes: structs_gemm.GemmCombine
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
@@ -175,7 +175,7 @@ def _scatter_arguments(
     layout, product = handle.layout, sizes.product
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * product.N * h.dtype.itemsize)
     rows = Descriptor(h, (product.tile.BM, product.tile.BK))
-    arrays = structs.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
+    arrays = structs_gemm.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     sums = jax.ShapeDtypeStruct((layout.num_tokens, product.N), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.sums.LENGTH), jnp.int32)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
@@ -187,13 +187,13 @@ def gemm_combine_sizes(
     features: int,
     hidden: int,
     transpose_rhs: bool,
-    gradient: structs.WeightGradient | None = None,
-) -> tuple[Config, structs.GemmCombine]:
+    gradient: structs_gemm.WeightGradient | None = None,
+) -> tuple[Config, structs_gemm.GemmCombine]:
     """Config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`, and of the gradient with it."""
     # Sums all at the end: between products they come at a seventh of the rate (docs/design/rejected.md).
     tokens, choices = 4, power_of_two(layout.top_k)
     columns, stages = summed_columns(hidden, 2)
-    sizes = structs.GemmCombine(
+    sizes = structs_gemm.GemmCombine(
         T=layout.num_tokens,
         K=layout.top_k,
         DROPS=layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment),
@@ -208,26 +208,28 @@ def gemm_combine_sizes(
     return Config(grid.all_programs(), num_warps=8, num_stages=3), sizes
 
 
-def scattered_gradient_sizes(layout: Layout, features: int, hidden: int, transpose_rhs: bool) -> structs.WeightGradient:
+def scattered_gradient_sizes(
+    layout: Layout, features: int, hidden: int, transpose_rhs: bool
+) -> structs_gemm.WeightGradient:
     """Sizes of the weight gradient in the launch of GEMM + combine."""
     # As many blocks in flight as there is memory beside that through which a tile is stored.
     width = features if transpose_rhs else hidden
-    tile = structs.WeightGradientTile(BM=128, BN=256 if width > 128 else 128, BR=64, GROUP_M=8, STAGES=3)
+    tile = structs_gemm.WeightGradientTile(BM=128, BN=256 if width > 128 else 128, BR=64, GROUP_M=8, STAGES=3)
     if jax.default_backend() == "cpu":
-        tile = structs.WeightGradientTile(BM=32, BN=32, BR=16, GROUP_M=8, STAGES=2)
+        tile = structs_gemm.WeightGradientTile(BM=32, BN=32, BR=16, GROUP_M=8, STAGES=2)
     return _gradient_sizes(layout, features, hidden, transpose_rhs, tile, parts=1)
 
 
 def _gradient_sizes(
-    layout: Layout, features: int, hidden: int, transpose_rhs: bool, tile: structs.WeightGradientTile, parts: int
-) -> structs.WeightGradient:
+    layout: Layout, features: int, hidden: int, transpose_rhs: bool, tile: structs_gemm.WeightGradientTile, parts: int
+) -> structs_gemm.WeightGradient:
     """Sizes of the gradient of `[features, hidden]` matrices, or `[hidden, features]` with `transpose_rhs`."""
     rows, columns = (hidden, features) if transpose_rhs else (features, hidden)
     common = grouped_gemm.common_sizes(layout.capacity, columns, rows, layout.num_local_experts)
-    return structs.WeightGradient(**common, PARTS=parts, TMA_STORE=True, tile=tile)
+    return structs_gemm.WeightGradient(**common, PARTS=parts, TMA_STORE=True, tile=tile)
 
 
-def _matrices(w: Array, product: structs.GroupedGemm) -> Descriptor:
+def _matrices(w: Array, product: structs_gemm.GroupedGemm) -> Descriptor:
     """The experts' matrices in the blocks of a tile."""
     tile = product.tile
     return Descriptor(w, (1, *((tile.BN, tile.BK) if product.TRANSPOSED else (tile.BK, tile.BN))))
@@ -322,7 +324,7 @@ def _combine_beside_gradient(
 
 def combine_with_weight_gradient_sizes(
     schedule: Schedule, layout: Layout, features: int, hidden: int, dtype: jnp.dtype, transpose_rhs: bool
-) -> tuple[Config, structs.CombineWithWeightGradient]:
+) -> tuple[Config, structs_gemm.CombineWithWeightGradient]:
     """Config and sizes of combine beside the gradient of `[features, hidden]` matrices, for sums of `dtype`."""
     programs = schedule.num_summing_programs or (BESIDE if jax.default_backend() != "cpu" else 1)
     _, combine_tile = combine_config(
@@ -333,19 +335,19 @@ def combine_with_weight_gradient_sizes(
         layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, FP8=False, tile=combine_tile
     )
     tiles = grouped_gemm.weight_tiles(dtype.itemsize)
-    tile = structs.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)
+    tile = structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)
     gradient = _gradient_sizes(layout, features, hidden, transpose_rhs, tile, tiles.store_parts)
     config = Config(grid.all_programs(tiles.programs), num_warps=tiles.num_warps)
-    return config, structs.CombineWithWeightGradient(programs, TASKS=4, combine=combine, gradient=gradient)
+    return config, structs_gemm.CombineWithWeightGradient(programs, TASKS=4, combine=combine, gradient=gradient)
 
 
 def _gradient_arguments(
-    h: Array, w: Array, tokens: Array, sizes: structs.WeightGradient, transpose_rhs: bool
-) -> tuple[structs.WeightGradientOperands, Descriptor]:
+    h: Array, w: Array, tokens: Array, sizes: structs_gemm.WeightGradient, transpose_rhs: bool
+) -> tuple[structs_gemm.WeightGradientOperands, Descriptor]:
     """Both factors of the gradient of w, and the gradient itself."""
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
     tile = sizes.tile
-    factors = structs.WeightGradientOperands(
+    factors = structs_gemm.WeightGradientOperands(
         Descriptor(left, (tile.BR, tile.BM), bounded=True), Descriptor(right, (tile.BR, tile.BN), bounded=True)
     )
     return factors, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), (1, tile.BM, tile.BN // sizes.PARTS))

@@ -24,7 +24,7 @@ from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels import structs
+from jax_ep.megakernels.kernels import structs_gemm
 from jax_ep.megakernels.launch import launch, make_ready
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
@@ -205,11 +205,11 @@ def _launch_forward(
     num_rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
-    sizes = structs.GroupedGemm(
+    sizes = structs_gemm.GroupedGemm(
         **common_sizes(num_rows, columns, depth, groups),
         TRANSPOSED=transpose_rhs,
         TMA_PARTS=tiles.store_parts if tiles.tma_store else 0,
-        tile=structs.GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m),
+        tile=structs_gemm.GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m),
     )
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
@@ -254,11 +254,11 @@ def _launch_weight_gradient(
     num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
     right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
-    sizes = structs.WeightGradient(
+    sizes = structs_gemm.WeightGradient(
         **common_sizes(num_rows, columns, rows, groups),
         PARTS=tiles.store_parts,
         TMA_STORE=tiles.tma_store,
-        tile=structs.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, STAGES=None),
+        tile=structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, STAGES=None),
     )
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
@@ -340,11 +340,11 @@ def _launch_fp8(
     return launch(_FP8, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0]
 
 
-def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs.GroupedGemm:
+def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs_gemm.GroupedGemm:
     """The sizes of the kernel."""
     sizes = common_sizes(num_rows, columns, depth, groups)
-    tile = structs.GemmTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
-    return structs.GroupedGemm(**sizes, TRANSPOSED=True, TMA_PARTS=0, tile=tile)
+    tile = structs_gemm.GemmTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
+    return structs_gemm.GroupedGemm(**sizes, TRANSPOSED=True, TMA_PARTS=0, tile=tile)
 
 
 def common_sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:

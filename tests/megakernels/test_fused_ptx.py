@@ -13,7 +13,7 @@ from compiling import build
 from jax_ep.core.kernel import Config
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange_gemm
-from jax_ep.megakernels.kernels import structs
+from jax_ep.megakernels.kernels import structs, structs_gemm
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -34,18 +34,18 @@ def constants(sizes: Any) -> dict[str, Any]:
     return {"S": sizes, "HEAP": heap_of(HeapLayout(4), 4, 1)}
 
 
-def matrices(product: structs.GroupedGemm) -> str:
+def matrices(product: structs_gemm.GroupedGemm) -> str:
     tile = product.tile
     shape = (tile.BN, tile.BK) if product.TRANSPOSED else (tile.BK, tile.BN)
     return f"tensordesc<bf16[1, {shape[0]}, {shape[1]}]>"
 
 
-def of_gradient(gradient: structs.WeightGradient) -> dict[str, Any]:
+def of_gradient(gradient: structs_gemm.WeightGradient) -> dict[str, Any]:
     """Types of what the gradient is made of, and of itself."""
     tile = gradient.tile
     factors = [f"tensordesc<bf16[1, 1, {tile.BR}, {width}]>" for width in (tile.BM, tile.BN)]
     stored = f"tensordesc<bf16[1,{tile.BM},{tile.BN // gradient.PARTS}]>"
-    return {"factors": structs.WeightGradientOperands(*factors), "gradient": stored}
+    return {"factors": structs_gemm.WeightGradientOperands(*factors), "gradient": stored}
 
 
 def check(built: dict, capability: int) -> None:
@@ -58,7 +58,7 @@ def check(built: dict, capability: int) -> None:
     assert built["scratch"] == 0
 
 
-def check_flat(built: dict, product: structs.GroupedGemm, num_stages: int) -> None:
+def check_flat(built: dict, product: structs_gemm.GroupedGemm, num_stages: int) -> None:
     """One loop over tiles and their depth: a tile has memory to be stored through while the next one is loaded."""
     loaded = 2 * num_stages * product.tile.BK * (product.tile.BM + product.tile.BN)
     assert built["shared"] > loaded + (8 << 10)
@@ -71,7 +71,7 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
     types = dict.fromkeys(["row_slot_ptr", "sizes_ptr", "ids_ptr"], "*i32") | PEERS
-    types |= {"order": structs.OrderedSends(*["*i32"] * 3), "b_desc": matrices(sizes.product)}
+    types |= {"order": structs_gemm.OrderedSends(*["*i32"] * 3), "b_desc": matrices(sizes.product)}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")
     options = config.num_warps, config.num_stages, capability
     built = build("exchange_gemm", "dispatch_gemm", types, constants(sizes), *options)
@@ -92,8 +92,8 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
     check_flat(built, sizes.product, config.num_stages)
 
 
-def build_gemm_combine(config: Config, sizes: structs.GemmCombine, capability: int) -> dict:
-    types = {"handle": structs.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": "*bf16"} | PEERS
+def build_gemm_combine(config: Config, sizes: structs_gemm.GemmCombine, capability: int) -> dict:
+    types = {"handle": structs_gemm.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": "*bf16"} | PEERS
     types |= {"b_desc": matrices(sizes.product)}
     types["h_desc"] = f"tensordesc<bf16[{sizes.product.tile.BM}, {sizes.product.tile.BK}]>"
     values = constants(sizes)

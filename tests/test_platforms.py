@@ -11,23 +11,22 @@ import pytest
 
 import jax_ep
 from jax_ep.ops import registry
-from jax_ep.ops.registry import Request
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Options, Schedule
 
 pytest.importorskip("triton")
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
 LAYOUT = Layout(2, 8, 256, 2, 1024)
 PRODUCT = (1 << 13, 256, 256, 8)
-OPERATIONS = {
-    "exchange": {"dtype": BF16, "operation": "exchange", "layout": LAYOUT},
-    "exchange in FP8": {"dtype": BF16, "operation": "exchange", "layout": LAYOUT, "wire_dtype": FP8},
-    "large products": {"dtype": BF16, "operation": "gemm", "product": PRODUCT},
-    "small products": {"dtype": BF16, "operation": "gemm", "product": (64, 256, 256, 8)},
-    "products in FP8": {"dtype": FP8, "operation": "gemm"},
-    "low latency": {"dtype": BF16, "operation": "low_latency", "layout": LAYOUT},
-    "low latency in FP8": {"dtype": FP8, "operation": "low_latency", "layout": LAYOUT},
-    "masked products": {"dtype": BF16, "operation": "masked_gemm"},
-    "masked activation to FP8": {"dtype": BF16, "operation": "masked_activation", "wire_dtype": FP8},
+OPERATIONS: dict[str, tuple[Any, ...]] = {  # operation, dtype and facts, as ops/ asks for them
+    "exchange": ("exchange", BF16, 256, LAYOUT, False, None),
+    "exchange in FP8": ("exchange", BF16, 256, LAYOUT, False, None),
+    "large products": ("grouped_gemm", BF16, *PRODUCT),
+    "small products": ("grouped_gemm", BF16, 64, 256, 256, 8),
+    "products in FP8": ("grouped_gemm", FP8),
+    "low latency": ("low_latency", BF16, 256, LAYOUT, False),
+    "low latency in FP8": ("low_latency", FP8, 256, LAYOUT, False),
+    "masked products": ("masked", BF16, "grouped_gemm", 256),
+    "masked activation to FP8": ("masked", BF16, "activation", 256, True),
 }
 HOPPER = dict.fromkeys(OPERATIONS, "triton") | {"large products": "pallas"}
 PRODUCTS = ("large products", "small products", "products in FP8", "masked products")
@@ -52,18 +51,20 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     jax_ep.finalize()
     device = types.SimpleNamespace(platform="gpu", compute_capability=request.param, device_kind="a GPU")
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("jax_ep.heap.peer_access.missing", lambda: None)
     registry._say_once.cache_clear()
     return request.param
 
 
-def request(name: str, **changes: Any) -> Request:
-    return Request(**{"function": "moe", "hidden": 256, "platform": "gpu"} | OPERATIONS[name] | changes)
+def choose(name: str, *implementation: str) -> str:
+    options = Options("moe", (), implementation or None, FP8 if name == "exchange in FP8" else None)
+    return registry.choose(options, *OPERATIONS[name])
 
 
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
 def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
-    assert {name: registry.choose(None, request(name)) for name in OPERATIONS} == used
+    assert {name: choose(name) for name in OPERATIONS} == used
 
 
 @pytest.mark.parametrize(
@@ -84,25 +85,28 @@ def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
 )
 def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, asked: str, needed: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
-        registry.choose(asked, request(name))
+        choose(name, asked)
     message = str(caught.value)
     assert needed in message and gpus in message and "`xla`" in message
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_a_fused_mode_needs_tma(gpus: str) -> None:
+    options = Options("moe", (), ("triton",), schedule=Schedule(combine_mode="scatter"))
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
-        registry.choose("triton", request("exchange", mode="scatter", columns=256))
+        registry.choose(options, "exchange", BF16, 256, LAYOUT, False, 256)
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_products_without_tensor_cores_need_no_tma(gpus: str) -> None:
     """float32 is a loop over products of XLA in every implementation."""
-    assert registry.choose("triton", request("large products", dtype=jnp.dtype(jnp.float32))) == "triton"
+    options = Options("moe", (), ("triton",))
+    assert registry.choose(options, "grouped_gemm", jnp.dtype(jnp.float32), *PRODUCT) == "triton"
 
 
-def test_other_platforms() -> None:
-    for platform in ("tpu", "METAL"):
-        assert registry.choose(None, request("exchange", platform=platform)) == "xla"
-        with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
-            registry.choose("triton", request("exchange", platform=platform))
+@pytest.mark.parametrize("platform", ["tpu", "METAL"])
+def test_other_platforms(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert choose("exchange") == "xla"
+    with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
+        choose("exchange", "triton")

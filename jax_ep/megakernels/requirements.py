@@ -48,7 +48,9 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
     if operation == "masked":
         return _refusal_of_masked(dtype, *facts)
     if operation == "grouped_gemm":
-        return capability.missing_tma("its grouped GEMM in FP8") if dtype == FP8 else None
+        if dtype not in (FP8, jnp.bfloat16, jnp.float16):
+            return None  # the portable loop
+        return capability.missing_tma(f"its grouped GEMM in {'FP8' if dtype == FP8 else dtype}")
     if operation == "activation":
         return None
     if operation == "low_latency" and (reason := _refusal_of_low_latency(options, dtype, *facts)) is not None:

@@ -25,7 +25,9 @@ TOLERANCE = 4e-2  # two products deep, each with its own rounding of what it rea
 @pytest.fixture(autouse=True)
 def needs_fused_products(implementation: str) -> None:
     fuses = implementation in registry.available("exchange_gemm")
-    if not fuses or not registry.get("exchange_gemm", implementation).fuses(Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate):
+    if not fuses or not registry.get("exchange_gemm", implementation).fuses(
+        Layout(2, 8, 13, 2, 52), BF16, SHAPE.hidden, SHAPE.intermediate
+    ):
         pytest.skip(f"{implementation} fuses no products with exchanges")
 
 

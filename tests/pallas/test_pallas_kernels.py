@@ -14,11 +14,12 @@ from cases import BF16, F16, F32, assert_close, integers, reals
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.ops import registry
+from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
 from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
+from jax_ep.types import Options
 
-REFUSAL = requirements.refusal(registry.Request("grouped_gemm", BF16, 64, "gemm", alone=True))
+REFUSAL = requirements.refusal(Options("grouped_gemm", (), ("pallas",)), "grouped_gemm", BF16)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
 

@@ -8,24 +8,28 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ep
+from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
+from jax_ep.pallas import requirements as pallas
+from jax_ep.types import Layout, Options
 
-NO_TRITON = registry.Entry("triton", load=lambda: pytest.fail("loaded"), refusal=lambda _: "not installed")
-BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+BF16, F32, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e4m3fn)
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about CPU devices")
 
 
-def request(dtype=BF16, operation="gemm", platform="gpu", **options):
-    return registry.Request("grouped_gemm", dtype, 64, operation, platform=platform, **options)
+def choose(*names, operation="grouped_gemm", dtype=BF16, facts=()):
+    return registry.choose(Options("grouped_gemm", (), names or None), operation, dtype, *facts)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """GPUs of this compute capability, as far as refusals look; Triton is not installed."""
+    """GPUs of this compute capability, as far as refusals look, and whether `triton` serves everything or nothing."""
 
-    def make(capability="9.0"):
+    def make(capability="9.0", *, with_triton=False):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        monkeypatch.setitem(registry._REGISTRY, "triton", NO_TRITON)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(triton, "refusal", lambda *_: None if with_triton else "not installed")
 
     registry._say_once.cache_clear()
     yield make
@@ -35,78 +39,80 @@ def hopper(monkeypatch):
 def test_order():
     assert registry.available() == ("triton", "pallas", "xla")
     assert registry.available("exchange") == ("triton", "xla")
-    assert registry.available("gemm") == registry.available("gemm_weights") == registry.available()
+    assert registry.available("grouped_gemm") == registry.available()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "options"),
+    ("wanted", "dtype", "product"),
     [
-        ("pallas", {"product": (32768, 7168, 4096, 64)}),
-        ("pallas", {"product": (32768, 7168, 4096, 64), "operation": "gemm_weights"}),
-        ("triton", {"product": (32768, 7168, 4096, 256), "operation": "gemm_weights"}),
-        ("triton", {"product": (32768, 7168, 4096, 256)}),  # few rows
-        ("triton", {"product": (32764, 7168, 4096, 64)}),  # copies of rows
-        ("triton", {"product": (32768, 7160, 4096, 64)}),  # copies of matrices
-        ("triton", {"product": (32768, 7168, 4104, 64)}),
-        ("triton", {"product": (32768, 7168, 4096, 64), "dtype": F32}),
-        ("triton", {}),
+        ("pallas", BF16, (32768, 7168, 4096, 64)),
+        ("triton", BF16, (32768, 7168, 4096, 256)),  # few rows
+        ("triton", BF16, (32764, 7168, 4096, 64)),  # copies of rows
+        ("triton", BF16, (32768, 7160, 4096, 64)),  # copies of matrices
+        ("triton", BF16, (32768, 7168, 4104, 64)),
+        ("triton", F32, (32768, 7168, 4096, 64)),
+        ("triton", BF16, ()),
     ],
     ids=str,
 )
-def test_fastest(wanted, options, hopper, caplog, monkeypatch):
-    hopper()
-    served = registry.Entry("triton", NO_TRITON.load, lambda _: None)
-    monkeypatch.setitem(registry._REGISTRY, "triton", served)
-    assert registry.choose(None, request(**options)) == wanted
-    assert registry.choose(("triton", "pallas"), request(**options)) == "triton"
-    hopper("8.0")
-    monkeypatch.setitem(registry._REGISTRY, "triton", served)
-    assert registry.choose(None, request(**options)) == "triton"
+def test_fastest(wanted, dtype, product, hopper, caplog):
+    asked = {"dtype": dtype, "facts": product}
+    hopper(with_triton=True)
+    assert choose(**asked) == wanted
+    assert choose("triton", "pallas", **asked) == "triton"
+    hopper("8.0", with_triton=True)
+    assert choose(**asked) == "triton"
     assert not caplog.records  # nobody expected another one
 
 
 def test_serves_products_on_hopper_without_triton(hopper, caplog):
     hopper()
+    layout = Layout(1, 8, 16, 2, 32)
+    others = {"exchange": (64, layout, False, None), "activation": (), "low_latency": (64, layout, False)}
+    others["masked"] = ("grouped_gemm", 64)
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert registry.choose(None, request()) == "pallas"
-        for operation in ("exchange", "activation", "low_latency", "masked_gemm", "masked_activation"):
-            assert registry.choose(None, request(operation=operation)) == "xla"
-        assert registry.choose(None, request(F32)) == "xla"
+        assert choose() == "pallas"
+        assert {operation: choose(operation=operation, facts=facts) for operation, facts in others.items()} == (
+            dict.fromkeys(others, "xla")
+        )
+        assert choose(dtype=F32) == "xla"
     assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
 
 
 def test_other_gpus(hopper, caplog):
     hopper("10.0")
     with caplog.at_level(logging.WARNING, "jax_ep"):
-        assert registry.choose(None, request()) == "xla"
+        assert choose() == "xla"
     reason = "its kernels are for compute capability 9.0 (Hopper), that of these GPUs is 10.0"
     reason += "; `triton` or `xla` multiply there"
     assert f"implementation pallas is not used: {reason}" in [record.getMessage() for record in caplog.records]
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
-        registry.choose("pallas", request())
+        choose("pallas")
 
 
 @pytest.mark.parametrize(
-    ("reason", "options"),
+    ("reason", "platform", "asked"),
     [
-        ("made for .*'gemm'.*, not for 'exchange'", {"operation": "exchange"}),
-        ("made for .*'bfloat16', 'float16'.*, not for float32", {"dtype": F32}),
-        ("not for float8_e4m3fn", {"dtype": jnp.dtype(jnp.float8_e4m3fn)}),
-        ("the platform is tpu", {"platform": "tpu"}),
+        ("it has no exchange", "gpu", {"operation": "exchange"}),
+        ("made for .*'bfloat16', 'float16'.*, not for float32", "gpu", {"dtype": F32}),
+        ("not for float8_e4m3fn", "gpu", {"dtype": FP8}),
+        ("the platform is tpu", "tpu", {}),
     ],
 )
-def test_reasons(reason, options):
+def test_reasons(reason, platform, asked, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
-        registry.choose("pallas", request(**options))
+        choose("pallas", **asked)
 
 
+@on_cpu
 def test_on_the_cpu_only_where_it_is_named_alone():
-    assert registry.choose(None, request(platform="cpu")) == "xla"
-    assert registry.choose(("pallas", "xla"), request(platform="cpu")) == "xla"
-    assert registry.choose("pallas", request(platform="cpu")) == "pallas"
-    assert registry.choose(["pallas"], request(platform="cpu")) == "pallas"
+    assert choose() == "xla"
+    assert choose("pallas", "xla") == "xla"
+    assert choose("pallas") == "pallas"
 
 
+@on_cpu
 def test_interpreter_needs_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for devices in (1, 3):
@@ -114,22 +120,20 @@ def test_interpreter_needs_threads(monkeypatch):
         with pytest.raises(
             NotImplementedError, match=rf"4 cores or CPU devices, here are {max(devices, 2)}.*XLA_FLAGS"
         ):
-            registry.choose("pallas", request(platform="cpu"))
+            choose("pallas")
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    assert registry.choose("pallas", request(platform="cpu")) == "pallas"
+    assert choose("pallas") == "pallas"
 
 
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
     """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
-    entry = registry._REGISTRY["pallas"]
-    served = registry.Entry("pallas", entry.load, lambda _: None, entry.operations, entry.dtypes)
-    monkeypatch.setitem(registry._REGISTRY, "pallas", served)
-    monkeypatch.setitem(registry._REGISTRY, "triton", NO_TRITON)
+    monkeypatch.setattr(pallas, "refusal", lambda *_: None)
+    monkeypatch.setattr(triton, "refusal", lambda *_: "not installed")
     chosen = []
     choose = registry.choose
 
-    def choose_and_tell(implementation, asked):
-        chosen.append((asked.operation, choose(implementation, asked)))
+    def choose_and_tell(options, operation, *facts):
+        chosen.append((operation, choose(options, operation, *facts)))
         return chosen[-1][1]
 
     monkeypatch.setattr(registry, "choose", choose_and_tell)
@@ -142,11 +146,6 @@ def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monk
         call.trace(x, idx, weights, w_gate_up, w_down)
         return set(chosen)
 
-    assert layer() == {("exchange", "xla"), ("gemm", "pallas"), ("gemm_weights", "pallas"), ("activation", "xla")}
-    assert layer(implementation="xla") == {
-        ("exchange", "xla"),
-        ("gemm", "xla"),
-        ("gemm_weights", "xla"),
-        ("activation", "xla"),
-    }
+    assert layer() == {("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
+    assert layer(implementation="xla") == {("exchange", "xla"), ("grouped_gemm", "xla"), ("activation", "xla")}
     assert layer(implementation=("pallas", "xla")) == layer()

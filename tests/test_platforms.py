@@ -1,4 +1,4 @@
-"""What is used on which GPUs, as README says, and what the refusals of the others say; with devices that are faked."""
+"""What is used on which GPUs, as docs/features.md says, and what the refusals of others say; with faked devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
 LAYOUT = Layout(2, 8, 256, 2, 1024)
 PRODUCT = (1 << 13, 256, 256, 8)
-OPERATIONS: dict[str, tuple[Any, ...]] = {  # operation, dtype and facts, as ops/ asks for them
+# What `registry.choose` takes behind the options.
+OPERATIONS = {
     "exchange": ("exchange", BF16, 256, LAYOUT, False, None),
     "exchange in FP8": ("exchange", BF16, 256, LAYOUT, False, None),
     "large products": ("grouped_gemm", BF16, *PRODUCT),
@@ -57,14 +58,15 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def choose(name: str, *implementation: str) -> str:
-    options = Options("moe", (), implementation or None, FP8 if name == "exchange in FP8" else None)
-    return registry.choose(options, *OPERATIONS[name])
+def choose(asked: str | None, name: str, **options: Any) -> str:
+    wire_dtype = FP8 if name == "exchange in FP8" else None
+    made = Options("moe", ("expert",), None if asked is None else (asked,), wire_dtype, **options)
+    return registry.choose(made, *OPERATIONS[name])
 
 
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
 def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
-    assert {name: choose(name) for name in OPERATIONS} == used
+    assert {name: choose(None, name) for name in OPERATIONS} == used
 
 
 @pytest.mark.parametrize(
@@ -85,28 +87,28 @@ def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
 )
 def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, asked: str, needed: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
-        choose(name, asked)
+        choose(asked, name)
     message = str(caught.value)
     assert needed in message and gpus in message and "`xla`" in message
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_a_fused_mode_needs_tma(gpus: str) -> None:
-    options = Options("moe", (), ("triton",), schedule=Schedule(combine_mode="scatter"))
+    made = Options("moe", ("expert",), ("triton",), schedule=Schedule(combine_mode="scatter"))
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
-        registry.choose(options, "exchange", BF16, 256, LAYOUT, False, 256)
+        registry.choose(made, "exchange", BF16, 256, LAYOUT, False, 256)
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_products_without_tensor_cores_need_no_tma(gpus: str) -> None:
     """float32 is a loop over products of XLA in every implementation."""
-    options = Options("moe", (), ("triton",))
-    assert registry.choose(options, "grouped_gemm", jnp.dtype(jnp.float32), *PRODUCT) == "triton"
+    made = Options("moe", (), ("triton",))
+    assert registry.choose(made, "grouped_gemm", jnp.dtype(jnp.float32), *PRODUCT) == "triton"
 
 
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])
 def test_other_platforms(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    assert choose("exchange") == "xla"
+    assert choose(None, "exchange") == "xla"
     with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
-        choose("exchange", "triton")
+        choose("triton", "exchange")

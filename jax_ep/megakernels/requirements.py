@@ -48,9 +48,7 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
     if operation == "masked":
         return _refusal_of_masked(dtype, *facts)
     if operation == "grouped_gemm":
-        if dtype not in (FP8, jnp.bfloat16, jnp.float16):
-            return None  # the portable loop
-        return capability.missing_tma(f"its grouped GEMM in {'FP8' if dtype == FP8 else dtype}")
+        return _refusal_of_products(dtype)
     if operation == "activation":
         return None
     if operation == "low_latency" and (reason := _refusal_of_low_latency(options, dtype, *facts)) is not None:
@@ -93,6 +91,13 @@ def _refusal_of_exchange(
         f" of 8, on GPUs with TMA ({capability.TMA_MODELS}); here tokens of {dtype}, wire_dtype={options.wire_dtype}"
         f" and matrices of [{hidden}, {columns}]"
     )
+
+
+def _refusal_of_products(dtype: jnp.dtype) -> str | None:
+    """float32 and float64 are a loop over products of XLA in every implementation."""
+    if dtype not in (FP8, jnp.bfloat16, jnp.float16):
+        return None
+    return capability.missing_tma(f"its grouped GEMM in {'FP8' if dtype == FP8 else dtype}")
 
 
 def _refusal_of_low_latency(

@@ -10,26 +10,30 @@ import pytest
 import jax_ep
 from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
-from jax_ep.pallas import requirements as pallas
+from jax_ep.pallas import requirements
 from jax_ep.types import Layout, Options
 
-BF16, F32, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e4m3fn)
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about CPU devices")
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
-def choose(*names, operation="grouped_gemm", dtype=BF16, facts=()):
-    return registry.choose(Options("grouped_gemm", (), names or None), operation, dtype, *facts)
+PRODUCT = (32768, 7168, 4096, 64)
+EXCHANGE = (64, Layout(2, 8, 256, 2, 1024), False, None)
+
+
+def choose(asked=None, operation="grouped_gemm", dtype=BF16, *facts):
+    names = (asked,) if isinstance(asked, str) else asked
+    return registry.choose(Options("grouped_gemm", (), names), operation, dtype, *facts)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """GPUs of this compute capability, as far as refusals look, and whether `triton` serves everything or nothing."""
+    """GPUs of this compute capability, as far as refusals look; without Triton unless it `serves`."""
 
-    def make(capability="9.0", *, with_triton=False):
+    def make(capability="9.0", *, serves=False):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(triton, "refusal", lambda *_: None if with_triton else "not installed")
+        monkeypatch.setattr(triton, "refusal", lambda *_: None if serves else "not installed")
 
     registry._say_once.cache_clear()
     yield make
@@ -43,39 +47,35 @@ def test_order():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "dtype", "product"),
+    ("wanted", "product", "dtype"),
     [
-        ("pallas", BF16, (32768, 7168, 4096, 64)),
-        ("triton", BF16, (32768, 7168, 4096, 256)),  # few rows
-        ("triton", BF16, (32764, 7168, 4096, 64)),  # copies of rows
-        ("triton", BF16, (32768, 7160, 4096, 64)),  # copies of matrices
-        ("triton", BF16, (32768, 7168, 4104, 64)),
-        ("triton", F32, (32768, 7168, 4096, 64)),
-        ("triton", BF16, ()),
+        ("pallas", PRODUCT, BF16),
+        ("triton", (32768, 7168, 4096, 256), BF16),  # few rows
+        ("triton", (32764, 7168, 4096, 64), BF16),  # copies of rows
+        ("triton", (32768, 7160, 4096, 64), BF16),  # copies of matrices
+        ("triton", (32768, 7168, 4104, 64), BF16),
+        ("triton", PRODUCT, F32),
+        ("triton", (), BF16),
     ],
     ids=str,
 )
-def test_fastest(wanted, dtype, product, hopper, caplog):
-    asked = {"dtype": dtype, "facts": product}
-    hopper(with_triton=True)
-    assert choose(**asked) == wanted
-    assert choose("triton", "pallas", **asked) == "triton"
-    hopper("8.0", with_triton=True)
-    assert choose(**asked) == "triton"
+def test_fastest(wanted, product, dtype, hopper, caplog):
+    hopper(serves=True)
+    assert choose(None, "grouped_gemm", dtype, *product) == wanted
+    assert choose(("triton", "pallas"), "grouped_gemm", dtype, *product) == "triton"
+    hopper("8.0", serves=True)
+    assert choose(None, "grouped_gemm", dtype, *product) == "triton"
     assert not caplog.records  # nobody expected another one
 
 
 def test_serves_products_on_hopper_without_triton(hopper, caplog):
     hopper()
-    layout = Layout(1, 8, 16, 2, 32)
-    others = {"exchange": (64, layout, False, None), "activation": (), "low_latency": (64, layout, False)}
-    others["masked"] = ("grouped_gemm", 64)
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert choose() == "pallas"
-        assert {operation: choose(operation=operation, facts=facts) for operation, facts in others.items()} == (
-            dict.fromkeys(others, "xla")
-        )
-        assert choose(dtype=F32) == "xla"
+        assert choose(None, "exchange", BF16, *EXCHANGE) == "xla"
+        assert choose(None, "low_latency", BF16, *EXCHANGE[:3]) == "xla"
+        assert choose(None, "masked", BF16, "grouped_gemm", 64) == "xla"
+        assert choose(None, "activation") == choose(None, "grouped_gemm", F32) == "xla"
     assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
 
 
@@ -91,28 +91,31 @@ def test_other_gpus(hopper, caplog):
 
 
 @pytest.mark.parametrize(
-    ("reason", "platform", "asked"),
+    ("reason", "request_"),
     [
-        ("it has no exchange", "gpu", {"operation": "exchange"}),
-        ("made for .*'bfloat16', 'float16'.*, not for float32", "gpu", {"dtype": F32}),
-        ("not for float8_e4m3fn", "gpu", {"dtype": FP8}),
-        ("the platform is tpu", "tpu", {}),
+        ("it has no exchange", ("exchange", BF16, *EXCHANGE)),
+        ("made for .*'bfloat16', 'float16'.*, not for float32", ("grouped_gemm", F32)),
+        ("not for float8_e4m3fn", ("grouped_gemm", jnp.dtype(jnp.float8_e4m3fn))),
     ],
 )
-def test_reasons(reason, platform, asked, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+def test_reasons(reason, request_):
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
-        choose("pallas", **asked)
+        choose("pallas", *request_)
 
 
-@on_cpu
+def test_other_platforms(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="pallas: the platform is tpu"):
+        choose("pallas")
+
+
 def test_on_the_cpu_only_where_it_is_named_alone():
     assert choose() == "xla"
-    assert choose("pallas", "xla") == "xla"
+    assert choose(("pallas", "xla")) == "xla"
     assert choose("pallas") == "pallas"
+    assert choose(["pallas"]) == "pallas"
 
 
-@on_cpu
 def test_interpreter_needs_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for devices in (1, 3):
@@ -127,13 +130,14 @@ def test_interpreter_needs_threads(monkeypatch):
 
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
     """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
-    monkeypatch.setattr(pallas, "refusal", lambda *_: None)
-    monkeypatch.setattr(triton, "refusal", lambda *_: "not installed")
+    monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
+    monkeypatch.setattr(requirements, "is_fastest", lambda options, operation, *_: operation == "grouped_gemm")
+    monkeypatch.setattr(Options, "alone", True)
     chosen = []
     choose = registry.choose
 
-    def choose_and_tell(options, operation, *facts):
-        chosen.append((operation, choose(options, operation, *facts)))
+    def choose_and_tell(options, operation, *request):
+        chosen.append((operation, choose(options, operation, *request)))
         return chosen[-1][1]
 
     monkeypatch.setattr(registry, "choose", choose_and_tell)

@@ -150,21 +150,23 @@ def test_the_question_the_script_asks_is_answered_by_a_real_python(machine):
 
 # --- Makefile and .ci/run -------------------------------------------------------------------------------------------
 
-TARGETS = {
-    "env",
-    "lock",
-    "demo",
-    "test",
-    "test-rest",
-    "test-all",
-    "test-gpu",
-    "lint",
-    "docs",
-    "wheel",
-    "bench",
-    "clean",
-    "help",
-}
+TARGETS = set(
+    [
+        "env",
+        "lock",
+        "demo",
+        "test",
+        "test-rest",
+        "test-all",
+        "test-gpu",
+        "lint",
+        "docs",
+        "wheel",
+        "bench",
+        "clean",
+        "help",
+    ]
+)
 SET_BY_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
 OF_THE_MAKEFILE = {"PYTHON", "VENV", "EXTRAS", "CONSTRAINTS", "PIP_ARGS"}
 

@@ -26,6 +26,7 @@ from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import moe_specs, sharded_moe
+from jax_ep.types import Schedule
 
 try:
     from flax import nnx
@@ -108,6 +109,7 @@ class MoE(nnx.Module):
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
       axis_name: mesh axis, or axes, that shard the experts.
       batch_axes: further mesh axes that shard the tokens.
+      schedule: how launches share the GPU, see `jax_ep.Schedule`; None: the package's choice.
       implementation: see `jax_ep.moe`.
       kernel_init: initializer of the experts' `[E, in, out]` kernels.
       rngs: `nnx.Rngs` with a `params` stream.
@@ -138,6 +140,7 @@ class MoE(nnx.Module):
         mesh: jax.sharding.Mesh | None = None,
         axis_name: str | tuple[str, ...] = "expert",
         batch_axes: str | Sequence[str] = (),
+        schedule: Schedule | None = None,
         implementation: str | Sequence[str] | None = None,
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
@@ -160,6 +163,7 @@ class MoE(nnx.Module):
         self.mesh = mesh
         self.axis_name = _axes(axis_name)
         self.batch_axes = _axes(batch_axes)
+        self.schedule = schedule
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         self.router_options = _RouterOptions(
             num_experts_per_tok, score, renormalize, num_groups, topk_groups, group_score, routed_scale
@@ -264,6 +268,7 @@ class MoE(nnx.Module):
             num_experts=self.num_experts,
             axis_name=axis_name,
             activation=self.activation,
+            schedule=self.schedule,
             implementation=self.implementation,
         )
 
@@ -287,6 +292,7 @@ class MoE(nnx.Module):
                 self.w_down.astype(self.dtype),
                 activation=self.activation,
                 forward_dtype=self.forward_dtype,
+                schedule=self.schedule,
                 implementation=self.implementation,
             )
         return y.reshape(x.shape), MoEMetrics(*statistics, dropped=jnp.zeros((), jnp.int32))
@@ -336,6 +342,7 @@ class MoE(nnx.Module):
                 capacity=self.capacity,
                 wire_dtype=self.wire_dtype,
                 forward_dtype=self.forward_dtype,
+                schedule=self.schedule,
                 implementation=self.implementation,
             )
         y = experts(tokens, topk_idx, topk_weights, *matrices)

@@ -88,7 +88,7 @@ def _isolated_import(package=PACKAGE):
 
 def test_import_works_without_the_optional_packages():
     files = _isolated_import()["files"]
-    assert {str(PACKAGE / "__init__.py"), str(PACKAGE / "api.py")} <= set(files)
+    assert {str(PACKAGE / "__init__.py"), str(PACKAGE / "ops" / "exchange.py")} <= set(files)
     assert [file for file in files if not pathlib.Path(file).is_relative_to(PACKAGE)] == []
 
 
@@ -152,31 +152,20 @@ def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
-# A unit is a module or subpackage directly under jax_ep. Imports, also those inside functions, go to a strictly lower
-# level. Units of one level do not know each other: so the implementations (level 4) never import one another.
+# A unit is a module or folder directly under jax_ep. Imports, also those inside functions, go to a strictly lower
+# level. Units of one level do not know each other.
 LEVELS = [
-    {"types", "dtypes", "no_gradient", "kernel", "named_scopes"},
-    {"mesh_axes", "layout", "ffi", "processes", "activations"},
-    {"heap_memory", "interpreter", "nvshmem", "context_validation"},
-    {"heap", "transports"},
-    {"validation", "context"},
-    {"masked_validation", "router_validation"},
+    {"types"},
+    {"core", "ffi"},
+    {"interpreter", "heap", "xla"},
+    {"context", "pallas"},  # small arrays, and what no kernel takes, are for `xla`
+    {"megakernels"},  # its products alone are those of pallas, where these are faster
+    {"ops"},  # loads implementations by name
     {"routing", "quantization"},
-    {"tiled_gemm", "tuning", "tracing", "collectives", "moe_metrics"},
-    {"moe_router"},
-    {"masked_reference", "fp8_reference"},
-    {"reference", "pallas"},
-    {"megakernels"},  # its products alone are those of pallas, where there are any
-    {"backends"},
-    {"vjp", "fused_vjp", "fused_options"},
-    {"operations", "fp8_vjp"},
-    {"fp8_layer"},
-    {"api", "low_latency", "masked", "moe"},
     {"sharding", "serving"},
-    {"__init__"},
-    {"flax", "cli"},  # users of the public names, like any other program
-    {"__main__"},
+    {"flax", "__init__"},  # `__init__` is for users: nothing of the package imports it
 ]
+MOST_LEVELS, MOST_ROOT_FILES = 10, 9
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 
@@ -220,7 +209,9 @@ def _unit_edges():
 
 def test_every_module_has_a_level():
     units = {_module_name(path)[0] for path in SOURCES}
-    assert units - set(LEVEL_OF) == set(), "give the new module a place in LEVELS (design, section 3)"
+    assert units == set(LEVEL_OF), "give each module and folder a place in LEVELS, and nothing else"
+    assert len(LEVELS) <= MOST_LEVELS
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_FILES
 
 
 def test_imports_go_down_only():
@@ -232,6 +223,15 @@ def test_imports_go_down_only():
         if unit in LEVEL_OF and imported in LEVEL_OF and LEVEL_OF[imported] >= LEVEL_OF[unit]
     ]
     assert wrong == []
+
+
+def test_an_operation_has_one_name_in_every_layer():
+    """`ls jax_ep/*/grouped_gemm.py` shows an operation whole."""
+    from jax_ep.ops import registry
+
+    for operation, names in registry._IMPLEMENTATIONS.items():
+        folders = ["ops", *(registry._PACKAGES[name].removeprefix("jax_ep.") for name in names)]
+        assert [folder for folder in folders if not (PACKAGE / folder / f"{operation}.py").exists()] == []
 
 
 def _external_roots(tree):
@@ -279,17 +279,17 @@ def _kernel_free_imports(path):
 def test_the_layer_rules_see_real_violations(tmp_path):
     """The parser above must catch each spelling of an import, or the rules prove nothing."""
     spellings = [
-        "from jax_ep.api import dispatch",
-        "import jax_ep.api",
-        "from jax_ep import api",
-        "from . import api",
-        "from .api import dispatch",
-        "def f():\n    from jax_ep.api import dispatch",
+        "from jax_ep.ops import dispatch",
+        "import jax_ep.ops",
+        "from jax_ep import ops",
+        "from . import ops",
+        "from .ops.exchange import dispatch",
+        "def f():\n    from jax_ep.ops.exchange import dispatch",
     ]
     for spelling in spellings:
         fake = PACKAGE / "not_a_real_file.py"  # never written: only its place in the package matters
         found = [_unit_of_target(target) for _, target in _imports_of_text(fake, spelling)]
-        assert found == ["api"], spelling
+        assert found == ["ops"], spelling
     kernel = ast.parse("import triton\nimport jax\n@triton.jit\ndef kernel(): pass")
     assert _is_triton_kernel_file(kernel)
     assert "jax" in set(_external_roots(kernel))

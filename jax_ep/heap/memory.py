@@ -20,11 +20,11 @@ _LEAST_BYTES, _UNIT = 16 << 20, 1 << 20  # of an allocation
 
 @dataclasses.dataclass
 class Generation:
-    """Heaps of one size, one per device, which stay where they are while the context lives.
+    """Heaps of one size, one per device, which stay where they are until `finalize`.
 
     Attributes:
-      ids: of their pointer tables and status records; programs traced now take the last one. Where an earlier context
-        had several generations, this one stands for all of them.
+      ids: of their pointer tables and status records; programs traced now take the last one. Where there were
+        several generations before a `finalize`, this one stands for all of them.
       addresses: of the heaps of all devices, by number of the device of this process that sees them so.
       allocation: in which allocation of the memory they lie, and
       start: from which of its bytes on.

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
-from jax_ep.megakernels import compile, launch
+from jax_ep.megakernels import compile
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
 from jax_ep.megakernels.kernels.structs_serving import MaskedGemm, MaskedTile
+from jax_ep.megakernels.launch import launch
 
 pytest.importorskip("triton")
 
 BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 GATHER = Kernel("rows", "gather_rows")
 GATHER_SIZES = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
-WEIGHTS = Kernel("gemm_weights", "weight_gradient")
+WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
 WEIGHT_SIZES = {"M": 256, "N": 128, "K": 192, "G": 4, "GROUPS": 16, "BM": 64, "BN": 64, "BR": 64, "GROUP_M": 8}
 WEIGHT_SIZES |= {"PARTS": 1, "TMA_STORE": True}
 Array = jax.ShapeDtypeStruct
@@ -29,6 +30,7 @@ Array = jax.ShapeDtypeStruct
 @pytest.fixture
 def on_hopper(monkeypatch):
     monkeypatch.setattr(compile, "device_capability", lambda: 90)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 def test_parameters_have_tritons_types():
@@ -59,7 +61,7 @@ def test_arrays_of_other_dtypes_are_refused():
 
 def lowered(kernel, operands, results, config, constants, *shapes):
     """StableHLO of a launch for CUDA devices."""
-    run = lambda *arrays: launch._run_on_gpu(kernel, operands(*arrays), results, config, constants)  # noqa: E731
+    run = lambda *arrays: launch(kernel, operands(*arrays), results, config, constants)  # noqa: E731
     return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -23,9 +23,8 @@ from jax_ep import context
 from jax_ep.core import layout as rows
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import SymmetricHeap
-from jax_ep.megakernels import launch, tuning
-from jax_ep.ops import registry
-from jax_ep.types import Handle, Layout
+from jax_ep.megakernels import exchange, launch, tuning
+from jax_ep.types import Handle, Layout, Options
 
 FIELDS = ("row_slot", "slot_row", "group_sizes", "ids", "num_invalid", "num_dropped")
 HOSTILE = np.array([-(2**31), 2**31 - 1, -2, -1, 2**30, -(2**30)], np.int32)
@@ -55,7 +54,7 @@ def planner(layout: Layout) -> Callable[..., Any]:
     mesh = harness.make_mesh((layout.num_ranks,), (EXPERT,))
 
     def fn(ids):
-        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
+        handle = exchange.plan(Options("dispatch", (EXPERT,)), ids, layout)
         assert isinstance(handle, Handle)
         return tuple(getattr(handle, name) for name in FIELDS)
 
@@ -210,7 +209,7 @@ def test_results_that_are_the_same_over_an_axis_stay_so(fresh):
     ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
 
     def fn(ids):
-        return registry.get("triton").plan(ids, layout, (EXPERT,)).row_slot[None]
+        return exchange.plan(Options("dispatch", (EXPERT,)), ids, layout).row_slot[None]
 
     row_slot = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT)))(ids)
     want = [rows.make_handle(jnp.asarray(ids.reshape(2, 3, 2)), r, jnp.int32(0), layout).row_slot for r in range(2)]
@@ -231,7 +230,7 @@ def test_another_mesh_than_the_one_given_fails(fresh):
     ids = np.arange(12, dtype=np.int32).reshape(6, 2) % 4
 
     def fn(ids):
-        handle = registry.get("triton").plan(ids, layout, (EXPERT,))
+        handle = exchange.plan(Options("dispatch", (EXPERT,)), ids, layout)
         return handle.row_slot, handle.slot_row
 
     def run(devices):

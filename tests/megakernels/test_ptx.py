@@ -12,7 +12,7 @@ from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import tuning
 from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange
 from jax_ep.megakernels.launch import heap_of
-from jax_ep.types import Layout
+from jax_ep.types import Layout, Schedule
 
 pytest.importorskip("triton")
 
@@ -41,12 +41,14 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     element = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
-        config, tile = tuning.dispatch(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, to_rows=True, limit=limit)
-        options = {"R": 40960, "TO_ROWS": True, "QUANTIZED": False, "CLEAR": True}
+        schedule = Schedule(num_communicating_programs=limit)
+        config, tile = tuning.dispatch(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
+        options = {"R": 40960, "QUANTIZED": False, "CLEAR": True}
         sizes = Dispatch(**row_sizes(HIDDEN, fp8), **options, tile=tile)
         rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
-        config, tile = tuning.combine(LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype, limit)
+        schedule = Schedule(num_combining_programs=limit)
+        config, tile = tuning.combine(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype))
         sizes = Combine(**row_sizes(HIDDEN, fp8), tile=tile)
         rows = {"y_ptr": element}
     integers = ["ids_ptr", "slot_row_ptr", "lists_ptr"]
@@ -69,7 +71,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 @pytest.mark.slow(unless={"hidden": [512]})
 def test_combine_of_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
-    config, tile = tuning.combine(LAYOUT, hidden, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    config, tile = tuning.combine(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
     types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32")
     types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "peers": PEERS}
     sizes = Combine(**row_sizes(hidden, False), tile=tile)

@@ -1,0 +1,79 @@
+"""How many functions of the package lie between a public one and the custom call: the way that data take."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import BF16, F32
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import interpreter
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter stands for GPUs on the CPU")
+
+PACKAGE = Path(jax_ep.__file__).parent
+MOST = 6
+T, K, E, H, INNER = 6, 2, 4, 128, 128
+FP8 = jnp.float8_e4m3fn
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S)
+    yield mesh
+    jax_ep.finalize()
+
+
+def dispatch(x: Any, idx: Any, weights: Any, *_: Any) -> Any:
+    return jax_ep.dispatch(x, idx, weights, num_experts=E, implementation="triton").tokens
+
+
+def combine(x: Any, idx: Any, weights: Any, *_: Any) -> Any:
+    d = jax_ep.dispatch(x, idx, weights, num_experts=E, implementation="triton")
+    return jax_ep.combine(d.tokens, d.handle, implementation="triton")
+
+
+def moe(**options: Any) -> Callable[..., Any]:
+    return lambda *args: jax_ep.moe(*args, num_experts=E, implementation="triton", **options)
+
+
+CALLS = {
+    "dispatch": dispatch,
+    "combine": combine,
+    "moe": moe(),
+    "moe, fused": moe(schedule=jax_ep.Schedule(dispatch_mode="fused", combine_mode="scatter")),
+    "moe in FP8": moe(wire_dtype=FP8, forward_dtype=FP8),
+}
+CARRY_TOKENS = {"plan", "dispatch", "dispatch_gemm", "combine", "gemm_combine"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_few_functions_to_the_custom_call(name: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Public function, primitive, the implementation's function, launch, call; one more where it has two launches."""
+    chains: dict[str, list[str]] = {}
+
+    def call(kernel: Any, *arguments: Any) -> Any:
+        frames = [frame for frame in traceback.extract_stack() if PACKAGE in Path(frame.filename).parents]
+        chains[kernel.function] = [*(f"{Path(frame.filename).stem}.{frame.name}" for frame in frames), "custom call"]
+        return original(kernel, *arguments)
+
+    original = interpreter.call
+    monkeypatch.setattr(interpreter, "call", call)
+    tokens, ids, weights = ((2, T, H), BF16), ((2, T, K), jnp.int32), ((2, T, K), F32)
+    matrices = ((2, E // 2, H, 2 * INNER), BF16), ((2, E // 2, INNER, H), BF16)
+    arrays = [jax.ShapeDtypeStruct(*array) for array in (tokens, ids, weights, *matrices)]
+    jax.eval_shape(harness.per_rank(CALLS[name], mesh), *arrays)
+    ways = {kernel: chain for kernel, chain in chains.items() if kernel in CARRY_TOKENS}
+    assert len(ways) > 1
+    assert {kernel: chain for kernel, chain in ways.items() if len(chain) > MOST} == {}

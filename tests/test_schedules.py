@@ -1,0 +1,163 @@
+"""`Schedule`: the values it takes, and that it changes time alone; every function that launches takes one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, F32, assert_same_bits, reals
+from harness import EXPERT, in_turn, run
+from jax.sharding import Mesh
+from mistakes import GOOD, function, trace
+
+import jax_ep
+from jax_ep import Schedule
+from jax_ep.sharding import sharded_moe
+
+PROGRAMS = ("num_communicating_programs", "num_combining_programs", "num_summing_programs")
+RANGES = dict.fromkeys(PROGRAMS, (1, 1 << 16)) | {"rows_in_flight": (1, 10)}
+POWERS = {"num_warps": 16, "tokens_per_block": 1024}
+OTHER = Schedule(**dict.fromkeys(PROGRAMS, 3), num_warps=2, tokens_per_block=2, rows_in_flight=3)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_leave_everything_to_the_package() -> None:
+    assert set(dataclasses.asdict(Schedule()).values()) == {None}
+    assert len({Schedule(), Schedule(num_warps=None), OTHER, dataclasses.replace(OTHER)}) == 2, "static, so hashable"
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_numbers_have_a_range(field: str) -> None:
+    least, most = RANGES[field]
+    for value in (least, most):
+        assert getattr(Schedule(**{field: value}), field) == value
+    for value in (least - 1, most + 1, -1):
+        with pytest.raises(ValueError, match=rf"^Schedule: {field}={value}, expected a number from {least} to {most}"):
+            Schedule(**{field: value})
+
+
+@pytest.mark.parametrize("field", POWERS)
+def test_some_are_powers_of_two(field: str) -> None:
+    for value in (1, POWERS[field]):
+        assert getattr(Schedule(**{field: value}), field) == value
+    for value in (0, 3, 2 * POWERS[field]):
+        with pytest.raises(ValueError, match=rf"^Schedule: {field}={value}, expected a power of two.*None"):
+            Schedule(**{field: value})
+
+
+@pytest.mark.parametrize("value", [8.0, True, "8"], ids=repr)
+@pytest.mark.parametrize("field", [*RANGES, *POWERS])
+def test_numbers_are_integers(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^Schedule: {field}={value!r} is a {type(value).__name__}, .* int.*None"):
+        Schedule(**{field: value})
+
+
+@pytest.mark.parametrize("value", ["reduce", "", 2])
+@pytest.mark.parametrize(("field", "known"), [("dispatch_mode", "fused"), ("combine_mode", "scatter")])
+def test_modes_have_names(field: str, known: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^Schedule: {field}={value!r}, expected one of .*'{known}', 'serial'.*None"):
+        Schedule(**{field: value})
+    assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
+
+
+def test_fusing_is_a_choice_of_two() -> None:
+    with pytest.raises(TypeError, match=r"^Schedule: fuse_weight_gradients='always' is a str, .*True, False, or None"):
+        Schedule(fuse_weight_gradients="always")  # type: ignore[arg-type]
+    assert Schedule(fuse_weight_gradients=False).fuse_weight_gradients is False
+
+
+# --- who takes one --------------------------------------------------------------------------------------------------
+
+TAKES_ONE = [
+    *("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "fused_moe"),
+    *("low_latency_dispatch", "low_latency_combine", "low_latency_gemm_combine", "low_latency_moe"),
+]
+
+
+@pytest.mark.parametrize("name", TAKES_ONE)
+def test_functions_that_launch_take_one(name: str) -> None:
+    """And an implementation that has no use for numbers does not read them."""
+    shapes = [jax.tree.map(lambda x: x.shape, trace(name, schedule=s)) for s in (None, Schedule(), OTHER)]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_others_take_none() -> None:
+    assert {name for name in GOOD if "schedule" in inspect.signature(function(name)).parameters} == set(TAKES_ONE)
+
+
+def test_sharded_moe_hands_it_on() -> None:
+    mesh = harness.make_mesh((2,), (EXPERT,))
+    shapes = ((8, 4), (8, 2), (8, 2), (4, 4, 6), (4, 3, 4))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.int32 if i == 1 else F32) for i, shape in enumerate(shapes)]
+    layer = sharded_moe(mesh, num_experts=4, implementation="xla", schedule=OTHER)
+    assert jax.eval_shape(layer, *arrays).shape == (8, 4)
+    layer = sharded_moe(mesh, num_experts=4, implementation="xla", schedule=Schedule(combine_mode="scatter"))
+    with pytest.raises(NotImplementedError, match="mode='scatter'"):
+        jax.eval_shape(layer, *arrays)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
+def test_flax_hands_it_on(on_mesh: bool) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_ep.flax import MoE
+
+    mesh = harness.make_mesh((2,), (EXPERT,)) if on_mesh else None
+    options = {"mesh": mesh, "implementation": "xla", "rngs": nnx.Rngs(0)}
+    layers = [MoE(8, 4, 4, 2, **options, schedule=s) for s in (OTHER, Schedule(dispatch_mode="fused"))]
+    x = jax.ShapeDtypeStruct((6, 8), BF16)
+    assert nnx.eval_shape(lambda layer, x: layer(x)[0], layers[0], x).shape == (6, 8)
+    with pytest.raises(NotImplementedError, match="mode='fused'"):
+        nnx.eval_shape(lambda layer, x: layer(x)[0], layers[1], x)
+
+
+# --- the kernels ----------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "default": Schedule(),
+    "few programs": Schedule(num_communicating_programs=1, num_combining_programs=1),
+    "small blocks": Schedule(tokens_per_block=1, num_warps=2, rows_in_flight=1),
+    "large blocks": Schedule(tokens_per_block=16, num_warps=16, rows_in_flight=10, num_combining_programs=2),
+}
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Mesh]:
+    """Two ranks of the kernels, in Triton's interpreter where there are no GPUs."""
+    pytest.importorskip("triton")
+    on_cpu = jax.default_backend() == "cpu"
+    if jax.process_count() > 1:
+        pytest.skip("a context of several processes is not made anew")
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory" if on_cpu else None, timeout_s=harness.PATIENCE_S)
+    yield mesh
+    jax_ep.finalize()
+
+
+def test_a_handle_serves_any_schedule(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    """Handles do not depend on it: each way there and each way back takes any of them, to the same bits."""
+    x, ids = reals(rng, 2, 9, 24, dtype=BF16), rng.integers(0, 4, (2, 9, 2), np.int32)
+
+    def round_trip(schedule: Schedule, x: Any, handle: Any) -> Any:
+        options = {"schedule": schedule, "implementation": "triton"}
+        rows = jax_ep.dispatch(x, None, num_experts=4, handle=handle, **options).tokens
+        return jax_ep.combine(rows, handle, **options), rows
+
+    def fn(x: Any, ids: Any) -> Any:
+        handle = jax_ep.dispatch(x, ids, num_experts=4, schedule=OTHER, implementation="triton").handle
+        return in_turn([(functools.partial(round_trip, schedule), (x, handle)) for schedule in SCHEDULES.values()])
+
+    default, *others = run(fn, two_ranks, x, ids)
+    for name, found in zip(list(SCHEDULES)[1:], others, strict=True):
+        for what, got, want in zip(("sums", "rows"), found, default, strict=True):
+            assert_same_bits(got, want, f"{what}, {name}")

@@ -13,17 +13,18 @@ from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
 from jax_ep.megakernels import compile
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
-from jax_ep.megakernels.kernels.structs_serving import MaskedGemm, MaskedTile
+from jax_ep.megakernels.kernels.structs_gemm import WeightGradient, WeightGradientTile
+from jax_ep.megakernels.kernels.structs_serving import MaskedGemm, MaskedTile, RowPass
 from jax_ep.megakernels.launch import launch
 
 pytest.importorskip("triton")
 
 BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 GATHER = Kernel("rows", "gather_rows")
-GATHER_SIZES = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
-WEIGHTS = Kernel("gemm_weights", "grouped_gemm_weights")
-WEIGHT_SIZES = {"M": 256, "N": 128, "K": 192, "G": 4, "GROUPS": 16, "BM": 64, "BN": 64, "BR": 64, "GROUP_M": 8}
-WEIGHT_SIZES |= {"PARTS": 1, "TMA_STORE": True}
+GATHER_SIZES = {"S": RowPass(R=32, H=128, G=4, GROUPS=16, BR=16, BC=128)}
+GRADIENT = Kernel("grouped_gemm", "weight_gradient")
+GRADIENT_TILE = WeightGradientTile(64, 64, 64, 8, STAGES=None)
+GRADIENT_SIZES = {"S": WeightGradient(M=256, N=128, K=192, G=4, GROUPS=16, PARTS=1, TMA_STORE=True, tile=GRADIENT_TILE)}
 Array = jax.ShapeDtypeStruct
 
 
@@ -80,7 +81,7 @@ def test_descriptors_of_operands_and_results(on_hopper):
     shapes = Array((256, 192), BF16), Array((256, 128), BF16), Array((4,), I32)
     describe = lambda a, b, sizes: (Descriptor(a, (64, 64), bounded=True), Descriptor(b, (64, 64), bounded=True), sizes)  # noqa: E731
     results = (Descriptor(Array((4, 192, 128), BF16), (1, 64, 64)),)
-    text = lowered(WEIGHTS, describe, results, Config(7, num_warps=4), WEIGHT_SIZES, *shapes)
+    text = lowered(GRADIENT, describe, results, Config(7, num_warps=4), GRADIENT_SIZES, *shapes)
     numbers = text.split("parameters = dense<[")[1].split("]>")[0]
     found = [int(number) for number in numbers.split(",")]
     far, bound = 0x7FFF0000, 1 << 30

@@ -12,7 +12,7 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import activation as kernels
-from jax_ep.megakernels import exchange, rows, tuning
+from jax_ep.megakernels import exchange, rows
 from jax_ep.megakernels.kernels.structs import Dispatch, Peers, Rows
 from jax_ep.megakernels.kernels.structs_serving import Activation
 from jax_ep.megakernels.launch import heap_of
@@ -74,7 +74,7 @@ def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int
 def test_dispatch(capability: int) -> None:
     layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
     wire = jnp.dtype(jnp.float8_e4m3fn)
-    config, tile = tuning.dispatch(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire)
+    config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire)
     integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr")
     types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
     types["peers"] = Peers("*i32", "*i64", "*i32")

@@ -23,7 +23,7 @@ from jax_ep import context
 from jax_ep.core import layout as rows
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import SymmetricHeap
-from jax_ep.megakernels import exchange, launch, tuning
+from jax_ep.megakernels import exchange, launch
 from jax_ep.types import Handle, Layout, Options
 
 FIELDS = ("row_slot", "slot_row", "group_sizes", "ids", "num_invalid", "num_dropped")
@@ -137,9 +137,9 @@ def test_edges(heaps, rng, name):
 def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
     """The tiles of large exchanges, at sizes that an interpreter can do."""
     layout = Layout(2, 12, 300, 7, 4000, 4)
-    config, chosen = tuning.plan(layout)
+    config, chosen = exchange.plan_config(layout)
     sizes = dataclasses.replace(chosen, **blocks | {"tile": dataclasses.replace(chosen.tile, **blocks["tile"])})
-    monkeypatch.setattr(tuning, "plan", lambda layout: (config, sizes))
+    monkeypatch.setattr(exchange, "plan_config", lambda layout: (config, sizes))
     call = planner(layout)
     for ids in routings(rng, layout).values():
         check(layout, ids, call)
@@ -147,7 +147,7 @@ def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
 
 def test_tiles_cover_every_layout():
     for layout in (*LAYOUTS.values(), Layout(63, 63, 1 << 18, 8, 1 << 27), Layout(4, 256, 32768, 8, 1 << 20)):
-        _, sizes = tuning.plan(layout)
+        _, sizes = exchange.plan_config(layout)
         source_blocks = -(-layout.num_tokens * layout.top_k // sizes.tile.BLOCK)
         assert layout.num_ranks * source_blocks <= 256
         assert source_blocks <= sizes.SOURCE_BLOCKS

@@ -9,7 +9,7 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import tuning
+from jax_ep.megakernels import exchange
 from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
@@ -42,13 +42,13 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     wire_dtype = jnp.dtype(jnp.float8_e4m3fn if fp8 else dtype)
     if name == "dispatch":
         schedule = Schedule(num_communicating_programs=limit)
-        config, tile = tuning.dispatch(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
+        config, tile = exchange.dispatch_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
         options = {"R": 40960, "QUANTIZED": False, "CLEAR": True}
         sizes = Dispatch(**row_sizes(HIDDEN, fp8), **options, tile=tile)
         rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
         schedule = Schedule(num_combining_programs=limit)
-        config, tile = tuning.combine(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype))
+        config, tile = exchange.combine_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype))
         sizes = Combine(**row_sizes(HIDDEN, fp8), tile=tile)
         rows = {"y_ptr": element}
     integers = ["ids_ptr", "slot_row_ptr", "lists_ptr"]
@@ -71,7 +71,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 @pytest.mark.slow(unless={"hidden": [512]})
 def test_combine_of_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
-    config, tile = tuning.combine(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
+    config, tile = exchange.combine_config(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
     types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32")
     types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "peers": PEERS}
     sizes = Combine(**row_sizes(hidden, False), tile=tile)
@@ -82,7 +82,7 @@ def test_combine_of_narrow_rows(hidden):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_small_exchange_kernel(capability):
-    config, block = tuning.small_exchange(4, 4096 * 8)
+    config, block = exchange.small_exchange_config(4, 4096 * 8)
     pointers = {"x_ptr": "*i32", "peers": PEERS, "out_ptr": "*i32"}
     constants = {"S": SmallExchange(4096 * 8, False, block), "HEAP": HEAP}
     built = build("small_exchange", "exchange_i32", pointers, constants, config.num_warps, STAGES, capability)
@@ -95,7 +95,7 @@ def test_small_exchange_kernel(capability):
 @pytest.mark.slow(unless={"experts": [256], "tokens": [4096]})
 def test_plan_kernel(experts, tokens, capability):
     layout = Layout(4, experts, tokens, 8, 4 * tokens * 8)
-    config, sizes = tuning.plan(layout)
+    config, sizes = exchange.plan_config(layout)
     results = ("row_slot", "slot_row", "sizes", "ids", "num_invalid", "num_dropped")
     pointers = {"x_ptr": "*i32", "peers": PEERS, **{f"{name}_ptr": "*i32" for name in results}}
     pointers["scratch"] = PlanScratch("*i32", "*i32", "*i32")

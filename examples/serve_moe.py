@@ -20,8 +20,9 @@ from lm.devices import make_mesh, prepare_cpu_devices
 
 if TYPE_CHECKING:
     import numpy as np
-    from lm.generation import Agreement
     from rich.console import Console
+
+    from lm.generation import Agreement
 
 CPU_DEVICES = 8
 PROMPTS = [
@@ -61,8 +62,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     prepare_cpu_devices(args.devices or CPU_DEVICES)
     if not (args.out / "checkpoints").is_dir():
         raise SystemExit(f"no checkpoints in {args.out}: run train_moe_flax.py first, or pass its --out")
-    from lm.report import doing
     from rich.console import Console
+
+    from lm.report import doing
 
     console = Console()
     with doing(console, "starting JAX and reading the checkpoint"):

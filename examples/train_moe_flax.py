@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from lm.devices import make_mesh, prepare_cpu_devices
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lm.data import Corpus
     from lm.model import ModelConfig
     from lm.report import History
     from lm.training import TrainConfig, Trainer, TrainState
-    from rich.console import Console
 
 CPU_DEVICES = 8
 HELD_OUT_WINDOWS = 128
@@ -81,12 +82,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Runs the training; returns what metrics.json holds."""
     args = parse(arguments)
     prepare_cpu_devices(args.devices or CPU_DEVICES)
-    from lm.report import doing, plot
     from rich.console import Console
+
+    from lm.report import doing, plot
 
     console, began = Console(), time.perf_counter()
     with doing(console, "starting JAX and reading the standard library's sources"):
         import jax
+
         from lm.data import read_corpus, unigram_entropy
         from lm.generation import Generator
         from lm.training import Trainer
@@ -126,6 +129,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Console) -> tuple[TrainState, History]:
     """Trains from the newest checkpoint, or from the start, to the last step."""
     import numpy as np
+
     from lm.checkpoints import Checkpoints
     from lm.data import WindowIterator
     from lm.report import History, TrainingBar, doing

@@ -10,16 +10,12 @@ from __future__ import annotations
 import gc
 import os
 import secrets
-import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests in subfolders find harness, cases and oracle
 
 NUM_PROCESSES = int(os.environ.get("JAX_EP_TEST_PROCESSES", "1"))
 NUM_GPUS = int(os.environ.get("JAX_EP_TEST_GPUS", NUM_PROCESSES))
@@ -37,9 +33,10 @@ else:
     flags = f"{fast_compilation} {waits} --xla_force_host_platform_device_count={NUM_CPU_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
-import harness
 import jax
 from jax.sharding import Mesh
+
+import harness
 
 gc.set_threshold(200_000, 20, 20)  # tracing makes many objects that live: looking through them took a fifth of the time
 pytest_plugins = ["keep_results"]  # --results

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
 for package in ("flax", "optax", "orbax.checkpoint", "rich", "matplotlib"):
     pytest.importorskip(package)
 
-import serve_moe
-import train_moe_flax
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
+
+import serve_moe
+import train_moe_flax
 from lm.checkpoints import Checkpoints
 from lm.data import WindowIterator, read_corpus, unigram_entropy
 from lm.devices import make_mesh

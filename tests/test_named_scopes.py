@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import make_mesh
-from mistakes import GOOD, E, H, K, T, f32, i32, program
 
 import jax_ep
+from harness import make_mesh
 from jax_ep import serving, sharding
+from mistakes import GOOD, E, H, K, T, f32, i32, program
 
 EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "low_latency_combine")
 DIFFERENTIABLE = (*EXCHANGES, "grouped_gemm", "fused_moe", "topk_router", "load_balancing_loss", "router_z_loss")

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import oracle_serving
 import pytest
-from cases import BF16, F32, assert_same_bits, reals
-from harness import make_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import oracle
+import oracle_serving
+from cases import BF16, F32, assert_same_bits, reals
+from harness import make_mesh
 from jax_ep.quantization import dequantize_fp8, dequantize_fp8_weights, quantize_fp8, quantize_fp8_weights
 from jax_ep.serving import serving_weights
 

@@ -2,14 +2,14 @@
 
 from functools import partial
 
-import finite_differences
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import finite_differences
+import harness
 import jax_ep
 
 

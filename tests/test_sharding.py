@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import re
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import harness
 import jax_ep
 from jax_ep.core.mesh_axes import platform
 from jax_ep.sharding import moe_specs, sharded_moe

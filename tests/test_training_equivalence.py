@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import EXPERT
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from harness import EXPERT
 
 NUM_RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE = 4, 8, 2, 8, 12, 6
 STEPS, LEARNING_RATE = 10, 0.2

@@ -35,9 +35,9 @@ products=("${products[@]/#/tests/contract/test_}")
 products=("${products[@]/%/.py}")
 together=("${together[@]/%/.py}" tests/gpu/test_soak.py tests/gpu/test_stragglers.py tests/gpu/test_nccl_beside.py)
 random=tests/gpu/test_random_sizes.py # mostly compiles
-devices=(ffi ffi_status sharding flax fuzz training_equivalence)
-devices=("${devices[@]/#/tests/test_}")
-devices=("${devices[@]/%/.py}" tests/megakernels/test_growth.py)
+devices=(ffi/test_ffi ffi/test_ffi_status test_sharding test_flax ops/test_fuzz test_training_equivalence megakernels/test_growth)
+devices=("${devices[@]/#/tests/}")
+devices=("${devices[@]/%/.py}")
 status=0
 
 run() { # what to call it, then the command
@@ -65,12 +65,12 @@ for part in $parts; do
       gpus=$(nvidia-smi -L | wc -l)
       for count in $(printf '%s\n' 2 "$gpus" | sort -nu); do
         ((count >= 2 && count <= gpus)) &&
-          run "$count processes" "$python" tests/run_processes.py "$count" "${options[@]}" "${together[@]}" "${more[@]}"
+          run "$count processes" "$python" tests/helpers/run_processes.py "$count" "${options[@]}" "${together[@]}" "${more[@]}"
       done
       ;;
     products)
       gpus=$(nvidia-smi -L | wc -l)
-      run "products in $gpus processes" "$python" tests/run_processes.py "$gpus" "${options[@]}" "${products[@]}" "${more[@]}"
+      run "products in $gpus processes" "$python" tests/helpers/run_processes.py "$gpus" "${options[@]}" "${products[@]}" "${more[@]}"
       ;;
     sharing)
       gpus=$(nvidia-smi -L | wc -l)
@@ -78,7 +78,7 @@ for part in $parts; do
         ((gpus < count)) || continue
         memory=$(printf '0.%02d' $((50 / count)))
         run "$count processes that share" env "JAX_EP_TEST_GPUS=$gpus" \
-          "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/run_processes.py "$count" "${options[@]}" \
+          "XLA_PYTHON_CLIENT_MEM_FRACTION=$memory" "$python" tests/helpers/run_processes.py "$count" "${options[@]}" \
           "${together[@]:0:4}" "${products[@]:0:2}" "${more[@]}"
       done
       ;;

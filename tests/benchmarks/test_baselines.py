@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
-from harness import compiled
 from jax import lax
 
 import jax_ep
+from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
+from harness import compiled
 from lib import baselines
 
 SHAPE = Shape(num_tokens=24, top_k=3, num_experts=8, hidden=12, intermediate=10)

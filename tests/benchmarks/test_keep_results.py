@@ -28,7 +28,7 @@ CONFTEST = 'pytest_plugins = ["keep_results"]\n'
 
 def run(folder: Path, *names: str) -> dict:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "helpers"), *sys.path]),
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", "kept", *names]

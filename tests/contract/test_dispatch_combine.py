@@ -7,8 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+import oracle
 from cases import (
     BASE,
     BF16,
@@ -25,9 +28,6 @@ from cases import (
     reals,
 )
 from harness import compiled, run
-from jax.sharding import Mesh
-
-import jax_ep
 
 
 def round_trip(shape: Shape, implementation: str, **options: Any):

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
-from harness import compiled, run
 from jax.sharding import Mesh
 
 import jax_ep
+import oracle
+from cases import BF16, F16, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from harness import compiled, run
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
 
 # Groups end within tiles, and T is no multiple of a block.

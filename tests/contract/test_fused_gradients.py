@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
-from harness import compiled, run
 
 import jax_ep
+import oracle
+from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from harness import compiled, run
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Schedule
 

@@ -7,8 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+import oracle
 from cases import (
     BASE,
     BF16,
@@ -22,9 +25,6 @@ from cases import (
     reals,
 )
 from harness import check_directional_derivatives, compiled, per_rank, run
-from jax.sharding import Mesh
-
-import jax_ep
 
 TINY = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=3, intermediate=2)
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]

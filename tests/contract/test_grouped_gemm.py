@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, reals
-from harness import check_directional_derivatives, refusals_skip, to_numpy
 
 import jax_ep
+import oracle
+from cases import BF16, F16, F32, assert_close, assert_same_bits, integers, reals
+from harness import check_directional_derivatives, refusals_skip, to_numpy
 
 OPERATION = "grouped_gemm"
 # name: (rows M, group sizes); rows past the sum hold NaN.

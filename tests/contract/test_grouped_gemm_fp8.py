@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import oracle_serving
 import pytest
-from cases import BF16, F32, assert_close, reals
-from harness import to_numpy
 
 import jax_ep
+import oracle
+import oracle_serving
+from cases import BF16, F32, assert_close, reals
+from harness import to_numpy
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 
 # name: (rows M, group sizes); rows past the sum hold NaN.

@@ -7,9 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
 import oracle
 import oracle_serving
-import pytest
 from cases import (
     BF16,
     F32,
@@ -23,9 +26,6 @@ from cases import (
     routings,
 )
 from harness import compiled, per_rank, refusals_skip, run
-from jax.sharding import Mesh
-
-import jax_ep
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=256)
 MAX_TOKENS = 7  # more room than tokens

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import oracle_serving
 import pytest
-from cases import BF16, F32, ROUTINGS, Shape, assert_close, integers, probabilities, reals, routings
-from harness import compiled, run
 from jax.sharding import Mesh
 
 import jax_ep
+import oracle
+import oracle_serving
+from cases import BF16, F32, ROUTINGS, Shape, assert_close, integers, probabilities, reals, routings
+from harness import compiled, run
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
 MAX_TOKENS = 7

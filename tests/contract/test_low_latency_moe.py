@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import oracle_serving
 import pytest
-from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
-from harness import compiled
 
 import jax_ep
+import oracle
+import oracle_serving
+from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
+from harness import compiled
 from jax_ep.quantization import quantize_fp8_weights
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import oracle_serving
 import pytest
-from cases import BF16, F16, F32, assert_close, integers, reals
-from harness import to_numpy
 
 import jax_ep
+import oracle
+import oracle_serving
+from cases import BF16, F16, F32, assert_close, integers, reals
+from harness import to_numpy
 
 # name: (rows M of a group, sizes)
 GROUPS = {

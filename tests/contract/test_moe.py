@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
 import oracle
 import oracle_serving
-import pytest
 from cases import (
     BASE,
     BF16,
@@ -26,9 +29,6 @@ from cases import (
     reals,
 )
 from harness import compiled, in_turn, run
-from jax.sharding import Mesh
-
-import jax_ep
 
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
 

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F32, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
-from harness import compiled, run, to_numpy
 
 import jax_ep
+import oracle
+from cases import BF16, F32, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from harness import compiled, run, to_numpy
 
 FP8, ON_GPU = jnp.float8_e4m3fn, jax.default_backend() == "gpu"
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=8, hidden=256, intermediate=128)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, F32
-from harness import EXPERT, make_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from cases import BF16, F32
+from harness import EXPERT, make_mesh
 from jax_ep.sharding import sharded_moe
 
 W, E, K, H, INNER = 2, 4, 2, 128, 128

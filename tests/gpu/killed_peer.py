@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import EXPERT, make_mesh, per_rank, place
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from harness import EXPERT, make_mesh, per_rank, place
 
 COUNT, ADDRESS, VICTIM, PATH, ME = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 TIMEOUT_S = 10.0  # much longer than any call here takes

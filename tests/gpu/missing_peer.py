@@ -22,11 +22,11 @@ if "cpu" in os.environ.get("JAX_PLATFORMS", "").split(",")[:1]:
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import EXPERT, make_mesh, per_rank
 from jax.sharding import Mesh
 from lateness import after, when
 
 import jax_ep
+from harness import EXPERT, make_mesh, per_rank
 from jax_ep import context, interpreter
 from jax_ep.ops import registry
 

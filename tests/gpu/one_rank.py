@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from harness import EXPERT, make_mesh, per_rank
 
 import jax_ep
+from harness import EXPERT, make_mesh, per_rank
 
 # Sizes that no block divides; the ids of some tokens are no experts.
 T, K, E = 21, 3, 5

@@ -6,15 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, ROUTINGS, Shape, probabilities, reals
 from jax.sharding import Mesh
 
+import harness
 import jax_ep
+from cases import BF16, ROUTINGS, Shape, probabilities, reals
 
 SHAPE = Shape(num_tokens=64, top_k=2, num_experts=8, hidden=512)
 REPLAYS = 100

@@ -18,6 +18,7 @@ import jax
 import programs
 import pytest
 from lateness import ON_GPU
+
 from run_processes import free_port
 
 DISPATCH_OR_COMBINE = ("dispatch", "combine")

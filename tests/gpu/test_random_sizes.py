@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+
+import jax_ep
+import oracle
 from cases import (
     BF16,
     F16,
@@ -28,8 +30,6 @@ from cases import (
     reals,
 )
 from harness import compiled, make_mesh
-
-import jax_ep
 
 pytestmark = pytest.mark.usefixtures("on_gpu")  # the interpreter would take minutes for each
 EXAMPLES = range(12)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NEW = 16 if jax.default_backend() == "gpu" else 2
 PROMPTS = [b"import sys", b"def f(x):", b"a"]
 
@@ -23,8 +19,8 @@ PROMPTS = [b"import sys", b"def f(x):", b"a"]
 def test_low_latency_decoding(one_process: None, experts: str, dtype: str, most: float) -> None:
     """The products of float32 are XLA's, all others the kernels'; `most` is relative to the spread of the logits."""
     pytest.importorskip("flax")
-    sys.path.insert(0, str(EXAMPLES))
     from flax import nnx
+
     from lm.devices import make_mesh
     from lm.generation import Generator, compare
     from lm.model import LanguageModel, ModelConfig

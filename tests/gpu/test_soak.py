@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
 
+import harness
 import jax_ep
+import oracle
+from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
 
 ON_GPU = jax.default_backend() == "gpu"
 ITERATIONS, LAUNCHES = (10_000, 4) if ON_GPU else (6, 2)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, ROUTINGS, Shape, probabilities, reals
 from jax.sharding import AxisType, Mesh
 from lateness import ON_GPU, asleep, busy, in_order
 
+import harness
 import jax_ep
+from cases import BF16, ROUTINGS, Shape, probabilities, reals
 
 SHAPE = Shape(num_tokens=61, top_k=2, num_experts=8, hidden=512 if ON_GPU else 128)
 NOBODY = -1

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-import keep_results
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+import keep_results
+
 ON_GPU = jax.default_backend() == "gpu"
 STEPS = 60 if ON_GPU else 3
 TINY = "" if ON_GPU else "--layers 1 --hidden 32 --intermediate 32 --heads 2 --batch-size 8 --length 16"
@@ -36,7 +35,6 @@ def train(out: Path, implementation: str, dtype: str) -> dict[str, Any]:
 def test_loss_curves_are_the_same(one_process: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     for package in ("flax", "optax", "orbax.checkpoint", "rich", "matplotlib"):
         pytest.importorskip(package)
-    sys.path.insert(0, str(EXAMPLES))
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     curves: dict[str, Any] = {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-import harness
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 from kernel_calls import HEAP_BYTES, W
 
+import harness
 import jax_ep
 from jax_ep import context, interpreter
 from jax_ep.megakernels import grid

@@ -7,10 +7,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import assert_close
 
+import oracle
+from cases import assert_close
 from jax_ep.core.activations import ACTIVATIONS
 from jax_ep.megakernels import activation as kernels
 

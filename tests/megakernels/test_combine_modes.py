@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import harness
 import jax
 import numpy as np
 import pytest
-from cases import BF16, ROUTINGS, Shape, reals
 
+import harness
 import jax_ep
+from cases import BF16, ROUTINGS, Shape, reals
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange_gemm
 from jax_ep.ops import registry

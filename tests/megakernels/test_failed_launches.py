@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, integers
 from jax.sharding import Mesh
 
+import harness
 import jax_ep
+from cases import BF16, integers
 from jax_ep import context, ffi
 from jax_ep.core.kernel import Kernel
 from jax_ep.heap.symmetric import SymmetricHeap

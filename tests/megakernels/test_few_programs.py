@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import harness
 import jax
 import numpy as np
 import pytest
 
+import harness
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import exchange
 from jax_ep.ops import registry

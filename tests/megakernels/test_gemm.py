@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_calls import W
 
+import harness
 from jax_ep.megakernels import exchange_gemm, grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 

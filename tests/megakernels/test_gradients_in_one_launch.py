@@ -7,14 +7,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, ROUTINGS, Shape
 
+import harness
 import jax_ep
+from cases import BF16, ROUTINGS, Shape
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
 from jax_ep.megakernels import cost_model, exchange_gemm

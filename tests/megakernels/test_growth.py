@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import harness
 import jax_ep
 from jax_ep import context
 

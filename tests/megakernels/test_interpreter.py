@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from kernel_calls import BASES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
+import harness
 from jax_ep import interpreter
 from jax_ep.core.kernel import Config
 from jax_ep.ffi.status import StatusRecord

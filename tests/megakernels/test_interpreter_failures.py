@@ -12,13 +12,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_calls import FOLDER, HEAP_BYTES, H, W, exchange, heap_tables, kernel, ranks, run_one
 
+import harness
 import jax_ep
 from jax_ep import context, interpreter
 from jax_ep.core.kernel import Config

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import jax
 import ml_dtypes
 import numpy as np
@@ -24,6 +23,7 @@ import test_low_latency_kernels as kernels
 from jax.sharding import Mesh
 from test_interpreter_failures import STOPPED, until
 
+import harness
 import jax_ep
 from jax_ep import context, interpreter
 from jax_ep.interpreter import activity

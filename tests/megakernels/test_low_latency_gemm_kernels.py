@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_serving
 import pytest
-from cases import BF16, ROUTINGS, Shape, integers
 from jax.sharding import Mesh
 
+import harness
 import jax_ep
+import oracle_serving
+from cases import BF16, ROUTINGS, Shape, integers
 from jax_ep.megakernels import low_latency, masked
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)

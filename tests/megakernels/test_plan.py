@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import harness
 import jax_ep
 from jax_ep import context
 from jax_ep.core import layout as rows

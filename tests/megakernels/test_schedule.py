@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import harness
 import jax
 import numpy as np
 import pytest
 from compiling import build
 
+import harness
 import jax_ep
 from jax_ep.megakernels.send_order import order_sends, send_order_sizes, sort_sends
 from jax_ep.ops import registry

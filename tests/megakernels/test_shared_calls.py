@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import harness
 import jax_ep
 from jax_ep.ffi import library
 

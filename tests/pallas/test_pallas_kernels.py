@@ -8,12 +8,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32, assert_close, integers, reals
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import oracle
+from cases import BF16, F16, F32, assert_close, integers, reals
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
 from jax_ep.pallas.tiling import ForwardTiles, WeightTiles

@@ -5,7 +5,7 @@
 // `state` LAST, with release at system scope. Kernels that find a non-zero `state` run out without waiting. The host
 // reads `state` with acquire before the rest, and takes kStateWriting for "not yet": the next check sees it.
 //
-// jax_ep/ffi/status.py holds the same names in the same order (tests/test_ffi.py compares them).
+// jax_ep/ffi/status.py holds the same names in the same order (tests/ffi/test_ffi.py compares them).
 #ifndef JAX_EP_FFI_STATUS_H_
 #define JAX_EP_FFI_STATUS_H_
 

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_nvshmem
 import jax
 import numpy as np
 import pytest
-from run_processes import free_port
 
+import fake_nvshmem
 from jax_ep import context, ffi
 from jax_ep.heap import nvshmem, rendezvous, transports
 from jax_ep.heap.nvshmem import NvshmemMemory
@@ -30,8 +29,9 @@ from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import capability
 from jax_ep.ops import registry
 from jax_ep.types import Options
+from run_processes import free_port
 
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1] / "helpers"
 PEER = types.SimpleNamespace(process_index=1, platform="gpu")
 
 
@@ -366,7 +366,7 @@ def test_two_processes() -> None:
     """The key-value store, its barriers and their timeouts, as they are; meeting_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, str(HERE / "meeting_processes.py"), str(i), address] for i in range(2)]
+    commands = [[sys.executable, str(HELPERS / "meeting_processes.py"), str(i), address] for i in range(2)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
     try:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffi_calls import FAILED, ON_GPU, needs_gpu, new_id
-from harness import make_mesh
 from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
 
+from ffi_calls import FAILED, ON_GPU, needs_gpu, new_id
+from harness import make_mesh
 from jax_ep import ffi
 from jax_ep.ffi import library
 

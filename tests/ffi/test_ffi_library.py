@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from ffi_calls import new_id
 
+from ffi_calls import new_id
 from jax_ep import ffi
 from jax_ep.ffi import library
 

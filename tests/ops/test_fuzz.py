@@ -9,16 +9,16 @@ import dataclasses
 import functools
 import os
 
-import harness
 import jax
 import numpy as np
-import oracle
 import pytest
-from cases import assert_close, assert_same_bits, integers, probabilities, reals
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import harness
 import jax_ep
+import oracle
+from cases import assert_close, assert_same_bits, integers, probabilities, reals
 
 # In CI the same examples on every run; elsewhere fresh ones, and Hypothesis prints how to repeat a failure.
 FUZZ = settings(

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ffi_calls import FAILED, needs_gpu, new_id
-from harness import make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from ffi_calls import FAILED, needs_gpu, new_id
+from harness import make_mesh
 from jax_ep import ffi
 from jax_ep.ffi import library
 from jax_ep.ffi.status import FIELDS, NUM_BYTES

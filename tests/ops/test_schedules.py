@@ -8,19 +8,19 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+
+import harness
+import jax_ep
 from cases import BF16, F32, assert_same_bits, reals
 from harness import EXPERT, in_turn, run
-from jax.sharding import Mesh
-from mistakes import GOOD, function, trace
-
-import jax_ep
 from jax_ep import Schedule
 from jax_ep.sharding import sharded_moe
+from mistakes import GOOD, function, trace
 
 PROGRAMS = ("num_communicating_programs", "num_combining_programs", "num_summing_programs")
 RANGES = dict.fromkeys(PROGRAMS, (1, 1 << 16)) | {"rows_in_flight": (1, 10)}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 LAUNCHER = Path(__file__).parent / "run_processes.py"
-CONTRACT = LAUNCHER.parent / "contract" / "test_dispatch_combine.py"
+CONTRACT = LAUNCHER.parents[1] / "contract" / "test_dispatch_combine.py"
 CONFTEST = """
 def pytest_addoption(parser):
     parser.addoption("--seed")

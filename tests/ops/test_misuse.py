@@ -4,12 +4,16 @@ import re
 import sys
 import types
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+
+import harness
+import jax_ep
+from jax_ep import sharding
+from jax_ep.ops import registry
 from mistakes import (
     GOOD,
     INNER,
@@ -35,10 +39,6 @@ from mistakes import (
     speaker,
     trace,
 )
-
-import jax_ep
-from jax_ep import sharding
-from jax_ep.ops import registry
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-import finite_differences
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import finite_differences
 import jax_ep
 
 E = 8

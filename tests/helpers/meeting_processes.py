@@ -1,6 +1,6 @@
 """One of two processes that test_nvshmem.py starts; prints, as JSON, what has happened in it.
 
-python tests/meeting_processes.py PROCESS COORDINATOR
+python tests/helpers/meeting_processes.py PROCESS COORDINATOR
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Callable
 
-import fake_nvshmem
 import jax
 from jax._src import distributed
 
+import fake_nvshmem
 from jax_ep import ffi
 from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.rendezvous import Meetings

@@ -1,6 +1,6 @@
 """Runs tests in several processes in step, one device each, as programs of several processes run.
 
-    python tests/run_processes.py N [--timeout SECONDS] [--grace SECONDS] [arguments of pytest]
+    python tests/helpers/run_processes.py N [--timeout SECONDS] [--grace SECONDS] [arguments of pytest]
 
 Each process runs the same pytest command on the same random inputs, through `jax.distributed`, and compares all
 results. The output is that of process 0; of a process that fails, its last lines. With `JAX_EP_TEST_DEVICES=gpu`
@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NUM_LAST_LINES = 60
 LAST_WORDS_S = 60  # for what a process prints when it is ended
 

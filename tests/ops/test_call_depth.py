@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import BF16, F32
 from jax.sharding import Mesh
 
+import harness
 import jax_ep
+from cases import BF16, F32
 from jax_ep import interpreter
 
 pytest.importorskip("triton")

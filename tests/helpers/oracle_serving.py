@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+
 from oracle import activate, round_up
 
 # ---- single-device sorting ----------------------------------------------------------------------------------------

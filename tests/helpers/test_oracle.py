@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
+
 import oracle
 import oracle_serving
-import pytest
 from cases import BASE, F32, ROUTINGS, Shape, integers, probabilities, reals
 
 W = 4

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+
+import jax_ep
 from mistakes import (
     FLOATING,
     FP8,
@@ -34,8 +36,6 @@ from mistakes import (
     trace,
     value,
 )
-
-import jax_ep
 
 DISPATCH = ["dispatch", "dispatch_grouped_gemm"]
 ROUTED_IN = [*DISPATCH, "moe"]

@@ -7,12 +7,12 @@ are regular expressions for these three; all of them must be found. Arguments ar
 import inspect
 import re
 
-import harness
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import harness
 import jax_ep
 from jax_ep import quantization
 

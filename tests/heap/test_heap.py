@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from ffi_calls import FAILED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ffi_calls import FAILED
 from jax_ep import ffi
 from jax_ep.heap import symmetric
 from jax_ep.heap.symmetric import SymmetricHeap

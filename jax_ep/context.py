@@ -123,7 +123,9 @@ def init(
             )
         if _current is None:
             together = wanted.transport == "nvshmem"  # all processes are here, now
-            if together or (wanted.transport != "xla" and (heap_bytes is not None or _sizes is not None)):
+            # Kernels that use no heap run in the workers that come with one, too.
+            at_once = together or wanted.transport == "shared_memory"
+            if at_once or (wanted.transport != "xla" and (heap_bytes is not None or _sizes is not None)):
                 _heap = _outside_of_traces(lambda: _make_heap(wanted))
             if together:
                 atexit.register(_finalize_at_exit)

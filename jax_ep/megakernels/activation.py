@@ -11,7 +11,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
 from jax_ep.core import activations
@@ -22,7 +21,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs import Rows
 from jax_ep.megakernels.kernels.structs_serving import Activation, RowPass
-from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
 from jax_ep.types import Array, Quantized
 from jax_ep.xla import activation as xla
@@ -46,6 +45,7 @@ def _has_kernel(hidden: Array, weights: Array, group_sizes: Array, gated: bool) 
     )
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "gated"))  # one compilation for eager callers, as all below
 def activate(hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool) -> Array:
     """Activated and weighted rows; what lies past the groups holds anything.
 
@@ -61,10 +61,14 @@ def activate(hidden: Array, weights: Array, group_sizes: Array, *, activation: s
     """
     if not _has_kernel(hidden, weights, group_sizes, gated):
         return activations.weighted(hidden, weights, activation, gated)
-    make_ready("moe")
-    return _activate(hidden, weights, group_sizes, activation, gated)
+    operands = vary_alike((hidden, weights, group_sizes))
+    sizes = sizes_of((hidden.shape[0], hidden.shape[1] // (2 if gated else 1)), group_sizes)
+    result = jax.ShapeDtypeStruct((sizes.R, sizes.H), hidden.dtype)
+    constants = {"S": sizes, "KIND": Activation(activation, gated)}
+    return launch(_ACTIVATE, operands, (result,), pass_config(num_blocks(sizes)), constants)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "gated"))
 def activate_gradient(
     hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, *, activation: str, gated: bool
 ) -> tuple[Array, Array]:
@@ -76,23 +80,6 @@ def activate_gradient(
     """
     if not _has_kernel(hidden, weights, group_sizes, gated):
         return activations.weighted_gradient(hidden, weights, d_rows, activation, gated)
-    make_ready("moe")
-    return _activate_gradient(hidden, weights, d_rows, group_sizes, activation, gated)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))  # one compilation for eager callers
-def _activate(hidden: Array, weights: Array, group_sizes: Array, activation: str, gated: bool) -> Array:
-    operands = vary_alike((hidden, weights, group_sizes))
-    sizes = sizes_of((hidden.shape[0], hidden.shape[1] // (2 if gated else 1)), group_sizes)
-    result = jax.ShapeDtypeStruct((sizes.R, sizes.H), hidden.dtype)
-    constants = {"S": sizes, "KIND": Activation(activation, gated)}
-    return launch(_ACTIVATE, operands, (result,), pass_config(num_blocks(sizes)), constants)[0]
-
-
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _activate_gradient(
-    hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, activation: str, gated: bool
-) -> tuple[Array, Array]:
     operands = vary_alike((hidden, weights, d_rows, group_sizes))
     sizes = gradient_sizes_of(d_rows.shape, group_sizes)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]
@@ -102,44 +89,29 @@ def _activate_gradient(
     return d_hidden, d_weights
 
 
+@jax.jit
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
     """`[R, H]` rows to FP8 values and their scales `[R, H / 128]`; past the groups they hold anything."""
     if x.dtype == jnp.float64 or 0 in (*x.shape, *group_sizes.shape):
         return xla.quantize_rows(x, group_sizes)
-    make_ready("moe")
-    return _quantize_rows(x, group_sizes)
+    sizes, operands = sizes_of(x.shape, group_sizes), vary_alike((x, group_sizes))
+    results = (_quantized(x.shape),)
+    rows = launch(_QUANTIZE_ROWS, operands, results, pass_config(num_blocks(sizes)), {"S": sizes})[0]
+    return rows.values_ptr, rows.scales_ptr
 
 
-@jax.jit  # one compilation for eager callers, as all below
-def _quantize_rows(x: Array, group_sizes: Array) -> Quantized:
-    def run(x: Array, group_sizes: Array) -> Quantized:
-        sizes = sizes_of(x.shape, group_sizes)
-        operands, results = (x, group_sizes), (_quantized(x.shape),)
-        rows = launch(_QUANTIZE_ROWS, operands, results, pass_config(num_blocks(sizes)), {"S": sizes})[0]
-        return rows.values_ptr, rows.scales_ptr
-
-    return sequential_vmap(run)(*vary_alike((x, group_sizes)))
-
-
+@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: DTypeLike) -> Array:
     """The inverse of `quantize_rows`, rounded to `dtype`."""
     if jnp.dtype(dtype) == jnp.float64 or 0 in (*values.shape, *group_sizes.shape):
         return xla.dequantize_rows(values, scales, group_sizes, dtype=dtype)
-    make_ready("moe")
-    return _dequantize_rows(values, scales, group_sizes, jnp.dtype(dtype))
+    values, scales, group_sizes = vary_alike((values, scales, group_sizes))
+    sizes, result = sizes_of(values.shape, group_sizes), jax.ShapeDtypeStruct(values.shape, dtype)
+    operands = (Rows(values, scales), group_sizes)
+    return launch(_DEQUANTIZE_ROWS, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _dequantize_rows(values: Array, scales: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
-    def run(values: Array, scales: Array, group_sizes: Array) -> Array:
-        sizes = sizes_of(values.shape, group_sizes)
-        result = jax.ShapeDtypeStruct(values.shape, dtype)
-        operands = (Rows(values, scales), group_sizes)
-        return launch(_DEQUANTIZE_ROWS, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
-
-    return sequential_vmap(run)(*vary_alike((values, scales, group_sizes)))
-
-
+@functools.partial(jax.jit, static_argnames=("activation", "gated", "keep"))
 def activate_quantized(
     hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool, keep: bool
 ) -> tuple[Array, Array, Array | None]:
@@ -147,46 +119,25 @@ def activate_quantized(
     if hidden.dtype == jnp.float64 or weights.dtype != jnp.float32 or 0 in (*hidden.shape, *group_sizes.shape):
         portable = functools.partial(xla.activate_quantized, activation=activation, keep=keep)
         return portable(hidden, weights, group_sizes, gated=gated)
-    make_ready("moe")
-    values, scales, rows = _activate_quantized(hidden, weights, group_sizes, activation, gated, keep)
-    return values, scales, rows if keep else None
+    shape = (hidden.shape[0], hidden.shape[1] // (2 if gated else 1))
+    sizes, operands = sizes_of(shape, group_sizes), vary_alike((hidden, weights, group_sizes))
+    constants = {"S": sizes, "KIND": Activation(activation, gated), "KEEP": keep}
+    results = (_quantized(shape), jax.ShapeDtypeStruct(shape if keep else (1,), hidden.dtype))
+    quantized, rows = launch(_ACTIVATE_QUANTIZED, operands, results, pass_config(num_blocks(sizes)), constants)
+    return quantized.values_ptr, quantized.scales_ptr, rows if keep else None
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _activate_quantized(
-    hidden: Array, weights: Array, group_sizes: Array, activation: str, gated: bool, keep: bool
-) -> tuple[Array, Array, Array]:
-    def run(hidden: Array, weights: Array, group_sizes: Array) -> tuple[Array, Array, Array]:
-        shape = (hidden.shape[0], hidden.shape[1] // (2 if gated else 1))
-        sizes = sizes_of(shape, group_sizes)
-        constants = {"S": sizes, "KIND": Activation(activation, gated), "KEEP": keep}
-        results = (_quantized(shape), jax.ShapeDtypeStruct(shape if keep else (1,), hidden.dtype))
-        operands, config = (hidden, weights, group_sizes), pass_config(num_blocks(sizes))
-        quantized, rows = launch(_ACTIVATE_QUANTIZED, operands, results, config, constants)
-        return quantized.values_ptr, quantized.scales_ptr, rows
-
-    return sequential_vmap(run)(*vary_alike((hidden, weights, group_sizes)))
-
-
+@jax.jit
 def quantize_matrices(w: Array) -> Quantized:
     """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of `quantize_fp8_weights`."""
     if w.dtype == jnp.float64 or 0 in w.shape:
         return xla.quantize_matrices(w)
-    make_ready("moe")
-    return _quantize_matrices(w)
-
-
-@jax.jit
-def _quantize_matrices(w: Array) -> Quantized:
-    def run(w: Array) -> Quantized:
-        groups, depth, columns = w.shape
-        blocks = (groups, -(-columns // GROUP_SIZE), depth // GROUP_SIZE)
-        results = (jax.ShapeDtypeStruct((groups, columns, depth), FP8), jax.ShapeDtypeStruct(blocks, jnp.float32))
-        constants = {"K": depth, "N": columns, "G": groups}
-        values, scales = launch(_QUANTIZE_MATRICES, (w,), results, matrices_config(math.prod(blocks)), constants)
-        return values, scales
-
-    return sequential_vmap(run)(w)
+    groups, depth, columns = w.shape
+    blocks = (groups, -(-columns // GROUP_SIZE), depth // GROUP_SIZE)
+    results = (jax.ShapeDtypeStruct((groups, columns, depth), FP8), jax.ShapeDtypeStruct(blocks, jnp.float32))
+    constants = {"K": depth, "N": columns, "G": groups}
+    values, scales = launch(_QUANTIZE_MATRICES, (w,), results, matrices_config(math.prod(blocks)), constants)
+    return values, scales
 
 
 def sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:

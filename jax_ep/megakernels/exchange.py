@@ -90,31 +90,30 @@ def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def all_gather_i32(x: Array, group: Array, after: Array | None = None) -> Array:
+def all_gather_i32(x: Array, group: Array) -> Array:
     """`[N]` 32-bit values of each rank to all ranks: `[W, N]` by source rank."""
-    return _exchange_i32(x, group, after, to_each=False)
+    return launch(*_i32_arguments(x, group, to_each=False), group=group)[0]
 
 
-def all_to_all_i32(x: Array, group: Array, after: Array | None = None) -> Array:
+def all_to_all_i32(x: Array, group: Array) -> Array:
     """`[W, N]` 32-bit values, a row to each rank: `[W, N]` by source rank."""
-    return _exchange_i32(x, group, after, to_each=True)
+    return launch(*_i32_arguments(x, group, to_each=True), group=group)[0]
 
 
-def _exchange_i32(x: Array, group: Array, after: Array | None, *, to_each: bool) -> Array:
+def _i32_arguments(x: Array, group: Array, *, to_each: bool) -> tuple[Kernel, tuple[Any, ...], Any, Config, Any]:
     num_ranks, num_values = group.shape[0] - 1, x.shape[-1]
     config, block = small_exchange_config(num_ranks, num_values)
     context.reserve("dispatch", num_ranks * num_values * 4)
     # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
     operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
     constants = {"S": SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
-    result = jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype)
-    return launch(_EXCHANGE_I32, (x,), (result,), config, constants, group=group, after=after)[0]
+    return _EXCHANGE_I32, (x,), (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),), config, constants
 
 
 def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
     """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
-    words = _as_words(weights.reshape(-1))
-    gathered = all_gather_i32(words.reshape(-1), group_of(handle), after)
+    words, group = _as_words(weights.reshape(-1)), group_of(handle)
+    gathered = launch(*_i32_arguments(words.reshape(-1), group, to_each=False), group=group, after=after)[0]
     slots = _from_words(gathered.reshape(-1, *words.shape[1:]), weights.dtype)
     # A plan that has failed has no rows: their weights are not zero, but unknown.
     return jnp.where(handle.num_invalid < 0, jnp.nan, rows.gather_rows(slots, handle.row_slot))
@@ -122,10 +121,10 @@ def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Ar
 
 def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:
     """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
-    slots = rows.gather_rows(row_weights, handle.slot_row)
-    words = _as_words(slots)
-    parts = all_to_all_i32(words.reshape(handle.layout.num_ranks, -1), group_of(handle), after)
-    return sum_in_order(_from_words(parts.reshape(words.shape), slots.dtype))
+    words, group = _as_words(rows.gather_rows(row_weights, handle.slot_row)), group_of(handle)
+    by_rank = words.reshape(handle.layout.num_ranks, -1)
+    parts = launch(*_i32_arguments(by_rank, group, to_each=True), group=group, after=after)[0]
+    return sum_in_order(_from_words(parts.reshape(words.shape), row_weights.dtype))
 
 
 def _as_words(x: Array) -> Array:

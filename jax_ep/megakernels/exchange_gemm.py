@@ -70,33 +70,33 @@ def dispatch_grouped_gemm(
       `[R, N]`, zero in padding rows; and the tokens that have an expert here, "tokens": `[W * T, H]` by source rank and
       token; "rows": `[R, H]`; both of unspecified value elsewhere. Else None.
     """
-    columns = w.shape[1 if transpose_rhs else 2]
+    layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
     mode = options.schedule.dispatch_mode
-    if (mode or cost_model.dispatch_mode(handle.layout, x.shape[1], columns, save_as)) == "serial":
-        return _dispatch_then_gemm(options, x, w, handle, transpose_rhs, save_as)
-    operands, results, config, constants = _dispatch_arguments(options.schedule, x, w, handle, transpose_rhs, save_as)
-    hidden, saved = launch(_DISPATCH_GEMM, operands, results, config, constants, group=group_of(handle))
+    if (mode or cost_model.dispatch_mode(layout, x.shape[1], columns, save_as)) == "serial":
+        # Only rows between groups must be zero: a product reads none past them.
+        rows = dispatch_tokens(options, x, handle, clear=layout.alignment > 1)
+        products = _fastest(rows, columns, handle)
+        hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
+        if save_as != "tokens":
+            return hidden, rows if save_as == "rows" else None
+        a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
+        return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype))
+    order = order_sends(handle)
+    arguments = _dispatch_arguments(options.schedule, x, w, handle, order, transpose_rhs, save_as)
+    hidden, saved = launch(_DISPATCH_GEMM, *arguments, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
     return hidden, None if save_as is None else saved
 
 
-def _dispatch_then_gemm(
-    options: Options, x: Array, w: Array, handle: Handle, transpose_rhs: bool, save_as: str | None
-) -> tuple[Array, Array | None]:
-    """Two launches, and one that copies a row of each token where tokens are to be saved."""
-    layout = handle.layout
-    # Only rows between groups must be zero: a product reads none past them.
-    rows = dispatch_tokens(options, x, handle, clear=layout.alignment > 1)
-    hidden = multiply(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
-    if save_as != "tokens":
-        return hidden, rows if save_as == "rows" else None
-    a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
-    return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype))
-
-
 def _dispatch_arguments(
-    schedule: Schedule, x: Array, w: Array, handle: Handle, transpose_rhs: bool, save_as: str | None
+    schedule: Schedule,
+    x: Array,
+    w: Array,
+    handle: Handle,
+    order: structs_gemm.OrderedSends,
+    transpose_rhs: bool,
+    save_as: str | None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Config, dict[str, Any]]:
     """Of one launch for both, whose second result are the tokens by source rank and token, where they are saved."""
     layout, hidden = handle.layout, x.shape[1]
@@ -107,7 +107,7 @@ def _dispatch_arguments(
     shapes = ((layout.capacity, sizes.product.N), saved_shape)
     results = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes)
     matrices = _matrices(w, sizes.product)
-    operands = (x, matrices, handle.ids, handle.row_slot, handle.group_sizes, order_sends(handle))
+    operands = (x, matrices, handle.ids, handle.row_slot, handle.group_sizes, order)
     return operands, results, config, {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
 
 
@@ -157,7 +157,8 @@ def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *
     hidden = w.shape[1 if transpose_rhs else 2]
     mode = options.schedule.combine_mode or cost_model.combine_mode(handle.layout, h.shape[1], hidden)
     if mode == "serial":
-        y = multiply(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        products = _fastest(h, hidden, handle)
+        y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         return combine_tokens(options, y, handle)
     config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
     operands, results, constants = _scatter_arguments(h, w, handle, config, sizes)
@@ -308,7 +309,8 @@ def _combine_beside_gradient(
     options: Options, h: Array, w: Array, tokens: Array, handle: Handle, transpose_rhs: bool
 ) -> tuple[Array, Array]:
     layout, hidden = handle.layout, tokens.shape[1]
-    y = multiply(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+    products = _fastest(h, hidden, handle)
+    y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
     config, sizes = combine_with_weight_gradient_sizes(
         options.schedule, layout, h.shape[1], hidden, h.dtype, transpose_rhs
     )
@@ -372,28 +374,22 @@ def weight_gradient(saved: Array, rows: Array, handle: Handle, *, transpose: boo
             saved, row_tokens(handle), rows, handle.group_sizes, transpose=transpose, **options
         )
     lhs, rhs = (rows, saved) if transpose else (saved, rows)
-    return multiply_for_gradient(lhs, rhs, handle.group_sizes, **options)
+    return _fastest(lhs, rhs.shape[1], handle).weight_gradient(lhs, rhs, handle.group_sizes, **options)
 
 
-def multiply(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
-    """Rows times matrices, see `grouped_gemm.grouped_gemm`, by the fastest kernel there is."""
-    num_rows, depth = lhs.shape
-    groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+def _fastest(rows: Array, columns: int, handle: Handle) -> Any:
+    """The module with the fastest products of `rows [R, K]` and matrices of `columns` columns, and their gradient."""
+    num_rows, depth = rows.shape
+    return fastest_products(num_rows, depth, columns, handle.group_sizes.shape[0])
+
+
+def fastest_products(num_rows: int, depth: int, columns: int, groups: int) -> Any:
+    """The module with the fastest products of these sizes, of this implementation or of `pallas`."""
     if cost_model.is_from_pallas(num_rows, depth, columns, groups):
-        from jax_ep.pallas.grouped_gemm import grouped_gemm as run
+        from jax_ep.pallas import grouped_gemm as pallas
 
-        return run(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-    return grouped_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-
-
-def multiply_for_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
-    """The gradient of the matrices, see `grouped_gemm.weight_gradient`, by the fastest kernel there is."""
-    num_rows, depth = lhs.shape
-    if cost_model.is_from_pallas(num_rows, depth, rhs.shape[1], group_sizes.shape[0]):
-        from jax_ep.pallas.grouped_gemm import weight_gradient as run
-
-        return run(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    return grouped_gemm.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+        return pallas
+    return grouped_gemm
 
 
 def gathered_weight_gradient(
@@ -426,4 +422,6 @@ def gathered_weight_gradient(
     else:
         gathered = rows_of.gather_rows(tokens, index)
     lhs, rhs = (rows, gathered) if transpose else (gathered, rows)
-    return multiply_for_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    (num_rows, depth), columns = lhs.shape, rhs.shape[1]
+    products = fastest_products(num_rows, depth, columns, group_sizes.shape[0])
+    return products.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)

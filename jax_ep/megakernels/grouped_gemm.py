@@ -16,7 +16,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
 from jax_ep.core.fp8 import GROUP_SIZE
@@ -25,7 +24,7 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import structs_gemm
-from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
@@ -159,6 +158,7 @@ def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike)
     )
 
 
+@functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype", "tiles"))
 def grouped_gemm(
     lhs: Array,
     rhs: Array,
@@ -183,27 +183,10 @@ def grouped_gemm(
     """
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-    columns = rhs.shape[1 if transpose_rhs else 2]
-    groups = group_sizes.shape[0]
-    tiles = tiles or forward_tiles(lhs.shape[0], columns, groups, jnp.dtype(out_dtype).itemsize)
-    make_ready("grouped_gemm")
-    return _forward(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype), tiles)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # one compilation for eager callers
-def _forward(
-    lhs: Array, rhs: Array, group_sizes: Array, transpose_rhs: bool, out_dtype: jnp.dtype, tiles: Tiles
-) -> Array:
-    operands = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes))
-    run = functools.partial(_launch_forward, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles)
-    return sequential_vmap(run)(*operands)[:, : rhs.shape[1 if transpose_rhs else 2]]
-
-
-def _launch_forward(
-    lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: jnp.dtype, tiles: Tiles
-) -> Array:
-    num_rows, depth = lhs.shape
-    groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
+    tiles = tiles or forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
+    lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes))
+    (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
     sizes = structs_gemm.GroupedGemm(
         **common_sizes(num_rows, columns, depth, groups),
@@ -216,9 +199,10 @@ def _launch_forward(
     if tiles.tma_store:
         result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
     operands = (Descriptor(lhs, (tiles.block_m, tiles.block_k)), Descriptor(rhs, (1, inner, outer)), group_sizes)
-    return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0]
+    return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0][:, :wanted]
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def weight_gradient(
     lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
 ) -> Array:
@@ -236,21 +220,8 @@ def weight_gradient(
     """
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    tiles = tiles or weight_tiles(jnp.dtype(out_dtype).itemsize)
-    make_ready("grouped_gemm")
-    return _weight_gradient(lhs, rhs, group_sizes, jnp.dtype(out_dtype), tiles)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype, tiles: WeightTiles) -> Array:
-    operands = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
-    run = functools.partial(_launch_weight_gradient, out_dtype=out_dtype, tiles=tiles)
-    return sequential_vmap(run)(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
-
-
-def _launch_weight_gradient(
-    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles
-) -> Array:
+    tiles, wanted = tiles or weight_tiles(jnp.dtype(out_dtype).itemsize), (lhs.shape[1], rhs.shape[1])
+    lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
     num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
     right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
@@ -264,10 +235,11 @@ def _launch_weight_gradient(
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     if tiles.tma_store:
         result = Descriptor(result, (1, tiles.block_m, tiles.block_n // tiles.store_parts))
-    operands = (left, right, group_sizes)
-    return launch(_WEIGHT_GRADIENT, operands, (result,), _config(tiles, num_tasks), {"S": sizes})[0]
+    operands, config = (left, right, group_sizes), _config(tiles, num_tasks)
+    return launch(_WEIGHT_GRADIENT, operands, (result,), config, {"S": sizes})[0][:, : wanted[0], : wanted[1]]
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def grouped_gemm_fp8(
     lhs: Array,
     rhs: Array,
@@ -292,52 +264,19 @@ def grouped_gemm_fp8(
     Returns:
       `[M, N]`.
     """
-    groups, out_dtype = rhs.shape[0], jnp.dtype(out_dtype)
-    has_kernel = groups <= MAX_GROUPS and lhs.shape[0] <= BOUND and out_dtype != jnp.float64
-    if 0 in (*lhs.shape, *rhs.shape) or not has_kernel:
-        operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-        return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
-    tiles = tiles or fp8_tiles(lhs.shape[0], groups, out_dtype.itemsize)
-    make_ready("grouped_gemm")
-    return _forward_fp8(lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, tiles)
-
-
-@functools.partial(jax.jit, static_argnums=(5, 6))  # one compilation for eager callers
-def _forward_fp8(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    out_dtype: jnp.dtype,
-    tiles: Fp8Tiles,
-) -> Array:
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
-    return sequential_vmap(functools.partial(_launch_fp8, out_dtype=out_dtype, tiles=tiles))(*operands)
-
-
-def _launch_fp8(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    *,
-    out_dtype: jnp.dtype,
-    tiles: Fp8Tiles,
-) -> Array:
-    (num_rows, depth), (groups, columns) = lhs.shape, rhs.shape[:2]
-    operands = (
-        Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE)),
-        Descriptor(rhs, (1, tiles.block_n, GROUP_SIZE)),
-        lhs_scales,
-        rhs_scales,
-        group_sizes,
-    )
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
+    (num_rows, depth), (groups, columns), out_dtype = lhs.shape, rhs.shape[:2], jnp.dtype(out_dtype)
+    if 0 in (*lhs.shape, *rhs.shape) or groups > MAX_GROUPS or num_rows > BOUND or out_dtype == jnp.float64:
+        return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
+    tiles = tiles or fp8_tiles(num_rows, groups, out_dtype.itemsize)
+    left = Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE))
+    right = Descriptor(rhs, (1, tiles.block_n, GROUP_SIZE))
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
-    sizes = fp8_sizes(num_rows, columns, depth, groups, tiles)
-    return launch(_FP8, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0]
+    constants = {"S": fp8_sizes(num_rows, columns, depth, groups, tiles)}
+    kernel_operands = (left, right, lhs_scales, rhs_scales, group_sizes)
+    return launch(_FP8, kernel_operands, (result,), _config(tiles, most_tasks), constants)[0]
 
 
 def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs_gemm.GroupedGemm:

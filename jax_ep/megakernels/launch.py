@@ -76,15 +76,6 @@ def launch(
     return tuple(regrouped(outputs, map(type_of, results)))
 
 
-def make_ready(function: str) -> None:
-    """To be called, outside of jit, before launches that use no heap: on the CPU, workers come with the heap."""
-    if jax.default_backend() == "cpu":
-        from jax_ep import interpreter
-
-        if interpreter.current_pool() is None:
-            context.heap(function)
-
-
 def _compiled(kernel: Kernel, arguments: tuple[Any, ...], config: Config, constants: dict[str, Any]) -> dict[str, Any]:
     """What `ffi.launch_kernel` must know of the kernel."""
     parameters = tuple(_described(x) for x in arguments)

@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
@@ -17,7 +16,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
-from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 
 _GEMM = Kernel("masked", "masked_grouped_gemm")
@@ -87,6 +86,7 @@ def activation_sizes(groups: int, rows: int, inner: int, activation: str, quanti
     return MaskedActivation(rows, inner, groups, max(16, power_of_two(groups)), activation, quantize, tile)
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
 def masked_grouped_gemm(
     lhs: Array,
     rhs: Array,
@@ -116,35 +116,8 @@ def masked_grouped_gemm(
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[1]))
     tiles = tiles or masked_tiles(lhs.shape[1], expected_rows, lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
-    make_ready("masked_grouped_gemm")
-    return _gemm(lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.dtype(out_dtype), tiles)
-
-
-@functools.partial(jax.jit, static_argnums=(5, 6))  # one compilation for eager callers
-def _gemm(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    out_dtype: jnp.dtype,
-    tiles: MaskedTiles,
-) -> Array:
-    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
-    run = functools.partial(_launch_gemm, out_dtype=out_dtype, tiles=tiles)
-    return sequential_vmap(run)(*operands)
-
-
-def _launch_gemm(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    *,
-    out_dtype: jnp.dtype,
-    tiles: MaskedTiles,
-) -> Array:
+    arrays = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales = arrays
     (groups, rows, depth), columns = lhs.shape, rhs.shape[1]
     sizes = gemm_sizes(groups, rows, columns, depth, lhs_scales is not None, tiles)
     operands = (
@@ -160,6 +133,7 @@ def _launch_gemm(
     return launch(_GEMM, operands, (result,), config, {"S": sizes})[0]
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "quantize"))
 def masked_gated_activation(
     hidden: Array, group_sizes: Array, *, activation: str, quantize: bool
 ) -> tuple[Array, Array | None]:
@@ -168,18 +142,7 @@ def masked_gated_activation(
         shape = (*hidden.shape[:2], hidden.shape[2] // 2)
         scales = jnp.zeros_like(hidden, dtype=jnp.float32, shape=(*shape[:2], shape[2] // GROUP_SIZE))
         return jnp.zeros_like(hidden, dtype=FP8 if quantize else None, shape=shape), scales if quantize else None
-    make_ready("masked_gated_activation")
-    rows, scales = _activate(hidden, group_sizes, activation, quantize)
-    return rows, scales if quantize else None
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _activate(hidden: Array, group_sizes: Array, activation: str, quantize: bool) -> tuple[Array, Array]:
-    run = functools.partial(_launch_activation, activation=activation, quantize=quantize)
-    return sequential_vmap(run)(*vary_alike((hidden, group_sizes)))
-
-
-def _launch_activation(hidden: Array, group_sizes: Array, *, activation: str, quantize: bool) -> tuple[Array, Array]:
+    hidden, group_sizes = vary_alike((hidden, group_sizes))
     groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // 2
     sizes = activation_sizes(groups, rows, inner, activation, quantize)
     num_tasks = groups * -(-rows // sizes.tile.BM) * -(-inner // sizes.tile.BN)
@@ -189,4 +152,4 @@ def _launch_activation(hidden: Array, group_sizes: Array, *, activation: str, qu
         jax.ShapeDtypeStruct((groups, rows, inner // GROUP_SIZE) if quantize else (1,), jnp.float32),
     )
     values, scales = launch(_ACTIVATION, (hidden, group_sizes), results, config, {"S": sizes})
-    return values, scales
+    return values, scales if quantize else None

@@ -9,7 +9,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs_serving import RowPass
-from jax_ep.megakernels.launch import launch, make_ready
+from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 
 _GATHER = Kernel("rows", "gather_rows")
@@ -21,6 +21,7 @@ _BLOCK_BYTES = 8192
 """Of a block: four 16-byte words for a thread."""
 
 
+@jax.jit  # one compilation for eager callers
 def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
     """`x[index]` for the rows of the groups; what lies past them holds anything.
 
@@ -32,12 +33,6 @@ def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
     Returns:
       `[R, H]`.
     """
-    make_ready("grouped_gemm")
-    return _gather(x, index, group_sizes)
-
-
-@jax.jit  # one compilation for eager callers
-def _gather(x: Array, index: Array, group_sizes: Array) -> Array:
     sizes = row_pass((index.shape[0], x.shape[1]), group_sizes, 1024, _BLOCK_BYTES // x.dtype.itemsize)
     result = jax.ShapeDtypeStruct((sizes.R, sizes.H), x.dtype)
     operands = vary_alike((x, index, group_sizes))

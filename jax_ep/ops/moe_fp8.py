@@ -49,9 +49,10 @@ def _fp8(options: Options) -> tuple[Any, Any]:
     return registry.get("grouped_gemm", name), registry.get("activation", name)
 
 
-def _multiply(options: Options, rows: Quantized, w: Array, handle: Handle) -> Array:
-    """`[R, K]` rows in FP8 times `w [L, K, N]`, quantised here."""
+def _multiply(options: Options, saved: Array | Quantized, w: Array, handle: Handle) -> Array:
+    """`[R, K]` rows, as they were saved or quantised here, times `w [L, K, N]`, quantised here."""
     products, operands = _fp8(options)
+    rows = _as_fp8(saved) if isinstance(saved, tuple) else operands.quantize_rows(saved, handle.group_sizes)
     matrices, scales = operands.quantize_matrices(w)
     return products.grouped_gemm_fp8(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=w.dtype)
 
@@ -60,7 +61,7 @@ def _multiply(options: Options, rows: Quantized, w: Array, handle: Handle) -> Ar
 def dispatch_and_multiply(options: Options, x: Array, weights: Array, w: Array, handle: Handle) -> tuple[Array, Array]:
     """`[T, H]` tokens to rows, times `w [L, H, N]` in FP8; and `[T, K]` weights to `[R]`."""
     saved, row_weights = _dispatch(options, x, weights, handle)
-    return _multiply_saved(options, saved, w, handle), row_weights
+    return _multiply(options, saved, w, handle), row_weights
 
 
 def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Array | Quantized, Array]:
@@ -75,21 +76,15 @@ def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tup
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
 
 
-def _multiply_saved(options: Options, saved: Array | Quantized, w: Array, handle: Handle) -> Array:
-    """Tokens by row times `w [L, H, N]`."""
-    if isinstance(saved, tuple):
-        return _multiply(options, _as_fp8(saved), w, handle)
-    return _multiply(options, _fp8(options)[1].quantize_rows(saved, handle.group_sizes), w, handle)
-
-
 def _as_fp8(saved: Quantized) -> Quantized:
+    """Values that were saved as bytes, or are FP8 already."""
     return lax.bitcast_convert_type(saved[0], FP8), saved[1]
 
 
 def _dispatch_forward(options: Options, x: Array, weights: Array, w: Array, handle: Handle) -> Any:
     saved, row_weights = call_without_gradient(_REMEDY, partial(_dispatch, options), x, weights, handle)
     saved = checkpoint_name(saved, TOKENS_NAME)
-    hidden = call_without_gradient(_REMEDY, partial(_multiply_saved, options), saved, w, handle)
+    hidden = call_without_gradient(_REMEDY, partial(_multiply, options), saved, w, handle)
     return (hidden, row_weights), (saved, w, handle)
 
 
@@ -112,32 +107,37 @@ def multiply_and_combine(
     options: Options, activation: str, gated: bool, hidden: Array, row_weights: Array, w: Array, handle: Handle
 ) -> Array:
     """`[R, N]` hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    return _activate_to_sums(options, activation, gated, hidden, row_weights, w, handle, keep=False)[0]
+    rows, _ = _activate(options, activation, gated, hidden, row_weights, handle, keep=False)
+    y = _multiply(options, rows, w, handle)
+    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
+    return run.combine_tokens(options, y, handle)
 
 
-def _activate_to_sums(
+def _activate(
     options: Options,
     activation: str,
     gated: bool,
     hidden: Array,
     row_weights: Array,
-    w: Array,
     handle: Handle,
     *,
     keep: bool,
-) -> tuple[Array, Array | None]:
-    """The sums and, with `keep`, the activated rows without the rounding to FP8."""
-    activate = partial(_fp8(options)[1].activate_quantized, activation=activation, gated=gated, keep=keep)
-    values, scales, rows = activate(hidden, row_weights, handle.group_sizes)
-    y = _multiply(options, (values, scales), w, handle)
-    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
-    return run.combine_tokens(options, y, handle), rows
+) -> tuple[Quantized, Array | None]:
+    """Activated and weighted rows in FP8 and, with `keep`, without that rounding."""
+    run = partial(_fp8(options)[1].activate_quantized, activation=activation, gated=gated, keep=keep)
+    values, scales, rows = run(hidden, row_weights, handle.group_sizes)
+    return (values, scales), rows
 
 
 def _combine_forward(
     options: Options, activation: str, gated: bool, hidden: Array, row_weights: Array, w: Array, handle: Handle
 ) -> Any:
-    run = partial(_activate_to_sums, options, activation, gated, keep=True)
+    def run(hidden: Array, row_weights: Array, w: Array, handle: Handle) -> tuple[Array, Array | None]:
+        quantized, rows = _activate(options, activation, gated, hidden, row_weights, handle, keep=True)
+        y = _multiply(options, quantized, w, handle)
+        combine = registry.get("exchange", exchange.choose(options, y, handle.layout, handle)).combine_tokens
+        return combine(options, y, handle), rows
+
     sums, rows = call_without_gradient(_REMEDY, run, hidden, row_weights, w, handle)
     return sums, (hidden, row_weights, rows, w, handle)
 

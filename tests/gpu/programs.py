@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 def environment(**changes: str) -> dict[str, str]:
     """For a program beside this one: it finds the tests' modules, and takes little of the memory that is left."""
-    path = [str(FOLDER.parent.parent), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(FOLDER.parent.parent), str(FOLDER.parent / "helpers"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(path), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
     return os.environ | own | changes
 

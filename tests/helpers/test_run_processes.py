@@ -153,7 +153,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
     """The copies run together, and the report is that of the first."""
-    folder = LAUNCHER.parent.parent / "benchmarks"
+    folder = LAUNCHER.parents[2] / "benchmarks"
     if not folder.is_dir():
         pytest.skip("not a source checkout")
     script = tmp_path / "script.py"

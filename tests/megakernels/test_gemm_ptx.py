@@ -82,7 +82,7 @@ def test_forward(on_gpus, compile_launch, capability, size, transpose, out):
     tiles = grouped_gemm.forward_tiles(rows, n, groups, jnp.dtype(out).itemsize)
     shapes = ((rows, k), (groups, n, k) if transpose else (groups, k, n), (groups,))
     options = {"transpose_rhs": transpose, "out_dtype": jnp.dtype(out), "tiles": tiles}
-    built = compile_launch(grouped_gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm.grouped_gemm.__wrapped__, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
     stored = "cp.async.bulk.tensor.4d.global" if tiles.tma_store else "st.global.v4.b32"
     assert stored in built["ptx"]
@@ -97,7 +97,7 @@ def test_weights(on_gpus, compile_launch, capability, out):
     tiles = grouped_gemm.weight_tiles(jnp.dtype(out).itemsize)
     options = {"out_dtype": jnp.dtype(out), "tiles": tiles}
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(grouped_gemm._launch_weight_gradient, capability, shapes, jnp.float16, **options)
+    built = compile_launch(grouped_gemm.weight_gradient.__wrapped__, capability, shapes, jnp.float16, **options)
     assert built["scratch"] == 0
 
 
@@ -116,7 +116,7 @@ def test_variants(on_gpus, compile_launch, capability, name):
     rows, k, n, groups = DEEPSEEK
     options = {"transpose_rhs": False, "out_dtype": jnp.dtype(jnp.bfloat16), "tiles": VARIANTS[name]}
     shapes = ((rows, k), (groups, k, n), (groups,))
-    built = compile_launch(grouped_gemm._launch_forward, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm.grouped_gemm.__wrapped__, capability, shapes, jnp.bfloat16, **options)
     assert ("cp.async.bulk.tensor.4d.global" in built["ptx"]) == VARIANTS[name].tma_store
 
 
@@ -139,7 +139,7 @@ def test_weight_variants(on_gpus, compile_launch, capability, name):
     options = {"out_dtype": jnp.dtype(jnp.bfloat16), "tiles": tiles}
     rows, k, n, groups = DEEPSEEK
     shapes = ((rows, k), (rows, n), (groups,))
-    built = compile_launch(grouped_gemm._launch_weight_gradient, capability, shapes, jnp.bfloat16, **options)
+    built = compile_launch(grouped_gemm.weight_gradient.__wrapped__, capability, shapes, jnp.bfloat16, **options)
     assert built["scratch"] == 0
     assert ("cp.async.bulk.tensor.3d.global" in built["ptx"]) == tiles.tma_store
     assert tiles.programs * (built["shared"] + (1 << 10)) <= 228 << 10, "they do not fit on one multiprocessor"

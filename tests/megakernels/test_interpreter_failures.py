@@ -246,7 +246,7 @@ def test_the_time_limit_is_that_of_the_context(mesh4):
 
 def start(program: str) -> subprocess.Popen[str]:
     """A program that has said "ready", at the head of a process group."""
-    path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER.parent), str(FOLDER.parents[1])])
+    path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER.parent), str(FOLDER.parents[1] / "helpers")])
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", program],
         env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},

@@ -221,8 +221,8 @@ def heap(function: str) -> SymmetricHeap:
         return _heap
 
 
-def reserve(function: str, data_bytes: int, region_bytes: int = 0) -> None:
-    """Makes the data area of the newest heap, and each of the newest low-latency regions, at least this large.
+def reserve(function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
+    """Makes the data area of the newest heap, and each of the newest low-latency buffers, at least this large.
 
     Programs may be running meanwhile, and other threads may be tracing: what they have reserved stays theirs.
 
@@ -232,7 +232,7 @@ def reserve(function: str, data_bytes: int, region_bytes: int = 0) -> None:
     """
     with _lock:  # two threads that trace must not allocate at a time
         the_heap = heap(function)
-        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, region_bytes))
+        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, buffer_bytes))
         _thread.heap = the_heap
 
 

@@ -28,8 +28,8 @@ class Generation:
       addresses: of the heaps of all devices, by number of the device of this process that sees them so.
       allocation: in which allocation of the memory they lie, and
       start: from which of its bytes on.
-      num_bytes: what programs may use of the data area, or of each region.
-      region_bytes: of a low-latency region; 0 where this generation is for data.
+      num_bytes: what programs may use of the data area, or of each buffer.
+      buffer_bytes: of a low-latency buffer; 0 where this generation is for data.
       reserved: the most that a program traced so far may use.
     """
 
@@ -38,7 +38,7 @@ class Generation:
     allocation: int
     start: int
     num_bytes: int
-    region_bytes: int = 0
+    buffer_bytes: int = 0
     reserved: int = 0
 
     @property

@@ -6,10 +6,10 @@ one is allocated beside it, with a table, control words, flags and counts of its
 on use that. So nothing that runs, or may run, ever loses its memory, and growing waits for nobody. All of it goes back
 when the context ends.
 
-The data area of the throughput kernels and the regions of the low-latency kernels grow apart: each generation is for
+The data area of the throughput kernels and the buffers of the low-latency kernels grow apart: each generation is for
 one of the two. Each is at least half as large again as the one before, so all together have at most 4.5 times the bytes
 that the largest program needs. Where the user gives a size, there is one allocation for everything: one generation for
-data, from its start on, and generations of regions, from its end down; each place there has one use for ever.
+data, from its start on, and generations of buffers, from its end down; each place there has one use for ever.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jax_ep.heap.memory import Generation, Memory, allocation_bytes, half_as_muc
 
 _PAGE = 4096
 _CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
-_REGION_UNIT = 256
-_DATA, _REGIONS = 1, 2  # the first ids; those of data are odd
+_BUFFER_UNIT = 256
+_DATA, _BUFFERS = 1, 2  # the first ids; those of data are odd
 MAX_BLOCKS = 32768
 """Flags per device and parity: a launch has at most this many blocks of tokens."""
 
@@ -53,17 +53,17 @@ class HeapLayout:
         return round_up(self.flags + 8 * self.num_devices * MAX_BLOCKS, _PAGE)
 
     @property
-    def regions(self) -> int:
-        """Byte offset of the low-latency regions, which have no block flags before them: two regions per device."""
+    def buffers(self) -> int:
+        """Byte offset of the low-latency buffers, which have no block flags before them: two buffers per device."""
         return self.flags
 
-    def bytes_with_regions(self, region_bytes: int) -> int:
-        """Bytes of a heap with regions of this size."""
-        return self.regions + 2 * self.num_devices * region_bytes
+    def bytes_with_buffers(self, buffer_bytes: int) -> int:
+        """Bytes of a heap with buffers of this size."""
+        return self.buffers + 2 * self.num_devices * buffer_bytes
 
-    def most_region_bytes(self, num_bytes: int) -> int:
-        """The largest regions that a heap of `num_bytes` holds."""
-        return (num_bytes - self.regions) // (2 * self.num_devices) // _REGION_UNIT * _REGION_UNIT
+    def most_buffer_bytes(self, num_bytes: int) -> int:
+        """The largest buffers that a heap of `num_bytes` holds."""
+        return (num_bytes - self.buffers) // (2 * self.num_devices) // _BUFFER_UNIT * _BUFFER_UNIT
 
 
 class SymmetricHeap:
@@ -90,10 +90,10 @@ class SymmetricHeap:
         self.layout = HeapLayout(len(memory.devices))
         self._memory = memory
         self._limit = num_bytes
-        self._end = 0  # where a heap of a given size has its regions: they lie from here on
+        self._end = 0  # where a heap of a given size has its buffers: they lie from here on
         self._timeout_ns = int(timeout_s * 1e9)
         self._data: list[Generation] = []
-        self._regions: list[Generation] = []
+        self._buffers: list[Generation] = []
         self._num_allocations = 0
         self._sizes = dict(earlier or {})
         here = jax.process_index()
@@ -106,7 +106,7 @@ class SymmetricHeap:
 
     @property
     def num_table_entries(self) -> int:
-        """Heap addresses of all devices, status record, timeout in ns, own number, low-latency area, region bytes."""
+        """Heap addresses of all devices, status record, timeout in ns, own number, low-latency area, buffer bytes."""
         return self.layout.num_devices + 5
 
     @property
@@ -115,15 +115,15 @@ class SymmetricHeap:
         return self._data[-1]
 
     @property
-    def regions(self) -> Generation:
-        """The generation for programs traced now that use low-latency regions; after a `reserve` of some."""
-        return self._regions[-1]
+    def buffers(self) -> Generation:
+        """The generation for programs traced now that use low-latency buffers; after a `reserve` of some."""
+        return self._buffers[-1]
 
     @property
     def sizes(self) -> dict[int, int]:
         """By id of a table, the most bytes that a program of this process may use, or has used, of its memory."""
         sizes = dict(self._sizes)
-        for generation in (*self._data, *self._regions):
+        for generation in (*self._data, *self._buffers):
             for i in generation.ids:
                 sizes[i] = max(sizes.get(i, 0), generation.reserved, self._used([i]))
         return sizes
@@ -136,8 +136,8 @@ class SymmetricHeap:
         numbers = [number_of[device] for device in mesh.devices.flat]
         return np.array(numbers, np.int32).reshape(mesh.devices.shape)
 
-    def reserve(self, function: str, data_bytes: int, region_bytes: int = 0) -> None:
-        """Makes sure that the newest generations have `data_bytes` of data, and low-latency regions of `region_bytes`.
+    def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
+        """Makes sure that the newest generations have `data_bytes` of data, and low-latency buffers of `buffer_bytes`.
 
         Raises:
           ValueError: the heap was given a size, and that is too small.
@@ -145,17 +145,17 @@ class SymmetricHeap:
         """
         if not self._data or data_bytes > self.data.reserved:
             self._reserve_data(function, data_bytes)
-        if region_bytes and (not self._regions or region_bytes > self.regions.reserved):
-            self._reserve_regions(function, round_up(region_bytes, _REGION_UNIT))
+        if buffer_bytes and (not self._buffers or buffer_bytes > self.buffers.reserved):
+            self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT))
 
     def _begin(self) -> None:
         """Allocates a heap of a given size, and what programs of earlier contexts need."""
-        data, regions = (sorted(i for i in self._sizes if i % 2 == first % 2) for first in (_DATA, _REGIONS))
+        data, buffers = (sorted(i for i in self._sizes if i % 2 == first % 2) for first in (_DATA, _BUFFERS))
         if self._limit is None:
             if data:
                 self._data.append(self._allocate_data("init", self._most(data), data))
-            if regions:
-                self._regions.append(self._allocate_regions("init", self._most(regions), regions))
+            if buffers:
+                self._buffers.append(self._allocate_buffers("init", self._most(buffers), buffers))
             return
         self._end = self._limit // _PAGE * _PAGE
         room = self._end - self.layout.data
@@ -168,9 +168,9 @@ class SymmetricHeap:
         data = [i for i in data if self._sizes[i] <= room] or [self._next_id(_DATA)]
         whole = Generation(data, addresses, 0, 0, room, reserved=round_up(self._most(data), _PAGE))
         self._data.append(self._registered(whole))
-        regions = [i for i in regions if self._place_of_regions(self._sizes[i]) is not None]
-        if regions and (start := self._place_of_regions(size := self._most(regions))) is not None:
-            self._split(start, size, regions)
+        buffers = [i for i in buffers if self._place_of_buffers(self._sizes[i]) is not None]
+        if buffers and (start := self._place_of_buffers(size := self._most(buffers))) is not None:
+            self._split(start, size, buffers)
 
     def _reserve_data(self, function: str, num_bytes: int) -> None:
         if self._limit is None:
@@ -181,22 +181,22 @@ class SymmetricHeap:
             raise self._too_small(function, round_up(self.layout.data + num_bytes, _PAGE))
         self.data.reserved = round_up(num_bytes, _PAGE)
 
-    def _reserve_regions(self, function: str, num_bytes: int) -> None:
-        size = max(num_bytes, round_up(half_as_much_again(self._regions), _REGION_UNIT))
-        ids = [self._next_id(_REGIONS)]
+    def _reserve_buffers(self, function: str, num_bytes: int) -> None:
+        size = max(num_bytes, round_up(half_as_much_again(self._buffers), _BUFFER_UNIT))
+        ids = [self._next_id(_BUFFERS)]
         if self._limit is None:
-            self._regions.append(self._allocate_regions(function, size, ids))
+            self._buffers.append(self._allocate_buffers(function, size, ids))
             return
-        for region_bytes in (size, num_bytes):  # rather no reserve than no room
-            if (start := self._place_of_regions(region_bytes)) is not None:
-                self._split(start, region_bytes, ids)
+        for buffer_bytes in (size, num_bytes):  # rather no reserve than no room
+            if (start := self._place_of_buffers(buffer_bytes)) is not None:
+                self._split(start, buffer_bytes, ids)
                 return
-        needed = round_up(self.layout.bytes_with_regions(num_bytes), _PAGE)
+        needed = round_up(self.layout.bytes_with_buffers(num_bytes), _PAGE)
         raise self._too_small(function, self._end_of_data() + needed)
 
-    def _too_small(self, function: str, beside_regions: int) -> ValueError:
-        """The error for a heap of a given size that needs this many bytes beside the regions it has."""
-        needed = beside_regions + (self._limit or 0) // _PAGE * _PAGE - self._end
+    def _too_small(self, function: str, beside_buffers: int) -> ValueError:
+        """The error for a heap of a given size that needs this many bytes beside the buffers it has."""
+        needed = beside_buffers + (self._limit or 0) // _PAGE * _PAGE - self._end
         return ValueError(
             f"{function}: the symmetric heap has heap_bytes={self._limit} per device, but this call needs {needed};"
             f" call finalize() and init(heap_bytes={needed}), or leave heap_bytes out to let it grow."
@@ -208,23 +208,23 @@ class SymmetricHeap:
         addresses = self._allocate(function, total)
         return self._registered(Generation(ids, addresses, number, 0, num_bytes, reserved=num_bytes))
 
-    def _allocate_regions(self, function: str, size: int, ids: Sequence[int]) -> Generation:
-        total = allocation_bytes(self.layout.bytes_with_regions(size))
-        num_bytes, number = self.layout.most_region_bytes(total), self._num_allocations
+    def _allocate_buffers(self, function: str, size: int, ids: Sequence[int]) -> Generation:
+        total = allocation_bytes(self.layout.bytes_with_buffers(size))
+        num_bytes, number = self.layout.most_buffer_bytes(total), self._num_allocations
         addresses = self._allocate(function, total)
         return self._registered(Generation(ids, addresses, number, 0, num_bytes, num_bytes, num_bytes))
 
     def _end_of_data(self) -> int:
-        """Where no data lies, now or ever: regions may begin there."""
+        """Where no data lies, now or ever: buffers may begin there."""
         return round_up(self.layout.data + max(self.data.reserved, self._used(self.data.ids)), _PAGE)
 
-    def _place_of_regions(self, region_bytes: int) -> int | None:
-        """Where a generation of regions would begin in a heap of a given size, if there is room."""
-        start = (self._end - self.layout.bytes_with_regions(region_bytes)) // _PAGE * _PAGE
+    def _place_of_buffers(self, buffer_bytes: int) -> int | None:
+        """Where a generation of buffers would begin in a heap of a given size, if there is room."""
+        start = (self._end - self.layout.bytes_with_buffers(buffer_bytes)) // _PAGE * _PAGE
         return start if start >= self._end_of_data() else None
 
-    def _split(self, start: int, region_bytes: int, ids: Sequence[int]) -> None:
-        """Makes a generation of regions of the end of the data area: no program has ever used that, so it is zero."""
+    def _split(self, start: int, buffer_bytes: int, ids: Sequence[int]) -> None:
+        """Makes a generation of buffers of the end of the data area: no program has ever used that, so it is zero."""
         num_bytes = self.data.num_bytes
         self.data.num_bytes = start - self.layout.data
         try:
@@ -234,8 +234,8 @@ class SymmetricHeap:
             raise
         self._end = start
         addresses = {number: [heap + start for heap in heaps] for number, heaps in self.data.addresses.items()}
-        regions = Generation(ids, addresses, 0, start, region_bytes, region_bytes, region_bytes)
-        self._regions.append(self._registered(regions))
+        buffers = Generation(ids, addresses, 0, start, buffer_bytes, buffer_bytes, buffer_bytes)
+        self._buffers.append(self._registered(buffers))
 
     def _allocate(self, function: str, num_bytes: int) -> dict[int, list[int]]:
         addresses = self._memory.allocate(num_bytes, function)
@@ -244,7 +244,7 @@ class SymmetricHeap:
 
     def _registered(self, generation: Generation) -> Generation:
         """Lets programs find the tables and status records of a generation."""
-        area = [self.layout.regions if generation.region_bytes else 0, generation.region_bytes]
+        area = [self.layout.buffers if generation.buffer_bytes else 0, generation.buffer_bytes]
         for i in generation.ids:
             self._sizes.setdefault(i, 0)
             for number, device in self._own:
@@ -260,7 +260,7 @@ class SymmetricHeap:
         return max(self._sizes.get(i, 0) for i in ids)
 
     def _next_id(self, first: int) -> int:
-        """The next id for data or for regions: never one that stood for less, also in an earlier context."""
+        """The next id for data or for buffers: never one that stood for less, also in an earlier context."""
         return max((i for i in self._sizes if i % 2 == first % 2), default=first - 2) + 2
 
     def _used(self, ids: Sequence[int]) -> int:
@@ -285,7 +285,7 @@ class SymmetricHeap:
         What was launched before ends as it should. What another thread launches from now on finds no table, or has it
         already, and is waited for too: only then do the copies of tables on devices become nulls, and the memory goes.
         """
-        ids = [i for generation in (*self._data, *self._regions) for i in generation.ids]
+        ids = [i for generation in (*self._data, *self._buffers) for i in generation.ids]
         self._wait()
         for i in ids:
             ffi.unregister_status(i)

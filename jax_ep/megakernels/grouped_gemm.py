@@ -36,82 +36,65 @@ MAX_GROUPS = 1024
 """More groups would take more registers than a program has to spare."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How a grouped GEMM covers its result.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Programs:
+    """How programs work on tiles.
 
     Attributes:
-      block_m: rows of a tile.
-      block_n: columns of a tile.
-      block_k: depth of one step.
       group_m: row tiles that share the columns of a matrix while they are in the L2 cache.
       num_warps: of a program.
       num_stages: blocks in flight, the one in use included.
       programs: per multiprocessor.
+    """
+
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+    programs: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StoredTiles(_Programs):
+    """How tiles are stored.
+
+    Attributes:
       tma_store: store by TMA, while the next tile is computed.
       store_parts: 1, 2 or 4 parts of a tile's columns that TMA stores one after another: each takes less shared memory.
     """
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 4
-    programs: int = 1
     tma_store: bool = False
     store_parts: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightTiles:
-    """How the weight gradient covers its result.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles(_StoredTiles):
+    """How a grouped GEMM covers its result: rows and columns of a tile, and depth of one step."""
 
-    Attributes:
-      block_m: rows of a tile, columns of the left-hand side.
-      block_n: columns of a tile, and of the right-hand side.
-      block_r: rows of the operands in one step.
-      group_m: see `Tiles`, as all that follow.
-      num_warps: of a program.
-      num_stages: blocks in flight.
-      programs: per multiprocessor.
-      tma_store: store by TMA, while the next tile is computed.
-      store_parts: 1, 2 or 4 parts of a tile's columns that are stored one after another: each takes less shared memory.
-    """
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightTiles(_StoredTiles):
+    """How the weight gradient covers its result: rows and columns of a tile, and rows of the operands in one step."""
 
     block_m: int = 128
     block_n: int = 256
     block_r: int = 64
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 4
-    programs: int = 1
-    tma_store: bool = False
-    store_parts: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Fp8Tiles:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Tiles(_Programs):
     """How a grouped GEMM in FP8 covers its result, in steps of the 128 elements that share a scale.
 
     More than 128 by 128 elements take registers that a program of 8 warps has not: each has a sum, and the product of
-    one step.
-
-    Attributes:
-      block_m: see `Tiles`, as all that follow.
-      block_n: at most 128, the columns that share a scale.
-      group_m: as in `Tiles`.
-      num_warps: as in `Tiles`.
-      num_stages: as in `Tiles`.
-      programs: as in `Tiles`.
+    one step. At most 128 columns, which share a scale.
     """
 
     block_m: int = 128
     block_n: int = 128
-    group_m: int = 8
-    num_warps: int = 8
     num_stages: int = 5
-    programs: int = 1
 
 
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
@@ -168,19 +151,7 @@ def grouped_gemm(
     out_dtype: DTypeLike,
     tiles: Tiles | None = None,
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
-
-    Args:
-      lhs: `[M, K]`.
-      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
-      group_sizes: `[G]` int32.
-      transpose_rhs: contract with the last axis of rhs.
-      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
-      tiles: of the kernel; None: those for the shape.
-
-    Returns:
-      `[M, N]`.
-    """
+    """See xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
@@ -206,18 +177,7 @@ def grouped_gemm(
 def weight_gradient(
     lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
 ) -> Array:
-    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
-
-    Args:
-      lhs: `[M, K]`.
-      rhs: `[M, N]`.
-      group_sizes: `[G]` int32.
-      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
-      tiles: of the kernel; None: those for the shape.
-
-    Returns:
-      `[G, K, N]`; zero for empty groups.
-    """
+    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles, wanted = tiles or weight_tiles(jnp.dtype(out_dtype).itemsize), (lhs.shape[1], rhs.shape[1])
@@ -250,20 +210,7 @@ def grouped_gemm_fp8(
     out_dtype: DTypeLike,
     tiles: Fp8Tiles | None = None,
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; see xla/grouped_gemm.py.
-
-    Args:
-      lhs: `[M, K]` float8_e4m3fn.
-      rhs: `[G, N, K]` float8_e4m3fn.
-      group_sizes: `[G]` int32.
-      lhs_scales: `[M, K / 128]`.
-      rhs_scales: `[G, ceil(N / 128), K / 128]`.
-      out_dtype: dtype of the result.
-      tiles: of the kernel; None: those for the shape.
-
-    Returns:
-      `[M, N]`.
-    """
+    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
     (num_rows, depth), (groups, columns), out_dtype = lhs.shape, rhs.shape[:2], jnp.dtype(out_dtype)

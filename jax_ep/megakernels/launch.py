@@ -42,7 +42,7 @@ def launch(
     The kernel's parameters that `constants` does not name are one per operand, then one per result: a pointer, or a
     NamedTuple of pointers. Results are not initialised. They vary over the mesh axes over which an operand does.
 
-    With a group the kernel uses the heap: the data area or the low-latency regions, never both. For what it uses there
+    With a group the kernel uses the heap: the data area or the low-latency buffers, never both. For what it uses there
     has been a `context.reserve`. `constants` has the `OPERATION` then, one of `ffi.Operation`, which the kernel does
     not get; behind its own operands it takes a `Peers`, and as HEAP a `Heap`.
 
@@ -54,7 +54,7 @@ def launch(
       constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
       after: what must come earlier, where the order of launches must be the same on all ranks.
-      uses_data: the data area of the heap; else the low-latency regions.
+      uses_data: the data area of the heap; else the low-latency buffers.
 
     Returns:
       One array, or NamedTuple of arrays, per entry of `results`.
@@ -118,7 +118,7 @@ def _with_heap(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands and constants of a launch on the heap."""
     heap = context.reserved_heap(kernel.function)
-    generation = heap.data if uses_data else heap.regions
+    generation = heap.data if uses_data else heap.buffers
     # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
     # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
     checked = ffi.check_status(group, generation.id)

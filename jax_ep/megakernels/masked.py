@@ -98,20 +98,9 @@ def masked_grouped_gemm(
     expected_rows: int | None,
     tiles: MaskedTiles | None = None,
 ) -> Array:
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes; see xla/masked.py.
+    """See xla/masked.py; rows past the sizes hold anything here.
 
-    Args:
-      lhs: `[G, M, K]`.
-      rhs: `[G, N, K]`.
-      group_sizes: `[G]` int32.
-      lhs_scales: `[G, M, K / 128]` of FP8 operands, else None.
-      rhs_scales: `[G, ceil(N / 128), K / 128]` of FP8 operands, else None.
-      out_dtype: dtype of the result.
-      expected_rows: rows that a group is expected to have.
-      tiles: of the kernel; None: those for the shape.
-
-    Returns:
-      `[G, M, N]`; rows past the sizes hold anything.
+    `expected_rows` are those that a group should have, which chooses tiles; `tiles` are those of the kernel, or None.
     """
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[1]))

@@ -57,19 +57,10 @@ def grouped_gemm(
     tiles: ForwardTiles | None = None,
     interpret: bool | None = None,
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+    """See xla/grouped_gemm.py.
 
-    Args:
-      lhs: `[M, K]`.
-      rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
-      group_sizes: `[G]` int32.
-      transpose_rhs: contract with the last axis of rhs.
-      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
-      tiles: of the kernel; None: those for the shape.
-      interpret: run in the interpreter; None: where there is no GPU.
-
-    Returns:
-      `[M, N]`.
+    `tiles` are those of the kernel; None: those for the shape. `interpret`: in the interpreter; None: where there is no
+    GPU.
 
     Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
     """
@@ -118,19 +109,7 @@ def weight_gradient(
     tiles: WeightTiles | None = None,
     interpret: bool | None = None,
 ) -> Array:
-    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
-
-    Args:
-      lhs: `[M, K]`.
-      rhs: `[M, N]`.
-      group_sizes: `[G]` int32.
-      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
-      tiles: of the kernel; None: those for the shape.
-      interpret: run in the interpreter; None: where there is no GPU.
-
-    Returns:
-      `[G, K, N]`; zero for empty groups.
-    """
+    """See xla/grouped_gemm.py; `tiles` and `interpret` as for `grouped_gemm`."""
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)

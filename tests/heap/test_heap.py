@@ -60,14 +60,14 @@ def new_ids() -> None:
     """As in a new process: this one remembers what programs have used under an id."""
     global base
     base = next(_bases)
-    symmetric._DATA, symmetric._REGIONS = base + 1, base + 2
+    symmetric._DATA, symmetric._BUFFERS = base + 1, base + 2
 
 
 @pytest.fixture(autouse=True)
 def other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of this test's own, from `base` on."""
     monkeypatch.setattr(symmetric, "_DATA", 0)
-    monkeypatch.setattr(symmetric, "_REGIONS", 0)
+    monkeypatch.setattr(symmetric, "_BUFFERS", 0)
     new_ids()
 
 
@@ -96,30 +96,30 @@ def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
 def test_a_larger_need_leaves_what_there_is(memory, grown):
     """The table of programs traced before keeps its id, its addresses and its sizes."""
     grown.reserve("dispatch", 1000, 2000)
-    first = (grown.data, grown.regions)
+    first = (grown.data, grown.buffers)
     tables = [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)]
     grown.reserve("dispatch", 1 << 26, 1 << 24)
-    assert ids_of(*first, grown.data, grown.regions) == [1, 2, 3, 4]
+    assert ids_of(*first, grown.data, grown.buffers) == [1, 2, 3, 4]
     assert [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)] == tables
     new = fetch(3, 1 << 26)
     assert not {*new[:DEVICES]} & {*tables[0][:DEVICES], *tables[1][:DEVICES]}
-    assert fetch(4)[-2:] == [grown.layout.regions, grown.regions.region_bytes]
-    assert grown.regions.region_bytes >= 1 << 24
+    assert fetch(4)[-2:] == [grown.layout.buffers, grown.buffers.buffer_bytes]
+    assert grown.buffers.buffer_bytes >= 1 << 24
     assert len(memory.sizes) == 4
 
 
-def test_regions_and_data_grow_apart(memory, grown):
+def test_low_latency_buffers_and_data_grow_apart(memory, grown):
     grown.reserve("dispatch", 1 << 26)
     grown.reserve("low_latency_dispatch", 0, 1000)
-    assert memory.sizes[1] < memory.sizes[0] / 2  # no second data area beside the regions
+    assert memory.sizes[1] < memory.sizes[0] / 2  # no second data area beside the buffers
     grown.reserve("low_latency_dispatch", 0, 1 << 24)
     assert len(memory.sizes) == 3
-    assert ids_of(grown.data, grown.regions) == [1, 4]
+    assert ids_of(grown.data, grown.buffers) == [1, 4]
 
 
 def test_what_fits_allocates_nothing(memory, grown):
     grown.reserve("dispatch", 1000, 1000)
-    grown.reserve("dispatch", grown.data.num_bytes, grown.regions.num_bytes)
+    grown.reserve("dispatch", grown.data.num_bytes, grown.buffers.num_bytes)
     assert len(memory.sizes) == 2
 
 
@@ -153,16 +153,16 @@ def test_an_allocation_that_fails_changes_nothing(memory, grown):
 
 
 def places(made: SymmetricHeap) -> list[tuple[int, int]]:
-    """From where to where the data that programs use and the generations of regions lie, in order."""
+    """From where to where the data that programs use and the generations of buffers lie, in order."""
     spans = [(0, made.layout.data + made.data.reserved)]
-    for one in made._regions:
+    for one in made._buffers:
         base = made.data.addresses[0][0]
         assert one.addresses[0][0] == base + one.start
-        spans.append((one.start, one.start + made.layout.bytes_with_regions(one.region_bytes)))
+        spans.append((one.start, one.start + made.layout.bytes_with_buffers(one.buffer_bytes)))
     return sorted(spans)
 
 
-def test_regions_never_share_a_place_with_anything(memory):
+def test_low_latency_buffers_never_share_a_place_with_anything(memory):
     made = SymmetricHeap(memory, DATA + MIB, 5.0)
     made.reserve("dispatch", 100_000, 1000)
     made.reserve("combine", 200_000, 3000)
@@ -172,7 +172,7 @@ def test_regions_never_share_a_place_with_anything(memory):
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= DATA + MIB
     assert memory.sizes == [DATA + MIB]
-    assert ids_of(*made._regions) == [2, 4, 6]
+    assert ids_of(*made._buffers) == [2, 4, 6]
     assert fetch(2)[-1] == 1024
     with pytest.raises(ValueError, match=r"combine: .*needs \d+; call finalize\(\) and init\(heap_bytes=\d+\)"):
         made.reserve("combine", made.data.num_bytes + 1)
@@ -190,8 +190,8 @@ def test_the_size_that_an_error_names_is_enough_for_it(needs):
         new_ids()
         made = SymmetricHeap(HostMemory(), size, 5.0)
         try:
-            for data_bytes, region_bytes in needs:
-                made.reserve("dispatch", data_bytes, region_bytes)
+            for data_bytes, buffer_bytes in needs:
+                made.reserve("dispatch", data_bytes, buffer_bytes)
             break
         except ValueError as error:
             larger = int(str(error).split("init(heap_bytes=")[1].split(")")[0])
@@ -203,7 +203,7 @@ def test_the_size_that_an_error_names_is_enough_for_it(needs):
         pytest.fail("each call needed more than the error before said")
 
 
-def test_regions_keep_off_what_a_loaded_program_uses(memory):
+def test_low_latency_buffers_keep_off_what_a_loaded_program_uses(memory):
     """One that was compiled in another process has reserved nothing in this one."""
     made = SymmetricHeap(memory, DATA + MIB, 5.0)
     fetch(1, MIB - 8192)
@@ -221,8 +221,8 @@ def test_regions_keep_off_what_a_loaded_program_uses(memory):
 def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, int]) -> dict[int, int]:
     """The sizes after a context in which programs needed so much."""
     made = SymmetricHeap(HostMemory(), limit, 5.0, earlier)
-    for data_bytes, region_bytes in needs:
-        made.reserve("dispatch", data_bytes, region_bytes)
+    for data_bytes, buffer_bytes in needs:
+        made.reserve("dispatch", data_bytes, buffer_bytes)
     made.close()
     return made.sizes
 
@@ -240,7 +240,7 @@ def test_programs_of_an_earlier_context_find_their_tables(memory):
     )
     made.reserve("dispatch", 1 << 26, 1 << 24)
     assert len(memory.sizes) == 2
-    assert ids_of(made.data, made.regions) == [3, 4]
+    assert ids_of(made.data, made.buffers) == [3, 4]
     made.reserve("dispatch", 1 << 28)
     assert ids_of(made.data) == [5]
     made.close()
@@ -254,7 +254,7 @@ def test_a_smaller_heap_takes_other_ids(memory):
     with pytest.raises(FAILED, match="is not registered"):
         fetch(1, sizes[base + 1])
     made.reserve("dispatch", 1000, 1000)
-    assert ids_of(made.data, made.regions) == [3, 4]
+    assert ids_of(made.data, made.buffers) == [3, 4]
     made.close()
     after = SymmetricHeap(HostMemory(), 1 << 28, 5.0, made.sizes)  # and one that is large enough brings all back
     assert fetch(1, sizes[base + 1]) == fetch(3) != fetch(2, sizes[base + 2]) == fetch(4)

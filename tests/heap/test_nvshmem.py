@@ -135,7 +135,7 @@ def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
     heap = SymmetricHeap(memory, None, 5.0)
     heap.reserve("dispatch", 1000, 2000)
     status = memory.statuses()[0]
-    for generation, area in ((heap.data, [0, 0]), (heap.regions, [heap.layout.regions, heap.regions.region_bytes])):
+    for generation, area in ((heap.data, [0, 0]), (heap.buffers, [heap.layout.buffers, heap.buffers.buffer_bytes])):
         i = generation.id
         table = np.asarray(jax.jit(lambda i=i: ffi.pointer_table(i, heap.num_table_entries))())
         assert table.tolist() == [*generation.addresses[0], status.device_address, 5_000_000_000, 0, *area]

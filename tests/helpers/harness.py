@@ -184,6 +184,6 @@ def check_directional_derivatives(
 
 
 def words_of(heap: Any, generation: Any, device: int) -> np.ndarray:
-    """The control words of a device in shared memory, int32: those of `heap.data` or of `heap.regions`."""
+    """The control words of a device in shared memory, int32: those of `heap.data` or of `heap.buffers`."""
     memory = heap._memory.pool.heap(device, generation.allocation)[generation.start :]
     return memory[: heap.layout.flags].view(np.int32)

@@ -57,7 +57,7 @@ def lower(fn: Callable[..., Any], mesh: Mesh, num_tokens: int, hidden: int) -> N
     jax.jit(harness.per_rank(fn, mesh)).lower(*types)
 
 
-@pytest.mark.parametrize("fn", [round_trip, decode], ids=["data", "regions"])
+@pytest.mark.parametrize("fn", [round_trip, decode], ids=["data", "buffers"])
 def test_growing_while_a_program_runs(mesh, fn):
     """A second thread traces programs that need ever more; the first goes on, in the heap with which it was traced."""
     jax_ep.init(mesh, transport=TRANSPORT)
@@ -65,7 +65,7 @@ def test_growing_while_a_program_runs(mesh, fn):
     call = harness.compiled(fn, mesh)
     np.testing.assert_array_equal(call(x, ids), K * x)
     heap = context.heap("test")
-    before = (heap.data.id, [heap.regions.id] if fn is decode else [])
+    before = (heap.data.id, [heap.buffers.id] if fn is decode else [])
     stop, finished, failures = threading.Event(), [], []
 
     def run() -> None:
@@ -85,7 +85,7 @@ def test_growing_while_a_program_runs(mesh, fn):
         stop.set()
         thread.join()
     assert failures == []
-    after = (heap.data.id, [heap.regions.id] if fn is decode else [])
+    after = (heap.data.id, [heap.buffers.id] if fn is decode else [])
     assert after > before
     np.testing.assert_array_equal(harness.run(fn, mesh, *inputs(3 * T)), K * inputs(3 * T)[0])
     np.testing.assert_array_equal(call(x, ids), K * x)

@@ -116,7 +116,7 @@ def stopped_until(wanted: int, then: int) -> Callable[[interpreter.Pool], None]:
 def believe_in_other_launches(pool: interpreter.Pool) -> None:
     """Rank 1 takes part in a launch that is not the one of rank 0: neither comes to the other's."""
     heap = context.heap("test")
-    harness.words_of(heap, heap.regions, 1)[64 + heap.layout.num_devices] += 2
+    harness.words_of(heap, heap.buffers, 1)[64 + heap.layout.num_devices] += 2
 
 
 def test_a_late_peer_changes_no_result(

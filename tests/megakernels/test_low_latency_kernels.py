@@ -172,13 +172,13 @@ def test_programs_compiled_before_the_area_grew(mesh, rng):
     first = Problem(rng, "uniform", 2, SHAPE, 7)
     call = harness.compiled(round_trip(SHAPE, 7), mesh)
     first.check(*call(*first.args))
-    before = context.heap("test").regions
-    context.reserve("test", 0, before.region_bytes + 1)
+    before = context.heap("test").buffers
+    context.reserve("test", 0, before.buffer_bytes + 1)
     large = Shape(num_tokens=30, top_k=3, num_experts=8, hidden=256)
     second = Problem(rng, "zipf", 2, large, 30)
     second.check(*harness.run(round_trip(large, 30), mesh, *second.args))
-    after = context.heap("test").regions
-    assert after.region_bytes >= before.region_bytes * 3 // 2
+    after = context.heap("test").buffers
+    assert after.buffer_bytes >= before.buffer_bytes * 3 // 2
     assert after.id > before.id
     first.check(*call(*first.args))
     data = np.zeros((2, 100, 4096), np.float32)  # and the data area beside it
@@ -195,7 +195,7 @@ def test_a_heap_of_a_given_size_holds_the_area_too():
     problem = Problem(rng, "uniform", 2, SHAPE, 7)
     call = harness.compiled(round_trip(SHAPE, 7), mesh)
     needed = 2_110_000
-    for name in ("dispatch", "combine"):  # each has regions of a size of its own
+    for name in ("dispatch", "combine"):  # each has buffers of a size of its own
         jax_ep.init(mesh, transport="shared_memory", heap_bytes=needed)
         with pytest.raises(
             ValueError, match=rf"low_latency_{name}: .*heap_bytes={needed} per device.*needs \d+"

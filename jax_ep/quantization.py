@@ -116,8 +116,7 @@ def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Ar
       `[..., N, K]` array of `dtype`, multiplied in float32.
 
     Raises:
-      ValueError: shapes that do not fit together.
-      TypeError: other dtypes.
+      ValueError, TypeError: as `dequantize_fp8` does.
 
     Example:
       >>> import jax.numpy as jnp

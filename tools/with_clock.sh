@@ -11,14 +11,15 @@ if ! [ -t 1 ]; then
 fi
 
 output=$(mktemp)
+printf '\r%s: 0 s ' "$text"  # before the command, which may end before it is looked at
 "$@" >"$output" 2>&1 &
 command=$!
 trap 'kill "$command" 2>/dev/null; rm -f "$output"; echo; exit 130' INT TERM HUP
 seconds=0
 while kill -0 "$command" 2>/dev/null; do
-  printf '\r%s: %d s ' "$text" "$seconds"
   sleep 1
   seconds=$((seconds + 1))
+  printf '\r%s: %d s ' "$text" "$seconds"
 done
 wait "$command"
 status=$?

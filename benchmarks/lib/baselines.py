@@ -138,31 +138,13 @@ def fixed_slots(topk_idx: Array, num_experts: int, capacity: int) -> Slots:
 
 
 def capacity_layer(
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
-    *,
-    num_experts: int,
-    capacity: int,
-    axis_name: str | tuple[str, ...] = "expert",
+    *arguments: Array, num_experts: int, capacity: int, axis_name: str | tuple[str, ...] = "expert"
 ) -> Array:
     """The layer with a fixed number of rows for every pair of source rank and expert; the rest is dropped.
 
-    Args:
-      x: `[T, H]` tokens of this rank.
-      topk_idx: `[T, K]` int32 ids in `[0, E)`.
-      topk_weights: `[T, K]` float32.
-      w_gate_up: `[L, H, 2I]`.
-      w_down: `[L, I, H]`.
-      num_experts: E.
-      capacity: rows of one expert for the tokens of one rank.
-      axis_name: mesh axis of the experts.
-
-    Returns:
-      `[T, H]`.
+    The arguments are those of `jax_ep.moe`; `capacity`: rows of one expert for the tokens of one rank.
     """
+    x, topk_idx, topk_weights, w_gate_up, w_down = arguments
     hidden_size = x.shape[1]
     slots = fixed_slots(topk_idx, num_experts, capacity)
     sent = spread(x, slots).reshape(num_experts, capacity, hidden_size)
@@ -233,31 +215,13 @@ def _follow(counts: Array, starts: Array, other_starts: Array, num_rows: int) ->
 
 
 def ragged_layer(
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
-    *,
-    num_experts: int,
-    capacity: int,
-    axis_name: str | tuple[str, ...] = "expert",
+    *arguments: Array, num_experts: int, capacity: int, axis_name: str | tuple[str, ...] = "expert"
 ) -> Array:
     """The layer without dropped tokens: `lax.ragged_all_to_all` there and back, `lax.ragged_dot` between.
 
-    Args:
-      x: `[T, H]` tokens of this rank.
-      topk_idx: `[T, K]` int32 ids in `[0, E)`.
-      topk_weights: `[T, K]` float32.
-      w_gate_up: `[L, H, 2I]`.
-      w_down: `[L, I, H]`.
-      num_experts: E.
-      capacity: R, rows that one rank may receive; it must hold all.
-      axis_name: mesh axis of the experts.
-
-    Returns:
-      `[T, H]`.
+    The arguments are those of `jax_ep.moe`; `capacity`: R, rows that one rank may receive; it must hold all.
     """
+    x, topk_idx, topk_weights, w_gate_up, w_down = arguments
     num_ranks, hidden_size = lax.axis_size(axis_name), x.shape[1]
     found = _sort_slots(topk_idx, num_experts)
     slot_row = (

@@ -144,15 +144,8 @@ def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool
 def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array:
     """Rows times the matrices of their experts, and the unweighted sums of each token's products.
 
-    Args:
-      options: of the call; the mode is that of its schedule, or what should be fastest.
-      h: `[R, F]`.
-      w: `[L, F, H]`, or `[L, H, F]` with `transpose_rhs`.
-      handle: of this implementation.
-      transpose_rhs: contract with the last axis of w.
-
-    Returns:
-      `[T, H]`.
+    `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, to `[T, H]`. The mode is that of the
+    schedule, or what should be fastest.
     """
     hidden = w.shape[1 if transpose_rhs else 2]
     mode = options.schedule.combine_mode or cost_model.combine_mode(handle.layout, h.shape[1], hidden)

@@ -18,7 +18,7 @@ from jax_ep import context, ffi
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.kernel import Config, Descriptor, Kernel
+from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels.capability import has_tma
@@ -34,7 +34,7 @@ from jax_ep.megakernels.kernels.structs_serving import (
     RowSources,
 )
 from jax_ep.megakernels.launch import group_on, launch
-from jax_ep.megakernels.masked import MaskedTiles, gemm_sizes, masked_tiles
+from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, masked_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Quantized, Schedule
 
@@ -188,15 +188,8 @@ def low_latency_gemm_combine(
     offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
     sizes = gemm_combine_sizes(layout, actual, hidden, depth, tiles, lhs_scales is not None, offsets["VALUES"])
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
-    operands = (
-        Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
-        Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
-        group_sizes if lhs_scales is None else lhs_scales,
-        group_sizes if rhs_scales is None else rhs_scales,
-        group_sizes,
-        RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids),
-        topk_weights,
-    )
+    sources = RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
+    operands = (*gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles), sources, topk_weights)
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     context.reserve(_GEMM_COMBINE.function, 0, buffer_bytes)

@@ -79,6 +79,24 @@ def gemm_sizes(groups: int, rows: int, columns: int, depth: int, fp8: bool, tile
     return MaskedGemm(rows, columns, depth, groups, max(16, power_of_two(groups)), fp8, tile)
 
 
+def gemm_operands(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+    tiles: MaskedTiles,
+) -> tuple[Array | Descriptor, ...]:
+    """Operands of a kernel with a masked product; where there are no scales, they are not read."""
+    return (
+        Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
+        Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
+        group_sizes if lhs_scales is None else lhs_scales,
+        group_sizes if rhs_scales is None else rhs_scales,
+        group_sizes,
+    )
+
+
 def activation_sizes(groups: int, rows: int, inner: int, activation: str, quantize: bool) -> MaskedActivation:
     """What the activation is compiled for; `inner` columns of the result."""
     columns = min(512, max(128 if quantize else 16, power_of_two(inner)))
@@ -109,13 +127,7 @@ def masked_grouped_gemm(
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = arrays
     (groups, rows, depth), columns = lhs.shape, rhs.shape[1]
     sizes = gemm_sizes(groups, rows, columns, depth, lhs_scales is not None, tiles)
-    operands = (
-        Descriptor(lhs, (1, tiles.block_m, tiles.block_k)),
-        Descriptor(rhs, (1, tiles.block_n, tiles.block_k)),
-        group_sizes if lhs_scales is None else lhs_scales,
-        group_sizes if rhs_scales is None else rhs_scales,
-        group_sizes,
-    )
+    operands = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
     most_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)

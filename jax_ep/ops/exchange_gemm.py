@@ -133,8 +133,7 @@ def grouped_gemm_combine(
       `[T, H]` unweighted sums in the dtype of h.
 
     Raises:
-      ValueError: as `combine` and `grouped_gemm` do.
-      TypeError: as `combine` and `grouped_gemm` do.
+      ValueError, TypeError: as `combine` and `grouped_gemm` do.
       NotImplementedError: none of the implementations asked for can serve the call, in the mode of the schedule.
 
     Example:

@@ -228,30 +228,16 @@ def dispatch_tokens(
     return run(options, x, topk_idx, num_tokens, layout, group_size)
 
 
-def _dispatch_forward(
-    options: Options,
-    layout: Layout,
-    group_size: int | None,
-    dtype: DTypeLike,
-    x: Array | Quantized,
-    topk_idx: Array,
-    num_tokens: Array | None,
-) -> Any:
-    found = dispatch_tokens(options, layout, group_size, dtype, x, topk_idx, num_tokens)
-    tokens, scales, group_sizes, handle = found
+def _dispatch_forward(*arguments: Any) -> Any:
+    tokens, scales, group_sizes, handle = dispatch_tokens(*arguments)
     # Rows past the counts hold anything, and would meet zeros in the gradient of a product: NaN * 0 is NaN.
     counts = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < group_sizes[:, None]
     tokens = jnp.where(counts[:, :, None], tokens, jnp.zeros((), tokens.dtype))
-    return (tokens, scales, group_sizes, handle), (x, handle)
+    return (tokens, scales, group_sizes, handle), (arguments[4], handle)
 
 
 def _dispatch_backward(
-    options: Options,
-    layout: Layout,
-    group_size: int | None,
-    dtype: DTypeLike,
-    residuals: tuple[Array | Quantized, LowLatencyHandle],
-    cotangents: Any,
+    options: Options, layout: Layout, group_size: int | None, dtype: DTypeLike, residuals: Any, cotangents: Any
 ) -> tuple[Array, None, None]:
     x, handle = residuals
     if group_size is not None or isinstance(x, tuple):

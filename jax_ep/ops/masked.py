@@ -79,7 +79,7 @@ def masked_grouped_gemm(
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
-    return multiply(options, lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, expected_rows)
+    return multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
 
 
 @operation
@@ -137,20 +137,12 @@ def masked_gated_activation(
 
 
 def multiply(
-    options: Options,
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    out_dtype: DTypeLike,
-    expected_rows: int | None,
+    options: Options, out_dtype: DTypeLike, expected_rows: int | None, lhs: Array, *others: Array | None
 ) -> Array:
-    """`masked_grouped_gemm` of checked operands."""
+    """`masked_grouped_gemm` of checked operands: lhs, rhs, group sizes, scales of lhs and of rhs or None."""
     name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
     run = registry.get("masked", name).masked_grouped_gemm
-    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
-    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    run, operands = partial(run, out_dtype=out_dtype, expected_rows=expected_rows), vary_alike((lhs, *others))
     return call_without_gradient(f"{options.function} has no gradient: train with moe or grouped_gemm.", run, *operands)
 
 

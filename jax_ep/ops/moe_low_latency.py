@@ -102,12 +102,11 @@ def low_latency_moe(
     tokens, scales, sizes, handle = dispatch_tokens(options, layout, columns, wire_dtype, x, topk_idx, num_tokens)
     expected_rows = max(1, -(-num_ranks * topk_idx.size // num_experts))
     up, up_scales = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up, None)
-    hidden = multiply(options, tokens, up, sizes, scales, up_scales, x.dtype, expected_rows)
+    hidden = multiply(options, x.dtype, expected_rows, tokens, up, sizes, scales, up_scales)
     rows, scales = activate(options, hidden, sizes, activation, fp8)
     down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
-    return _multiply_and_combine(
-        options, rows, down, sizes, scales, down_scales, topk_weights, handle, x.dtype, expected_rows
-    )
+    product = (rows, down, sizes, scales, down_scales)
+    return _multiply_and_combine(options, x.dtype, expected_rows, topk_weights, handle, *product)
 
 
 @operation
@@ -176,29 +175,28 @@ def low_latency_gemm_combine(
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, None, schedule)
-    operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, topk_weights, handle)
-    return _multiply_and_combine(options, *vary_alike(operands, over=options.axis), out_dtype, expected_rows)
+    operands = (topk_weights, handle, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    return _multiply_and_combine(options, out_dtype, expected_rows, *vary_alike(operands, over=options.axis))
 
 
 def _multiply_and_combine(
     options: Options,
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    topk_weights: Array,
-    handle: LowLatencyHandle,
     out_dtype: DTypeLike,
     expected_rows: int | None,
+    topk_weights: Array,
+    handle: LowLatencyHandle,
+    lhs: Array,
+    rhs: Array,
+    *others: Array | None,
 ) -> Array:
-    """`low_latency_gemm_combine` of checked operands that vary alike."""
+    """`low_latency_gemm_combine` of checked operands that vary alike; the others are those of `multiply`."""
     layout = handle.layout
     name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
     run = registry.get("low_latency", name)
     if not run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1]):
-        product = multiply(options, lhs, rhs, group_sizes, lhs_scales, rhs_scales, out_dtype, expected_rows)
+        product = multiply(options, out_dtype, expected_rows, lhs, rhs, *others)
         return combine_tokens(options, product, topk_weights, handle)
     fused = partial(run.low_latency_gemm_combine, options, out_dtype=out_dtype, expected_rows=expected_rows)
-    operands = (lhs, rhs, group_sizes, topk_weights, handle, lhs_scales, rhs_scales)
+    group_sizes, *scales = others
+    operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales)
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", fused, *operands)

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -17,6 +16,7 @@ import oracle
 from cases import BF16, F16, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
 from harness import compiled, run
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
+from layers import second_derivative
 
 # Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)
@@ -238,15 +238,8 @@ def test_second_derivative(implementation: str, mode: str, expert_mesh: Any, rng
     args = inputs(rng, "uniform", 2, shape)
 
     def fn(implementation: str, mode: str | None, x, topk_idx, topk_weights, w_gate_up, w_down):
-        def loss(x, w):
-            y = layer(shape, implementation, combine_mode=mode)(x, topk_idx, topk_weights, w, w_down)
-            return jnp.sum(y.astype(jnp.float32) ** 2)
-
-        def slope(x, w):
-            dx, dw = jax.grad(loss, (0, 1))(x, w)
-            return jnp.sum(dx.astype(jnp.float32) ** 2) + jnp.sum(dw.astype(jnp.float32) ** 2)
-
-        return jax.grad(slope, (0, 1))(x, w_gate_up)
+        call = layer(shape, implementation, combine_mode=mode)
+        return second_derivative(lambda x, w: call(x, topk_idx, topk_weights, w, w_down))(x, w_gate_up)
 
     weights = [split(w, 2) for w in args[3:]]
     got = run(functools.partial(fn, implementation, mode), expert_mesh(2), *args[:3], *weights)

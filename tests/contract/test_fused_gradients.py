@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabi
 from harness import compiled, run
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Schedule
+from layers import second_derivative
 
 # Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)
@@ -152,15 +152,8 @@ def test_second_derivative(implementation: str, expert_mesh: Any, rng: np.random
     *args, _ = inputs(rng, "uniform", 2, shape)
 
     def fn(implementation: str, wanted: bool | None, x, topk_idx, topk_weights, w_gate_up, w_down):
-        def loss(x, w):
-            y = layer(implementation, shape, fuse=wanted)(x, topk_idx, topk_weights, w, w_down)
-            return jnp.sum(y.astype(jnp.float32) ** 2)
-
-        def slope(x, w):
-            dx, dw = jax.grad(loss, (0, 1))(x, w)
-            return jnp.sum(dx.astype(jnp.float32) ** 2) + jnp.sum(dw.astype(jnp.float32) ** 2)
-
-        return jax.grad(slope, (0, 1))(x, w_gate_up)
+        call = layer(implementation, shape, fuse=wanted)
+        return second_derivative(lambda x, w: call(x, topk_idx, topk_weights, w, w_down))(x, w_gate_up)
 
     got = run(functools.partial(fn, implementation, True), expert_mesh(2), *args)
     single = [args[0].astype(np.float32), *args[1:3], *(w.astype(np.float32) for w in args[3:])]

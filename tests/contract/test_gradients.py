@@ -47,16 +47,8 @@ def split_experts(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 def moe_vjp(shape: Shape, implementation: str, **options: Any):
     def fn(x, topk_weights, w_gate_up, w_down, topk_idx, d_out):
         def layer(x, topk_weights, w_gate_up, w_down):
-            return jax_ep.moe(
-                x,
-                topk_idx,
-                topk_weights,
-                w_gate_up,
-                w_down,
-                num_experts=shape.num_experts,
-                implementation=implementation,
-                **options,
-            )
+            arrays, experts = (x, topk_idx, topk_weights, w_gate_up, w_down), shape.num_experts
+            return jax_ep.moe(*arrays, num_experts=experts, implementation=implementation, **options)
 
         return jax.vjp(layer, x, topk_weights, w_gate_up, w_down)[1](d_out)
 

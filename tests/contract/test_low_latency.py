@@ -13,18 +13,7 @@ from jax.sharding import Mesh
 import jax_ep
 import oracle
 import oracle_serving
-from cases import (
-    BF16,
-    F32,
-    ROUTINGS,
-    Shape,
-    assert_close,
-    assert_same_bits,
-    integers,
-    probabilities,
-    reals,
-    routings,
-)
+from cases import BF16, F32, ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals, routings
 from harness import compiled, per_rank, refusals_skip, run
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=256)
@@ -328,14 +317,8 @@ def test_rows_past_the_counts_reach_nothing(implementation: str, expert_mesh: An
     w = reals(rng, num_ranks, shape.num_experts // num_ranks, shape.hidden, shape.hidden)
 
     def layer(x, w, topk_idx, topk_weights):
-        out = jax_ep.low_latency_dispatch(
-            x,
-            topk_idx,
-            num_experts=shape.num_experts,
-            max_tokens_per_rank=MAX_TOKENS,
-            quantize=False,
-            implementation=implementation,
-        )
+        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS}
+        out = jax_ep.low_latency_dispatch(x, topk_idx, **sizes, quantize=False, implementation=implementation)
         y = jnp.einsum("lrh,lhn->lrn", out.tokens, w)
         return jax_ep.low_latency_combine(y, topk_idx, topk_weights, out.handle, implementation=implementation)
 

@@ -24,15 +24,8 @@ def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: An
     """Rows are given; the dispatch only makes the handle."""
 
     def fn(x, ids, weights, lhs, rhs, num_tokens=None, **scales):
-        d = jax_ep.low_latency_dispatch(
-            x,
-            ids,
-            num_experts=shape.num_experts,
-            max_tokens_per_rank=MAX_TOKENS,
-            quantize=False,
-            num_tokens=num_tokens,
-            implementation=implementation,
-        )
+        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS, "num_tokens": num_tokens}
+        d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, implementation=implementation)
         arguments = (lhs, rhs, d.group_sizes, ids, weights, d.handle)
         return jax_ep.low_latency_gemm_combine(*arguments, implementation=implementation, **options, **scales)
 
@@ -42,14 +35,7 @@ def product_and_combine(implementation: str, shape: Shape = SHAPE, **options: An
 class Problem:
     """Exact products in any order; rows past the counts are poisoned."""
 
-    def __init__(
-        self,
-        rng: np.random.Generator,
-        routing: str,
-        num_ranks: int,
-        shape: Shape = SHAPE,
-        num_tokens: np.ndarray | None = None,
-    ) -> None:
+    def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape = SHAPE, num_tokens: Any = None) -> None:
         self.ids = ROUTINGS[routing](rng, num_ranks, shape)
         self.weights = integers(rng, *self.ids.shape)
         self.x = reals(rng, num_ranks, shape.num_tokens, 8, dtype=BF16)

@@ -29,36 +29,9 @@ from cases import (
     reals,
 )
 from harness import compiled, in_turn, run
+from layers import Layer
 
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
-
-
-class Layer:
-    """Random inputs of one layer; weights are `[E, ...]` here and `[W, L, ...]` for the ranks."""
-
-    def __init__(
-        self, rng: np.random.Generator, routing: str, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True
-    ):
-        experts, hidden, size = shape.num_experts, shape.hidden, shape.intermediate
-        self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
-        self.x = reals(rng, num_ranks, shape.num_tokens, hidden, dtype=dtype)
-        self.topk_weights = probabilities(rng, *self.topk_idx.shape)
-        columns = size * (2 if gated else 1)
-        self.w_gate_up = (rng.standard_normal((experts, hidden, columns)) / np.sqrt(hidden)).astype(dtype)
-        self.w_down = (rng.standard_normal((experts, size, hidden)) / np.sqrt(size)).astype(dtype)
-        self.num_experts = experts
-
-    def per_rank(self, weights: np.ndarray) -> np.ndarray:
-        return weights.reshape(len(self.x), -1, *weights.shape[1:])
-
-    @property
-    def args(self) -> tuple[np.ndarray, ...]:
-        weights = self.per_rank(self.w_gate_up), self.per_rank(self.w_down)
-        return self.x, self.topk_idx, self.topk_weights, *weights
-
-    def oracle(self, activation: str = "silu", **layout: Any) -> oracle.MoE:
-        lay = oracle.layout(self.topk_idx, self.num_experts, **layout)
-        return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
 
 
 def moe(shape: Shape, implementation: str, **options: Any):

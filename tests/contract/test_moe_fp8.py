@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jax_ep
+import layers
 import oracle
-from cases import BF16, F32, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from cases import BF16, F32, FEW_ROUTINGS, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, run, to_numpy
 
 FP8, ON_GPU = jnp.float8_e4m3fn, jax.default_backend() == "gpu"
@@ -20,28 +21,12 @@ SHAPE = Shape(num_tokens=5, top_k=2, num_experts=8, hidden=256, intermediate=128
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down")
 
 
-class Layer:
-    """Random inputs of one layer; matrices are `[E, ...]` here and `[W, L, ...]` for the ranks."""
+class Layer(layers.Layer):
+    """With what its result is compared by, and what it is in FP8."""
 
     def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape = SHAPE, dtype=F32, *, gated=True) -> None:
-        experts, hidden, size = shape.num_experts, shape.hidden, shape.intermediate
-        self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
-        self.x = reals(rng, num_ranks, shape.num_tokens, hidden, dtype=dtype)
-        self.topk_weights = probabilities(rng, *self.topk_idx.shape)
-        columns = size * (2 if gated else 1)
-        self.w_gate_up = (rng.standard_normal((experts, hidden, columns)) / np.sqrt(hidden)).astype(dtype)
-        self.w_down = (rng.standard_normal((experts, size, hidden)) / np.sqrt(size)).astype(dtype)
+        super().__init__(rng, routing, num_ranks, shape, dtype, gated=gated)
         self.probe = reals(rng, *self.x.shape, dtype=dtype)
-
-    @property
-    def args(self) -> tuple[np.ndarray, ...]:
-        ranks = len(self.x)
-        w_gate_up, w_down = (w.reshape(ranks, -1, *w.shape[1:]) for w in (self.w_gate_up, self.w_down))
-        return self.x, self.topk_idx, self.topk_weights, w_gate_up, w_down
-
-    def oracle(self, activation: str = "silu", **layout: Any) -> oracle.MoE:
-        lay = oracle.layout(self.topk_idx, len(self.w_down), **layout)
-        return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
 
     def in_fp8(self) -> np.ndarray:
         """The layer in float64, but for the four roundings to FP8 and those of hidden rows to the dtype of x."""

@@ -178,8 +178,8 @@ class DispatchTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dispatch:
-    """Static sizes of dispatch.
+class Exchange:
+    """Static sizes that dispatch and combine have in common.
 
     Attributes:
       T: tokens of a rank.
@@ -187,12 +187,8 @@ class Dispatch:
       H: columns.
       L: local experts.
       E: experts of all ranks.
-      R: rows.
-      SCALES: byte offset of the scales of FP8 tokens.
-      FP8: tokens travel as FP8.
-      QUANTIZED: rows stay FP8.
-      CLEAR: rows without a token become zero.
-      tile: blocks.
+      SCALES: byte offset of the scales of what travels as FP8.
+      FP8: tokens, or sums, travel as FP8.
     """
 
     T: int
@@ -200,9 +196,22 @@ class Dispatch:
     H: int
     L: int
     E: int
-    R: int
     SCALES: int
     FP8: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch(Exchange):
+    """Static sizes of dispatch.
+
+    Attributes:
+      R: rows.
+      QUANTIZED: rows stay FP8.
+      CLEAR: rows without a token become zero.
+      tile: blocks.
+    """
+
+    R: int
     QUANTIZED: bool
     CLEAR: bool
     tile: DispatchTile
@@ -241,14 +250,26 @@ class CombineTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Combine:
-    """Static sizes of combine: T, K, H, L, E, SCALES and FP8 as those of dispatch, for sums; and blocks."""
+class Combine(Exchange):
+    """Static sizes of combine, and its blocks."""
 
-    T: int
-    K: int
-    H: int
-    L: int
-    E: int
-    SCALES: int
-    FP8: bool
     tile: CombineTile
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Static sizes that products of groups of rows and their matrices have in common, `[., K]` times `[G, K, N]`.
+
+    Attributes:
+      M: rows of all groups; of each where groups are masked.
+      N: columns of a matrix.
+      K: depth, the rows of a matrix.
+      G: groups.
+      GROUPS: a power of two that covers the groups.
+    """
+
+    M: int
+    N: int
+    K: int
+    G: int
+    GROUPS: int

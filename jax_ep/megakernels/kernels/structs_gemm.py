@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from .structs import Combine, SumTile
+from .structs import Combine, Product, SumTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,25 +26,15 @@ class GemmTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedGemm:
-    """Static sizes of a grouped GEMM, `[M, K]` times `[G, K, N]`.
+class GroupedGemm(Product):
+    """Static sizes of a grouped GEMM.
 
     Attributes:
-      M: rows of all groups.
-      N: columns.
-      K: depth.
-      G: groups.
-      GROUPS: a power of two that covers the groups.
       TRANSPOSED: matrices are `[G, N, K]`.
       TMA_PARTS: parts of a tile's columns that TMA stores one after another; 0: tiles are stored through a pointer.
       tile: blocks.
     """
 
-    M: int
-    N: int
-    K: int
-    G: int
-    GROUPS: int
     TRANSPOSED: bool
     TMA_PARTS: int
     tile: GemmTile
@@ -70,25 +60,15 @@ class WeightGradientTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightGradient:
+class WeightGradient(Product):
     """Static sizes of a weight gradient: for each group, `[K, rows]` times `[rows, N]`.
 
     Attributes:
-      M: rows of all groups.
-      N: columns of a matrix.
-      K: rows of a matrix.
-      G: groups.
-      GROUPS: a power of two that covers the groups.
       PARTS: 1, 2 or 4 parts of a tile's columns that are stored one after another.
       TMA_STORE: tiles are stored by TMA; else through a pointer.
       tile: blocks.
     """
 
-    M: int
-    N: int
-    K: int
-    G: int
-    GROUPS: int
     PARTS: int
     TMA_STORE: bool
     tile: WeightGradientTile

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from .structs import Product
+
 
 class LowLatencyBuffers(NamedTuple):
     """The low-latency buffers of a launch (low_latency_buffers.py), each `[RANKS]` by rank.
@@ -79,8 +81,8 @@ class LowLatencyDispatchTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class LowLatencyDispatch:
-    """Static sizes of low-latency dispatch.
+class LowLatency:
+    """Static sizes that low-latency dispatch and combine have in common.
 
     Attributes:
       W: ranks of the group.
@@ -89,6 +91,21 @@ class LowLatencyDispatch:
       K: experts of a token.
       H: columns.
       L: local experts.
+    """
+
+    W: int
+    T: int
+    M: int
+    K: int
+    H: int
+    L: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyDispatch(LowLatency):
+    """Static sizes of low-latency dispatch.
+
+    Attributes:
       G: scales of a token.
       GROUP: columns of a scale, where the kernel quantises; else 0.
       IDS: byte offset of the ids in a low-latency buffer.
@@ -98,12 +115,6 @@ class LowLatencyDispatch:
       tile: blocks.
     """
 
-    W: int
-    T: int
-    M: int
-    K: int
-    H: int
-    L: int
     G: int
     GROUP: int
     IDS: int
@@ -133,11 +144,10 @@ class LowLatencyCombineTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class LowLatencyCombine:
-    """Static sizes of low-latency combine: those of dispatch, for what travels back.
+class LowLatencyCombine(LowLatency):
+    """Static sizes of low-latency combine.
 
     Attributes:
-      W, T, M, K, H, L: as those of `LowLatencyDispatch`.
       WEIGHTS: byte offset of the router weights in a low-latency buffer.
       VALUES: byte offset of the sums or rows.
       SCALES: byte offset of their scales.
@@ -145,12 +155,6 @@ class LowLatencyCombine:
       tile: blocks.
     """
 
-    W: int
-    T: int
-    M: int
-    K: int
-    H: int
-    L: int
     WEIGHTS: int
     VALUES: int
     SCALES: int
@@ -176,24 +180,14 @@ class MaskedTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedGemm:
+class MaskedGemm(Product):
     """Static sizes of a masked grouped GEMM, `[G, M, K]` times `[G, N, K]`.
 
     Attributes:
-      M: rows of a group, in use or not.
-      N: columns.
-      K: depth.
-      G: groups.
-      GROUPS: a power of two that covers the groups.
       FP8: operands have scales.
       tile: blocks.
     """
 
-    M: int
-    N: int
-    K: int
-    G: int
-    GROUPS: int
     FP8: bool
     tile: MaskedTile
 
@@ -228,11 +222,10 @@ class MaskedActivation:
 
 
 @dataclasses.dataclass(frozen=True)
-class LowLatencyGemmCombine:
+class LowLatencyGemmCombine(LowLatency):
     """Static sizes of a masked grouped GEMM with low-latency combine.
 
     Attributes:
-      W, T, M, K, H, L: as those of `LowLatencyDispatch`.
       VALUES: byte offset of the rows in a low-latency buffer.
       BLOCK_H: columns that are added up at a time.
       CHOICES: a power of two that covers K.
@@ -240,12 +233,6 @@ class LowLatencyGemmCombine:
       gemm: of the product.
     """
 
-    W: int
-    T: int
-    M: int
-    K: int
-    H: int
-    L: int
     VALUES: int
     BLOCK_H: int
     CHOICES: int

@@ -1,0 +1,51 @@
+"""Random inputs of an expert layer, and derivatives that tests of several layers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import oracle
+from cases import F32, ROUTINGS, Shape, probabilities, reals
+
+
+class Layer:
+    """Random inputs of one layer; matrices are `[E, ...]` here and `[W, L, ...]` for the ranks."""
+
+    def __init__(self, rng: Any, routing: str, num_ranks: int, shape: Shape, dtype=F32, *, gated: bool = True) -> None:
+        experts, hidden, size = shape.num_experts, shape.hidden, shape.intermediate
+        self.topk_idx = ROUTINGS[routing](rng, num_ranks, shape)
+        self.x = reals(rng, num_ranks, shape.num_tokens, hidden, dtype=dtype)
+        self.topk_weights = probabilities(rng, *self.topk_idx.shape)
+        columns = size * (2 if gated else 1)
+        self.w_gate_up = (rng.standard_normal((experts, hidden, columns)) / np.sqrt(hidden)).astype(dtype)
+        self.w_down = (rng.standard_normal((experts, size, hidden)) / np.sqrt(size)).astype(dtype)
+
+    def per_rank(self, weights: np.ndarray) -> np.ndarray:
+        return weights.reshape(len(self.x), -1, *weights.shape[1:])
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        weights = self.per_rank(self.w_gate_up), self.per_rank(self.w_down)
+        return self.x, self.topk_idx, self.topk_weights, *weights
+
+    def oracle(self, activation: str = "silu", **layout: Any) -> oracle.MoE:
+        lay = oracle.layout(self.topk_idx, len(self.w_down), **layout)
+        return oracle.MoE(self.x, self.topk_weights, self.w_gate_up, self.w_down, lay, activation)
+
+
+def second_derivative(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Of the sum of the squares of what `call(x, w)` returns: the gradients of the sum of its gradients' squares."""
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(call(x, w).astype(jnp.float32) ** 2)
+
+    def slope(x: Any, w: Any) -> Any:
+        dx, dw = jax.grad(loss, (0, 1))(x, w)
+        return jnp.sum(dx.astype(jnp.float32) ** 2) + jnp.sum(dw.astype(jnp.float32) ** 2)
+
+    return jax.grad(slope, (0, 1))

@@ -166,6 +166,22 @@ def expert_mesh() -> Callable[[int], Mesh]:
     return lambda num_ranks: harness.make_mesh((num_ranks,), (harness.EXPERT,))
 
 
+@pytest.fixture
+def two_ranks() -> Iterator[Mesh]:
+    """Two ranks of the kernels with a context of the test's own, in Triton's interpreter where there are no GPUs."""
+    import jax_ep
+
+    pytest.importorskip("triton")
+    if jax.process_count() > 1:
+        pytest.skip("a context of several processes is not made anew")
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    transport = None if ON_GPU else "shared_memory"
+    jax_ep.init(mesh, transport=transport, timeout_s=harness.PATIENCE_S)
+    yield mesh
+    jax_ep.finalize()
+
+
 IN_THE_REST = pytest.mark.slow_interpreted
 
 

@@ -114,10 +114,9 @@ def test_nobody_stays_behind_when_it_is_ended(tmp_path: Path) -> None:
 BENCHMARK = """
 import json, os, sys, time
 sys.path.insert(0, {folder!r})
-import harness, jax, processes
-
-def answer():
-    return 42.5
+import jax
+from figures import answer
+from lib import harness, processes
 
 if __name__ == "__main__":
     options = harness.parser("", rounds=3)
@@ -158,8 +157,9 @@ def test_benchmarks_in_two_processes(tmp_path: Path) -> None:
         pytest.skip("not a source checkout")
     script = tmp_path / "script.py"
     script.write_text(BENCHMARK.format(folder=str(folder)))
+    (tmp_path / "figures.py").write_text("def answer():\n    return 42.5\n")
     flags = "--xla_force_host_platform_device_count=1"
-    path = os.pathsep.join([str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(folder.parent), str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

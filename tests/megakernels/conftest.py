@@ -58,16 +58,6 @@ def mesh4() -> Mesh:
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[Mesh]:
-    """Two ranks with a context of the test's own."""
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S)
-    yield mesh
-    jax_ep.finalize()
-
-
-@pytest.fixture
 def two_impatient_ranks() -> Iterator[Mesh]:
     """Two ranks with a context of the test's own, whose kernels wait for a peer for a second in which nobody works.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -76,44 +77,46 @@ def all_wait(pool) -> bool:
     return all(words[activity.STATE] == activity.WAITING for words in pool._activity)
 
 
-def test_a_killed_worker_ends_the_waits_of_its_peers(mesh4, after_failures):
-    pool = interpreter.Pool(W, HEAP_BYTES)
+@contextlib.contextmanager
+def own_pool(num_workers: int = W, heap_bytes: int = HEAP_BYTES):
+    """A pool of the test's own, whose workers may die; gone after it."""
+    pool = interpreter.Pool(num_workers, heap_bytes)
     interpreter.set_pool(pool)
-
-    def kill() -> None:
-        until(lambda: all_wait(pool))
-        os.kill(pool._workers[2].process.pid, signal.SIGKILL)
-
     try:
+        yield pool
+    finally:
+        interpreter.set_pool(None)
+        pool.close()
+
+
+def test_a_killed_worker_ends_the_waits_of_its_peers(mesh4, after_failures):
+    with own_pool() as pool:
+
+        def kill() -> None:
+            until(lambda: all_wait(pool))
+            os.kill(pool._workers[2].process.pid, signal.SIGKILL)
+
         run, start = wait_for_ever(mesh4), time.perf_counter()
         threading.Thread(target=kill).start()
         with pytest.raises(Exception, match=f"died with exit code -9|{STOPPED}"):
             jax.block_until_ready(run(ranks(), heap_tables(pool)))
         assert time.perf_counter() - start < LONG_S
         assert re.match(r"kernel wait, worker 2 \(process \d+\) died with exit code -9", str(pool.close()))
-    finally:
-        interpreter.set_pool(None)
-        pool.close()
 
 
 def test_a_stopped_worker_is_named_and_killed(mesh4, after_failures):
-    pool = interpreter.Pool(W, HEAP_BYTES)
-    interpreter.set_pool(pool)
+    with own_pool() as pool:
 
-    def stop() -> None:
-        until(lambda: all_wait(pool))
-        os.kill(pool._workers[2].process.pid, signal.SIGSTOP)
+        def stop() -> None:
+            until(lambda: all_wait(pool))
+            os.kill(pool._workers[2].process.pid, signal.SIGSTOP)
 
-    try:
         run = wait_for_ever(mesh4)
         pool.timeout_s = 0.3
         threading.Thread(target=stop).start()
         with pytest.raises(Exception, match=f"was killed|{STOPPED}"):
             jax.block_until_ready(run(ranks(), heap_tables(pool)))
         assert re.match(r"kernel wait, worker 2 .* was killed: it had been stopped.* for 0\.3 s", str(pool.close()))
-    finally:
-        interpreter.set_pool(None)
-        pool.close()
 
 
 def test_waits_do_not_count_the_work_of_others():
@@ -171,9 +174,7 @@ def test_mesh_larger_than_pool(pool, after_failures):
 
 
 def test_worker_killed(after_failures):
-    pool = interpreter.Pool(1, 64)
-    interpreter.set_pool(pool)
-    try:
+    with own_pool(1, 64) as pool:
         os.kill(pool._workers[0].process.pid, 9)
         for _ in range(2):
             with pytest.raises(Exception, match=r"worker 0 \(process \d+\) died with exit code -9"):
@@ -184,9 +185,6 @@ def test_worker_killed(after_failures):
                 )
         with pytest.raises(RuntimeError, match=r"workers \[0\] have died"):
             pool.reset()
-    finally:
-        interpreter.set_pool(None)
-        pool.close()
     pool.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,6 @@ PACKAGE = Path(jax_ep.__file__).parent
 MOST = 6
 T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S)
-    yield mesh
-    jax_ep.finalize()
 
 
 def dispatch(x: Any, idx: Any, weights: Any, *_: Any) -> Any:
@@ -59,7 +50,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_few_functions_to_the_custom_call(name: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_functions_to_the_custom_call(name: str, two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Public function, primitive, the implementation's function, launch, call; one more where it has two launches."""
     chains: dict[str, list[str]] = {}
 
@@ -73,6 +64,6 @@ def test_few_functions_to_the_custom_call(name: str, mesh: Mesh, monkeypatch: py
     tokens, ids, weights = ((2, T, H), BF16), ((2, T, K), jnp.int32), ((2, T, K), F32)
     matrices = ((2, E // 2, H, 2 * INNER), BF16), ((2, E // 2, INNER, H), BF16)
     arrays = [jax.ShapeDtypeStruct(*array) for array in (tokens, ids, weights, *matrices)]
-    jax.eval_shape(harness.per_rank(CALLS[name], mesh), *arrays)
+    jax.eval_shape(harness.per_rank(CALLS[name], two_ranks), *arrays)
     assert len(chains) > 1
     assert {kernel: chain for kernel, chain in chains.items() if len(chain) > MOST} == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -128,20 +127,6 @@ SCHEDULES = {
     "small blocks": Schedule(tokens_per_block=1, num_warps=2, rows_in_flight=1),
     "large blocks": Schedule(tokens_per_block=16, num_warps=16, rows_in_flight=10, num_combining_programs=2),
 }
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[Mesh]:
-    """Two ranks of the kernels, in Triton's interpreter where there are no GPUs."""
-    pytest.importorskip("triton")
-    on_cpu = jax.default_backend() == "cpu"
-    if jax.process_count() > 1:
-        pytest.skip("a context of several processes is not made anew")
-    jax_ep.finalize()
-    mesh = harness.make_mesh((2,), (EXPERT,))
-    jax_ep.init(mesh, transport="shared_memory" if on_cpu else None, timeout_s=harness.PATIENCE_S)
-    yield mesh
-    jax_ep.finalize()
 
 
 def test_a_handle_serves_any_schedule(two_ranks: Mesh, rng: np.random.Generator) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import serve_moe
 import train_moe_flax
+from harness import STRICT_PYTHON
 from lm.checkpoints import Checkpoints
 from lm.data import WindowIterator, read_corpus, unigram_entropy
 from lm.devices import make_mesh
@@ -196,7 +196,7 @@ def test_low_latency_decoding_finds_the_same_bytes(experts: str, least: float, m
 
 
 def test_dispatch_in_shard_map() -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "dispatch_in_shard_map.py")]
+    command = [*STRICT_PYTHON, str(EXAMPLES / "dispatch_in_shard_map.py")]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # as an installed package would be found
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

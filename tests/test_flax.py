@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import harness
+
 nnx = pytest.importorskip("flax.nnx")
 
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, update_router_bias
@@ -309,7 +311,7 @@ def test_code_of_the_documentation() -> None:
     text = (ROOT / "docs/flax.md").read_text()
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert len(blocks) >= 3
-    command = [sys.executable, "-W", "error", "-c", "\n".join(blocks)]
+    command = [*harness.STRICT_PYTHON, "-c", "\n".join(blocks)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "output" in done.stdout and "loss" in done.stdout and "linen" in done.stdout

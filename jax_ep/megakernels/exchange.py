@@ -100,20 +100,24 @@ def all_to_all_i32(x: Array, group: Array) -> Array:
     return launch(*_i32_arguments(x, group, to_each=True), group=group)[0]
 
 
-def _i32_arguments(x: Array, group: Array, *, to_each: bool) -> tuple[Kernel, tuple[Any, ...], Any, Config, Any]:
+def _i32_arguments(
+    x: Array, group: Array, after: Array | None = None, *, to_each: bool
+) -> tuple[Kernel, tuple[Any, ...], Any, Config, Any]:
+    """Of a launch after what makes `after`, where nothing else puts the two in one order on all ranks."""
     num_ranks, num_values = group.shape[0] - 1, x.shape[-1]
     config, block = small_exchange_config(num_ranks, num_values)
     context.reserve("dispatch", num_ranks * num_values * 4)
     # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
     operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
     constants = {"S": SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
-    return _EXCHANGE_I32, (x,), (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),), config, constants
+    results = (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),)
+    return _EXCHANGE_I32, (x, x if after is None else after), results, config, constants
 
 
 def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
     """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
     words, group = _as_words(weights.reshape(-1)), group_of(handle)
-    gathered = launch(*_i32_arguments(words.reshape(-1), group, to_each=False), group=group, after=after)[0]
+    gathered = launch(*_i32_arguments(words.reshape(-1), group, after, to_each=False), group=group)[0]
     slots = _from_words(gathered.reshape(-1, *words.shape[1:]), weights.dtype)
     # A plan that has failed has no rows: their weights are not zero, but unknown.
     return jnp.where(handle.num_invalid < 0, jnp.nan, rows.gather_rows(slots, handle.row_slot))
@@ -123,7 +127,7 @@ def combine_weights(options: Options, row_weights: Array, handle: Handle, after:
     """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
     words, group = _as_words(rows.gather_rows(row_weights, handle.slot_row)), group_of(handle)
     by_rank = words.reshape(handle.layout.num_ranks, -1)
-    parts = launch(*_i32_arguments(by_rank, group, to_each=True), group=group, after=after)[0]
+    parts = launch(*_i32_arguments(by_rank, group, after, to_each=True), group=group)[0]
     return sum_in_order(_from_words(parts.reshape(words.shape), row_weights.dtype))
 
 

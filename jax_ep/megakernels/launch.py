@@ -34,7 +34,6 @@ def launch(
     constants: Mapping[str, Any],
     *,
     group: Array | None = None,
-    after: Array | None = None,
     uses_data: bool = True,
 ) -> tuple[Any, ...]:
     """Runs a kernel on the device of this shard.
@@ -53,14 +52,13 @@ def launch(
       config: grid and compilation options.
       constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
-      after: what must come earlier, where the order of launches must be the same on all ranks.
       uses_data: the data area of the heap; else the low-latency buffers.
 
     Returns:
       One array, or NamedTuple of arrays, per entry of `results`.
     """
     if group is not None:
-        operands, constants = _with_heap(kernel, operands, results, constants, group, after, uses_data)
+        operands, constants = _with_heap(kernel, operands, results, constants, group, uses_data)
     if jax.default_backend() == "cpu":
         from jax_ep import interpreter
 
@@ -113,7 +111,6 @@ def _with_heap(
     results: Sequence[Any],
     constants: Mapping[str, Any],
     group: Array,
-    after: Array | None,
     uses_data: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands and constants of a launch on the heap."""
@@ -126,7 +123,7 @@ def _with_heap(
     identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
     sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity)
-    return (*operands, Peers(group, table, table if after is None else after)), sizes
+    return (*operands, Peers(group, table)), sizes
 
 
 def heap_of(layout: HeapLayout, num_ranks: int, identity: int) -> Heap:

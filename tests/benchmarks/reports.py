@@ -6,9 +6,10 @@ import datetime
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
+
+from harness import STRICT_PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -38,7 +39,7 @@ def run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProce
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / script), "--quick", "--out", str(folder), *arguments]
+    command = [*STRICT_PYTHON, str(BENCHMARKS / script), "--quick", "--out", str(folder), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 EXPERT = "expert"
 PATIENCE_S = 200.0
 """Of waits that no test lets expire: slowness fails nothing, and what hangs is told before the test's time is up."""
+
+STRICT_PYTHON = (sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
+"""A program for which warnings are the errors that they are in pytest."""
 
 
 def make_mesh(sizes: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto) -> Mesh:

@@ -77,7 +77,7 @@ def test_dispatch(capability: int) -> None:
     config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire)
     integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr")
     types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
-    types["peers"] = Peers("*i32", "*i64", "*i32")
+    types["peers"] = Peers("*i32", "*i64")
     sizes = {"T": 4096, "K": 8, "H": HIDDEN, "L": 64, "E": 256, "R": layout.capacity, "SCALES": 1 << 29}
     options = {"FP8": True, "QUANTIZED": True, "CLEAR": False}
     constants = {"S": Dispatch(**sizes, **options, tile=tile), "HEAP": heap_of(HeapLayout(4), 4, 1)}

@@ -23,7 +23,7 @@ SHARED_BYTES = 227 << 10
 PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
-PEERS = {"peers": structs.Peers("*i32", "*i64", "*i32")}
+PEERS = {"peers": structs.Peers("*i32", "*i64")}
 
 
 def layout(tokens: int) -> Layout:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -246,7 +245,7 @@ def start(program: str) -> subprocess.Popen[str]:
     """A program that has said "ready", at the head of a process group."""
     path = os.pathsep.join([str(FOLDER.parents[2]), str(FOLDER.parent), str(FOLDER.parents[1] / "helpers")])
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", program],
+        [*harness.STRICT_PYTHON, "-c", program],
         env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -332,6 +331,6 @@ from jax_ep.interpreter import Pool
 pool = Pool(1, 64)
 print(pool._workers[0].process.pid)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([*harness.STRICT_PYTHON, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert not Path(f"/proc/{done.stdout.strip()}").exists()

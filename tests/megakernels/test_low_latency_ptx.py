@@ -27,7 +27,7 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     layout = Layout(W, E, num_tokens, K, E * num_tokens)
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
     sizes = low_latency.layout_sizes(layout, num_tokens, H)
-    types: dict[str, Any] = {"peers": Peers("*i32", "*i64", "*i32")}
+    types: dict[str, Any] = {"peers": Peers("*i32", "*i64")}
     parts = {"VALUES": num_tokens * H * wire.itemsize, "SCALES": num_tokens * K * scales * 4}
     # The tuning of a CPU has fewer programs, and so another order of tasks.
     lag = min(num_tokens, PROGRAMS // 4)

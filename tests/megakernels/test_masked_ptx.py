@@ -71,7 +71,7 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     types["lhs"] = f"tensordesc<{element}[1,{tiles.block_m},{tiles.block_k}]>"
     types["rhs"] = f"tensordesc<{element}[1,{tiles.block_n},{tiles.block_k}]>"
     types |= {"sizes_ptr": "*i32", "sources": RowSources(*["*i32"] * 4)}
-    types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64", "*i32")}
+    types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64")}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
     sizes = low_latency.gemm_combine_sizes(layout, tokens, K, INNER, tiles, fp8, 4352)
     heap = heap_of(HeapLayout(num_ranks), num_ranks, int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE))

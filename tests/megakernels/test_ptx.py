@@ -22,7 +22,7 @@ CAPABILITIES = [80, 90, 100, pytest.param(120, marks=pytest.mark.slow)]
 STAGES = 3
 
 
-HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64", "*i32")
+HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64")
 
 
 def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
@@ -83,7 +83,7 @@ def test_combine_of_narrow_rows(hidden):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_small_exchange_kernel(capability):
     config, block = exchange.small_exchange_config(4, 4096 * 8)
-    pointers = {"x_ptr": "*i32", "peers": PEERS, "out_ptr": "*i32"}
+    pointers = {"x_ptr": "*i32", "after_ptr": "*bf16", "peers": PEERS, "out_ptr": "*i32"}
     constants = {"S": SmallExchange(4096 * 8, False, block), "HEAP": HEAP}
     built = build("small_exchange", "exchange_i32", pointers, constants, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

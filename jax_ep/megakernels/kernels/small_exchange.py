@@ -12,8 +12,11 @@ from .protocol import announce, await_block, await_ready, data_of, end_launch, n
 
 
 @triton.jit
-def exchange_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
-    """`x [N]` to all ranks, or with TO_EACH `x [W, N]` one row to each; `out [W, N]` by source rank."""
+def exchange_i32(x_ptr, after_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
+    """`x [N]` to all ranks, or with TO_EACH `x [W, N]` one row to each; `out [W, N]` by source rank.
+
+    `after_ptr` is not read: that it is an operand orders this launch after another.
+    """
     launch, alive = open_launch(peers, HEAP)
     W: tl.constexpr = HEAP.W
     N: tl.constexpr = S.N

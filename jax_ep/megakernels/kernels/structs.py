@@ -41,12 +41,10 @@ class Peers(NamedTuple):
     Attributes:
       group_ptr: `[W + 1]` int32: numbers of the group's devices, and this rank.
       table_ptr: `[D + 5]` int64: see table.py.
-      after_ptr: what must come earlier; not read.
     """
 
     group_ptr: Any
     table_ptr: Any
-    after_ptr: Any
 
 
 class Launch(NamedTuple):

@@ -8,6 +8,7 @@ from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding
 from jax_ep.context import Context, finalize, init
+from jax_ep.core.layout import row_experts
 from jax_ep.ops.exchange import combine, dispatch
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.grouped_gemm import grouped_gemm
@@ -19,6 +20,7 @@ from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
 from jax_ep.types import (
     Dispatched,
     DispatchedGemm,
+    Experts,
     Handle,
     LowLatencyDispatched,
     LowLatencyHandle,
@@ -33,6 +35,7 @@ __all__ = [
     "Context",
     "Dispatched",
     "DispatchedGemm",
+    "Experts",
     "Handle",
     "LowLatencyDispatched",
     "LowLatencyHandle",
@@ -57,5 +60,6 @@ __all__ = [
     "moe",
     "moe_sort",
     "router_z_loss",
+    "row_experts",
     "topk_router",
 ]

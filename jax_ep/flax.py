@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ep.core import check
-from jax_ep.core.activations import ACTIVATIONS
+from jax_ep.core.activations import activate
 from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
@@ -26,7 +26,7 @@ from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import moe_specs, sharded_moe
-from jax_ep.types import Schedule
+from jax_ep.types import Experts, Schedule
 
 try:
     from flax import nnx
@@ -91,7 +91,12 @@ class MoE(nnx.Module):
       intermediate_size: I of one expert.
       num_experts: E, a multiple of the size of `axis_name`.
       num_experts_per_tok: K.
+      experts: what an expert computes, see `jax_ep.Experts`; None: `activation` and `gated`.
+      use_bias: both products of the experts have biases.
       num_shared_experts: experts that every token passes, computed as one dense MLP of this many times I.
+      shared_intermediate_size: width of that MLP where it is another one, as in Qwen2-MoE.
+      shared_expert_gate: what shared experts return is scaled by `sigmoid(x @ shared_gate)`, as in Qwen2-MoE.
+      router_use_bias: the router's logits have biases, as in gpt-oss.
       score: `"softmax"` (Mixtral, Qwen3) or `"sigmoid"` (DeepSeek-V3).
       renormalize: weights of a token sum to `routed_scale`.
       routed_scale: factor on the routed experts' weights.
@@ -99,8 +104,8 @@ class MoE(nnx.Module):
       topk_groups: groups a token may choose from.
       group_score: `"top2_sum"` (DeepSeek-V3) or `"max"` (DeepSeek-V2).
       bias_routing: keep a `RouterBias` that corrects the selection; see `update_bias`.
-      activation: `"silu"`, `"gelu"` (tanh) or `"relu"`.
-      gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`.
+      activation: as for `jax_ep.moe`; short for `experts`.
+      gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`; likewise.
       capacity: rows each rank can take over all its experts; None never drops.
       wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
       forward_dtype: `jnp.float8_e4m3fn` for the experts' forward products in FP8, see `jax_ep.moe`; None: `dtype`.
@@ -122,7 +127,12 @@ class MoE(nnx.Module):
         num_experts: int,
         num_experts_per_tok: int,
         *,
+        experts: Experts | None = None,
+        use_bias: bool = False,
         num_shared_experts: int = 0,
+        shared_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
+        router_use_bias: bool = False,
         score: Literal["softmax", "sigmoid"] = "softmax",
         renormalize: bool = True,
         routed_scale: float = 1.0,
@@ -145,8 +155,8 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}, but it must be one of {sorted(ACTIVATIONS)}")
+        if experts is not None and (activation, gated) != ("silu", True):
+            raise ValueError(f"{activation=} and {gated=} beside experts={experts}, which says both: leave them out")
         if not 1 <= num_experts_per_tok <= num_experts:
             raise ValueError(
                 f"num_experts_per_tok={num_experts_per_tok} must be between 1 and num_experts={num_experts}"
@@ -154,8 +164,7 @@ class MoE(nnx.Module):
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
-        self.activation = activation
-        self.gated = gated
+        self.experts = Experts(activation, gated=gated) if experts is None else experts
         self.capacity = capacity
         self.wire_dtype = wire_dtype
         self.forward_dtype = forward_dtype
@@ -178,17 +187,27 @@ class MoE(nnx.Module):
 
         specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
         everywhere = PartitionSpec(None, None)
-        columns = 2 * intermediate_size if gated else intermediate_size
+        columns = self._columns(intermediate_size)
         # The router decides by small differences of its logits: float32, whatever param_dtype is.
         self.router = param(DENSE_INIT, (hidden_size, num_experts), everywhere, jnp.float32)
         self.w_gate_up = param(kernel_init, (num_experts, hidden_size, columns), specs.w_gate_up, param_dtype)
         self.w_down = param(kernel_init, (num_experts, intermediate_size, hidden_size), specs.w_down, param_dtype)
+        # What a layer does not have is no parameter at all: None keeps it out of checkpoints and optimizers.
+        zeros, shapes = nnx.initializers.zeros_init(), ((num_experts, columns), (num_experts, hidden_size))
+        self.b_gate_up = param(zeros, shapes[0], specs.b_gate_up, param_dtype) if use_bias else None
+        self.b_down = param(zeros, shapes[1], specs.b_down, param_dtype) if use_bias else None
+        self.b_router = param(zeros, (num_experts,), PartitionSpec(None), jnp.float32) if router_use_bias else None
         self.router_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if bias_routing else None
-        # A width of zero experts is no parameter at all: None keeps it out of checkpoints and optimizers.
-        shared = num_shared_experts > 0
-        width = (columns * num_shared_experts, intermediate_size * num_shared_experts)
-        self.shared_gate_up = param(DENSE_INIT, (hidden_size, width[0]), everywhere, param_dtype) if shared else None
-        self.shared_down = param(DENSE_INIT, (width[1], hidden_size), everywhere, param_dtype) if shared else None
+        width = intermediate_size * num_shared_experts if shared_intermediate_size is None else shared_intermediate_size
+        if shared_expert_gate and not width:
+            raise ValueError("shared_expert_gate=True without shared experts: pass num_shared_experts, or leave it out")
+
+        def dense(inputs: int, outputs: int) -> nnx.Param | None:
+            return param(DENSE_INIT, (inputs, outputs), everywhere, param_dtype) if width and outputs else None
+
+        self.shared_gate_up = dense(hidden_size, self._columns(width))
+        self.shared_down = dense(width, hidden_size)
+        self.shared_gate = dense(hidden_size, int(shared_expert_gate))
 
     @jax.named_scope("jax_ep.flax.MoE")
     def __call__(
@@ -214,8 +233,7 @@ class MoE(nnx.Module):
         else:
             y, metrics = self._on_mesh(tokens, token_mask, mesh, serving)
         if self.shared_gate_up is not None and self.shared_down is not None:
-            hidden = tokens @ self.shared_gate_up.astype(self.dtype)
-            y = y + self._activate(hidden) @ self.shared_down.astype(self.dtype)
+            y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...])
         return y.astype(x.dtype), metrics
 
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
@@ -224,12 +242,18 @@ class MoE(nnx.Module):
             raise ValueError("this MoE has no router bias; construct it with bias_routing=True")
         self.router_bias[...] = update_router_bias(self.router_bias[...], load, rate=rate)
 
-    def _activate(self, hidden: Array) -> Array:
-        activation = ACTIVATIONS[self.activation]
-        if not self.gated:
-            return activation(hidden)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return activation(gate) * up
+    def _columns(self, intermediate_size: int) -> int:
+        return 2 * intermediate_size if self.experts.gated else intermediate_size
+
+    def _shared(self, tokens: Array, w_gate_up: Array, w_down: Array) -> Array:
+        """What shared experts return: gates and what they multiply are in halves, whatever those of others are in."""
+        experts = self.experts
+        if not callable(experts.activation):
+            experts = dataclasses.replace(experts, interleaved=False)
+        y = activate(experts, tokens @ w_gate_up.astype(self.dtype)) @ w_down.astype(self.dtype)
+        if self.shared_gate is not None:
+            y = y * jax.nn.sigmoid(tokens @ self.shared_gate.astype(self.dtype))
+        return y
 
     def _active_mesh(self) -> Mesh | None:
         """The mesh of this call, checked, or None where there is none."""
@@ -253,13 +277,22 @@ class MoE(nnx.Module):
 
     def serving_weights(self, *, fp8: bool = True) -> ServingWeights:
         """The experts' matrices for `serving=`, in FP8 or in `dtype`; also of layers stacked by `nnx.vmap`."""
-        if not self.gated or self.capacity is not None:
-            raise ValueError(f"gated={self.gated}, capacity={self.capacity}: serving needs gated=True, capacity=None")
+        if self.capacity is not None:
+            raise ValueError(f"capacity={self.capacity}: serving drops nothing, and needs capacity=None")
         # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
         w_gate_up, w_down = self.w_gate_up[...], self.w_down[...]
         if not fp8:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
-        return serving_weights(w_gate_up, w_down, fp8=fp8)
+        return serving_weights(w_gate_up, w_down, experts=self.experts, fp8=fp8, **self._biases())
+
+    def _biases(self) -> dict[str, Array | None]:
+        """Those of both products."""
+        biases = {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
+        return {name: None if value is None else value.astype(self.dtype) for name, value in biases.items()}
+
+    def _router_weights(self) -> _RouterWeights:
+        biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
+        return _RouterWeights(self.router[...], *biases)
 
     def _low_latency(self, axis_name: tuple[str, ...]) -> Callable[..., Array]:
         """The layer per shard, of tokens, ids, weights, and both matrices."""
@@ -267,7 +300,7 @@ class MoE(nnx.Module):
             low_latency_moe,
             num_experts=self.num_experts,
             axis_name=axis_name,
-            activation=self.activation,
+            experts=self.experts,
             schedule=self.schedule,
             implementation=self.implementation,
         )
@@ -277,20 +310,24 @@ class MoE(nnx.Module):
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
-        bias = None if self.router_bias is None else self.router_bias[...]
         topk_idx, topk_weights, statistics = _route(
-            tokens, mask, self.router[...], bias, options=self.router_options, axes=()
+            tokens, mask, self._router_weights(), options=self.router_options, axes=()
         )
         if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            y = self._low_latency(())(tokens, topk_idx, topk_weights, serving.w_gate_up, serving.w_down)
+            biases = {"b_gate_up": serving.b_gate_up, "b_down": serving.b_down}
+            run = partial(self._low_latency(()), **biases)
+            y = run(tokens, topk_idx, topk_weights, serving.w_gate_up, serving.w_down)
         else:
+            biases = self._biases()
             y = fused_moe(
                 tokens,
                 topk_idx,
                 topk_weights,
                 self.w_gate_up.astype(self.dtype),
                 self.w_down.astype(self.dtype),
-                activation=self.activation,
+                experts=self.experts,
+                b_gate_up=biases["b_gate_up"],
+                b_down=biases["b_down"],
                 forward_dtype=self.forward_dtype,
                 schedule=self.schedule,
                 implementation=self.implementation,
@@ -313,11 +350,10 @@ class MoE(nnx.Module):
         route_shard = jax.shard_map(
             partial(_route, options=self.router_options, axes=routing_axes),
             mesh=self.mesh,
-            in_specs=(token_spec, mask_spec, PartitionSpec(None, None), PartitionSpec(None)),
+            in_specs=(token_spec, mask_spec, PartitionSpec()),
             out_specs=(token_spec, token_spec, PartitionSpec()),
         )
-        bias = None if self.router_bias is None else self.router_bias[...]
-        topk_idx, topk_weights, statistics = route_shard(tokens, mask, self.router[...], bias)
+        topk_idx, topk_weights, statistics = route_shard(tokens, mask, self._router_weights())
         if padding:
             pad = [(0, padding), (0, 0)]
             tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
@@ -325,27 +361,31 @@ class MoE(nnx.Module):
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
         if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
             matrices = (serving.w_gate_up, serving.w_down)
-            experts = jax.shard_map(
-                self._low_latency(self.axis_name),
+            biases = {"b_gate_up": serving.b_gate_up, "b_down": serving.b_down}
+            run = self._low_latency(self.axis_name)
+            in_specs = (specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down, specs.biases)
+            shards = jax.shard_map(
+                lambda *arrays: run(*arrays[:-1], **arrays[-1]),
                 mesh=self.mesh,
-                in_specs=(specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down),
+                in_specs=in_specs,
                 out_specs=specs.tokens,
             )
+            experts = lambda *arrays, **biases: shards(*arrays, biases)  # noqa: E731
         else:
-            matrices = self.w_gate_up.astype(self.dtype), self.w_down.astype(self.dtype)
+            matrices, biases = (self.w_gate_up.astype(self.dtype), self.w_down.astype(self.dtype)), self._biases()
             experts = sharded_moe(
                 self.mesh,
                 num_experts=self.num_experts,
                 axis_name=self.axis_name,
                 batch_axes=self.batch_axes,
-                activation=self.activation,
+                experts=self.experts,
                 capacity=self.capacity,
                 wire_dtype=self.wire_dtype,
                 forward_dtype=self.forward_dtype,
                 schedule=self.schedule,
                 implementation=self.implementation,
             )
-        y = experts(tokens, topk_idx, topk_weights, *matrices)
+        y = experts(tokens, topk_idx, topk_weights, *matrices, **biases)
         y = rearrange(lambda v: v[:num_tokens].reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
         return y, MoEMetrics(*statistics, dropped=self._dropped(topk_idx, mesh, specs.routing))
 
@@ -389,11 +429,18 @@ class _RouterOptions:
     scale: float
 
 
+class _RouterWeights(NamedTuple):
+    """`kernel [H, E]` and `bias [E]` or None of the logits, and `selection [E]` added to scores or None; float32."""
+
+    kernel: Array
+    bias: Array | None
+    selection: Array | None
+
+
 def _route(
     tokens: Array,
     token_mask: Array | None,
-    kernel: Array,
-    bias: Array | None,
+    weights: _RouterWeights,
     *,
     options: _RouterOptions,
     axes: tuple[str, ...],
@@ -403,18 +450,19 @@ def _route(
     Args:
       tokens: `[N, H]` floating.
       token_mask: `[N]` bool, False for tokens that go to no expert and count in no statistic; None: all do.
-      kernel: `[H, E]` float32.
-      bias: `[E]` float32 for the selection, or None.
+      weights: of the router.
       options: of `topk_router`.
       axes: inside `shard_map`, mesh axes over which the statistics are summed.
 
     Returns:
       `topk_idx [N, K]`, `topk_weights [N, K]`, and `(load [E], load_balancing_loss [], router_z_loss [])`.
     """
-    logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
-    routing = topk_router(logits, bias=bias, **dataclasses.asdict(options))
+    logits = jnp.matmul(tokens.astype(jnp.float32), weights.kernel, precision=lax.Precision.HIGHEST)
+    if weights.bias is not None:
+        logits = logits + weights.bias
+    routing = topk_router(logits, bias=weights.selection, **dataclasses.asdict(options))
     topk_idx = routing.topk_idx if token_mask is None else jnp.where(token_mask[:, None], routing.topk_idx, -1)
-    load = _count_assignments(topk_idx, kernel.shape[1])
+    load = _count_assignments(topk_idx, logits.shape[1])
     of_tokens: dict[str, Any] = {"token_mask": token_mask, "axis_name": axes or None}
     balance = load_balancing_loss(routing.scores, topk_idx, **of_tokens)
     statistics = (lax.psum(load, axes) if axes else load, balance, router_z_loss(logits, **of_tokens))

@@ -11,7 +11,7 @@ from jax_ep.core import check, check_fp8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.named_scopes import operation
 from jax_ep.quantization import quantize_fp8_weights
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Experts, Quantized
 
 LOW_LATENCY_TOKENS = 128
 """Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.
@@ -30,14 +30,26 @@ class ServingWeights:
     Attributes:
       w_gate_up: `[..., E, 2 * I, H]`, or in FP8 a pair `(values, scales)`.
       w_down: `[..., E, H, I]`, or such a pair.
+      b_gate_up: `[..., E, 2 * I]`, or None.
+      b_down: `[..., E, H]`, or None.
     """
 
     w_gate_up: Array | Quantized
     w_down: Array | Quantized
+    b_gate_up: Array | None = None
+    b_down: Array | None = None
 
 
 @operation
-def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> ServingWeights:
+def serving_weights(
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    experts: Experts | None = None,
+    b_gate_up: Array | None = None,
+    b_down: Array | None = None,
+    fp8: bool = True,
+) -> ServingWeights:
     """Turns the matrices of `moe` into those of `low_latency_moe`, once, before serving.
 
     They keep their sharding, on automatic and on explicit mesh axes: only the last two axes change.
@@ -45,14 +57,18 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
     Args:
       w_gate_up: `[..., E, H, 2 * I]`.
       w_down: `[..., E, I, H]`.
+      experts: what the experts compute, see `jax_ep.Experts`; None: gates in the first half of the columns.
+      b_gate_up: `[..., E, 2 * I]`, or None.
+      b_down: `[..., E, H]`, or None.
       fp8: quantise them. I is padded with zeros to a multiple of 128, which changes no result.
 
     Returns:
-      Both matrices, transposed.
+      Both matrices, transposed, and the biases.
 
     Raises:
       ValueError: shapes that do not fit; with `fp8`, H is not a multiple of 128, or explicit mesh axes split H or I
-        where devices hold no whole blocks of 128.
+        where devices hold no whole blocks of 128; or I is no multiple of 128 with a function of the caller's as
+        activation, whose rows this function cannot pad.
       TypeError: unsupported dtypes.
 
     Example:
@@ -73,15 +89,33 @@ def serving_weights(w_gate_up: Array, w_down: Array, *, fp8: bool = True) -> Ser
             " before the last two; pass both matrices of the same experts."
         )
     inner, hidden = w_down.shape[-2:]
-    remedy = "pass gate and up side by side, [..., E, H, 2 * I], for w_down [..., E, I, H]"
-    check.size(function, "axis -1 of w_gate_up", w_gate_up.shape[-1], 2 * inner, remedy)
-    check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, remedy)
+    check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, "pass [..., E, H, 2 * I]")
+    experts = Experts() if experts is None else experts
+    columns = w_gate_up.shape[-1]
+    experts = check.expert_function(function, experts, "silu", columns, inner, w_gate_up.dtype)
+    for name, bias, size in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, hidden)):
+        if bias is not None and bias.shape != (*w_down.shape[:-2], size):
+            raise ValueError(
+                f"{function}: {name} has shape {bias.shape}, expected {(*w_down.shape[:-2], size)}; pass one value per"
+                " column of the matrices."
+            )
     if not fp8:
-        return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2))
+        return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2), b_gate_up, b_down)
     check_fp8.whole_blocks(function, "H, axis -2 of w_gate_up,", hidden)
     missing = -inner % GROUP_SIZE
-    halves = w_gate_up.reshape(*w_gate_up.shape[:-1], 2, inner)
-    halves = jnp.pad(halves, [(0, 0)] * (halves.ndim - 1) + [(0, missing)])
-    w_gate_up = halves.reshape(*w_gate_up.shape[:-1], 2 * (inner + missing))
-    w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
-    return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down))
+    if missing:
+        if callable(experts.activation):
+            check_fp8.whole_blocks(function, "I, axis -2 of w_down,", inner)
+        w_gate_up = _pad_columns(experts, w_gate_up, missing)
+        b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
+        w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
+    return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down), b_gate_up, b_down)
+
+
+def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:
+    """So many zeros more in each kind of the columns `[..., 2 * I]` of hidden rows; activations of 0 are 0."""
+    at_end = ((0, 0),) * (x.ndim - 1)
+    if not experts.gated or experts.interleaved:
+        return jnp.pad(x, (*at_end, (0, missing * (2 if experts.gated else 1))))
+    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    return jnp.pad(halves, (*at_end, (0, 0), (0, missing))).reshape(*x.shape[:-1], x.shape[-1] + 2 * missing)

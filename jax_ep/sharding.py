@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.ops.moe import moe
-from jax_ep.types import Array, AxisName
+from jax_ep.types import Array, AxisName, Experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,21 @@ class MoESpecs:
       routing: `[N, K]` expert ids and weights.
       w_gate_up: `[E, H, 2 * I]`; with a tensor axis `[E, H, 2, I]`.
       w_down: `[E, I, H]`.
+      b_gate_up: `[E, 2 * I]`; with a tensor axis `[E, 2, I]`.
+      b_down: `[E, H]`.
     """
 
     tokens: P
     routing: P
     w_gate_up: P
     w_down: P
+    b_gate_up: P
+    b_down: P
+
+    @property
+    def biases(self) -> dict[str, P]:
+        """Those of both biases, as functions take them."""
+        return {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
 
 
 def moe_specs(axis_name: AxisName = "expert", *, batch_axes: AxisName = (), tensor_axis: str | None = None) -> MoESpecs:
@@ -65,8 +76,9 @@ def moe_specs(axis_name: AxisName = "expert", *, batch_axes: AxisName = (), tens
         raise ValueError(f"moe_specs: the axes {names} name one twice; give experts, batch and tensor different axes.")
     rows = P((*batch, *expert)) if names else P()
     if tensor_axis is None:
-        return MoESpecs(rows, rows, P(expert), P(expert))
-    return MoESpecs(rows, rows, P(expert, None, None, tensor_axis), P(expert, tensor_axis, None))
+        return MoESpecs(rows, rows, *(P(expert) for _ in range(4)))
+    matrices = (P(expert, None, None, tensor_axis), P(expert, tensor_axis, None))
+    return MoESpecs(rows, rows, *matrices, P(expert, None, tensor_axis), P(expert))
 
 
 def sharded_moe(
@@ -77,20 +89,22 @@ def sharded_moe(
     batch_axes: AxisName = (),
     tensor_axis: str | None = None,
     **moe_kwargs: Any,
-) -> Callable[[Array, Array, Array, Array, Array], Array]:
+) -> Callable[..., Array]:
     """`moe` for globally sharded arrays, in automatic and explicit sharding mode.
 
     Args:
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
       axis_name, batch_axes, tensor_axis: see `moe_specs`.
-      **moe_kwargs: further keywords of `moe`: activation, capacity, wire_dtype, forward_dtype, schedule,
-        implementation.
+      **moe_kwargs: further keywords of `moe`: experts, activation, capacity, wire_dtype, forward_dtype, schedule,
+        implementation. With a tensor axis gates have an axis of their own, and are interleaved with nothing.
 
     Returns:
-      `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H]) -> [N, H]` with the shardings of
-      `moe_specs`. Arrays on automatic axes are moved to these shardings where they differ. On explicit axes a
-      different sharding is an error, because moving data there is the caller's decision (`jax.sharding.reshard`).
+      `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, b_gate_up=None, b_down=None,
+      token_mask=None) -> [N, H]` with the shardings of `moe_specs`. Tokens where `token_mask [N]`, of bool, is False
+      are ignored, and get zeros. Arrays on automatic axes are moved to these shardings where they differ. On explicit
+      axes a different sharding is an error, because moving data there is the caller's decision
+      (`jax.sharding.reshard`).
 
     Raises:
       ValueError: axes that the mesh lacks, N, E or I not divisible by the axes they are spread over, arrays of other
@@ -111,32 +125,63 @@ def sharded_moe(
     """
     specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis)
 
+    run = partial(moe, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
+
     @jax.named_scope("jax_ep.sharded_moe")
-    def apply(x: Array, topk_idx: Array, topk_weights: Array, w_gate_up: Array, w_down: Array) -> Array:
+    def apply(
+        x: Array,
+        topk_idx: Array,
+        topk_weights: Array,
+        w_gate_up: Array,
+        w_down: Array,
+        *,
+        b_gate_up: Array | None = None,
+        b_down: Array | None = None,
+        token_mask: Array | None = None,
+    ) -> Array:
         the_mesh = _mesh(mesh, specs)
-        arguments = (x, topk_idx, topk_weights, w_gate_up, w_down)
+        arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down), strict=True))
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
         _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
-        in_specs = (specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down)
-        for name, argument, spec in zip(_ARGUMENTS, arguments, in_specs, strict=True):
-            _check_explicit(the_mesh, name, argument, spec)
-
-        def per_shard(x: Array, idx: Array, weights: Array, gate_up: Array, down: Array) -> Array:
-            if tensor_axis is None:
-                return moe(x, idx, weights, gate_up, down, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
-            # Every rank of the tensor axis adds its share of I: the same tokens travel on each of them.
-            x, idx, weights = vary_alike((x, idx, weights), over=(tensor_axis,))
-            gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
-            y = moe(x, idx, weights, gate_up, down, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
-            return lax.psum(y, tensor_axis)
-
-        return jax.shard_map(per_shard, mesh=the_mesh, in_specs=in_specs, out_specs=specs.tokens)(*arguments)
+        given = {name: value for name, value in arrays.items() if value is not None}
+        in_specs = {name: getattr(specs, _ARRAYS[name]) for name in given}
+        for name, argument in given.items():
+            _check_explicit(the_mesh, name, argument, in_specs[name])
+        if token_mask is not None:
+            check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
+            given["topk_idx"] = jnp.where(token_mask[:, None], topk_idx, -1)
+        body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
+        shards = jax.shard_map(lambda a: body(**a), mesh=the_mesh, in_specs=(in_specs,), out_specs=specs.tokens)
+        return shards(given)
 
     return apply
 
 
+def _on_tensor_axis(
+    run: partial[Array], axis: str, *, w_gate_up: Array, b_gate_up: Array | None = None, **arrays: Array
+) -> Array:
+    """Every rank of the tensor axis adds its share of I: the same tokens travel on each of them."""
+    if isinstance(experts := run.keywords.get("experts"), Experts) and experts.interleaved:
+        run = partial(run, experts=dataclasses.replace(experts, interleaved=False))
+    if "b_down" in arrays:  # once in the sum
+        arrays["b_down"] = arrays["b_down"] * (lax.axis_index(axis) == 0).astype(arrays["b_down"].dtype)
+    if b_gate_up is not None:
+        arrays["b_gate_up"] = b_gate_up.reshape(b_gate_up.shape[0], -1)
+    arrays["w_gate_up"] = w_gate_up.reshape(*w_gate_up.shape[:2], -1)
+    return lax.psum(run(**vary_alike(arrays, over=(axis,))), axis)
+
+
 _FUNCTION = "sharded_moe"
-_ARGUMENTS = ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down")
+# Arrays, and which of `MoESpecs` each has.
+_ARRAYS = {
+    "x": "tokens",
+    "topk_idx": "routing",
+    "topk_weights": "routing",
+    "w_gate_up": "w_gate_up",
+    "w_down": "w_down",
+    "b_gate_up": "b_gate_up",
+    "b_down": "b_down",
+}
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractMesh:

@@ -7,6 +7,8 @@ L = E / W local experts, I expert intermediate size, R rows of the expert-major 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ Quantized = tuple[Array, Array]
 
 DISPATCH_MODES = ("fused", "serial")
 COMBINE_MODES = ("scatter", "serial")
+ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,93 @@ class Schedule:
             raise ValueError(
                 f"Schedule: {name}={value}, expected {kind} from {least} to {most}; None takes the default."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """What an expert computes: `act(gate) * (up + up_offset)` between its matrices, or `act(hidden)` without gates.
+
+    The hidden rows are `x @ w_gate_up`, plus `b_gate_up` where the experts have biases. All fields beside `activation`
+    and `weight_on` are of the activations of this package; a function of the caller's does all by itself.
+
+    Attributes:
+      activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; or a JAX function of
+        hidden rows `[R, N]`, all their columns, to rows `[R, I]`, each from the row in its place. Such a function may
+        use arrays from around it, which get gradients. It runs as a pass of its own. Pass the same function object in
+        every call, or programs are compiled again.
+      gated: half of the columns are gates.
+      interleaved: gates are in the even columns and what they multiply in the odd ones; else in halves.
+      alpha: of "silu", `x * sigmoid(alpha * x)`.
+      clamp: gates are at most this much, and what they multiply at most and, negative, at least; None: no limit.
+      up_offset: added to what gates multiply.
+      weight_on: "output": router weights scale what experts return; "input": what they get, as in Llama 4.
+
+    Raises:
+      ValueError: an unknown name, a field for gates where there are none, or a limit that is not positive.
+      TypeError: a value of another type.
+
+    Example:
+      >>> import jax_ep
+      >>> of_gpt_oss = jax_ep.Experts("silu", interleaved=True, alpha=1.702, clamp=7.0, up_offset=1.0)
+      >>> of_gpt_oss.gated, jax_ep.Experts("relu_squared", gated=False).gated
+      (True, False)
+
+    Source: gated linear units (arXiv:2002.05202); limits and offset as in gpt-oss (arXiv:2508.10925).
+    """
+
+    activation: str | Callable[[Array], Array] = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    clamp: float | None = None
+    up_offset: float = 0.0
+    weight_on: str = "output"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"Experts: activation={self.activation!r}, expected one of {ACTIVATIONS}, or a JAX function of the"
+                " hidden rows."
+            )
+        if not isinstance(self.activation, str) and not callable(self.activation):
+            raise TypeError(
+                f"Experts: activation is a {type(self.activation).__name__}, expected one of {ACTIVATIONS}, or a JAX"
+                " function of the hidden rows."
+            )
+        if self.weight_on not in ("output", "input"):
+            raise ValueError(f"Experts: weight_on={self.weight_on!r}, expected 'output' or 'input'; pass one of them.")
+        for name in ("gated", "interleaved"):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                raise TypeError(f"Experts: {name}={value!r} is a {type(value).__name__}, expected True or False.")
+        for name in ("alpha", "clamp", "up_offset"):
+            self._check_number(name)
+        self._check_fields()
+
+    def _check_number(self, name: str) -> None:
+        value = getattr(self, name)
+        if name == "clamp" and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"Experts: {name}={value!r} is a {type(value).__name__}, expected a Python number.")
+        if not math.isfinite(value) or (name == "clamp" and value <= 0):
+            kind = "a positive number, or None for no limit" if name == "clamp" else "a finite number"
+            raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
+
+    def _check_fields(self) -> None:
+        """What has no meaning beside the activation or without a gate."""
+        changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        if callable(self.activation):
+            useless = changed - {"activation", "weight_on"}
+            reason = "a function of the caller's gets whole hidden rows and does all by itself"
+        elif not self.gated:
+            useless, reason = changed & {"interleaved", "up_offset"}, "experts without a gate have one kind of columns"
+        else:
+            useless, reason = set(), ""
+        if self.activation != "silu" and "alpha" in changed:
+            useless, reason = useless | {"alpha"}, reason or "only 'silu' has it"
+        if useless:
+            raise ValueError(f"Experts: {sorted(useless)} with {self.activation=}, {self.gated=}: {reason}; leave out.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,41 +1,87 @@
-"""The activations of experts, and what happens between the two products of the layer."""
+"""What experts compute between their two matrices, in plain JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep.core.bias import Bias, bias_rows
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.types import Array
+from jax_ep.types import Array, Experts
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,  # the tanh approximation
+_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
-def weighted(hidden: Array, weights: Array, activation: str, gated: bool) -> Array:
-    """`[R, 2 * I]` (`[R, I]` where not gated) to `[R, I]`, times `weights [R]`, in float32 with one final rounding."""
-    return weighted_wide(hidden, weights, activation, gated).astype(hidden.dtype)
+def activate(experts: Experts, hidden: Array) -> Array:
+    """`[..., 2 * I]` (`[..., I]` without gates) to `[..., I]`, in the dtype of hidden."""
+    if callable(experts.activation):
+        return experts.activation(hidden)
+    if not experts.gated:
+        return _of_gate(experts, experts.activation, hidden)
+    gate, up = (hidden[..., 0::2], hidden[..., 1::2]) if experts.interleaved else jnp.split(hidden, 2, axis=-1)
+    if experts.clamp is not None:
+        up = jnp.where(up < -experts.clamp, -experts.clamp, _at_most(up, experts.clamp))
+    factor = up + experts.up_offset if experts.up_offset else up
+    return _of_gate(experts, experts.activation, gate) * factor
 
 
-def weighted_wide(hidden: Array, weights: Array, activation: str, gated: bool) -> Array:
+def _of_gate(experts: Experts, activation: str, gate: Array) -> Array:
+    if experts.clamp is not None:
+        gate = _at_most(gate, experts.clamp)
+    if activation == "silu":
+        return gate * jax.nn.sigmoid(gate if experts.alpha == 1 else experts.alpha * gate)
+    return _FUNCTIONS[activation](gate)
+
+
+def _at_most(x: Array, limit: float) -> Array:
+    """NaN stays NaN, and the derivative at the limit is 1."""
+    return jnp.where(x > limit, limit, x)
+
+
+def weighted(
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None = None, group_sizes: Array | None = None
+) -> Array:
+    """Hidden rows `[R, N]` and their weights `[R]` to `[R, I]`, in float32 with one final rounding.
+
+    With `bias [G, N]` of the rows' groups, which `group_sizes` tell.
+    """
+    return weighted_wide(experts, hidden, weights, bias, group_sizes).astype(hidden.dtype)
+
+
+def weighted_wide(
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None = None, group_sizes: Array | None = None
+) -> Array:
     """`weighted` without the rounding."""
     wide = hidden.astype(accumulation_dtype(hidden.dtype))
-    gate, up = jnp.split(wide, 2, axis=-1) if gated else (wide, None)
-    rows = ACTIVATIONS[activation](gate)
-    if up is not None:
-        rows = rows * up
-    return rows * weights.astype(rows.dtype)[:, None]
+    factors = weights.astype(wide.dtype)[:, None]
+    if experts.weight_on == "input":
+        wide = wide * factors
+    if bias is not None and group_sizes is not None:
+        wide = wide + bias_rows(Bias(bias), group_sizes, wide.shape[0], wide.dtype)
+    rows = activate(experts, wide)
+    return rows if experts.weight_on == "input" else rows * factors
 
 
 def weighted_gradient(
-    hidden: Array, weights: Array, d_rows: Array, activation: str, gated: bool
+    experts: Experts,
+    hidden: Array,
+    weights: Array,
+    d_rows: Array,
+    bias: Array | None = None,
+    group_sizes: Array | None = None,
 ) -> tuple[Array, Array]:
     """The cotangents of `hidden` and `weights` for that of `weighted`; all that is float32 is computed again."""
-    _, pull = jax.vjp(lambda hidden, weights: weighted(hidden, weights, activation, gated), hidden, weights)
-    d_hidden, d_weights = pull(d_rows)
+
+    def run(hidden: Array, weights: Array) -> Array:
+        return weighted(experts, hidden, weights, bias, group_sizes)
+
+    d_hidden, d_weights = jax.vjp(run, hidden, weights)[1](d_rows)
     return d_hidden, d_weights

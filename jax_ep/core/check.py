@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.core.activations import ACTIVATIONS
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_size, spread_axes
-from jax_ep.types import Array, AxisName, Handle, Layout, LowLatencyHandle, Quantized
+from jax_ep.types import ACTIVATIONS, Array, AxisName, Experts, Handle, Layout, LowLatencyHandle, Quantized
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
@@ -159,7 +159,7 @@ def _known_values(x: Any) -> np.ndarray | None:
 def router_weights(
     function: str, topk_weights: Any, shape: tuple[int, ...], x: Array | Quantized | jax.ShapeDtypeStruct
 ) -> Array:
-    """`[T, K]` float32 (or float64 next to float64 tokens)."""
+    """`[T, K]` in float32 (or float64 next to float64 tokens), widened where they are narrower."""
     topk_weights = array(function, "topk_weights", topk_weights, 2, "[T, K]")
     if topk_weights.shape != shape:
         raise ValueError(
@@ -168,6 +168,8 @@ def router_weights(
             " id."
         )
     is_f64 = not isinstance(x, tuple) and x.dtype == jnp.float64
+    if topk_weights.dtype in (jnp.bfloat16, jnp.float16):
+        return topk_weights.astype(jnp.float32)
     allowed = (jnp.float32, jnp.float64) if is_f64 else (jnp.float32,)
     if topk_weights.dtype not in allowed:
         raise TypeError(
@@ -283,13 +285,61 @@ def group_sizes(function: str, value: Any) -> Array:
     return value
 
 
-def activation(function: str, name: str) -> None:
-    """A known activation."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
+def expert_function(
+    function: str, experts: Any, activation: str, columns: int, intermediate: int, dtype: DTypeLike
+) -> Experts:
+    """What experts with so many columns of `w_gate_up` and rows of `w_down` compute between them."""
+    if experts is None:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise ValueError(
+                f"{function}: activation={activation!r}, expected one of {ACTIVATIONS}; pass a function of your own as"
+                " experts=jax_ep.Experts(function)."
+            )
+        if columns not in (intermediate, 2 * intermediate):
+            raise ValueError(
+                f"{function}: w_gate_up has {columns} columns and w_down has I={intermediate} rows, expected 2 * I ="
+                f" {2 * intermediate} columns (gated) or I = {intermediate} (not gated); change one of the two."
+            )
+        return Experts(activation, gated=columns == 2 * intermediate)
+    if not isinstance(experts, Experts):
+        raise TypeError(f"{function}: experts is a {type(experts).__name__}, expected a jax_ep.Experts, or None.")
+    if activation != "silu":
         raise ValueError(
-            f"{function}: activation={name!r}, expected one of {tuple(ACTIVATIONS)}; apply others yourself"
-            " between the two products."
+            f"{function}: activation={activation!r} beside experts={experts}, which names one; leave activation out."
         )
+    if callable(experts.activation):
+        _check_own_function(function, experts.activation, columns, intermediate, dtype)
+        return experts
+    expected = (2 if experts.gated else 1) * intermediate
+    remedy = f"it must be {'2 * I' if experts.gated else 'I'} for {experts.gated=} and the I={intermediate} rows of"
+    size(function, "the number of columns of w_gate_up", columns, expected, f"{remedy} w_down")
+    return experts
+
+
+def _check_own_function(
+    function: str, own: Callable[[Array], Array], columns: int, intermediate: int, dtype: DTypeLike
+) -> None:
+    """A caller's function must turn hidden rows into rows that the second product takes."""
+    num_rows = 3
+    found = jax.eval_shape(own, jax.ShapeDtypeStruct((num_rows, columns), dtype))
+    if not hasattr(found, "shape") or found.shape != (num_rows, intermediate):
+        raise ValueError(
+            f"{function}: the activation turns hidden rows [{num_rows}, {columns}] into"
+            f" {getattr(found, 'shape', type(found).__name__)}, expected [{num_rows}, {intermediate}], a row of I ="
+            f" {intermediate} elements, as w_down has rows, for each; change the function or the matrices."
+        )
+
+
+def bias(function: str, name: str, value: Any, shape: tuple[int, int]) -> Array | None:
+    """A floating bias per expert, or None."""
+    if value is None:
+        return None
+    value = floating(function, name, array(function, name, value, 2, str(list(shape))))
+    if value.shape != shape:
+        raise ValueError(
+            f"{function}: {name} has shape {value.shape}, expected {shape}; pass one value per column of the matrices."
+        )
+    return value
 
 
 def expert_weights(
@@ -334,3 +384,16 @@ def token_mask(function: str, value: Any, shape: tuple[int, ...], meaning: str) 
         raise ValueError(
             f"{function}: token_mask has shape {value.shape}, expected {shape}, {meaning}; pass a bool per token."
         )
+
+
+def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
+    """`num_tokens` as an int32 scalar. Any integer is one: more than `most` are as good as that many."""
+    value: Any = num_tokens
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        value = np.asarray(min(max(int(value), 0), most), np.int32)
+    value = array(function, "num_tokens", value, 0, "[], an int32 scalar")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
+    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:
+        return value.astype(jnp.int32)
+    return jnp.clip(value, 0, most).astype(jnp.int32)  # in its own dtype, which has room for `most`

@@ -162,8 +162,8 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
     return value
 
 
-def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> bool:
-    """The matrices of an expert layer, transposed; returns whether they are in FP8."""
+def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[bool, int, int]:
+    """The matrices of an expert layer, transposed: whether they are in FP8, columns of hidden rows, and I."""
     fp8 = isinstance(w_gate_up, tuple)
     if fp8 != isinstance(w_down, tuple):
         kinds = ["a pair (values, scales)" if isinstance(w, tuple) else "an array" for w in (w_gate_up, w_down)]
@@ -185,6 +185,4 @@ def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_lo
     remedy = "matrices are transposed here: swap their last two axes, or quantise with quantize_fp8_weights, which does"
     check.size(function, "axis 2 of w_gate_up", up.shape[2], hidden, remedy)
     check.size(function, "axis 1 of w_down", down.shape[1], hidden, remedy)
-    twice = "it must be 2 * I, twice axis 2 of w_down"
-    check.size(function, "axis 1 of w_gate_up", up.shape[1], 2 * down.shape[2], twice)
-    return fp8
+    return fp8, up.shape[1], down.shape[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from jax_ep.core import activations
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs import Rows
-from jax_ep.megakernels.kernels.structs_serving import Activation, RowPass
+from jax_ep.megakernels.kernels.structs_serving import Activation, RowBias, RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Experts, Quantized
 from jax_ep.xla import activation as xla
 
 _ACTIVATE = Kernel("activation", "weighted_activation")
@@ -36,57 +38,85 @@ _QUANTIZE_MATRICES = Kernel("activation", "quantize_matrices")
 _MOST_COLUMNS, _MOST_GRADIENT_COLUMNS = 512, 1024
 
 
-def _has_kernel(hidden: Array, weights: Array, group_sizes: Array, gated: bool) -> bool:
+def _has_kernel(experts: Experts, hidden: Array, weights: Array, group_sizes: Array) -> bool:
     return (
-        hidden.dtype in (jnp.bfloat16, jnp.float16)
+        not callable(experts.activation)
+        and hidden.dtype in (jnp.bfloat16, jnp.float16)
         and weights.dtype == jnp.float32
-        and hidden.shape[1] % (16 if gated else 8) == 0
+        and hidden.shape[1] % (16 if experts.gated else 8) == 0
         and 0 not in (*hidden.shape, *group_sizes.shape)
     )
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "gated"))  # one compilation for eager callers, as all below
-def activate(hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool) -> Array:
+@functools.partial(jax.jit, static_argnums=0)  # one compilation for eager callers, as all below
+def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
     """Activated and weighted rows; what lies past the groups holds anything.
 
     Args:
+      experts: what they compute.
       hidden: `[R, 2 * I]`, or `[R, I]` where not gated.
       weights: `[R]` float32.
+      bias: one per column of `hidden` for each expert, or None.
       group_sizes: `[L]` int32; their sum says which rows are in use.
-      activation: its name.
-      gated: whether the last I columns are factors of the activated first.
 
     Returns:
       `[R, I]`.
     """
-    if not _has_kernel(hidden, weights, group_sizes, gated):
-        return activations.weighted(hidden, weights, activation, gated)
-    operands = vary_alike((hidden, weights, group_sizes))
-    sizes = sizes_of((hidden.shape[0], hidden.shape[1] // (2 if gated else 1)), group_sizes)
+    if not _has_kernel(experts, hidden, weights, group_sizes):
+        return activations.weighted(experts, hidden, weights, bias, group_sizes)
+    hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
+    sizes = sizes_of((hidden.shape[0], _columns(experts, hidden)), group_sizes)
     result = jax.ShapeDtypeStruct((sizes.R, sizes.H), hidden.dtype)
-    constants = {"S": sizes, "KIND": Activation(activation, gated)}
+    operands, constants = _with_bias((hidden, weights, group_sizes), bias)
+    constants |= {"S": sizes, "KIND": kind_of(experts)}
     return launch(_ACTIVATE, operands, (result,), pass_config(num_blocks(sizes)), constants)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "gated"))
+@functools.partial(jax.jit, static_argnums=0)
 def activate_gradient(
-    hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, *, activation: str, gated: bool
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
 ) -> tuple[Array, Array]:
     """Cotangents of `hidden`, which hold anything past the groups, and of `weights`.
 
     Args:
-      hidden: as for `activate`, as are all others but
+      experts: as for `activate`, as are all others but
+      hidden, weights, bias, group_sizes: likewise.
       d_rows: `[R, I]`, the cotangent of its result.
     """
-    if not _has_kernel(hidden, weights, group_sizes, gated):
-        return activations.weighted_gradient(hidden, weights, d_rows, activation, gated)
-    operands = vary_alike((hidden, weights, d_rows, group_sizes))
-    sizes = gradient_sizes_of(d_rows.shape, group_sizes)
+    if not _has_kernel(experts, hidden, weights, group_sizes):
+        return activations.weighted_gradient(experts, hidden, weights, d_rows, bias, group_sizes)
+    hidden, weights, bias, d_rows, group_sizes = vary_alike((hidden, weights, bias, d_rows, group_sizes))
+    sizes = gradient_sizes_of(experts, d_rows.shape, group_sizes)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]
-    constants = {"S": sizes, "KIND": Activation(activation, gated)}
-    config = pass_config(-(-sizes.R // sizes.BR))
+    operands, constants = _with_bias((hidden, weights, d_rows, group_sizes), bias)
+    constants |= {"S": sizes, "KIND": kind_of(experts)}
+    config = gradient_config(experts, sizes)
     d_hidden, d_weights = launch(_GRADIENT, operands, results, config, constants)
     return d_hidden, d_weights
+
+
+def kind_of(experts: Experts) -> Activation:
+    """What kernels are told of experts."""
+    return Activation(
+        NAME=str(experts.activation),
+        GATED=experts.gated,
+        INTERLEAVED=experts.interleaved,
+        ALPHA=float(experts.alpha),
+        CLAMP=None if experts.clamp is None else float(experts.clamp),
+        UP_OFFSET=float(experts.up_offset),
+        ON_INPUT=experts.weight_on == "input",
+    )
+
+
+def _columns(experts: Experts, hidden: Array) -> int:
+    return hidden.shape[1] // (2 if experts.gated else 1)
+
+
+def _with_bias(operands: tuple[Any, ...], bias: Array | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands, of which the first are the rows and the last the group sizes, with those of a bias; and constants."""
+    if bias is None:
+        return operands, {"bias": None}
+    return (*operands, RowBias(bias, row_groups(operands[-1], operands[0].shape[0]))), {}
 
 
 @jax.jit
@@ -111,17 +141,18 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
     return launch(_DEQUANTIZE_ROWS, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "gated", "keep"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
 def activate_quantized(
-    hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool, keep: bool
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, *, keep: bool
 ) -> tuple[Array, Array, Array | None]:
     """Activated and weighted rows in FP8, `[R, I]` and `[R, I / 128]`, and, with `keep`, as `activate` makes them."""
     if hidden.dtype == jnp.float64 or weights.dtype != jnp.float32 or 0 in (*hidden.shape, *group_sizes.shape):
-        portable = functools.partial(xla.activate_quantized, activation=activation, keep=keep)
-        return portable(hidden, weights, group_sizes, gated=gated)
-    shape = (hidden.shape[0], hidden.shape[1] // (2 if gated else 1))
-    sizes, operands = sizes_of(shape, group_sizes), vary_alike((hidden, weights, group_sizes))
-    constants = {"S": sizes, "KIND": Activation(activation, gated), "KEEP": keep}
+        return xla.activate_quantized(experts, hidden, weights, bias, group_sizes, keep=keep)
+    shape = (hidden.shape[0], _columns(experts, hidden))
+    hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
+    sizes = sizes_of(shape, group_sizes)
+    operands, constants = _with_bias((hidden, weights, group_sizes), bias)
+    constants |= {"S": sizes, "KIND": kind_of(experts), "KEEP": keep}
     results = (_quantized(shape), jax.ShapeDtypeStruct(shape if keep else (1,), hidden.dtype))
     quantized, rows = launch(_ACTIVATE_QUANTIZED, operands, results, pass_config(num_blocks(sizes)), constants)
     return quantized.values_ptr, quantized.scales_ptr, rows if keep else None
@@ -145,9 +176,21 @@ def sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:
     return row_pass(shape, group_sizes, _MOST_COLUMNS, BLOCK_ELEMENTS)
 
 
-def gradient_sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:
+def gradient_sizes_of(experts: Experts, shape: tuple[int, ...], group_sizes: Array) -> RowPass:
     """Of the gradient, which adds up whole rows `[R, H]`."""
-    return row_pass(shape, group_sizes, _MOST_GRADIENT_COLUMNS, BLOCK_ELEMENTS)
+    elements = BLOCK_ELEMENTS // 2 if _is_wide(experts) else BLOCK_ELEMENTS
+    return row_pass(shape, group_sizes, _MOST_GRADIENT_COLUMNS, elements)
+
+
+def gradient_config(experts: Experts, sizes: RowPass) -> Config:
+    """Fewer programs where one needs more registers than eight leave it."""
+    num_tasks = -(-sizes.R // sizes.BR)
+    return pass_config(num_tasks, 4) if _is_wide(experts) else pass_config(num_tasks)
+
+
+def _is_wide(experts: Experts) -> bool:
+    """Whether the gradient needs many registers for an element."""
+    return experts.activation == "gelu_exact" or experts.interleaved or experts.clamp is not None
 
 
 def matrices_config(num_tasks: int) -> Config:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
 from jax_ep.core import layout as rows_of
+from jax_ep.core.bias import Bias
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
 from jax_ep.megakernels import cost_model, grid, grouped_gemm
@@ -141,8 +142,10 @@ def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool
     return structs_gemm.GroupedGemm(**common, TRANSPOSED=transpose_rhs, TMA_PARTS=0, tile=tile)
 
 
-def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool) -> Array:
-    """Rows times the matrices of their experts, and the unweighted sums of each token's products.
+def grouped_gemm_combine(
+    options: Options, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, bias: Bias | None = None
+) -> Array:
+    """Rows times the matrices of their experts, with a bias if there is one, and the sums of each token's rows.
 
     `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, to `[T, H]`. The mode is that of the
     schedule, or what should be fastest.
@@ -150,17 +153,17 @@ def grouped_gemm_combine(options: Options, h: Array, w: Array, handle: Handle, *
     hidden = w.shape[1 if transpose_rhs else 2]
     mode = options.schedule.combine_mode or cost_model.combine_mode(handle.layout, h.shape[1], hidden)
     if mode == "serial":
-        products = _fastest(h, hidden, handle)
-        y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
+        options_of_product: dict[str, Any] = {"transpose_rhs": transpose_rhs, "out_dtype": h.dtype, "bias": bias}
+        y = _fastest(h, hidden, handle).grouped_gemm(h, w, handle.group_sizes, **options_of_product)
         return combine_tokens(options, y, handle)
     config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
-    operands, results, constants = _scatter_arguments(h, w, handle, config, sizes)
+    operands, results, constants = _scatter_arguments(h, w, handle, bias, config, sizes)
     constants |= {"factors": None, "gradient": None}
     return launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))[0]
 
 
 def _scatter_arguments(
-    h: Array, w: Array, handle: Handle, config: Config, sizes: structs_gemm.GemmCombine
+    h: Array, w: Array, handle: Handle, bias: Bias | None, config: Config, sizes: structs_gemm.GemmCombine
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
@@ -172,8 +175,9 @@ def _scatter_arguments(
     arrays = structs_gemm.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
     sums = jax.ShapeDtypeStruct((layout.num_tokens, product.N), h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.sums.LENGTH), jnp.int32)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
-    return (rows, _matrices(w, product), arrays), (sums, lists), constants
+    added, constants = grouped_gemm.bias_arguments(bias, layout.capacity)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
+    return (rows, _matrices(w, product), arrays, *added), (sums, lists), constants
 
 
 def gemm_combine_sizes(
@@ -291,7 +295,7 @@ def _scatter_beside_gradient(
     widths = h.shape[1], tokens.shape[1]
     gradient_sizes = scattered_gradient_sizes(handle.layout, *widths, transpose_rhs)
     config, sizes = gemm_combine_sizes(handle.layout, *widths, transpose_rhs, gradient_sizes)
-    operands, results, constants = _scatter_arguments(h, w, handle, config, sizes)
+    operands, results, constants = _scatter_arguments(h, w, handle, None, config, sizes)
     factors, gradient = _gradient_arguments(h, w, tokens, gradient_sizes, transpose_rhs)
     operands, results = (*operands, factors), (*results, gradient)
     sums, _, found = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.bias import Bias
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
@@ -149,14 +151,15 @@ def grouped_gemm(
     *,
     transpose_rhs: bool,
     out_dtype: DTypeLike,
+    bias: Bias | None = None,
     tiles: Tiles | None = None,
 ) -> Array:
     """See xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
     tiles = tiles or forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
-    lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes))
+    lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
     sizes = structs_gemm.GroupedGemm(
@@ -170,7 +173,19 @@ def grouped_gemm(
     if tiles.tma_store:
         result = Descriptor(result, (tiles.block_m, tiles.block_n // tiles.store_parts), bounded=True)
     operands = (Descriptor(lhs, (tiles.block_m, tiles.block_k)), Descriptor(rhs, (1, inner, outer)), group_sizes)
-    return launch(_FORWARD, operands, (result,), _config(tiles, most_tasks), {"S": sizes})[0][:, :wanted]
+    added, constants = bias_arguments(bias, num_rows)
+    constants |= {"S": sizes}
+    return launch(_FORWARD, operands + added, (result,), _config(tiles, most_tasks), constants)[0][:, :wanted]
+
+
+def bias_arguments(bias: Bias | None, num_rows: int) -> tuple[tuple[structs_gemm.Bias, ...], dict[str, Any]]:
+    """The operand that kernels take as `bias`, with values for each column that they compute; or the constant."""
+    if bias is None:
+        return (), {"bias": None}
+    scales = bias.scales
+    if scales is None:
+        scales = jnp.ones_like(bias.values, dtype=jnp.float32, shape=(num_rows,))
+    return (structs_gemm.Bias(pad(bias.values, 1), scales.astype(jnp.float32)),), {}
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))

@@ -172,11 +172,15 @@ def low_latency_gemm_combine(
     handle: LowLatencyHandle,
     lhs_scales: Array | None,
     rhs_scales: Array | None,
+    bias: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
 ) -> Array:
-    """`[L, W * M, I]` rows, `[L, H, I]` matrices and `[T, K]` weights to weighted sums `[T, H]`."""
+    """`[L, W * M, I]` rows, `[L, H, I]` matrices and `[T, K]` weights to weighted sums `[T, H]`.
+
+    With a bias `[L, H]` of the product, or None.
+    """
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[1]
@@ -187,9 +191,12 @@ def low_latency_gemm_combine(
         return jnp.zeros_like(lhs, dtype=dtype, shape=result.shape)
     offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
     sizes = gemm_combine_sizes(layout, actual, hidden, depth, tiles, lhs_scales is not None, offsets["VALUES"])
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
+    constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     sources = RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
-    operands = (*gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles), sources, topk_weights)
+    product = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
+    operands: tuple[Any, ...] = (*product, sources, topk_weights, bias)
+    if bias is None:
+        operands, constants["bias_ptr"] = operands[:-1], None
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
     context.reserve(_GEMM_COMBINE.function, 0, buffer_bytes)

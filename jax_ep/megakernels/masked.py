@@ -14,10 +14,12 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch
-from jax_ep.types import Array
+from jax_ep.types import Array, Experts
+from jax_ep.xla import masked as xla
 
 _GEMM = Kernel("masked", "masked_grouped_gemm")
 _ACTIVATION = Kernel("masked", "masked_gated_activation")
@@ -97,11 +99,11 @@ def gemm_operands(
     )
 
 
-def activation_sizes(groups: int, rows: int, inner: int, activation: str, quantize: bool) -> MaskedActivation:
+def activation_sizes(groups: int, rows: int, inner: int, quantize: bool) -> MaskedActivation:
     """What the activation is compiled for; `inner` columns of the result."""
     columns = min(512, max(128 if quantize else 16, power_of_two(inner)))
     tile = MaskedActivationTile(max(1, 2048 // columns), columns)
-    return MaskedActivation(rows, inner, groups, max(16, power_of_two(groups)), activation, quantize, tile)
+    return MaskedActivation(rows, inner, groups, max(16, power_of_two(groups)), quantize, tile)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
@@ -134,23 +136,31 @@ def masked_grouped_gemm(
     return launch(_GEMM, operands, (result,), config, {"S": sizes})[0]
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "quantize"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="quantize")
 def masked_gated_activation(
-    hidden: Array, group_sizes: Array, *, activation: str, quantize: bool
+    experts: Experts, hidden: Array, group_sizes: Array, bias: Array | None, *, quantize: bool
 ) -> tuple[Array, Array | None]:
-    """`[G, M, 2I]` to `[G, M, I]` rows and, with `quantize`, their scales `[G, M, I / 128]`."""
+    """`[G, M, 2I]` (`[G, M, I]` without gates) to `[G, M, I]` rows, with `quantize` also scales `[G, M, I / 128]`.
+
+    `bias` is `[G, 2I]`, or as wide as `hidden`; or None.
+    """
+    if callable(experts.activation):
+        return xla.masked_gated_activation(experts, hidden, group_sizes, bias, quantize=quantize)
+    groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // (2 if experts.gated else 1)
     if 0 in hidden.shape:
-        shape = (*hidden.shape[:2], hidden.shape[2] // 2)
+        shape = (groups, rows, inner)
         scales = jnp.zeros_like(hidden, dtype=jnp.float32, shape=(*shape[:2], shape[2] // GROUP_SIZE))
         return jnp.zeros_like(hidden, dtype=FP8 if quantize else None, shape=shape), scales if quantize else None
-    hidden, group_sizes = vary_alike((hidden, group_sizes))
-    groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // 2
-    sizes = activation_sizes(groups, rows, inner, activation, quantize)
+    hidden, group_sizes, bias = vary_alike((hidden, group_sizes, bias))
+    sizes = activation_sizes(groups, rows, inner, quantize)
     num_tasks = groups * -(-rows // sizes.tile.BM) * -(-inner // sizes.tile.BN)
     config = Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps=4)
     results = (
         jax.ShapeDtypeStruct((groups, rows, inner), FP8 if quantize else hidden.dtype),
         jax.ShapeDtypeStruct((groups, rows, inner // GROUP_SIZE) if quantize else (1,), jnp.float32),
     )
-    values, scales = launch(_ACTIVATION, (hidden, group_sizes), results, config, {"S": sizes})
+    constants = {"S": sizes, "KIND": kind_of(experts)}
+    operands = (hidden, group_sizes) if bias is None else (hidden, group_sizes, bias)
+    constants |= {"bias_ptr": None} if bias is None else {}
+    values, scales = launch(_ACTIVATION, operands, results, config, constants)
     return values, scales if quantize else None

@@ -51,6 +51,6 @@ def num_blocks(sizes: RowPass) -> int:
     return -(-sizes.R // sizes.BR) * -(-sizes.H // sizes.BC)
 
 
-def pass_config(num_tasks: int) -> Config:
-    """For a kernel that reads and writes each element once."""
-    return Config(num_programs(num_tasks, _PROGRAMS), num_warps=4, max_registers=65536 // (_PROGRAMS * 4 * 32))
+def pass_config(num_tasks: int, programs: int = _PROGRAMS) -> Config:
+    """For a kernel that reads and writes each element once, with so many programs on a multiprocessor."""
+    return Config(num_programs(num_tasks, programs), num_warps=4, max_registers=65536 // (programs * 4 * 32))

@@ -2,63 +2,109 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep.core import activations
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.layout import row_groups
 from jax_ep.ops import registry
-from jax_ep.types import Array, Options
+from jax_ep.ops.grouped_gemm import sum_groups
+from jax_ep.types import Array, Experts, Options
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def activate(
-    options: Options, activation: str, gated: bool, hidden: Array, weights: Array, group_sizes: Array
+    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
 ) -> Array:
-    """`[R, 2 * I]` hidden rows (`[R, I]` where not gated) and `[R]` weights to `[R, I]`.
+    """Hidden rows `[R, N]`, `[R]` weights, and `[L, N]` biases of the hidden rows, if there are any, to `[R, I]`.
 
     In float32 with one final rounding. Hidden rows and weights are kept for the backward pass. Rows past the groups may
     hold anything, as products do not read them.
     """
+    if callable(experts.activation) or (experts.weight_on == "input" and bias is not None):
+        return _in_passes(options, experts, hidden, weights, bias, group_sizes)
+    return _activate(options, experts, hidden, weights, bias, group_sizes)
+
+
+def _in_passes(
+    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Array:
+    """One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left."""
+    in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
+    wide = accumulation_dtype(hidden.dtype)
+    # What rows past the groups hold may be NaN: neither values nor derivatives shall see it.
+    factors = jnp.where(in_use, weights[:, None], 0).astype(wide)
+    if experts.weight_on == "input":
+        hidden = (jnp.where(in_use, hidden, 0).astype(wide) * factors).astype(hidden.dtype)
+        factors = jnp.ones_like(factors)
+    if not callable(experts.activation):
+        after = dataclasses.replace(experts, weight_on="output")
+        return _activate(options, after, hidden, factors[:, 0], bias, group_sizes)
+    if bias is not None:
+        identity = Experts(_same)
+        hidden = _activate(options, identity, hidden, jnp.ones_like(weights), bias, group_sizes)
+    rows = experts.activation(jnp.where(in_use, hidden, 0))
+    return (jnp.where(in_use, rows, 0).astype(wide) * factors).astype(hidden.dtype)
+
+
+def _same(hidden: Array) -> Array:
+    return hidden
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activate(
+    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Array:
     run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate
-    return run(hidden, weights, group_sizes, activation=activation, gated=gated)
+    return run(experts, hidden, weights, bias, group_sizes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def activate_gradient(
-    options: Options, activation: str, gated: bool, hidden: Array, weights: Array, d_rows: Array, group_sizes: Array
+    options: Options,
+    experts: Experts,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    d_rows: Array,
+    group_sizes: Array,
 ) -> tuple[Array, Array]:
     """Cotangents of `hidden` and `weights`."""
     run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_gradient
-    return run(hidden, weights, d_rows, group_sizes, activation=activation, gated=gated)
+    return run(experts, hidden, weights, bias, d_rows, group_sizes)
 
 
-def _activate_forward(options: Options, activation: str, gated: bool, *operands: Array) -> Any:
-    return activate(options, activation, gated, *operands), operands
+def _activate_forward(options: Options, experts: Experts, *operands: Any) -> Any:
+    return _activate(options, experts, *operands), operands
 
 
 def _activate_backward(
-    options: Options, activation: str, gated: bool, residuals: Any, d_rows: Array
-) -> tuple[Array, Array, None]:
-    hidden, weights, group_sizes = residuals
-    return *activate_gradient(options, activation, gated, hidden, weights, d_rows, group_sizes), None
+    options: Options, experts: Experts, residuals: Any, d_rows: Array
+) -> tuple[Array, Array, Array | None, None]:
+    hidden, weights, bias, group_sizes = residuals
+    d_hidden, d_weights = activate_gradient(options, experts, hidden, weights, bias, d_rows, group_sizes)
+    d_bias = None if bias is None else sum_groups(options, d_hidden, None, group_sizes).astype(bias.dtype)
+    return d_hidden, d_weights, d_bias, None
 
 
-def _activate_gradient_forward(options: Options, activation: str, gated: bool, *operands: Array) -> Any:
-    return activate_gradient(options, activation, gated, *operands), operands[:3]
+def _activate_gradient_forward(options: Options, experts: Experts, *operands: Any) -> Any:
+    return activate_gradient(options, experts, *operands), operands
 
 
-def _activate_gradient_backward(
-    options: Options, activation: str, gated: bool, residuals: Any, cotangents: Any
-) -> tuple[Any, ...]:
+def _activate_gradient_backward(options: Options, experts: Experts, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     # Second derivatives are rare: the portable formula, which JAX differentiates again.
-    def gradient(hidden: Array, weights: Array, d_rows: Array) -> tuple[Array, Array]:
-        return activations.weighted_gradient(hidden, weights, d_rows, activation, gated)
+    *operands, group_sizes = residuals
 
-    _, pull = jax.vjp(gradient, *residuals)
+    def gradient(hidden: Array, weights: Array, bias: Array | None, d_rows: Array) -> tuple[Array, Array]:
+        return activations.weighted_gradient(experts, hidden, weights, d_rows, bias, group_sizes)
+
+    _, pull = jax.vjp(gradient, *operands)
     return *pull(cotangents), None
 
 
-activate.defvjp(_activate_forward, _activate_backward)
+_activate.defvjp(_activate_forward, _activate_backward)
 activate_gradient.defvjp(_activate_gradient_forward, _activate_gradient_backward)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
@@ -40,6 +41,7 @@ def dispatch(
     axis_name: AxisName = "expert",
     capacity: int | None = None,
     alignment: int = 1,
+    num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
     handle: Handle | None = None,
     schedule: Schedule | None = None,
@@ -62,6 +64,8 @@ def dispatch(
       capacity: R, static rows on each rank. None: enough for any routing (W * T * K plus alignment padding), so that
         nothing is dropped. Rows past it, in row order, are dropped and counted.
       alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
+      num_tokens: `[]` int32, tokens at and past this index of this rank are ignored, as if their ids were -1: they have
+        no rows, and may hold anything; None: all T count. Not with `handle`, which knows.
       wire_dtype: `jnp.float8_e4m3fn` sends tokens quantised per 128 columns, and their cotangents too; None sends them
         as they are.
       handle: layout of an earlier dispatch with the same ids, to be used again.
@@ -100,6 +104,7 @@ def dispatch(
         num_experts=num_experts,
         capacity=capacity,
         alignment=alignment,
+        num_tokens=num_tokens,
         handle=handle,
     )
     tokens: Array | Quantized
@@ -178,6 +183,7 @@ def prepare(
     num_experts: int,
     capacity: int | None = None,
     alignment: int = 1,
+    num_tokens: Array | int | None = None,
     handle: Handle | None = None,
     columns: int | None = None,
 ) -> Prepared:
@@ -191,6 +197,7 @@ def prepare(
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts)
+        topk_idx = _ids_that_count(function, topk_idx, num_tokens, handle)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
     layout = _layout(options, wanted, capacity, handle)
@@ -202,6 +209,19 @@ def prepare(
     if handle is None:
         handle = registry.get("exchange", name).plan(options, cast(Array, topk_idx), layout)
     return Prepared(options, x, topk_weights, handle)
+
+
+def _ids_that_count(function: str, topk_idx: Array, num_tokens: Array | int | None, handle: Handle | None) -> Array:
+    """Ids without those of tokens at and past `num_tokens`."""
+    if num_tokens is None:
+        return topk_idx
+    if handle is not None:
+        raise ValueError(
+            f"{function}: num_tokens and handle are given, expected one of them; a handle knows which tokens count:"
+            " leave num_tokens out."
+        )
+    count = check.token_count(function, num_tokens, topk_idx.shape[0])
+    return jnp.where(jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < count, topk_idx, -1)
 
 
 def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:

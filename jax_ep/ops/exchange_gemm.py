@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
+from jax_ep.core.bias import Bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, registry
-from jax_ep.ops.grouped_gemm import multiply
+from jax_ep.ops.grouped_gemm import bias_gradient, multiply
 from jax_ep.types import TOKENS_NAME, Array, AxisName, DispatchedGemm, Handle, Layout, Options, Schedule
 
 
@@ -247,6 +248,12 @@ def multiply_and_combine(
     return sums, None if row_weights is None else weights_by.combine_weights(options, row_weights, handle, after=sums)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_and_combine_with_bias(options: Options, h: Array, w: Array, handle: Handle, bias: Bias) -> Array:
+    """`multiply_and_combine` by `[L, F, H]`, of rows with the bias of their experts, without row weights."""
+    return _run(options, h, w, handle)[0].grouped_gemm_combine(options, h, w, handle, transpose_rhs=False, bias=bias)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def weight_gradient(
     options: Options, transpose: bool, saved_as: str, x: Array, saved: Array, rows: Array, handle: Handle
@@ -329,6 +336,19 @@ def _combine_backward(
     return back.hidden, back.row_weights, d_w, None
 
 
+def _combine_with_bias_forward(options: Options, h: Array, w: Array, handle: Handle, bias: Bias) -> Any:
+    return multiply_and_combine_with_bias(options, h, w, handle, bias), (h, w, handle, bias)
+
+
+def _combine_with_bias_backward(
+    options: Options, residuals: Any, d_sums: Array
+) -> tuple[Array, Array | None, None, Bias]:
+    h, w, handle, bias = residuals
+    back = dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
+    d_w = weight_gradient(options, True, "rows", d_sums, back.saved, h, handle)
+    return back.hidden, d_w, None, bias_gradient(options, cast(Array, back.saved), bias, handle.group_sizes)
+
+
 def _weight_gradient_forward(options: Options, transpose: bool, saved_as: str, *arguments: Any) -> Any:
     return weight_gradient(options, transpose, saved_as, *arguments), arguments
 
@@ -364,5 +384,6 @@ def _with_weight_gradient_backward(
 
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward, symbolic_zeros=True)
 multiply_and_combine.defvjp(_combine_forward, _combine_backward)
+multiply_and_combine_with_bias.defvjp(_combine_with_bias_forward, _combine_with_bias_backward)
 weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)
 multiply_and_combine_with_weight_gradient.defvjp(_with_weight_gradient_forward, _with_weight_gradient_backward)

@@ -10,16 +10,21 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
-from jax_ep.core.dtypes import FP8
+from jax_ep.core.bias import Bias
+from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
 from jax_ep.types import Array, Options
+
+_FEWEST_COLUMNS = 8
+"""Of matrices that have one column to multiply: kernels take whole 16-byte words."""
 
 
 @operation
@@ -140,6 +145,47 @@ def weight_gradient(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: Arr
     return run.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_with_bias(
+    options: Options, out_dtype: DTypeLike, lhs: Array, rhs: Array, group_sizes: Array, bias: Bias
+) -> Array:
+    """`multiply` by `[G, K, N]`, and the bias of each row's group."""
+    (num_rows, depth), columns = lhs.shape, rhs.shape[2]
+    run = _run(options, lhs.dtype, num_rows, depth, columns, rhs.shape[0])
+    return run.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=out_dtype, bias=bias)
+
+
+def sum_groups(options: Options, rows: Array, scales: Array | None, group_sizes: Array) -> Array:
+    """`[M, N]` rows, times their scales if there are any, added up for each group: `[G, N]` in float32 or float64."""
+    column = jnp.ones_like(rows, shape=rows.shape[:1]) if scales is None else scales.astype(rows.dtype)
+    factors = jnp.broadcast_to(column[:, None], (rows.shape[0], _FEWEST_COLUMNS))
+    wide = accumulation_dtype(rows.dtype)
+    return weight_gradient(options, wide, *vary_alike((factors, rows, group_sizes)))[:, 0]
+
+
+def bias_gradient(options: Options, rows: Array, bias: Bias, group_sizes: Array) -> Bias:
+    """The cotangent of a bias, for that of the rows `[M, N]` to which it was added."""
+    d_values = sum_groups(options, rows, bias.scales, group_sizes).astype(bias.values.dtype)
+    if bias.scales is None:
+        return Bias(d_values, None)
+    wide = accumulation_dtype(rows.dtype)
+    columns = jnp.broadcast_to(bias.values.astype(rows.dtype)[:, :, None], (*bias.values.shape, _FEWEST_COLUMNS))
+    d_scales = multiply(options, False, wide, *vary_alike((rows, columns, group_sizes)))[:, 0]
+    return Bias(d_values, d_scales.astype(bias.scales.dtype))
+
+
+def _multiply_with_bias_forward(options: Options, out_dtype: DTypeLike, *operands: Any) -> Any:
+    return multiply_with_bias(options, out_dtype, *operands), operands
+
+
+def _multiply_with_bias_backward(
+    options: Options, out_dtype: DTypeLike, residuals: Any, cotangent: Array
+) -> tuple[Array, Array, None, Bias]:
+    lhs, rhs, group_sizes, bias = residuals
+    gradients = _multiply_backward(options, False, out_dtype, (lhs, rhs, group_sizes), cotangent)
+    return *gradients, bias_gradient(options, cotangent.astype(lhs.dtype), bias, group_sizes)
+
+
 def _multiply_forward(options: Options, transpose_rhs: bool, out_dtype: DTypeLike, *operands: Array) -> Any:
     return multiply(options, transpose_rhs, out_dtype, *operands), operands
 
@@ -168,5 +214,6 @@ def _weight_gradient_backward(
     return d_lhs, d_rhs, None
 
 
+multiply_with_bias.defvjp(_multiply_with_bias_forward, _multiply_with_bias_backward)
 multiply.defvjp(_multiply_forward, _multiply_backward)
 weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
@@ -96,7 +95,8 @@ def low_latency_dispatch(
         dtype = x[0].dtype
     else:
         dtype = jnp.dtype(check.fp8_columns(function, hidden, group_size) if quantize else x.dtype)
-    num_tokens = checked_count(function, num_tokens, actual)
+    if num_tokens is not None:
+        num_tokens = check.token_count(function, num_tokens, actual)
     options = registry.options(function, axis_name, implementation, None, schedule)
     layout = checked_layout(options, num_experts, max_tokens, topk_idx.shape[1])
     x, topk_idx, num_tokens = vary_alike((x, topk_idx, num_tokens), over=options.axis)
@@ -171,21 +171,6 @@ def checked_max_tokens(function: str, num_tokens: int, max_tokens_per_rank: int)
             " or split the batch."
         )
     return max_tokens
-
-
-def checked_count(function: str, num_tokens: Array | int | None, most: int) -> Array | None:
-    """`num_tokens` as an int32 scalar. Any integer is one: more than `most` are as good as that many."""
-    if num_tokens is None:
-        return None
-    value: Any = num_tokens
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        value = np.asarray(min(max(int(value), 0), most), np.int32)
-    value = check.array(function, "num_tokens", value, 0, "[], an int32 scalar")
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
-    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:
-        return value.astype(jnp.int32)
-    return jnp.clip(value, 0, most).astype(jnp.int32)  # in its own dtype, which has room for `most`
 
 
 def check_combine(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import jax
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
@@ -16,7 +17,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
-from jax_ep.types import Array, Options
+from jax_ep.types import Array, Experts, Options
 
 
 @operation
@@ -87,18 +88,22 @@ def masked_gated_activation(
     hidden: Array,
     group_sizes: Array,
     *,
+    experts: Experts | None = None,
+    bias: Array | None = None,
     activation: str = "silu",
     quantize: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Array, Array | None]:
-    """`activation(gate) * up` of the rows that count, quantised for the next `masked_grouped_gemm`.
+    """`activation(gate) * up` of the rows that count, or what else `Experts` say, quantised for the next product.
 
     Computed in float32 and rounded once. For inference: it has no gradient.
 
     Args:
       hidden: `[L, M, 2 * I]` bfloat16, float16, float32 or float64, gate in its first I columns, up in its last.
       group_sizes: `[L]` int32, how many of the M rows count.
-      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      experts: what the experts compute; `weight_on` counts for nothing here. None: `activation`, with gates.
+      bias: of the hidden rows, one for each of their columns, `[L, 2 * I]`; None: none.
+      activation: as for `moe`; short for `experts`.
       quantize: to FP8 with one scale per row and 128 columns (True), or to the dtype of hidden (False).
       implementation: see `dispatch`.
 
@@ -123,17 +128,29 @@ def masked_gated_activation(
     group_sizes = check.group_sizes(function, group_sizes)
     remedy = "pass the counts of the local experts"
     check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)
-    check.activation(function, activation)
-    if hidden.shape[2] % 2:
-        raise ValueError(
-            f"{function}: hidden has {hidden.shape[2]} columns, expected an even number, 2 * I; pass gate and up side"
-            " by side."
-        )
-    inner = hidden.shape[2] // 2
+    experts, inner = _checked_activation(experts, activation, hidden)
+    bias = check.bias(function, "bias", bias, (hidden.shape[0], hidden.shape[2]))
     if quantize:
-        check_fp8.whole_blocks(function, "I, half of the columns of hidden,", inner)
+        check_fp8.whole_blocks(function, "I, the columns of the activated rows,", inner)
     options = registry.options(function, implementation=implementation)
-    return activate(options, hidden, group_sizes, activation, quantize)
+    return activate(options, experts, inner, hidden, group_sizes, bias, quantize)
+
+
+def _checked_activation(experts: Experts | None, activation: str, hidden: Array) -> tuple[Experts, int]:
+    """What experts with such hidden rows compute, and of how many columns."""
+    function, columns = "masked_gated_activation", hidden.shape[2]
+    if experts is not None and isinstance(experts, Experts) and callable(experts.activation):
+        found = jax.eval_shape(experts.activation, jax.ShapeDtypeStruct((1, columns), hidden.dtype))
+        return check.expert_function(function, experts, activation, columns, found.shape[-1], hidden.dtype), (
+            found.shape[-1]
+        )
+    gated = experts is None or not isinstance(experts, Experts) or experts.gated
+    if gated and columns % 2:
+        raise ValueError(
+            f"{function}: hidden has {columns} columns, expected an even number, 2 * I; pass gate and up side by side."
+        )
+    inner = columns // 2 if gated else columns
+    return check.expert_function(function, experts, activation, columns, inner, hidden.dtype), inner
 
 
 def multiply(
@@ -147,12 +164,17 @@ def multiply(
 
 
 def activate(
-    options: Options, hidden: Array, group_sizes: Array, activation: str, quantize: bool
+    options: Options,
+    experts: Experts,
+    inner: int,
+    hidden: Array,
+    group_sizes: Array,
+    bias: Array | None,
+    quantize: bool,
 ) -> tuple[Array, Array | None]:
-    """`masked_gated_activation` of checked operands."""
-    name = registry.choose(options, "masked", hidden.dtype, "activation", hidden.shape[2] // 2, quantize)
-    run = registry.get("masked", name).masked_gated_activation
-    run = partial(run, activation=activation, quantize=quantize)
+    """`masked_gated_activation` of checked operands, to `inner` columns."""
+    name = registry.choose(options, "masked", hidden.dtype, "activation", inner, quantize)
+    run = partial(registry.get("masked", name).masked_gated_activation, experts, quantize=quantize)
     return call_without_gradient(
-        f"{options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes))
+        f"{options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes, bias))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
+from jax_ep.core.bias import Bias
 from jax_ep.core.layout import dropless_capacity, sort_tokens
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, exchange_gemm, moe_fp8, registry
 from jax_ep.ops.activation import activate
-from jax_ep.ops.grouped_gemm import multiply
-from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, TOKENS_NAME, Array, AxisName, Options, Schedule, SortedTokens
+from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
+from jax_ep.types import (
+    HIDDEN_NAME,
+    OUTPUT_NAME,
+    TOKENS_NAME,
+    Array,
+    AxisName,
+    Experts,
+    Handle,
+    Options,
+    Schedule,
+    SortedTokens,
+)
 
 
 @operation
@@ -29,9 +42,13 @@ def moe(
     w_down: Array,
     *,
     num_experts: int,
+    experts: Experts | None = None,
+    b_gate_up: Array | None = None,
+    b_down: Array | None = None,
     activation: str = "silu",
     axis_name: AxisName = "expert",
     capacity: int | None = None,
+    num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
     forward_dtype: DTypeLike | None = None,
     schedule: Schedule | None = None,
@@ -39,20 +56,26 @@ def moe(
 ) -> Array:
     """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
 
-    Differentiable in x, the router weights and the matrices. Under `jax.checkpoint` the names `jax_ep.tokens`
-    (dispatched tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed by a policy.
+    Differentiable in x, the router weights, the matrices and the biases. Under `jax.checkpoint` the names
+    `jax_ep.tokens` (dispatched tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed
+    by a policy.
 
     Args:
       x: `[T, H]` tokens of this rank.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` float32 router weights; they scale the rows in float32 before the second product.
+      topk_weights: `[T, K]` float32 router weights, or in a narrower dtype that is widened; they scale the rows in
+        float32 before the second product.
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
-        gate, whose hidden rows are `act(x @ w)`.
+        gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns.
       w_down: `[L, I, H]`.
       num_experts: E over all ranks.
-      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      experts: what an expert computes, see `Experts`; None: `activation`, gated where w_gate_up has 2 * I columns.
+      b_gate_up: biases of the first product, one for each column of w_gate_up, `[L, 2 * I]`; None: none.
+      b_down: `[L, H]` biases of the second, which router weights scale like all that experts return; None: none.
+      activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; short for `experts`.
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`.
+      num_tokens: see `dispatch`.
       wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward.
       forward_dtype: `jnp.float8_e4m3fn` runs both products of the forward pass in FP8: tokens and activated rows with
         one scale per 128 columns, matrices, quantised in each call, with one per block of 128 by 128. The backward pass
@@ -67,7 +90,8 @@ def moe(
 
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
-        where there is no such launch; with `forward_dtype`, H or I is not a multiple of 128.
+        where there is no such launch; with `forward_dtype`, H or I is not a multiple of 128, or a function of the
+        caller's as activation.
       TypeError: unsupported or different dtypes; by the second derivative with `forward_dtype`.
       NotImplementedError: none of the implementations asked for can serve the call.
 
@@ -77,47 +101,85 @@ def moe(
       >>> w_gate_up, w_down = jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))
       >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), activation="relu")[0, 0].item()
       48.0
+      >>> experts = jax_ep.Experts("relu", clamp=3.0)
+      >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), experts=experts)[0, 0].item()
+      27.0
 
     Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
     """
     options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
     x = check.matrix("moe", "x", x, "[T, H]")
-    gated = _check_experts(options, x, w_gate_up, w_down, num_experts, activation)
+    parts = ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+    experts, parts = _check_experts(options, x, parts, num_experts, experts, activation)
     if topk_weights is None:
         raise TypeError(
             "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
         )
-    in_fp8 = forward_dtype is not None and moe_fp8.checked(options, forward_dtype, *w_down.shape[1:])
+    in_fp8 = forward_dtype is not None and moe_fp8.checked(
+        options, forward_dtype, experts, parts.b_gate_up, parts.w_down
+    )
+    columns = parts.w_gate_up.shape[2]
     prepare = functools.partial(
-        exchange.prepare, options, num_experts=num_experts, capacity=capacity, columns=w_gate_up.shape[2]
+        exchange.prepare,
+        options,
+        num_experts=num_experts,
+        capacity=capacity,
+        num_tokens=num_tokens,
+        columns=columns,
     )
     if x.shape[0] == 0:
         # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
         jax.eval_shape(lambda *arrays: prepare(*arrays)[1:], x, topk_idx, topk_weights)
         # Gradients are zeros that have the shardings of what they belong to.
-        return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in (topk_weights, w_gate_up, w_down))
+        return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in jax.tree.leaves((topk_weights, parts)))
     options, *prepared = prepare(x, topk_idx, topk_weights)
-    tokens, weights, handle, w_gate_up, w_down = vary_alike((*prepared, w_gate_up, w_down), over=options.axis)
-    if in_fp8:
-        hidden, factors = moe_fp8.dispatch_and_multiply(options, tokens, weights, w_gate_up, handle)
-        hidden = checkpoint_name(hidden, HIDDEN_NAME)
-        y = moe_fp8.multiply_and_combine(options, activation, gated, hidden, factors, w_down, handle)
-        return checkpoint_name(y, OUTPUT_NAME)
-    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
-    sizes = handle.group_sizes
-    if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
-        operands = (tokens, weights, w_gate_up, handle)
+    tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
+    layer = _in_fp8 if in_fp8 else _in_token_dtype
+    return checkpoint_name(layer(options, experts, tokens, row_weights, parts, handle), OUTPUT_NAME)
+
+
+def _in_fp8(
+    options: Options, experts: Experts, x: Array, weights: Array, parts: ExpertWeights, handle: Handle
+) -> Array:
+    """The layer with both products of the forward pass in FP8."""
+    hidden, row_weights = moe_fp8.dispatch_and_multiply(options, x, weights, parts.w_gate_up, handle)
+    hidden = checkpoint_name(hidden, HIDDEN_NAME)
+    bias = _bias_of_result(experts, parts, row_weights)
+    between = moe_fp8.Between(hidden, row_weights, parts.b_gate_up, bias)
+    return moe_fp8.multiply_and_combine(options, experts, between, parts.w_down, handle)
+
+
+def _in_token_dtype(
+    options: Options, experts: Experts, x: Array, weights: Array, parts: ExpertWeights, handle: Handle
+) -> Array:
+    """The layer with products in the dtype of x."""
+    w_gate_up, w_down, sizes = parts.w_gate_up, parts.w_down, handle.group_sizes
+    exchange_gemm.check_weight_gradients(options, handle.layout, x, w_gate_up)
+    if exchange_gemm.fuses(options, x, w_gate_up.shape[2], handle):
+        operands = (x, weights, w_gate_up, handle)
         hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
     else:
-        rows, row_weights = exchange.dispatch_tokens(options, tokens, weights, handle)
+        rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
         hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), w_gate_up, sizes)
-    hidden = checkpoint_name(hidden, HIDDEN_NAME)
-    rows = activate(options, activation, gated, hidden, row_weights, sizes)
+    hidden, row_weights = checkpoint_name(hidden, HIDDEN_NAME), cast(Array, row_weights)
+    rows = activate(options, experts, hidden, row_weights, parts.b_gate_up, sizes)
+    bias = _bias_of_result(experts, parts, row_weights)
     if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
-        y, _ = exchange_gemm.multiply_and_combine(options, False, rows, None, w_down, handle)
+        if bias is not None:
+            return exchange_gemm.multiply_and_combine_with_bias(options, rows, w_down, handle, bias)
+        return exchange_gemm.multiply_and_combine(options, False, rows, None, w_down, handle)[0]
+    if bias is not None:
+        y = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
     else:
-        y, _ = exchange.combine_tokens(options, multiply(options, False, x.dtype, rows, w_down, sizes), None, handle)
-    return checkpoint_name(y, OUTPUT_NAME)
+        y = multiply(options, False, x.dtype, rows, w_down, sizes)
+    return exchange.combine_tokens(options, y, None, handle)[0]
+
+
+def _bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:
+    """What the second product adds: of rows that router weights scale, as much of the bias."""
+    if parts.b_down is None:
+        return None
+    return Bias(parts.b_down, row_weights if experts.weight_on == "output" else None)
 
 
 @operation
@@ -128,7 +190,11 @@ def fused_moe(
     w_gate_up: Array,
     w_down: Array,
     *,
+    experts: Experts | None = None,
+    b_gate_up: Array | None = None,
+    b_down: Array | None = None,
     activation: str = "silu",
+    num_tokens: Array | int | None = None,
     forward_dtype: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -138,10 +204,14 @@ def fused_moe(
     Args:
       x: `[T, H]` tokens.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` float32 router weights.
+      topk_weights: `[T, K]` router weights.
       w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate.
       w_down: `[E, I, H]`.
-      activation: "silu", "gelu" (the tanh approximation) or "relu".
+      experts: see `moe`, also for
+      b_gate_up: `[E, 2 * I]`, or None.
+      b_down: `[E, H]`, or None.
+      activation: short for `experts`.
+      num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
       forward_dtype: see `moe`.
       schedule: see `moe`.
       implementation: see `dispatch`.
@@ -166,8 +236,12 @@ def fused_moe(
         w_gate_up,
         w_down,
         num_experts=w_gate_up.shape[0],
+        experts=experts,
+        b_gate_up=b_gate_up,
+        b_down=b_down,
         activation=activation,
         axis_name=(),
+        num_tokens=num_tokens,
         forward_dtype=forward_dtype,
         schedule=schedule,
         implementation=implementation,
@@ -212,23 +286,29 @@ def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts:
     return sort_tokens(topk_idx, topk_weights, num_experts, block_size)
 
 
+class ExpertWeights(NamedTuple):
+    """What this rank's experts are made of; see `moe`."""
+
+    w_gate_up: Array
+    w_down: Array
+    b_gate_up: Array | None
+    b_down: Array | None
+
+
 def _check_experts(
-    options: Options, x: Array, w_gate_up: Array, w_down: Array, num_experts: int, activation: str
-) -> bool:
-    """Checks the two matrices against the tokens and each other; returns whether the experts are gated."""
+    options: Options, x: Array, parts: ExpertWeights, num_experts: int, experts: Experts | None, activation: str
+) -> tuple[Experts, ExpertWeights]:
+    """What the experts compute, and what they are made of, checked against the tokens and each other."""
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     num_local = num_experts // num_ranks
-    check.activation(function, activation)
-    w_gate_up = check.expert_weights(function, "w_gate_up", w_gate_up, (num_local, x.shape[1]), x.dtype)
+    w_gate_up = check.expert_weights(function, "w_gate_up", parts.w_gate_up, (num_local, x.shape[1]), x.dtype)
     columns = w_gate_up.shape[2]
-    w_down = check.array(function, "w_down", w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
+    w_down = check.array(function, "w_down", parts.w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
     intermediate = w_down.shape[1]
     w_down = check.expert_weights(function, "w_down", w_down, (num_local, intermediate), x.dtype)
-    if columns not in (intermediate, 2 * intermediate):
-        raise ValueError(
-            f"{function}: w_gate_up has {columns} columns and w_down has I={intermediate} rows, expected 2 * I ="
-            f" {2 * intermediate} columns (gated) or I = {intermediate} (not gated); change one of the two."
-        )
+    experts = check.expert_function(function, experts, activation, columns, intermediate, x.dtype)
     check.size(function, "the number of columns of w_down", w_down.shape[2], x.shape[1], "it must return to H of x")
-    return columns == 2 * intermediate
+    b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
+    b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))
+    return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)

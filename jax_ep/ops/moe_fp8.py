@@ -10,7 +10,7 @@ the operands of the backward products too.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core import check_fp8
+from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient
-from jax_ep.ops.grouped_gemm import multiply, weight_gradient
-from jax_ep.types import TOKENS_NAME, Array, Handle, Options, Quantized
+from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
+from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
 
 _REMEDY = (
     "an expert layer with forward_dtype=float8_e4m3fn has first derivatives only: for second ones, leave"
@@ -32,9 +33,15 @@ _REMEDY = (
 )
 
 
-def checked(options: Options, forward_dtype: DTypeLike, intermediate: int, hidden: int) -> bool:
-    """True, after checking that the products of the layer can run in this dtype, FP8, with this schedule."""
+def checked(options: Options, forward_dtype: DTypeLike, experts: Experts, b_gate_up: Array | None, w: Array) -> bool:
+    """True, after checking that the layer's products, the second by `w [L, I, H]`, can run in this dtype, FP8."""
+    intermediate, hidden = w.shape[1:]
     check_fp8.forward(options.function, forward_dtype, hidden, intermediate)
+    if callable(experts.activation) or (experts.weight_on == "input" and b_gate_up is not None):
+        raise ValueError(
+            f"{options.function}: forward_dtype={forward_dtype!r} with a function of the caller's as activation, or"
+            " with b_gate_up and weight_on='input': the pass that makes FP8 rows has neither; leave forward_dtype=None."
+        )
     if options.schedule.fuse_weight_gradients:
         raise ValueError(
             f"{options.function}: fuse_weight_gradients=True and forward_dtype={forward_dtype!r}: the layer with FP8"
@@ -102,58 +109,74 @@ def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array
     return d_x, d_weights, weight_gradient(options, w.dtype, saved, d_hidden, handle.group_sizes), None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def multiply_and_combine(
-    options: Options, activation: str, gated: bool, hidden: Array, row_weights: Array, w: Array, handle: Handle
-) -> Array:
-    """`[R, N]` hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    rows, _ = _activate(options, activation, gated, hidden, row_weights, handle, keep=False)
+class Between(NamedTuple):
+    """What comes between the two products, and behind the second.
+
+    Attributes:
+      hidden: `[R, N]` results of the first.
+      row_weights: `[R]`.
+      b_gate_up: `[L, N]` biases of the hidden rows, or None.
+      b_down: of the second product, or None.
+    """
+
+    hidden: Array
+    row_weights: Array
+    b_gate_up: Array | None
+    b_down: Bias | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_and_combine(options: Options, experts: Experts, between: Between, w: Array, handle: Handle) -> Array:
+    """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
+    rows, _ = _activate(options, experts, between, handle, keep=False)
+    return _multiply_rows(options, rows, between, w, handle)
+
+
+def _activate(
+    options: Options, experts: Experts, between: Between, handle: Handle, *, keep: bool
+) -> tuple[Quantized, Array | None]:
+    """Activated and weighted rows in FP8 and, with `keep`, without that rounding."""
+    run, operands = _fp8(options)[1].activate_quantized, (between.hidden, between.row_weights, between.b_gate_up)
+    values, scales, rows = run(experts, *operands, handle.group_sizes, keep=keep)
+    return (values, scales), rows
+
+
+def _multiply_rows(options: Options, rows: Quantized, between: Between, w: Array, handle: Handle) -> Array:
     y = _multiply(options, rows, w, handle)
+    if between.b_down is not None:
+        y = add_bias(y, between.b_down, handle.group_sizes)
     run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
     return run.combine_tokens(options, y, handle)
 
 
-def _activate(
-    options: Options,
-    activation: str,
-    gated: bool,
-    hidden: Array,
-    row_weights: Array,
-    handle: Handle,
-    *,
-    keep: bool,
-) -> tuple[Quantized, Array | None]:
-    """Activated and weighted rows in FP8 and, with `keep`, without that rounding."""
-    run = partial(_fp8(options)[1].activate_quantized, activation=activation, gated=gated, keep=keep)
-    values, scales, rows = run(hidden, row_weights, handle.group_sizes)
-    return (values, scales), rows
+def _combine_forward(options: Options, experts: Experts, between: Between, w: Array, handle: Handle) -> Any:
+    def run(between: Between, w: Array, handle: Handle) -> tuple[Array, Array | None]:
+        quantized, rows = _activate(options, experts, between, handle, keep=True)
+        return _multiply_rows(options, quantized, between, w, handle), rows
+
+    sums, rows = call_without_gradient(_REMEDY, run, between, w, handle)
+    return sums, (between, rows, w, handle)
 
 
-def _combine_forward(
-    options: Options, activation: str, gated: bool, hidden: Array, row_weights: Array, w: Array, handle: Handle
-) -> Any:
-    def run(hidden: Array, row_weights: Array, w: Array, handle: Handle) -> tuple[Array, Array | None]:
-        quantized, rows = _activate(options, activation, gated, hidden, row_weights, handle, keep=True)
-        y = _multiply(options, quantized, w, handle)
-        combine = registry.get("exchange", exchange.choose(options, y, handle.layout, handle)).combine_tokens
-        return combine(options, y, handle), rows
-
-    sums, rows = call_without_gradient(_REMEDY, run, hidden, row_weights, w, handle)
-    return sums, (hidden, row_weights, rows, w, handle)
-
-
-def _combine_backward(options: Options, activation: str, gated: bool, residuals: Any, d_sums: Array) -> Any:
-    hidden, row_weights, rows, w, handle = residuals
+def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+    between, rows, w, handle = residuals
     sizes = handle.group_sizes
     if exchange_gemm.fuses(options, d_sums, w.shape[1], handle):
-        d_rows, saved, _ = exchange_gemm.dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
-        d_w = exchange_gemm.weight_gradient(options, True, "rows", d_sums, saved, rows, handle)
+        d_rows, d_products, _ = exchange_gemm.dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
+        d_w = exchange_gemm.weight_gradient(options, True, "rows", d_sums, d_products, rows, handle)
     else:
         d_products, _ = exchange.dispatch_tokens(options, d_sums, None, handle)
         d_rows = multiply(options, True, w.dtype, d_products, w, sizes)
         d_w = weight_gradient(options, w.dtype, rows, d_products, sizes)
-    d_hidden, d_weights = activate_gradient(options, activation, gated, hidden, row_weights, d_rows, sizes)
-    return d_hidden, d_weights, d_w, None
+    operands = (between.hidden, between.row_weights, between.b_gate_up)
+    d_hidden, d_weights = activate_gradient(options, experts, *operands, d_rows, sizes)
+    d_gate_up = between.b_gate_up
+    if d_gate_up is not None:
+        d_gate_up = sum_groups(options, d_hidden, None, sizes).astype(d_gate_up.dtype)
+    d_down = between.b_down
+    if d_down is not None:
+        d_down = bias_gradient(options, cast(Array, d_products), d_down, sizes)
+    return Between(d_hidden, d_weights, d_gate_up, d_down), d_w, None
 
 
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward)

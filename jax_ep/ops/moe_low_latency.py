@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
-from jax_ep.core.dtypes import FP8
+from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
@@ -17,14 +18,13 @@ from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
 from jax_ep.ops.low_latency import (
     check_combine,
-    checked_count,
     checked_layout,
     checked_max_tokens,
     combine_tokens,
     dispatch_tokens,
 )
 from jax_ep.ops.masked import activate, multiply
-from jax_ep.types import Array, AxisName, LowLatencyHandle, Options, Quantized, Schedule
+from jax_ep.types import Array, AxisName, Experts, LowLatencyHandle, Options, Quantized, Schedule
 
 
 @operation
@@ -36,10 +36,13 @@ def low_latency_moe(
     w_down: Array | Quantized,
     *,
     num_experts: int,
+    experts: Experts | None = None,
+    b_gate_up: Array | None = None,
+    b_down: Array | None = None,
+    activation: str = "silu",
     axis_name: AxisName = "expert",
     max_tokens_per_rank: int | None = None,
     num_tokens: Array | int | None = None,
-    activation: str = "silu",
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -51,15 +54,19 @@ def low_latency_moe(
     Args:
       x: `[T, H]` bfloat16, float16, float32 or float64 tokens of this rank.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` float32 router weights.
+      topk_weights: `[T, K]` router weights.
       w_gate_up: this rank's matrices, transposed: `[L, 2 * I, H]` in the dtype of x, gate in the first I rows; or in
         FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`.
       w_down: `[L, H, I]`, or such a pair.
       num_experts: E over all ranks.
+      experts: what an expert computes, see `Experts`; None: `activation`, with gates. Experts with their weights on the
+        input get each token once for each of its experts, scaled and rounded to the dtype of x.
+      b_gate_up: biases of the first product, one for each row of w_gate_up, `[L, 2 * I]`; None: none.
+      b_down: `[L, H]` biases of the second; None: none.
+      activation: as for `moe`; short for `experts`.
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers. None: T.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
-      activation: "silu", "gelu" (the tanh approximation) or "relu".
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
@@ -87,26 +94,56 @@ def low_latency_moe(
     options = registry.options(function, axis_name, implementation, None, schedule)
     x = check.matrix(function, "x", x, "[T, H]")
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
-    check.activation(function, activation)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
-    num_tokens = checked_count(function, num_tokens, x.shape[0])
+    if num_tokens is not None:
+        num_tokens = check.token_count(function, num_tokens, x.shape[0])
     if max_tokens_per_rank is None:
         max_tokens_per_rank = max(1, x.shape[0])
     max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
-    fp8 = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_experts // num_ranks)
+    num_local = num_experts // num_ranks
+    fp8, columns, inner = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_local)
+    if experts is None and columns == inner:
+        raise ValueError(
+            f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down; for"
+            " experts without gates pass experts=jax_ep.Experts(activation, gated=False)."
+        )
+    experts = check.expert_function(function, experts, activation, columns, inner, x.dtype)
+    b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
+    b_down = check.bias(function, "b_down", b_down, (num_local, x.shape[1]))
+    top_k = topk_idx.shape[1]
+    if experts.weight_on == "input":
+        x, topk_idx, topk_weights, num_tokens = _one_token_per_expert(x, topk_idx, topk_weights, num_tokens)
+        max_tokens_per_rank *= top_k
     layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
-    operands = (x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down)
-    x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down = vary_alike(operands, over=options.axis)
-    wire_dtype, columns = (FP8, GROUP_SIZE) if fp8 else (x.dtype, None)
-    tokens, scales, sizes, handle = dispatch_tokens(options, layout, columns, wire_dtype, x, topk_idx, num_tokens)
+    operands = (x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down, b_gate_up, b_down)
+    operands = vary_alike(operands, over=options.axis)
+    x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down, b_gate_up, b_down = operands
+    wire_dtype, group_columns = (FP8, GROUP_SIZE) if fp8 else (x.dtype, None)
+    tokens, scales, sizes, handle = dispatch_tokens(options, layout, group_columns, wire_dtype, x, topk_idx, num_tokens)
     expected_rows = max(1, -(-num_ranks * topk_idx.size // num_experts))
     up, up_scales = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up, None)
     hidden = multiply(options, x.dtype, expected_rows, tokens, up, sizes, scales, up_scales)
-    rows, scales = activate(options, hidden, sizes, activation, fp8)
+    rows, scales = activate(options, experts, inner, hidden, sizes, b_gate_up, fp8)
     down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
     product = (rows, down, sizes, scales, down_scales)
-    return _multiply_and_combine(options, x.dtype, expected_rows, topk_weights, handle, *product)
+    y = _multiply_and_combine(options, x.dtype, expected_rows, topk_weights, handle, b_down, *product)
+    if experts.weight_on == "input" and top_k > 1:
+        y = jnp.sum(y.reshape(-1, top_k, y.shape[1]).astype(jnp.float32), axis=1).astype(y.dtype)
+    return y
+
+
+def _one_token_per_expert(
+    x: Array, topk_idx: Array, topk_weights: Array, num_tokens: Array | None
+) -> tuple[Array, Array, Array, Array | None]:
+    """Each token once for each of its experts, scaled by its weight, which then is 1."""
+    top_k = topk_idx.shape[1]
+    valid = (topk_idx >= 0).reshape(-1, 1)
+    # The weight of a slot without an expert may be anything.
+    factors = jnp.where(valid, topk_weights.reshape(-1, 1), 0)
+    scaled = (jnp.repeat(x, top_k, axis=0).astype(factors.dtype) * factors).astype(x.dtype)
+    count = None if num_tokens is None else num_tokens * top_k
+    return scaled, topk_idx.reshape(-1, 1), jnp.ones_like(factors), count
 
 
 @operation
@@ -176,7 +213,8 @@ def low_latency_gemm_combine(
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, None, schedule)
     operands = (topk_weights, handle, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    return _multiply_and_combine(options, out_dtype, expected_rows, *vary_alike(operands, over=options.axis))
+    topk_weights, handle, lhs, rhs, *others = vary_alike(operands, over=options.axis)
+    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, None, lhs, rhs, *others)
 
 
 def _multiply_and_combine(
@@ -185,18 +223,25 @@ def _multiply_and_combine(
     expected_rows: int | None,
     topk_weights: Array,
     handle: LowLatencyHandle,
+    bias: Array | None,
     lhs: Array,
     rhs: Array,
     *others: Array | None,
 ) -> Array:
-    """`low_latency_gemm_combine` of checked operands that vary alike; the others are those of `multiply`."""
+    """`low_latency_gemm_combine` of checked operands that vary alike, with a bias `[L, H]` of the product or None.
+
+    The others are those of `multiply`.
+    """
     layout = handle.layout
     name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
     run = registry.get("low_latency", name)
     if not run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1]):
         product = multiply(options, out_dtype, expected_rows, lhs, rhs, *others)
+        if bias is not None:
+            wide = accumulation_dtype(product.dtype)
+            product = (product.astype(wide) + bias.astype(wide)[:, None, :]).astype(product.dtype)
         return combine_tokens(options, product, topk_weights, handle)
     fused = partial(run.low_latency_gemm_combine, options, out_dtype=out_dtype, expected_rows=expected_rows)
     group_sizes, *scales = others
-    operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales)
+    operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales, bias)
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", fused, *operands)

@@ -20,6 +20,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, varying_axes
 from jax_ep.pallas import epilogue, forward, gradient, result_slots, ring, tiling
@@ -54,6 +55,7 @@ def grouped_gemm(
     *,
     transpose_rhs: bool,
     out_dtype: DTypeLike,
+    bias: Bias | None = None,
     tiles: ForwardTiles | None = None,
     interpret: bool | None = None,
 ) -> Array:
@@ -65,11 +67,12 @@ def grouped_gemm(
     Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
     """
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
-        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     interpret = jax.default_backend() == "cpu" if interpret is None else interpret
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
-    return _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
+    rows = _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
+    return rows if bias is None else add_bias(rows, bias, group_sizes)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers

@@ -5,19 +5,19 @@ from __future__ import annotations
 from jax.typing import DTypeLike
 
 from jax_ep.core import activations, fp8
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Experts, Quantized
 
 
-def activate(hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool) -> Array:
-    """`[R, 2 * I]` hidden rows (`[R, I]` where not gated), activated and weighted, to `[R, I]`."""
-    return activations.weighted(hidden, weights, activation, gated)
+def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
+    """`[R, N]` hidden rows, with the bias `[L, N]` of their experts if there is one, and `[R]` weights, to `[R, I]`."""
+    return activations.weighted(experts, hidden, weights, bias, group_sizes)
 
 
 def activate_gradient(
-    hidden: Array, weights: Array, d_rows: Array, group_sizes: Array, *, activation: str, gated: bool
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
 ) -> tuple[Array, Array]:
     """Cotangents of `hidden` and `weights`."""
-    return activations.weighted_gradient(hidden, weights, d_rows, activation, gated)
+    return activations.weighted_gradient(experts, hidden, weights, d_rows, bias, group_sizes)
 
 
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
@@ -36,20 +36,20 @@ def quantize_matrices(w: Array) -> Quantized:
 
 
 def activate_quantized(
-    hidden: Array, weights: Array, group_sizes: Array, *, activation: str, gated: bool, keep: bool
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, *, keep: bool
 ) -> tuple[Array, Array, Array | None]:
     """Activated and weighted rows, rounded once: in FP8, and with `keep` also in the dtype of `hidden`.
 
     Args:
-      hidden: `[R, 2 * I]`, or `[R, I]` where not gated.
+      experts: what they compute.
+      hidden: `[R, N]`.
       weights: `[R]`.
+      bias: `[L, N]` of the hidden rows, or None.
       group_sizes: `[L]` int32.
-      activation: its name.
-      gated: whether the last I columns are factors of the activated first.
       keep: return the rows too.
 
     Returns:
       values `[R, I]`, scales `[R, I / 128]`, and rows `[R, I]` or None.
     """
-    rows = activations.weighted_wide(hidden, weights, activation, gated)
+    rows = activations.weighted_wide(experts, hidden, weights, bias, group_sizes)
     return *fp8.quantize_rows(rows), rows.astype(hidden.dtype) if keep else None

@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
+from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array
@@ -124,7 +125,15 @@ def multiply_groups(
 
 
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
-def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike) -> Array:
+def grouped_gemm(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    bias: Bias | None = None,
+) -> Array:
     """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
 
     Args:
@@ -133,10 +142,14 @@ def grouped_gemm(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: b
       group_sizes: `[G]` int32.
       transpose_rhs: contract with the last axis of rhs.
       out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+      bias: added to the rows of the groups.
 
     Returns:
       `[M, N]`.
     """
+    if bias is not None:
+        run = functools.partial(grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        return add_bias(run(lhs, rhs, group_sizes), bias, group_sizes)
     num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, num_cols), out_dtype)))
     if 0 in (*lhs.shape, *rhs.shape):

@@ -10,10 +10,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.core.activations import ACTIVATIONS
+from jax_ep.core.activations import activate
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.types import Array
+from jax_ep.types import Array, Experts
 from jax_ep.xla import grouped_gemm
 
 
@@ -71,21 +71,28 @@ def masked_grouped_gemm(
     return product.reshape(num_groups, num_rows, columns)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "quantize"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="quantize")
 def masked_gated_activation(
-    hidden: Array, group_sizes: Array, *, activation: str, quantize: bool
+    experts: Experts, hidden: Array, group_sizes: Array, bias: Array | None, *, quantize: bool
 ) -> tuple[Array, Array | None]:
-    """`act(gate) * up` of all rows, whether they count or not, which costs XLA less than leaving some out.
+    """Activated rows, whether they count or not, which costs XLA less than leaving some out.
 
     Args:
-      hidden: `[G, M, 2 * I]`, gate in the first I columns.
+      experts: what they compute.
+      hidden: `[G, M, 2 * I]`, or `[G, M, I]` without gates.
       group_sizes: `[G]` int32.
-      activation: "silu", "gelu" or "relu".
+      bias: one per column of `hidden` for each group, or None.
       quantize: round to FP8, with one scale per 128 columns.
 
     Returns:
       `[G, M, I]` in FP8 or the dtype of hidden, and scales `[G, M, I / 128]` or None.
     """
-    gate, up = jnp.split(hidden.astype(accumulation_dtype(hidden.dtype)), 2, axis=-1)
-    rows = ACTIVATIONS[activation](gate) * up
+    wide = hidden.astype(accumulation_dtype(hidden.dtype))
+    if bias is not None:
+        wide = wide + bias.astype(wide.dtype)[:, None, :]
+    if callable(experts.activation):  # it takes rows as `moe` passes them
+        rows = activate(experts, wide.astype(hidden.dtype).reshape(-1, hidden.shape[2]))
+        rows = rows.astype(wide.dtype).reshape(*hidden.shape[:2], -1)
+    else:
+        rows = activate(experts, wide)
     return fp8.quantize_rows(rows) if quantize else (rows.astype(hidden.dtype), None)

@@ -8,6 +8,7 @@ written a second time, as plain loops over rows, so that a mistake in the packag
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import ml_dtypes
 import numpy as np
@@ -181,6 +182,11 @@ def activate(name: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tanh = np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))
         inner = GELU_SCALE * (1 + 3 * GELU_CUBIC * z**2)
         return 0.5 * z * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * inner
+    if name == "gelu_exact":
+        share = 0.5 * (1 + np.vectorize(math.erf, [np.float64])(z / np.sqrt(2)))
+        return z * share, share + z * np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi)
+    if name == "relu_squared":
+        return np.maximum(z, 0) ** 2, 2 * np.maximum(z, 0)
     raise ValueError(f"unknown activation {name!r}")
 
 

@@ -2,57 +2,62 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import oracle
 from cases import assert_close
-from jax_ep.core.activations import ACTIVATIONS
+from jax_ep import Experts
 from jax_ep.megakernels import activation as kernels
+from jax_ep.types import ACTIVATIONS
+from oracle_experts import GPT_OSS, LLAMA_4, expert_rows
 
 # Groups that end within a block of rows, and columns that end within a block of columns.
 ROWS, INNER, SIZES = 23, 520, [5, 0, 13]
-VARIANTS = [(name, gated) for name in ACTIVATIONS for gated in (True, False)]
+GROUPS = np.repeat(np.arange(len(SIZES)), SIZES)
+PLAIN = [Experts(name, gated=gated) for name in ACTIVATIONS for gated in (True, False)]
+OTHERS = [GPT_OSS, LLAMA_4, Experts("relu_squared", clamp=2.0), Experts("gelu", gated=False, weight_on="input")]
 
 
-def inputs(rng, gated, dtype=jnp.bfloat16):
+def inputs(rng, experts, dtype=jnp.bfloat16, bias=False):
     """Some hidden values are far out, where exponentials overflow; what lies past the groups is NaN."""
-    hidden = rng.standard_normal((ROWS, INNER * (2 if gated else 1))) * rng.choice([1, 30], (ROWS, 1))
+    columns = INNER * (2 if experts.gated else 1)
+    hidden = rng.standard_normal((ROWS, columns)) * rng.choice([1, 30], (ROWS, 1))
     hidden[0, :4] = 300, -300, 0, -0.0
     weights, d_rows = rng.random(ROWS).astype(np.float32), rng.standard_normal((ROWS, INNER))
     arrays = [x.astype(dtype) for x in (hidden, d_rows)]
     for x in (*arrays, weights):
         x[sum(SIZES) :] = np.nan
-    return arrays[0], weights, arrays[1], np.array(SIZES, np.int32)
+    biases = rng.standard_normal((len(SIZES), columns)).astype(dtype) if bias else None
+    return arrays[0], weights, biases, arrays[1], np.array(SIZES, np.int32)
 
 
-def expected(name, gated, hidden, weights, d_rows):
-    """Rows, d_hidden and d_weights in float64."""
-    hidden, weights, d_rows = (x.astype(np.float64) for x in (hidden, weights, d_rows))
-    with np.errstate(over="ignore"):
-        value, slope = oracle.activate(name, hidden[:, :INNER])
-    up = hidden[:, INNER:] if gated else np.ones_like(value)
-    d_products = d_rows * weights[:, None]
-    d_hidden = [d_products * up * slope, d_products * value]
-    rows = value * up
-    return rows * weights[:, None], np.concatenate(d_hidden[: 1 + gated], axis=1), np.sum(rows * d_rows, axis=1)
+def run(experts, hidden, weights, bias, d_rows, sizes):
+    """Rows, and cotangents of hidden rows and of weights."""
+    forward = (hidden, weights, bias, sizes)
+    rows = kernels.activate(experts, *(None if x is None else jnp.asarray(x) for x in forward))
+    backward = (hidden, weights, bias, d_rows, sizes)
+    gradient = kernels.activate_gradient(experts, *(None if x is None else jnp.asarray(x) for x in backward))
+    return [np.asarray(x) for x in (rows, *gradient)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("name", "gated"), VARIANTS)
-def test_values_and_gradients(pool, rng, name, gated, dtype):
-    hidden, weights, d_rows, sizes = inputs(rng, gated, dtype)
+@pytest.mark.parametrize(
+    ("experts", "bias", "dtype"),
+    [(experts, False, jnp.bfloat16) for experts in PLAIN]
+    + [(experts, False, jnp.float16) for experts in PLAIN if experts.activation != "relu_squared"]  # it overflows
+    + [(experts, False, jnp.bfloat16) for experts in OTHERS]
+    + [(experts, True, jnp.bfloat16) for experts in OTHERS if experts.weight_on == "output"],
+    ids=str,
+)
+def test_values_and_gradients(pool, rng, experts, bias, dtype):
+    hidden, weights, biases, d_rows, sizes = inputs(rng, experts, dtype, bias)
     used = sum(SIZES)
-    options = {"activation": name, "gated": gated}
-    rows = kernels.activate(*map(jnp.asarray, (hidden, weights, sizes)), **options)
-    gradient = kernels.activate_gradient(*map(jnp.asarray, (hidden, weights, d_rows, sizes)), **options)
-    got = [np.asarray(x) for x in (rows, *gradient)]
+    got = run(experts, hidden, weights, biases, d_rows, sizes)
     assert [x.dtype for x in got] == [dtype, dtype, np.float32]
-    wanted = expected(name, gated, hidden[:used], weights[:used], d_rows[:used])
+    rows, gradient = expert_rows(experts, hidden[:used], weights[:used], d_rows[:used], biases, GROUPS)
+    wanted = (rows, gradient.hidden, gradient.weights)
     for part, g, w in zip(("rows", "d_hidden", "d_weights"), got, wanted, strict=True):
         assert_close(g[:used], w, part)
     assert not got[2][used:].any(), "weights without a row have no gradient"
@@ -60,33 +65,25 @@ def test_values_and_gradients(pool, rng, name, gated, dtype):
         assert (part[used:].view(np.uint16) == 0xFFFF).all(), "rows past the groups were written"
 
 
-def test_the_portable_formulas_agree(pool, rng):
+@pytest.mark.parametrize("experts", [Experts(), GPT_OSS, LLAMA_4], ids=["silu", "gpt-oss", "llama4"])
+def test_the_portable_formulas_agree(pool, rng, experts):
     """To rounding, on the rows in use, whatever JAX makes of them."""
-    hidden, weights, d_rows, sizes = inputs(rng, True)
+    hidden, weights, biases, d_rows, sizes = inputs(rng, experts, bias=experts is GPT_OSS)
     for x in (hidden, weights, d_rows):
         x[sum(SIZES) :] = 0
-    calls = (
-        partial(kernels.activate, activation="silu", gated=True),
-        partial(kernels.activate_gradient, activation="silu", gated=True),
-    )
-    arrays = [jnp.asarray(x) for x in (hidden, weights, d_rows)]
-    double = [jnp.asarray(x, jnp.float32) for x in (hidden, weights, d_rows)]
+    wide = [None if x is None else x.astype(np.float32) for x in (hidden, weights, biases, d_rows)]
     used = sum(SIZES)
-    for call, number in zip(calls, (2, 3), strict=True):
-        got = jax.tree.leaves(call(*arrays[:number], jnp.asarray(sizes)))
-        wanted = jax.tree.leaves(call(*double[:number], jnp.asarray(sizes)))
-        for g, w in zip(got, wanted, strict=True):
-            assert_close(np.asarray(g)[:used], np.asarray(w)[:used], "portable")
+    got, wanted = run(experts, hidden, weights, biases, d_rows, sizes), run(experts, *wide, sizes)
+    for g, w in zip(got, wanted, strict=True):
+        assert_close(g[:used], w[:used], "portable")
 
 
 def test_nan_and_infinity_stay_in_their_elements(pool, rng):
-    hidden, weights, d_rows, sizes = inputs(rng, True)
-    hidden[2, 7], hidden[3, INNER + 9] = np.nan, np.inf
-    for name in ACTIVATIONS:
-        options = {"activation": name, "gated": True}
-        rows = np.asarray(kernels.activate(*map(jnp.asarray, (hidden, weights, sizes)), **options))[: sum(SIZES)]
+    for experts in (*(Experts(name) for name in ACTIVATIONS), dataclasses.replace(GPT_OSS, interleaved=False)):
+        hidden, weights, _, d_rows, sizes = inputs(rng, experts)
+        hidden[2, 7], hidden[3, INNER + 9] = np.nan, np.inf
+        rows, d_hidden, d_weights = run(experts, hidden, weights, None, d_rows, sizes)
+        rows = rows[: sum(SIZES)]
         assert np.isnan(rows[2, 7]) and np.isfinite(np.delete(rows, [2, 3], axis=0)).all()
-        arrays = map(jnp.asarray, (hidden, weights, d_rows, sizes))
-        d_hidden, d_weights = map(np.asarray, kernels.activate_gradient(*arrays, **options))
         assert np.isfinite(np.delete(d_hidden[: sum(SIZES)], [2, 3], axis=0)).all()
         assert np.isnan(d_weights[2]) and np.isfinite(np.delete(d_weights, [2, 3])).all()

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ep import Experts
 from jax_ep.megakernels import activation as kernels
 from jax_ep.xla import activation as portable
 
@@ -50,18 +51,22 @@ def test_matrices(pool, rng, columns):
     same(scales, want[1])
 
 
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-def test_activation(pool, rng, activation, keep, gated):
-    inner = 256
-    hidden = rng.standard_normal((ROWS, (2 if gated else 1) * inner)).astype(jnp.bfloat16)
+@pytest.mark.parametrize("experts", [
+    *(Experts(name, gated=gated) for name in ("silu", "gelu", "relu") for gated in (True, False)),
+    Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0),
+    Experts(weight_on="input"),
+], ids=str)  # fmt: skip
+def test_activation(pool, rng, experts, keep):
+    inner, columns = 256, 512 if experts.gated else 256
+    hidden = rng.standard_normal((ROWS, columns)).astype(jnp.bfloat16)
     weights = rng.random(ROWS).astype(np.float32)
+    bias = jnp.asarray(rng.standard_normal((SIZES.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
     hidden[USED:], weights[USED:] = np.nan, np.nan
-    options = {"activation": activation, "gated": gated, "keep": keep}
-    inputs = jnp.asarray(hidden), jnp.asarray(weights), SIZES
-    want = portable.activate_quantized(*inputs, **options)
-    got = [x if x is None else np.asarray(x) for x in kernels.activate_quantized(*inputs, **options)]
+    inputs = jnp.asarray(hidden), jnp.asarray(weights), bias, SIZES
+    want = portable.activate_quantized(experts, *inputs, keep=keep)
+    assert want[0].shape == (ROWS, inner)
+    got = [x if x is None else np.asarray(x) for x in kernels.activate_quantized(experts, *inputs, keep=keep)]
     np.testing.assert_allclose(got[1][:USED], np.asarray(want[1])[:USED], rtol=1e-5)
     exact = np.asarray(want[0]).astype(np.float32)[:USED]
     # Where the last bits of the activations differ, a value may round to its neighbour.

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from compiling import build
 
+from jax_ep import Experts
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import exchange, rows
 from jax_ep.megakernels.kernels.structs import Dispatch, Peers, Rows
-from jax_ep.megakernels.kernels.structs_serving import Activation
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -54,8 +54,8 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
-    sizes = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32))
-    constants = {"S": sizes, "KIND": Activation(activation, gated), "KEEP": keep}
+    sizes, kind = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32)), Experts(activation, gated=gated)
+    constants = {"S": sizes, "KIND": kernels.kind_of(kind), "KEEP": keep, "bias": None}
     types = FP8 | {"hidden_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32"}
     check(kernels._ACTIVATE_QUANTIZED, types, constants, pass_config)
 

@@ -92,11 +92,23 @@ def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, cap
     check_flat(built, sizes.product, config.num_stages)
 
 
-def build_gemm_combine(config: Config, sizes: structs_gemm.GemmCombine, capability: int) -> dict:
+def test_gemm_combine_with_bias(on_h200: None) -> None:
+    tokens, hidden, _, features = DEEPSEEK
+    config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
+    built = build_gemm_combine(config, sizes, 90, bias=True)
+    check(built, 90)
+    check_flat(built, sizes.product, config.num_stages)
+
+
+def build_gemm_combine(config: Config, sizes: structs_gemm.GemmCombine, capability: int, *, bias: bool = False) -> dict:
     types = {"handle": structs_gemm.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": "*bf16"} | PEERS
     types |= {"b_desc": matrices(sizes.product)}
     types["h_desc"] = f"tensordesc<bf16[{sizes.product.tile.BM}, {sizes.product.tile.BK}]>"
     values = constants(sizes)
+    if bias:
+        types["bias"] = structs_gemm.Bias("*bf16", "*fp32")
+    else:
+        values["bias"] = None
     if sizes.gradient is None:
         values |= {"factors": None, "gradient": None}
     else:

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from compiling import build
 
-from jax_ep import ffi
+from jax_ep import Experts, ffi
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency, masked
+from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels.structs import Peers
 from jax_ep.megakernels.kernels.structs_serving import RowSources
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.megakernels.masked import MaskedTiles
 from jax_ep.types import Layout
+from oracle_experts import GPT_OSS
 
 G, M, K, N, INNER = 64, 512, 7168, 4096, 2048
 SHARED_BYTES = 227 << 10  # of a multiprocessor
@@ -59,10 +61,11 @@ def test_gemm(capability: int, block_m: int, fp8: bool, out: str) -> None:
     assert tiles.num_stages >= 3
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("block_m", EXPECTED)
 @pytest.mark.slow(unless={"block_m": [128]})
-def test_gemm_combine(block_m: int, fp8: bool) -> None:
+def test_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
     """The epilogue that stores rows at their sources leaves registers, and stores 16 bytes at a time."""
     num_ranks, tokens, top_k = 4, 128, 8
     tiles = masked.masked_tiles(num_ranks * tokens, EXPECTED[block_m], 1 if fp8 else 2, 2)
@@ -76,7 +79,12 @@ def test_gemm_combine(block_m: int, fp8: bool) -> None:
     sizes = low_latency.gemm_combine_sizes(layout, tokens, K, INNER, tiles, fp8, 4352)
     heap = heap_of(HeapLayout(num_ranks), num_ranks, int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE))
     kernel, shape = low_latency._GEMM_COMBINE, (tiles.num_warps, tiles.num_stages, 90)
-    built = build(kernel.module, kernel.function, types, {"S": sizes, "HEAP": heap}, *shape)
+    constants: dict[str, Any] = {"S": sizes, "HEAP": heap}
+    if bias:
+        types["bias_ptr"] = "*bf16"
+    else:
+        constants["bias_ptr"] = None
+    built = build(kernel.module, kernel.function, types, constants, *shape)
     assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]
     assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
     assert not re.search(r"st\.global\.b(8|16)\b", built["ptx"]), "short stores: an alignment hint was lost"
@@ -104,12 +112,17 @@ def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("quantize", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-@pytest.mark.slow(unless={"activation": ["silu"]})
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gpt-oss"])
+@pytest.mark.slow(unless={"activation": ["silu", "gpt-oss"]})
 def test_activation(activation: str, quantize: bool, capability: int) -> None:
     types = {"hidden_ptr": "*bf16", "sizes_ptr": "*i32", "scales_ptr": "*fp32"}
     types["out_ptr"] = "*fp8e4nv" if quantize else "*bf16"
-    constants = {"S": masked.activation_sizes(G, M, INNER, activation, quantize)}
+    experts = GPT_OSS if activation == "gpt-oss" else Experts(activation)
+    constants = {"S": masked.activation_sizes(G, M, INNER, quantize), "KIND": kind_of(experts)}
+    if experts is GPT_OSS:
+        types["bias_ptr"] = "*bf16"
+    else:
+        constants["bias_ptr"] = None
     built = build(masked._ACTIVATION.module, masked._ACTIVATION.function, types, constants, 4, 3, capability)
     assert "ld.global.v4.b32" in built["ptx"], "rows are not loaded 16 bytes at a time"
     assert re.search(r"st\.global\.v4\.b32" if not quantize else r"st\.global\.v[24]\.b32", built["ptx"])

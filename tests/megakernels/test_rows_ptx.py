@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
 import pytest
 from compiling import build
 
+from jax_ep import Experts
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import rows
-from jax_ep.megakernels.kernels.structs_serving import Activation
+from jax_ep.megakernels.kernels.structs_serving import RowBias
+from oracle_experts import GPT_OSS
 
 ROWS, INNER, GROUPS = 32768, 2048, 64
 
 
-def compile_pass(monkeypatch, kernel, types, constants):
+def compile_pass(monkeypatch, kernel, types, constants, config=None):
     monkeypatch.setattr(rows, "num_programs", lambda *_: 1056)
-    config = rows.pass_config(1056)
+    config = config or rows.pass_config(1056)
     built = build(
         kernel.module, kernel.function, types, constants, config.num_warps, config.num_stages, 90, config.max_registers
     )
@@ -26,16 +29,27 @@ def compile_pass(monkeypatch, kernel, types, constants):
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_exact", "relu", "relu_squared", "gpt-oss", "llama 4"])
 @pytest.mark.parametrize("kernel", [kernels._ACTIVATE, kernels._GRADIENT], ids=lambda kernel: kernel.function)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.slow(unless={"name": ["silu"]})
+@pytest.mark.slow(unless={"name": ["silu", "gpt-oss"]})
 def test_activation(monkeypatch, kernel, name, gated):
+    """The experts of gpt-oss have gates and biases."""
+    experts = {"llama 4": Experts(gated=gated, weight_on="input"), "gpt-oss": GPT_OSS}.get(name)
+    if experts is None:
+        experts = Experts(name, gated=gated)
+    elif experts.gated != gated:
+        return
     types = dict.fromkeys(["hidden_ptr", "out_ptr", "d_rows_ptr", "d_hidden_ptr"], "*bf16")
     types |= {"sizes_ptr": "*i32", "weights_ptr": "*fp32", "d_weights_ptr": "*fp32"}
-    sizes = kernels.sizes_of if kernel is kernels._ACTIVATE else kernels.gradient_sizes_of
-    constants = {"S": sizes((ROWS, INNER), np.zeros(GROUPS, np.int32)), "KIND": Activation(name, gated)}
-    compile_pass(monkeypatch, kernel, types, constants)
+    sizes = kernels.sizes_of if kernel is kernels._ACTIVATE else functools.partial(kernels.gradient_sizes_of, experts)
+    constants = {"S": sizes((ROWS, INNER), np.zeros(GROUPS, np.int32)), "KIND": kernels.kind_of(experts)}
+    if experts is GPT_OSS:
+        types["bias"] = RowBias("*bf16", "*i32")
+    else:
+        constants["bias"] = None
+    config = kernels.gradient_config(experts, constants["S"]) if kernel is kernels._GRADIENT else None
+    compile_pass(monkeypatch, kernel, types, constants, config)
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [("bf16", 7168), ("bf16", 2048), ("fp16", 72)])

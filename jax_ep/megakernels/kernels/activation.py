@@ -13,35 +13,66 @@ from .tiles import num_turns, task_of_turn
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """float32 to float32."""
-    if ACTIVATION == "relu":
+    NAME: tl.constexpr = KIND.NAME
+    if NAME == "relu":
         # NaN stays NaN.
         y = tl.where(x < 0, 0.0, x)
-    elif ACTIVATION == "gelu":
+    elif NAME == "relu_squared":
+        y = tl.where(x < 0, 0.0, x)
+        y = y * y
+    elif NAME == "gelu":
         # 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif NAME == "gelu_exact":
+        y = x * 0.5 * (1 + tl.erf(0.7071067811865476 * x))
     else:
-        tl.static_assert(ACTIVATION == "silu")
-        y = x * tl.sigmoid(x)
+        tl.static_assert(NAME == "silu")
+        y = x * tl.sigmoid(KIND.ALPHA * x)
     return y
 
 
 @triton.jit
-def slope(x, ACTIVATION: tl.constexpr):
+def slope(x, KIND: tl.constexpr):
     """The derivative of `activate`."""
-    if ACTIVATION == "relu":
+    NAME: tl.constexpr = KIND.NAME
+    if NAME == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
-    elif ACTIVATION == "gelu":
+    elif NAME == "relu_squared":
+        y = tl.where(x < 0, 0.0, 2 * x)
+    elif NAME == "gelu":
         # Farther out it is 0 or 1, and the powers would overflow; NaN stays NaN.
         x = tl.where(x > 16.0, 16.0, tl.where(x < -16.0, -16.0, x))
         share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    elif NAME == "gelu_exact":
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        # Where it is 0, x may be infinite.
+        y = 0.5 * (1 + tl.erf(0.7071067811865476 * x)) + tl.where(density == 0.0, 0.0, x * density)
     else:
-        tl.static_assert(ACTIVATION == "silu")
-        share = tl.sigmoid(x)
-        y = share * (1 + x * (1 - share))
+        tl.static_assert(NAME == "silu")
+        share = tl.sigmoid(KIND.ALPHA * x)
+        y = share * (1 + KIND.ALPHA * x * (1 - share))
     return y
+
+
+@triton.jit
+def limit_gate(gate, KIND: tl.constexpr):
+    """What of a gate is activated; NaN stays NaN, here and below."""
+    if KIND.CLAMP is not None:
+        gate = tl.where(gate > KIND.CLAMP, KIND.CLAMP, gate)
+    return gate
+
+
+@triton.jit
+def factor_of(up, KIND: tl.constexpr):
+    """What an activated gate multiplies."""
+    if KIND.CLAMP is not None:
+        up = tl.where(up > KIND.CLAMP, KIND.CLAMP, tl.where(up < -KIND.CLAMP, -KIND.CLAMP, up))
+    if KIND.UP_OFFSET != 0:
+        up += KIND.UP_OFFSET
+    return up
 
 
 @triton.jit
@@ -58,55 +89,128 @@ def store_block(x_ptr, rows, columns, values, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def activate_block(hidden_ptr, weights_ptr, rows, columns, mask, used, KIND: tl.constexpr, S: tl.constexpr):
-    """float32 block of activated rows of `hidden [R, 2 * H]` (`[R, H]` without GATED), times their weights."""
-    width: tl.constexpr = 2 * S.H if KIND.GATED else S.H
-    values = activate(load_block(hidden_ptr, rows, columns, mask, width), KIND.NAME)
-    if KIND.GATED:
-        values *= load_block(hidden_ptr, rows, S.H + columns, mask, width)
-    return values * tl.load(weights_ptr + rows, mask=rows < used, other=0.0)[:, None]
+def load_halves(x_ptr, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
+    """Gates and what they multiply of a block of `[., 2 * H]`; without gates the block of `[., H]`, twice."""
+    if KIND.INTERLEAVED:
+        columns = (2 * column + tl.arange(0, 2 * S.BC))[None, :]
+        both = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < 2 * S.H), 2 * S.H)
+        gate, up = tl.split(tl.reshape(both, (S.BR, S.BC, 2)))
+    else:
+        columns = (column + tl.arange(0, S.BC))[None, :]
+        mask = (rows < used)[:, None] & (columns < S.H)
+        width: tl.constexpr = 2 * S.H if KIND.GATED else S.H
+        gate = load_block(x_ptr, rows, columns, mask, width)
+        up = load_block(x_ptr, rows, S.H + columns, mask, width) if KIND.GATED else gate
+    return gate, up
 
 
 @triton.jit
-def weighted_activation(hidden_ptr, weights_ptr, sizes_ptr, out_ptr, KIND: tl.constexpr, S: tl.constexpr):
-    """`hidden [R, 2 * H]` (`[R, H]` without GATED) and `weights [R]` to `out [R, H]`."""
+def store_halves(x_ptr, rows, column, gate, up, used, KIND: tl.constexpr, S: tl.constexpr):
+    """The inverse of `load_halves`; without gates the first is stored."""
+    if KIND.INTERLEAVED:
+        columns = (2 * column + tl.arange(0, 2 * S.BC))[None, :]
+        both = tl.reshape(tl.join(gate, up), (S.BR, 2 * S.BC))
+        store_block(x_ptr, rows, columns, both, (rows < used)[:, None] & (columns < 2 * S.H), 2 * S.H)
+    else:
+        columns = (column + tl.arange(0, S.BC))[None, :]
+        mask = (rows < used)[:, None] & (columns < S.H)
+        width: tl.constexpr = 2 * S.H if KIND.GATED else S.H
+        store_block(x_ptr, rows, columns, gate, mask, width)
+        if KIND.GATED:
+            store_block(x_ptr, rows, S.H + columns, up, mask, width)
+
+
+@triton.jit
+def load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
+    """Gates and what they multiply, with weights on the input and biases, of a block of hidden rows."""
+    gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
+    if KIND.ON_INPUT:
+        gate, up = gate * weights[:, None], up * weights[:, None]
+    if bias is not None:
+        groups = tl.load(bias.group_ptr + rows, mask=rows < used, other=0)
+        gate_bias, up_bias = load_halves(bias.values_ptr, groups, column, S.G, KIND, S)
+        gate, up = gate + gate_bias, up + up_bias
+    return gate, up
+
+
+@triton.jit
+def activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
+    """float32 block of activated and weighted rows of `hidden [R, 2 * H]` (`[R, H]` without GATED)."""
+    weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
+    gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
+    values = activate(limit_gate(gate, KIND), KIND)
+    if KIND.GATED:
+        values *= factor_of(up, KIND)
+    if not KIND.ON_INPUT:
+        values *= weights[:, None]
+    return values
+
+
+@triton.jit
+def weighted_activation(hidden_ptr, weights_ptr, sizes_ptr, bias, out_ptr, KIND: tl.constexpr, S: tl.constexpr):
+    """`hidden [R, 2 * H]` (`[R, H]` without GATED), `weights [R]` and a `RowBias` or None to `out [R, H]`."""
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
-        rows, _, columns, mask = block_of_task(task, used, S)
-        values = activate_block(hidden_ptr, weights_ptr, rows, columns, mask, used, KIND, S)
+        rows, column, columns, mask = block_of_task(task, used, S)
+        values = activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND, S)
         store_block(out_ptr, rows, columns, values, mask, S.H)
 
 
 @triton.jit
+def differentiate_block(gate, up, d_values, KIND: tl.constexpr):
+    """Cotangents of gates and of what they multiply, and the activated block, for the cotangent of that."""
+    limited = limit_gate(gate, KIND)
+    values = activate(limited, KIND)
+    d_gate = d_values * slope(limited, KIND)
+    d_up = d_values * values
+    if KIND.GATED:
+        factor = factor_of(up, KIND)
+        values *= factor
+        d_gate *= factor
+    if KIND.CLAMP is not None:
+        d_gate = tl.where(gate > KIND.CLAMP, 0.0, d_gate)
+        d_up = tl.where((up > KIND.CLAMP) | (up < -KIND.CLAMP), 0.0, d_up)
+    return d_gate, d_up, values
+
+
+@triton.jit
 def weighted_activation_gradient(
-    hidden_ptr, weights_ptr, d_rows_ptr, sizes_ptr, d_hidden_ptr, d_weights_ptr, KIND: tl.constexpr, S: tl.constexpr
+    hidden_ptr,
+    weights_ptr,
+    d_rows_ptr,
+    sizes_ptr,
+    bias,
+    d_hidden_ptr,
+    d_weights_ptr,
+    KIND: tl.constexpr,
+    S: tl.constexpr,
 ):
     """Cotangents of `hidden` and `weights` for `d_rows [R, H]`; those of weights past the groups are zero."""
     H: tl.constexpr = S.H
     BR: tl.constexpr = S.BR
     BC: tl.constexpr = S.BC
     used = rows_in_use(sizes_ptr, S)
-    width: tl.constexpr = 2 * H if KIND.GATED else H
     for block in range(tl.program_id(0), (S.R + BR - 1) // BR, tl.num_programs(0)):
         rows = block * BR + tl.arange(0, BR)
-        weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)[:, None]
+        weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
         products = tl.zeros((BR, BC), tl.float32)
         if block * BR < used:
             for column in range(0, H, BC):
                 columns = (column + tl.arange(0, BC))[None, :]
-                mask = (rows < used)[:, None] & (columns < H)
-                gate = load_block(hidden_ptr, rows, columns, mask, width)
-                d_rows = load_block(d_rows_ptr, rows, columns, mask, H)
-                value = activate(gate, KIND.NAME)
-                d_gate = d_rows * weights * slope(gate, KIND.NAME)
-                if KIND.GATED:
-                    up = load_block(hidden_ptr, rows, H + columns, mask, width)
-                    products += d_rows * value * up
-                    store_block(d_hidden_ptr, rows, columns, d_gate * up, mask, width)
-                    store_block(d_hidden_ptr, rows, H + columns, d_rows * weights * value, mask, width)
+                d_rows = load_block(d_rows_ptr, rows, columns, (rows < used)[:, None] & (columns < H), H)
+                gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
+                if KIND.ON_INPUT:
+                    d_gate, d_up, values = differentiate_block(gate, up, d_rows, KIND)
+                    # Of the rows as they were: there is no bias here, and a weight may be zero.
+                    gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
+                    products += d_gate * gate
+                    if KIND.GATED:
+                        products += d_up * up
+                    d_gate, d_up = d_gate * weights[:, None], d_up * weights[:, None]
                 else:
-                    products += d_rows * value
-                    store_block(d_hidden_ptr, rows, columns, d_gate, mask, width)
+                    d_gate, d_up, values = differentiate_block(gate, up, d_rows * weights[:, None], KIND)
+                    products += d_rows * values
+                store_halves(d_hidden_ptr, rows, column, d_gate, d_up, used, KIND, S)
         tl.store(d_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < S.R)
 
 
@@ -145,13 +249,21 @@ def dequantize_rows(quantized, sizes_ptr, out_ptr, S: tl.constexpr):
 
 @triton.jit
 def activate_quantized(
-    hidden_ptr, weights_ptr, sizes_ptr, quantized, rows_ptr, KIND: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr
+    hidden_ptr,
+    weights_ptr,
+    sizes_ptr,
+    bias,
+    quantized,
+    rows_ptr,
+    KIND: tl.constexpr,
+    KEEP: tl.constexpr,
+    S: tl.constexpr,
 ):
     """The weighted activation to FP8 `[R, H]` and, with KEEP, also to `rows` as `weighted_activation` has it."""
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
         rows, column, columns, mask = block_of_task(task, used, S)
-        values = activate_block(hidden_ptr, weights_ptr, rows, columns, mask, used, KIND, S)
+        values = activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND, S)
         if KEEP:
             store_block(rows_ptr, rows, columns, values, mask, S.H)
         store_quantized(quantized, rows, column, values, used, S)

@@ -27,6 +27,7 @@ by whoever is free.
 import triton
 import triton.language as tl
 
+from .bounded import halves
 from .combine import combine_blocks
 from .dispatch import copy_tokens
 from .failures import poison
@@ -51,6 +52,7 @@ from .structs import Rows
 from .structs_gemm import Tile, TokensByRow
 from .table import QUEUE, STARTED
 from .tiles import (
+    add_bias,
     find_tile,
     load_rhs,
     locate_groups,
@@ -265,9 +267,20 @@ def row_addresses(row_slot_ptr, launch, tile, dtype: tl.constexpr, S: tl.constex
 @triton.jit
 def store_at_sources(total, addresses, column, dtype: tl.constexpr, S: tl.constexpr):
     """Stores a tile's columns of the rows at these addresses."""
-    columns = (column + tl.arange(0, S.product.tile.BN))[None, :]
+    columns = (column + tl.arange(0, total.shape[1]))[None, :]
     target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
     tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < S.product.N))
+
+
+@triton.jit
+def store_biased_at_sources(total, bias, tile, addresses, dtype: tl.constexpr, S: tl.constexpr):
+    """The same with a `Bias`, one half of the columns after the other: all at once would spill registers."""
+    HALF: tl.constexpr = S.product.tile.BN // 2
+    left, right = halves(total, S.product.tile.BM, HALF * 2)
+    left = add_bias(left, bias, tile, S.product)
+    store_at_sources(left, addresses, tile.column, dtype, S)
+    right_tile = Tile(tile.group, tile.row, tile.end, tile.column + HALF)
+    store_at_sources(add_bias(right, bias, right_tile, S.product), addresses, right_tile.column, dtype, S)
 
 
 @triton.jit
@@ -309,9 +322,11 @@ def list_slots(list_ptr, ids_ptr, rank, block, E: tl.constexpr, S: tl.constexpr)
 
 @triton.jit
 def gemm_combine(
-    h_desc, b_desc, handle, factors, peers, out_ptr, lists_ptr, gradient, S: tl.constexpr, HEAP: tl.constexpr
+    h_desc, b_desc, handle, bias, factors, peers, out_ptr, lists_ptr, gradient, S: tl.constexpr, HEAP: tl.constexpr
 ):
     """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`; `lists` is scratch.
+
+    Unless it is None, a `Bias` is added to the rows before they are rounded and travel.
 
     Unless `gradient` is None, also `factors`, which are `h` and the tokens `[R, H]` by row (or these and `h` if
     TRANSPOSED), to `gradient`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices, through a
@@ -338,7 +353,10 @@ def gemm_combine(
         total = multiply(h_desc, b_desc, tile, P)
         # Addresses that live beside the sums would spill registers in the flat loop.
         addresses = row_addresses(handle.row_slot_ptr, launch, tile, dtype, S, HEAP)
-        store_at_sources(total, addresses, tile.column, dtype, S)
+        if bias is None:
+            store_at_sources(total, addresses, tile.column, dtype, S)
+        else:
+            store_biased_at_sources(total, bias, tile, addresses, dtype, S)
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
         if count_stored(launch, 0):
             for peer_rank in range(W):

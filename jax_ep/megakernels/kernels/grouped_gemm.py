@@ -15,6 +15,7 @@ from .bounded import halves, load_bounded
 from .quantization import GROUP
 from .structs_gemm import GradientTile
 from .tiles import (
+    add_bias,
     find_tile,
     locate_groups,
     multiply,
@@ -31,16 +32,16 @@ ALL_TASKS = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def grouped_gemm(lhs, rhs, sizes_ptr, out, S: tl.constexpr):
+def grouped_gemm(lhs, rhs, sizes_ptr, bias, out, S: tl.constexpr):
     """`out[rows of g] = lhs[rows of g] @ rhs[g]`, zero past the groups.
 
-    `lhs` and `rhs` are descriptors. `out` is a pointer, or with TMA_PARTS a bounded descriptor of blocks
-    `[BM, BN / TMA_PARTS]`: stores then end while the next tile is computed.
+    `lhs` and `rhs` are descriptors. `bias` is a `Bias` that is added, or None. `out` is a pointer, or with TMA_PARTS a
+    bounded descriptor of blocks `[BM, BN / TMA_PARTS]`: stores then end while the next tile is computed.
     """
     group_ends = number_tasks(locate_groups(sizes_ptr, S), S)
     for turn in tl.range(0, num_turns(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
         tile = find_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
-        store_tile(out, multiply(lhs, rhs, tile, S), tile, S)
+        store_tile(out, add_bias(multiply(lhs, rhs, tile, S), bias, tile, S), tile, S)
     zero_rest(out, group_ends, S)
 
 

@@ -81,12 +81,16 @@ def low_latency_gemm_combine(
     sizes_ptr,
     sources,
     weights_ptr,
+    bias_ptr,
     peers,
     out_ptr,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`lhs [L, W * M, depth]` and matrices `[L, H, depth]` to `out [T, H]`; scales as for `masked_grouped_gemm`."""
+    """`lhs [L, W * M, depth]` and matrices `[L, H, depth]` to `out [T, H]`; scales as for `masked_grouped_gemm`.
+
+    With biases `[L, H]` of the product, or None.
+    """
     launch, alive = open_launch(peers, HEAP)
     W: tl.constexpr = S.W
     H: tl.constexpr = S.H
@@ -104,6 +108,10 @@ def low_latency_gemm_combine(
         total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, GEMM)
         if SWAP:
             total = tl.trans(total)
+        if bias_ptr is not None:
+            lanes = column + tl.arange(0, BN)
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * H + lanes, mask=lanes < H, other=0.0)
+            total += bias.to(tl.float32)[None, :]
         addresses = slot_addresses(expert, row, size, buffers.outgoing, sources, dtype, S)
         columns = (column + tl.arange(0, BN))[None, :]
         target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))

@@ -17,7 +17,7 @@ keep fewer bits. Source: section 3.3 of DeepSeek-V3 (arXiv:2412.19437).
 import triton
 import triton.language as tl
 
-from .activation import activate
+from .activation import activate, factor_of, limit_gate
 from .quantization import GROUP, quantize, scale_offsets
 from .tiles import num_turns, task_of_turn
 
@@ -103,8 +103,29 @@ def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
 
 
 @triton.jit
-def masked_gated_activation(hidden_ptr, sizes_ptr, out_ptr, scales_ptr, S: tl.constexpr):
-    """`hidden [G, M, 2 * N]` to `out [G, M, N]`, with QUANTIZE as FP8 and `scales [G, M, N / 128]`."""
+def load_masked_halves(x_ptr, rows, mask, column, KIND: tl.constexpr, S: tl.constexpr):
+    """float32 gates and what they multiply of a block of `[., 2 * N]`; without gates the block of `[., N]`, twice."""
+    N: tl.constexpr = S.N
+    BN: tl.constexpr = S.tile.BN
+    if KIND.INTERLEAVED:
+        columns = 2 * column + tl.arange(0, 2 * BN)[None, :]
+        both = tl.load(x_ptr + rows[:, None] * (2 * N) + columns, mask=mask[:, None] & (columns < 2 * N), other=0.0)
+        gate, up = tl.split(tl.reshape(both.to(tl.float32), (rows.shape[0], BN, 2)))
+    else:
+        columns = column + tl.arange(0, BN)[None, :]
+        inside = mask[:, None] & (columns < N)
+        source = x_ptr + rows[:, None] * (2 * N if KIND.GATED else N) + columns
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32) if KIND.GATED else gate
+    return gate, up
+
+
+@triton.jit
+def masked_gated_activation(hidden_ptr, sizes_ptr, bias_ptr, out_ptr, scales_ptr, KIND: tl.constexpr, S: tl.constexpr):
+    """`hidden [G, M, 2 * N]` to `out [G, M, N]`, with QUANTIZE as FP8 and `scales [G, M, N / 128]`.
+
+    With biases `[G, 2 * N]` of the hidden rows, or None. Without gates hidden is `[G, M, N]`, and biases as wide.
+    """
     N: tl.constexpr = S.N
     BM: tl.constexpr = S.tile.BM
     BN: tl.constexpr = S.tile.BN
@@ -114,14 +135,18 @@ def masked_gated_activation(hidden_ptr, sizes_ptr, out_ptr, scales_ptr, S: tl.co
         local = row + tl.arange(0, BM)
         rows = group.to(tl.int64) * S.M + local
         column = column_tile * BN
-        columns = column + tl.arange(0, BN)[None, :]
-        mask = (local < size)[:, None] & (columns < N)
-        source = hidden_ptr + rows[:, None] * (2 * N) + columns
-        gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(source + N, mask=mask, other=0.0).to(tl.float32)
-        values = activate(gate, S.ACTIVATION) * up
+        gate, up = load_masked_halves(hidden_ptr, rows, local < size, column, KIND, S)
+        if bias_ptr is not None:
+            one = group.to(tl.int64) + tl.zeros((1,), tl.int64)
+            gate_bias, up_bias = load_masked_halves(bias_ptr, one, one >= 0, column, KIND, S)
+            gate, up = gate + gate_bias, up + up_bias
+        values = activate(limit_gate(gate, KIND), KIND)
+        if KIND.GATED:
+            values *= factor_of(up, KIND)
         if S.QUANTIZE:
             values, scales = quantize(values, BM, BN)
             offsets, exist = scale_offsets(rows, column, N, BN)
             tl.store(scales_ptr + offsets, scales, mask=(local < size)[:, None] & exist)
-        tl.store(out_ptr + rows[:, None] * N + columns, values.to(out_ptr.dtype.element_ty), mask=mask)
+        columns = column + tl.arange(0, BN)[None, :]
+        target = out_ptr + rows[:, None] * N + columns
+        tl.store(target, values.to(out_ptr.dtype.element_ty), mask=(local < size)[:, None] & (columns < N))

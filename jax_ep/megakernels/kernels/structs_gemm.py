@@ -102,6 +102,13 @@ class Tile(NamedTuple):
     column: Any
 
 
+class Bias(NamedTuple):
+    """Added to a product: `values_ptr [G, N]`, a row for each group, times `scales_ptr [M]` float32 of each row."""
+
+    values_ptr: Any
+    scales_ptr: Any
+
+
 class GradientTile(NamedTuple):
     """A tile of a group's weight gradient.
 

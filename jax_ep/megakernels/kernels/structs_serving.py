@@ -207,7 +207,6 @@ class MaskedActivation:
     Attributes:
       M, G, GROUPS: as those of `MaskedGemm`.
       N: columns of the result.
-      ACTIVATION: its name.
       QUANTIZE: the result is FP8 with scales.
       tile: blocks.
     """
@@ -216,7 +215,6 @@ class MaskedActivation:
     N: int
     G: int
     GROUPS: int
-    ACTIVATION: str
     QUANTIZE: bool
     tile: MaskedActivationTile
 
@@ -263,7 +261,29 @@ class RowPass:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """Which activation: its name, and whether half of the columns are factors of the activated others."""
+    """What experts compute between their products, as `jax_ep.Experts` says it.
+
+    Attributes:
+      NAME: of the activation.
+      GATED: half of the columns are gates.
+      INTERLEAVED: gates are in the even columns, else in the first half.
+      ALPHA: factor in "silu".
+      CLAMP: limit of gates and of what they multiply; None: there is none.
+      UP_OFFSET: added to what gates multiply.
+      ON_INPUT: weights scale hidden rows, else results.
+    """
 
     NAME: str
     GATED: bool
+    INTERLEAVED: bool
+    ALPHA: float
+    CLAMP: float | None
+    UP_OFFSET: float
+    ON_INPUT: bool
+
+
+class RowBias(NamedTuple):
+    """Biases of hidden rows: `values_ptr [G, N]`, and the group of each row, `group_ptr [R]`."""
+
+    values_ptr: Any
+    group_ptr: Any

@@ -115,6 +115,18 @@ def multiply(lhs, rhs, tile, S: tl.constexpr):
 
 
 @triton.jit
+def add_bias(total, bias, tile, S: tl.constexpr):
+    """Columns of a `Tile`, from its first on, with its group's row of a `Bias`; as they are where that is None."""
+    if bias is not None:
+        rows = tile.row + tl.arange(0, total.shape[0])
+        columns = tile.column + tl.arange(0, total.shape[1])
+        values = tl.load(bias.values_ptr + tile.group.to(tl.int64) * S.N + columns, mask=columns < S.N, other=0.0)
+        scales = tl.load(bias.scales_ptr + rows, mask=rows < tile.end, other=0.0)
+        total += scales[:, None] * values.to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
 def store_tile(out, total, tile, S: tl.constexpr):
     """Stores the rows before the end of a `Tile`, `[., BN]`.
 

@@ -1,0 +1,220 @@
+"""What experts compute, with biases, on every implementation: values and gradients against the oracle."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle
+from cases import BASE, BF16, F32, Shape, assert_close, reals
+from harness import compiled, run
+from jax_ep.quantization import quantize_fp8_weights
+from layers import Layer
+from oracle_experts import GPT_OSS, LLAMA_4, Arrays, layer
+
+FP8_SHAPE = Shape(hidden=128, intermediate=128)
+CASES = {
+    "gpt-oss": (GPT_OSS, True),
+    "llama 4": (LLAMA_4, False),
+    "biases of plain experts": (jax_ep.Experts("gelu_exact"), True),
+    "no gates": (jax_ep.Experts("relu_squared", gated=False, clamp=1.0), True),
+    "weights and biases on the input": (jax_ep.Experts("gelu", weight_on="input"), True),
+}
+
+
+class Inputs:
+    """Random inputs of a layer with experts, and the oracle's answer."""
+
+    def __init__(self, rng: Any, experts: jax_ep.Experts, bias: bool, num_ranks: int, shape: Shape, dtype: Any) -> None:
+        self.experts, self.shape = experts, shape
+        self.layer = Layer(rng, "duplicates", num_ranks, shape, dtype, gated=experts.gated)
+        self.layer.w_gate_up *= 3  # so that limits are reached
+        num_experts, hidden, columns = self.layer.w_gate_up.shape
+        self.biases = (reals(rng, num_experts, columns, dtype=dtype), reals(rng, num_experts, hidden, dtype=dtype))
+        self.biases = self.biases if bias else (None, None)
+        self.d_out = reals(rng, *self.layer.x.shape, dtype=dtype)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return *self.layer.args, *(None if b is None else self.layer.per_rank(b) for b in self.biases)
+
+    def answer(self, **layout: Any) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        of = self.layer
+        lay = oracle.layout(of.topk_idx, len(of.w_down), **layout)
+        arrays = Arrays(of.x, of.topk_weights, of.w_gate_up, of.w_down, *self.biases)
+        out, gradient = layer(self.experts, arrays, lay, self.d_out.astype(np.float64))
+        by_rank = [of.per_rank(part) for part in gradient[2:] if part is not None]
+        return out, (gradient.x, gradient.topk_weights, *by_rank)
+
+
+def moe(implementation: str, inputs: Inputs, **options: Any) -> Any:
+    run = functools.partial(jax_ep.moe, num_experts=inputs.shape.num_experts, implementation=implementation)
+
+    def call(x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down):
+        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
+        arrays = (x, topk_idx, topk_weights, w_gate_up, w_down)
+        return run(*arrays, experts=inputs.experts, **biases, **options)
+
+    return call
+
+
+def with_gradients(call: Any) -> Any:
+    """`call`, and its gradients in all floating arguments, for a cotangent that comes last."""
+
+    def value(arrays, topk_idx, d_out):
+        x, weights, *others = arrays
+        y = call(x, topk_idx, weights, *others)
+        return jnp.sum(y.astype(jnp.float32) * d_out.astype(jnp.float32)), y
+
+    def both(x, topk_idx, weights, *others):
+        *others, d_out = others
+        (_, y), gradients = jax.value_and_grad(value, has_aux=True)((x, weights, *others), topk_idx, d_out)
+        return y, gradients
+
+    return both
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow(unless={"case": ["gpt-oss", "llama 4"], "dtype": [BF16]})
+def test_values_and_gradients(implementation: str, case: str, dtype: Any, expert_mesh: Any, rng: Any) -> None:
+    inputs = Inputs(rng, *CASES[case], 2, BASE, dtype)
+    y, gradients = run(with_gradients(moe(implementation, inputs)), expert_mesh(2), *inputs.args, inputs.d_out)
+    want, wanted = inputs.answer()
+    assert_close(y, want, "y")
+    names = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
+    for name, g, w in zip(names, gradients, wanted, strict=False):
+        # Hidden rows are rounded to 16 bits: near a limit the derivative jumps.
+        assert_close(g, w, name, tolerance=None if dtype == F32 else 0.05)
+
+
+@pytest.mark.parametrize("mode", ["scatter", "serial"])
+def test_bias_behind_each_way_to_combine(implementation: str, mode: str, expert_mesh: Any, rng: Any) -> None:
+    inputs = Inputs(rng, GPT_OSS, True, 2, BASE, BF16)
+    schedule = jax_ep.Schedule(combine_mode=mode)
+    got = run(moe(implementation, inputs, schedule=schedule), expert_mesh(2), *inputs.args)
+    assert_close(got, inputs.answer()[0], mode)
+
+
+def test_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
+    got = run(moe(implementation, inputs, capacity=7), expert_mesh(2), *inputs.args)
+    assert_close(got, inputs.answer(capacity=7)[0], "moe")
+
+
+def test_fp8_products(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    """About as far from the exact layer as one without limits and biases."""
+    inputs = Inputs(rng, GPT_OSS, True, 2, FP8_SHAPE, BF16)
+    call = moe(implementation, inputs, forward_dtype=jnp.float8_e4m3fn)
+    y, gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
+    want, wanted = inputs.answer()
+    for g, w in zip((y, *gradients), (want, *wanted), strict=True):
+        assert np.linalg.norm(g.astype(np.float64) - w) < 0.12 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("case", ["gpt-oss", "llama 4", "no gates"])
+@pytest.mark.slow(unless={"case": ["gpt-oss"]})
+def test_low_latency(implementation: str, case: str, fp8: bool, expert_mesh: Any, rng: Any) -> None:
+    inputs = Inputs(rng, *CASES[case], 2, FP8_SHAPE, BF16)
+
+    def call(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down):
+        matrices = [quantize_fp8_weights(w) if fp8 else w.swapaxes(1, 2) for w in (w_gate_up, w_down)]
+        options = {"num_experts": inputs.shape.num_experts, "implementation": implementation}
+        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
+        return jax_ep.low_latency_moe(x, topk_idx, weights, *matrices, experts=inputs.experts, **biases, **options)
+
+    got, want = run(call, expert_mesh(2), *inputs.args), inputs.answer()[0]
+    error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
+    assert error < (0.12 if fp8 else 0.01)
+
+
+def test_a_function_of_the_callers(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    """With parameters of its own, whose gradient no row without a token touches."""
+    inputs = Inputs(rng, jax_ep.Experts(), False, 2, BASE, BF16)
+    slope = rng.standard_normal((2, BASE.intermediate)).astype(np.float32)
+
+    def loss(slope, x, topk_idx, weights, w_gate_up, w_down, d_out, experts):
+        y = jax_ep.moe(
+            x, topk_idx, weights, w_gate_up, w_down,
+            num_experts=BASE.num_experts, experts=experts, implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(y.astype(jnp.float32) * d_out.astype(jnp.float32))
+
+    def own(slope, *args):
+        def function(hidden):
+            gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+            return (jnp.tanh(gate * slope[None]) * up).astype(hidden.dtype)
+
+        return loss(slope, *args, jax_ep.Experts(function))
+
+    d_slope, d_x = run(jax.grad(own, (0, 1)), expert_mesh(2), slope, *inputs.layer.args, inputs.d_out)
+    of, shape = inputs.layer, BASE
+    wide = [a.astype(np.float64) for a in (of.x, of.topk_weights, of.w_gate_up, of.w_down, inputs.d_out, slope)]
+    x, weights, w_gate_up, w_down, d_out, slopes = wide
+    want_slope, want_x = np.zeros(slope.shape), np.zeros(x.shape)
+    for source, token, k in np.ndindex(of.topk_idx.shape):
+        expert = of.topk_idx[source, token, k]
+        if expert < 0:
+            continue
+        own_slope = slopes[expert // (shape.num_experts // 2)]
+        gate, up = np.split(x[source, token] @ w_gate_up[expert], 2)
+        d_rows = weights[source, token, k] * (w_down[expert] @ d_out[source, token])
+        bent = d_rows * up * (1 - np.tanh(gate * own_slope) ** 2)
+        want_slope[expert // (shape.num_experts // 2)] += bent * gate
+        d_hidden = np.concatenate([bent * own_slope, d_rows * np.tanh(gate * own_slope)])
+        want_x[source, token] += w_gate_up[expert] @ d_hidden
+    assert_close(d_slope, want_slope, "slope", tolerance=0.05)
+    assert_close(d_x, want_x, "x", tolerance=0.05)
+
+
+@pytest.mark.parametrize("count", [0, 3, 99])
+@pytest.mark.slow(unless={"count": [3]})
+def test_tokens_past_the_count(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
+    """They may hold anything, and get zeros; each rank has a number of its own."""
+    inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)
+    counts, of = np.array([count, 5], np.int32), inputs.layer
+    past = np.arange(BASE.num_tokens)[None, :] >= counts[:, None]
+    call = moe(implementation, inputs)
+
+    def counted(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down, d_out, num_tokens):
+        counting = functools.partial(moe, implementation, inputs, num_tokens=num_tokens)()
+        return with_gradients(counting)(x, topk_idx, weights, w_gate_up, w_down, b_gate_up, b_down, d_out)
+
+    wanted_ids = np.where(past[:, :, None], -1, of.topk_idx)
+    args = inputs.args
+    want, wanted = run(with_gradients(call), expert_mesh(2), args[0], wanted_ids, *args[2:], inputs.d_out)
+    x = np.where(past[:, :, None], np.nan, of.x).astype(F32)
+    got, gradients = run(counted, expert_mesh(2), x, *args[1:], inputs.d_out, counts)
+    np.testing.assert_array_equal(got, want)
+    for g, w in zip(gradients, wanted, strict=True):
+        np.testing.assert_array_equal(g, w)
+    assert not got[past].any()
+
+
+def test_dispatch_counts_tokens(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    of = Layer(rng, "uniform", 2, BASE)
+
+    def rows(x, topk_idx, num_tokens):
+        options = {"num_experts": BASE.num_experts, "implementation": implementation}
+        found = jax_ep.dispatch(x, topk_idx, num_tokens=num_tokens, **options)
+        return found.group_sizes, found.tokens, jax_ep.row_experts(found.handle)
+
+    counts = np.array([2, 4], np.int32)
+    sizes, tokens, experts = compiled(rows, expert_mesh(2))(of.x, of.topk_idx, counts)
+    ids = np.where(np.arange(BASE.num_tokens)[None, :, None] < counts[:, None, None], of.topk_idx, -1)
+    lay = oracle.layout(ids, BASE.num_experts)
+    for rank in range(2):
+        found = list(lay.rows(rank))
+        assert sizes[rank].sum() == len(found)
+        num_local = BASE.num_experts // 2
+        for row, source, token, _, expert in found:
+            np.testing.assert_array_equal(tokens[rank, row], of.x[source, token])
+            assert experts[rank, row] == expert % num_local
+        assert (np.delete(experts[rank], [row for row, *_ in found]) == -1).all()

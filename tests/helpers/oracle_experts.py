@@ -1,0 +1,112 @@
+"""What experts compute between their products, and its derivatives, in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+import jax_ep
+import oracle
+
+GPT_OSS = jax_ep.Experts(interleaved=True, alpha=1.702, clamp=7.0, up_offset=1.0)
+LLAMA_4 = jax_ep.Experts(weight_on="input")
+
+
+class Gradient(NamedTuple):
+    """Cotangents of hidden rows `[R, N]`, of their weights `[R]`, and of the biases `[G, N]`."""
+
+    hidden: np.ndarray
+    weights: np.ndarray
+    bias: np.ndarray
+
+
+def _pieces(experts: jax_ep.Experts, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Gates, and what they multiply, ones without gates."""
+    if not experts.gated:
+        return hidden, np.ones_like(hidden)
+    if experts.interleaved:
+        return hidden[:, 0::2], hidden[:, 1::2]
+    return tuple(np.split(hidden, 2, axis=1))
+
+
+def _activate(experts: jax_ep.Experts, gate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if experts.activation != "silu":
+        return oracle.activate(experts.activation, gate)
+    value, slope = oracle.activate("silu", experts.alpha * gate)
+    return value / experts.alpha, slope
+
+
+def expert_rows(
+    experts: jax_ep.Experts,
+    hidden: np.ndarray,
+    weights: np.ndarray,
+    d_rows: np.ndarray,
+    bias: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+) -> tuple[np.ndarray, Gradient]:
+    """Rows `[R, I]` and the gradient for their cotangent `d_rows`; `bias [G, N]` is that of the rows' `groups [R]`."""
+    hidden, weights, d_rows = (x.astype(np.float64) for x in (hidden, weights, d_rows))
+    on_input = experts.weight_on == "input"
+    wide = hidden * weights[:, None] if on_input else hidden
+    if bias is not None:
+        wide = wide + bias.astype(np.float64)[groups]
+    gate, up = _pieces(experts, wide)
+    limit = np.inf if experts.clamp is None else experts.clamp
+    with np.errstate(over="ignore"):
+        value, slope = _activate(experts, np.minimum(gate, limit))
+    factor = np.clip(up, -limit, limit) + experts.up_offset if experts.gated else up
+    rows = value * factor
+    d_products = d_rows if on_input else d_rows * weights[:, None]
+    d_gate = d_products * slope * factor * (gate <= limit)
+    d_up = d_products * value * (np.abs(up) <= limit)
+    d_wide = d_gate
+    if experts.gated:
+        d_wide = np.empty_like(wide)
+        gates, others = _pieces(experts, d_wide)  # views
+        gates[...], others[...] = d_gate, d_up
+    d_bias = np.zeros((0, wide.shape[1]))
+    if bias is not None and groups is not None:
+        d_bias = np.zeros(bias.shape)
+        np.add.at(d_bias, groups, d_wide)
+    if on_input:
+        return rows, Gradient(d_wide * weights[:, None], np.sum(d_wide * hidden, axis=1), d_bias)
+    return rows * weights[:, None], Gradient(d_wide, np.sum(rows * d_rows, axis=1), d_bias)
+
+
+class Arrays(NamedTuple):
+    """Of a layer, or their cotangents: all ranks' tokens and weights, all experts' matrices and biases, or None."""
+
+    x: np.ndarray
+    topk_weights: np.ndarray
+    w_gate_up: np.ndarray
+    w_down: np.ndarray
+    b_gate_up: np.ndarray | None = None
+    b_down: np.ndarray | None = None
+
+
+def layer(experts: jax_ep.Experts, arrays: Arrays, lay: oracle.Layout, d_out: np.ndarray) -> tuple[np.ndarray, Arrays]:
+    """The output `[W, T, H]` of the expert layer, and the cotangents for that of the output, `d_out`."""
+    wide = Arrays(*(None if a is None else a.astype(np.float64) for a in arrays))
+    found = [row[1:] for rank in range(len(arrays.x)) for row in lay.rows(rank)]
+    source, token, k, expert = np.array(found).reshape(-1, 4).T
+    x, weights, d_y = wide.x[source, token], wide.topk_weights[source, token, k], d_out[source, token]
+    hidden = np.einsum("rh,rhn->rn", x, wide.w_gate_up[expert])
+    d_rows = np.einsum("rh,rih->ri", d_y, wide.w_down[expert])
+    rows, of_rows = expert_rows(experts, hidden, weights, d_rows, wide.b_gate_up, expert)
+    y = np.einsum("ri,rih->rh", rows, wide.w_down[expert])
+    scales = weights if experts.weight_on == "output" else np.ones_like(weights)
+    gradient = Arrays(*(None if a is None else np.zeros(a.shape) for a in wide))
+    if wide.b_down is not None:
+        y += scales[:, None] * wide.b_down[expert]
+        np.add.at(gradient.b_down, expert, scales[:, None] * d_y)
+        gradient.b_gate_up[...] = of_rows.bias
+        if experts.weight_on == "output":
+            gradient.topk_weights[source, token, k] += np.sum(d_y * wide.b_down[expert], axis=1)
+    gradient.topk_weights[source, token, k] += of_rows.weights
+    np.add.at(gradient.x, (source, token), np.einsum("rn,rhn->rh", of_rows.hidden, wide.w_gate_up[expert]))
+    np.add.at(gradient.w_gate_up, expert, np.einsum("rh,rn->rhn", x, of_rows.hidden))
+    np.add.at(gradient.w_down, expert, np.einsum("ri,rh->rih", rows, d_y))
+    out = np.zeros(wide.x.shape)
+    np.add.at(out, (source, token), y)
+    return out, gradient

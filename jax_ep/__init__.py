@@ -16,7 +16,7 @@ from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_gated_activation, masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe, moe, moe_sort
 from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
-from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
+from jax_ep.routing import identity_experts, load_balancing_loss, router_z_loss, sparsemixer_router, topk_router
 from jax_ep.types import (
     Dispatched,
     DispatchedGemm,
@@ -49,6 +49,7 @@ __all__ = [
     "fused_moe",
     "grouped_gemm",
     "grouped_gemm_combine",
+    "identity_experts",
     "init",
     "load_balancing_loss",
     "low_latency_combine",
@@ -61,5 +62,6 @@ __all__ = [
     "moe_sort",
     "router_z_loss",
     "row_experts",
+    "sparsemixer_router",
     "topk_router",
 ]

@@ -1,4 +1,4 @@
-"""Routers and their auxiliary losses, as Mixtral, Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3 define them.
+"""Routers and their auxiliary losses, as the published models define them.
 
 Pure JAX: these need no mesh axis, and run on any platform.
 """
@@ -35,11 +35,21 @@ def topk_router(
     topk_groups: int = 1,
     group_score: Literal["top2_sum", "max"] = "top2_sum",
     scale: float = 1.0,
+    token_mask: Array | None = None,
 ) -> Routing:
     """Chooses k experts for every token.
 
-    Mixtral and Qwen3-MoE: the defaults. DeepSeek-V2: `score="softmax", renormalize=False, num_groups, topk_groups,
-    group_score="max", scale=16.0`. DeepSeek-V3: `score="sigmoid", bias=..., num_groups=8, topk_groups=4, scale=2.5`.
+    How published models say it; the page Models has the rest of their layers:
+
+    - Mixtral, Qwen3-MoE: the defaults. Qwen2-MoE, OLMoE: `renormalize=False`.
+    - gpt-oss: the defaults, with logits that contain the router's bias. A softmax over the chosen logits is the softmax
+      over all of them, renormalised.
+    - DeepSeek-V2: `renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0`.
+    - DeepSeek-V3: `score="sigmoid", bias=..., num_groups=8, topk_groups=4, scale=2.5`. GLM-4.5: without groups.
+      MiniMax-M2: without groups and scale.
+    - ERNIE-4.5: `bias=...`. LongCat-Flash: `bias=..., renormalize=False, scale=6.0`, then `identity_experts`.
+    - Llama 4: `k=1, score="sigmoid", renormalize=False`, and experts whose input is weighted, `weight_on="input"`.
+    - Phi-3.5-MoE: `sparsemixer_router`.
 
     Args:
       logits: `[T, E]` floating; scores are computed in float32.
@@ -52,14 +62,17 @@ def topk_router(
       topk_groups: only experts of the best `topk_groups` groups can be chosen.
       group_score: a group's score: the sum of its two best experts (DeepSeek-V3) or its best one (DeepSeek-V2).
       scale: factor on the weights (`routed_scaling_factor`).
+      token_mask: `[T]` bool, False for tokens that go to no expert, such as padding: their ids are -1, their weights
+        and scores 0, and no gradient reaches their logits, whatever these hold. None: every token has experts.
 
     Returns:
       `Routing(topk_idx [T, k] int32, topk_weights [T, k] float32, scores [T, E] float32)`. Equal scores: the lower
-      expert id wins.
+      expert id wins. Without `bias` and groups, logits that differ are never equal, even where their scores round to
+      the same number.
 
     Raises:
       ValueError: sizes that do not fit together, or an unknown `score` or `group_score`.
-      TypeError: logits that are not floating.
+      TypeError: logits that are not floating, or a mask that is not bool.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -69,10 +82,14 @@ def topk_router(
 
     Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
     """
-    _check_router(logits, k, score, bias, num_groups, topk_groups, group_score, scale)
-    logits = logits.astype(accumulation_dtype(logits.dtype))
+    _check_router(logits, k, score, bias, num_groups, topk_groups, group_score, scale, token_mask)
+    # Before anything else: the gradient of a softmax of NaN is NaN, even times zero.
+    logits = _counting(logits.astype(accumulation_dtype(logits.dtype)), token_mask)
     scores = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
     selection = lax.stop_gradient(scores)
+    if bias is None and num_groups == 1:
+        # Logits have the order of their scores, and differ where these round to 1 or 0. For `top_k`, -0.0 is below 0.0.
+        selection = lax.stop_gradient(jnp.where(logits == 0, 0, logits))
     if bias is not None:
         selection = selection + lax.stop_gradient(bias).astype(scores.dtype)[None, :]
     if num_groups > 1:
@@ -81,7 +98,9 @@ def topk_router(
     weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
     if renormalize:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
-    return Routing(topk_idx, weights * scale, scores)
+    if token_mask is not None:
+        topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
+    return Routing(topk_idx, _counting(weights * scale, token_mask), _counting(scores, token_mask))
 
 
 def _keep_best_groups(selection: Array, num_groups: int, topk_groups: int, group_score: str) -> Array:
@@ -92,6 +111,104 @@ def _keep_best_groups(selection: Array, num_groups: int, topk_groups: int, group
     chosen = lax.top_k(jnp.sum(best, axis=-1), topk_groups)[1]
     keep = jnp.zeros((num_tokens, num_groups), bool).at[jnp.arange(num_tokens)[:, None], chosen].set(True)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(num_tokens, num_experts)
+
+
+@operation
+def sparsemixer_router(logits: Array, *, jitter_eps: float = 0.01, key: Array | None = None) -> Routing:
+    """Chooses two experts for every token, as Phi-3.5-MoE does.
+
+    Each expert comes from a round of its own, the second without the winner of the first. In a round, only experts
+    near the best one stay: those whose logit l has `(best - l) / max(|l|, best) <= 2 * jitter_eps`. The weight is the
+    softmax over those that stay, so the two weights of a token do not sum to 1: without near rivals both are 1.
+
+    Without a `key`, as in evaluation, the best expert of each round is chosen. With one, as in training, the expert is
+    drawn from the softmax, and the weight of an expert that is not the best is divided by 3, in three of four draws.
+    That division is left out of the gradient: Heun's third-order method estimates the gradient of the expectation over
+    the draws so.
+
+    Args:
+      logits: `[T, E]` floating with `E >= 2`; computed in float32.
+      jitter_eps: how far from the best an expert may be, half of the relative distance (`router_jitter_noise`).
+      key: `[]` key of `jax.random.key`, to draw experts for training; None: the best are chosen.
+
+    Returns:
+      `Routing(topk_idx [T, 2] int32, topk_weights [T, 2] float32, scores [T, E] float32)`, the experts in the order of
+      the rounds; `scores` are the softmax over all experts, for `load_balancing_loss`. Equal logits: without a key the
+      lower expert id wins.
+
+    Raises:
+      ValueError: logits that are not a matrix of two experts or more, or a negative `jitter_eps`.
+      TypeError: logits that are not floating, a `jitter_eps` that is no number, or a `key` that is no key.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> routing = jax_ep.sparsemixer_router(jnp.array([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 3.0, 1.0]]))
+      >>> routing.topk_idx.tolist(), routing.topk_weights.tolist()
+      ([[1, 2], [0, 2]], [[1.0, 1.0], [0.5, 1.0]])
+
+    Source: SparseMixer-v2 in GRIN (arXiv:2409.12136). Hugging Face's Phi-3.5-MoE multiplies by 0.3333 for 1/3.
+    """
+    _check_sparsemixer(logits, jitter_eps, key)
+    logits = logits.astype(accumulation_dtype(logits.dtype))
+    first_key, second_key = (None, None) if key is None else jax.random.split(key)
+    first, first_weights = _sparsemixer_round(logits, jnp.ones(logits.shape, bool), jitter_eps, first_key)
+    others = ~jax.nn.one_hot(first[:, 0], logits.shape[1], dtype=bool)
+    second, second_weights = _sparsemixer_round(logits, others, jitter_eps, second_key)
+    topk_idx = jnp.concatenate([first, second], axis=-1)
+    return Routing(topk_idx, jnp.concatenate([first_weights, second_weights], axis=-1), jax.nn.softmax(logits, axis=-1))
+
+
+def _sparsemixer_round(logits: Array, free: Array, jitter_eps: float, key: Array | None) -> tuple[Array, Array]:
+    """One expert `[T, 1]` of those `free [T, E]`, and its weight `[T, 1]`."""
+    known = jnp.where(free, lax.stop_gradient(logits), -jnp.inf)
+    best = jnp.max(known, axis=-1, keepdims=True)
+    best_idx = jnp.argmax(known, axis=-1, keepdims=True).astype(jnp.int32)
+    # Written so that NaN stays, and makes the weights NaN.
+    far = best - known > 2 * jitter_eps * jnp.maximum(jnp.abs(known), best)
+    near = jnp.where(free & ~far, logits, -jnp.inf)
+    gates = jax.nn.softmax(near, axis=-1)
+    if key is None:
+        return best_idx, jnp.take_along_axis(gates, best_idx, axis=-1)
+    draw_key, step_key = jax.random.split(key)
+    chosen = jax.random.categorical(draw_key, lax.stop_gradient(near), axis=-1)[:, None].astype(jnp.int32)
+    weights = jnp.take_along_axis(gates, chosen, axis=-1)
+    whole = (chosen == best_idx) | jax.random.bernoulli(step_key, 0.25, chosen.shape)
+    return chosen, weights - lax.stop_gradient(jnp.where(whole, 0.0, weights * (2 / 3)))
+
+
+@operation
+def identity_experts(routing: Routing, num_experts: int) -> tuple[Routing, Array]:
+    """Takes the experts that return their token unchanged, from id `num_experts` on, out of a routing.
+
+    LongCat-Flash has such zero-computation experts, so that its router spends less on easy tokens. They need no
+    exchange: the layer adds `weight[:, None] * x` to the output of the other experts.
+
+    Args:
+      routing: `[T, K]` ids and weights of a router over all E experts.
+      num_experts: how many of the E experts compute; these have the lower ids.
+
+    Returns:
+      `(routing, weight [T] float32)`: the routing with id -1 and weight 0 in the place of each identity expert, its
+      scores still of all E experts; and the sum of the weights that these had, differentiable as they are.
+
+    Raises:
+      ValueError: `num_experts` that is not positive, or more than E.
+      TypeError: `routing` that is no `Routing`, or `num_experts` that is no int.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> routing = jax_ep.topk_router(jnp.array([[-9.0, 0.0, -9.0, 0.0]]), 2, score="sigmoid", renormalize=False)
+      >>> routing, weight = jax_ep.identity_experts(routing, 3)
+      >>> routing.topk_idx.tolist(), routing.topk_weights.tolist(), weight.tolist()
+      ([[1, -1]], [[0.5, 0.0]], [0.5])
+
+    Source: LongCat-Flash (arXiv:2509.01322).
+    """
+    _check_identity_experts(routing, num_experts)
+    is_identity = routing.topk_idx >= num_experts
+    weight = jnp.sum(jnp.where(is_identity, routing.topk_weights, 0), axis=-1)
+    topk_idx = jnp.where(is_identity, -1, routing.topk_idx)
+    return Routing(topk_idx, jnp.where(is_identity, 0, routing.topk_weights), routing.scores), weight
 
 
 @operation
@@ -188,20 +305,26 @@ def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: AxisNa
 
 
 def _check_router(
-    logits: Any, k: Any, score: str, bias: Any, num_groups: Any, topk_groups: Any, group_score: str, scale: Any
+    logits: Any,
+    k: Any,
+    score: str,
+    bias: Any,
+    num_groups: Any,
+    topk_groups: Any,
+    group_score: str,
+    scale: Any,
+    token_mask: Any,
 ) -> None:
     """Arguments of `topk_router`."""
     function = "topk_router"
-    num_experts = check.matrix(function, "logits", logits).shape[1]
+    num_tokens, num_experts = check.matrix(function, "logits", logits).shape
     for name, value in (("k", k), ("num_groups", num_groups), ("topk_groups", topk_groups)):
         check.positive(function, name, value)
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"{function}: score={score!r}, expected 'softmax' or 'sigmoid'; pass one of them.")
     if group_score not in ("top2_sum", "max"):
         raise ValueError(f"{function}: group_score={group_score!r}, expected 'top2_sum' or 'max'; pass one of them.")
-    if not isinstance(scale, int | float | np.number | jax.Array | np.ndarray) or np.ndim(scale) != 0:
-        shape = f" of shape {np.shape(scale)}" if hasattr(scale, "shape") else ""
-        raise TypeError(f"{function}: scale is a {type(scale).__name__}{shape}, expected a number; pass a float.")
+    _check_number(function, "scale", scale)
     if num_experts % num_groups:
         raise ValueError(
             f"{function}: {num_experts} experts do not divide into num_groups={num_groups}; change either."
@@ -216,6 +339,45 @@ def _check_router(
     if bias is not None:
         bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))
         check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
+    _check_other_tokens(function, num_tokens, token_mask, None)
+
+
+def _check_number(function: str, name: str, value: Any) -> None:
+    """A number of any kind, traced ones included."""
+    if not isinstance(value, int | float | np.number | jax.Array | np.ndarray) or np.ndim(value) != 0:
+        shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}{shape}, expected a number; pass a float.")
+
+
+def _check_sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
+    """Arguments of `sparsemixer_router`."""
+    function = "sparsemixer_router"
+    num_experts = check.matrix(function, "logits", logits).shape[1]
+    if num_experts < 2:
+        raise ValueError(f"{function}: logits are of {num_experts} experts, expected at least 2; pass [T, E] logits.")
+    _check_number(function, "jitter_eps", jitter_eps)
+    if not isinstance(jitter_eps, jax.Array) and not jitter_eps >= 0:
+        raise ValueError(f"{function}: jitter_eps={jitter_eps}, expected at least 0; pass 0.01, for example.")
+    if key is None:
+        return
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
+        kind = f"array of {key.dtype}, shape {key.shape}" if isinstance(key, jax.Array) else type(key).__name__
+        raise TypeError(f"{function}: key is a {kind}, expected one key, shape (); pass jax.random.key(seed).")
+
+
+def _check_identity_experts(routing: Any, num_experts: Any) -> None:
+    """Arguments of `identity_experts`."""
+    function = "identity_experts"
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"{function}: routing is a {type(routing).__name__}, expected a Routing; pass what topk_router returns."
+        )
+    num_experts, routed = check.positive(function, "num_experts", num_experts), routing.scores.shape[-1]
+    if num_experts > routed:
+        raise ValueError(
+            f"{function}: num_experts={num_experts} exceeds the {routed} experts of the routing; pass the number of"
+            " experts that compute."
+        )
 
 
 def _check_balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:

@@ -17,7 +17,8 @@ from jax_ep import serving, sharding
 from mistakes import GOOD, E, H, K, T, f32, i32, program
 
 EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "low_latency_combine")
-DIFFERENTIABLE = (*EXCHANGES, "grouped_gemm", "fused_moe", "topk_router", "load_balancing_loss", "router_z_loss")
+ROUTING = ("topk_router", "sparsemixer_router", "load_balancing_loss", "router_z_loss")
+DIFFERENTIABLE = (*EXCHANGES, "grouped_gemm", "fused_moe", *ROUTING)
 MATRICES = f32(E, H, 2 * H), f32(E, H, H)
 
 

@@ -22,7 +22,7 @@ WITHOUT_ARRAYS = {"Schedule", "init", "finalize", "Context"}
 SPECIFIED = {
     *("init", "finalize", "dispatch", "combine", "grouped_gemm", "dispatch_grouped_gemm", "grouped_gemm_combine"),
     *("moe", "fused_moe", "moe_sort", "low_latency_dispatch", "low_latency_combine"),
-    *("topk_router", "load_balancing_loss", "router_z_loss"),
+    *("topk_router", "sparsemixer_router", "identity_experts", "load_balancing_loss", "router_z_loss"),
 }
 
 

@@ -1,6 +1,7 @@
-"""topk_router against plain NumPy versions of the published models."""
+"""topk_router, sparsemixer_router and identity_experts against plain NumPy versions of the published models."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jax_ep
 
 STATIC = ("k", "score", "renormalize", "num_groups", "topk_groups", "group_score", "scale")
 topk_router = jax.jit(jax_ep.topk_router, static_argnames=STATIC)  # one compilation instead of one per operation
+sparsemixer_router = jax.jit(jax_ep.sparsemixer_router)
 
 # --- the models, each written out in NumPy float64 from its own definition -----------------------------------------
 
@@ -71,6 +73,18 @@ def deepseek_v3(logits, bias):
     return idx, 2.5 * weights / (weights.sum(axis=-1, keepdims=True) + 1e-20), scores
 
 
+def gpt_oss(logits):
+    """gpt-oss: the four largest logits, and the softmax of these alone."""
+    idx = _largest(logits, 4)
+    return idx, _softmax(np.take_along_axis(logits, idx, axis=-1)), _softmax(logits)
+
+
+def llama4(logits):
+    """Llama 4: the largest logit, and its sigmoid."""
+    idx = _largest(logits, 1)
+    return idx, _sigmoid(np.take_along_axis(logits, idx, axis=-1)), _sigmoid(logits)
+
+
 V3_ROUTER = partial(topk_router, k=8, score="sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
 V2_ROUTER = partial(topk_router, k=6, renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0)
 # name: (number of experts, the call under test, the NumPy model); each is called with logits alone
@@ -80,6 +94,8 @@ MODELS = {
     "qwen3-unnormalised": (128, partial(topk_router, k=8, renormalize=False), partial(qwen3, renormalize=False)),
     "deepseek-v2": (160, V2_ROUTER, deepseek_v2),
     "deepseek-v3-no-bias": (256, V3_ROUTER, partial(deepseek_v3, bias=0.0)),
+    "gpt-oss": (32, partial(topk_router, k=4), gpt_oss),
+    "llama4": (16, partial(topk_router, k=1, score="sigmoid", renormalize=False), llama4),
 }
 
 
@@ -133,6 +149,14 @@ def test_equal_logits_take_the_lowest_indices():
     np.testing.assert_array_equal(routing.topk_idx, [[0, 1, 2, 3, 4]] * 4)
     limited = topk_router(jnp.full((4, 12), 0.25, jnp.float32), 5, num_groups=4, topk_groups=2)
     np.testing.assert_array_equal(limited.topk_idx, [[0, 1, 2, 3, 4]] * 4)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_that_round_to_the_same_number_keep_the_order_of_their_logits(score):
+    logits = jnp.asarray([[30.0, 200.0, 40.0, 35.0], [-300.0, -290.0, 0.0, -280.0]], jnp.float32)
+    routing = topk_router(logits, 3, score=score)
+    assert len(np.unique(routing.scores[int(score == "softmax")])) < 4, "the scores must be equal somewhere"
+    np.testing.assert_array_equal(routing.topk_idx, [[1, 2, 3], [2, 3, 1]])
 
 
 def test_every_expert_may_be_chosen():
@@ -255,3 +279,194 @@ def test_gradient_in_the_logits_ignores_the_bias_values():
 def test_scale_is_a_number(scale):
     with pytest.raises(TypeError, match=r"topk_router: scale is a .*, expected a number"):
         jax_ep.topk_router(jnp.ones((2, 4)), 2, scale=scale)
+
+
+# --- tokens without experts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3-no-bias"])
+def test_masked_tokens_have_no_experts_and_no_gradient(name):
+    num_experts, router, _ = MODELS[name]
+    logits = _logits("normal", 12, num_experts)
+    mask = np.random.default_rng(4).uniform(size=12) < 0.6
+    padded = np.where(mask[:, None], logits, np.float32(np.nan))
+    padded[np.argmin(mask)] = np.inf
+    alone = router(jnp.asarray(logits[mask]))
+    routing = router(jnp.asarray(padded), token_mask=jnp.asarray(mask))
+    for got, want, nothing in zip(routing, alone, (-1, 0, 0), strict=True):
+        np.testing.assert_array_equal(got[mask], want)
+        np.testing.assert_array_equal(got[~mask], np.full_like(got[~mask], nothing))
+
+    def objective(values, **options):
+        routing = router(values, **options)
+        return jnp.sum(routing.topk_weights**2) + jnp.sum(routing.scores**3)
+
+    gradient = jax.grad(objective)(jnp.asarray(padded), token_mask=jnp.asarray(mask))
+    np.testing.assert_array_equal(gradient[~mask], np.zeros_like(gradient[~mask]))
+    np.testing.assert_allclose(gradient[mask], jax.grad(objective)(jnp.asarray(logits[mask])), rtol=1e-6, atol=1e-9)
+
+
+# --- SparseMixer ----------------------------------------------------------------------------------------------------
+
+
+def sparsemixer(logits, jitter_eps, chosen=None):
+    """Phi-3.5-MoE: two rounds of best or given experts; returns ids, softmax of each round, and the best ids."""
+    num_tokens, num_experts = logits.shape
+    idx, best_idx, gates = np.empty((num_tokens, 2), int), np.empty((num_tokens, 2), int), []
+    for t, row in enumerate(logits):
+        free = list(range(num_experts))
+        for r in range(2):
+            best = max(free, key=lambda e: row[e])
+            scale = {e: max(abs(row[e]), row[best]) for e in free}
+            near = [e for e in free if row[best] - row[e] <= 2 * jitter_eps * scale[e]]
+            gates.append(np.zeros(num_experts))
+            gates[-1][near] = _softmax(row[near])
+            best_idx[t, r], idx[t, r] = best, best if chosen is None else chosen[t, r]
+            free.remove(idx[t, r])
+    return idx, np.reshape(gates, (num_tokens, 2, num_experts)), best_idx
+
+
+def sparsemixer_weights(idx, gates):
+    return np.take_along_axis(gates, idx[:, :, None], axis=-1)[:, :, 0]
+
+
+def sparsemixer_gradient(idx, gates, d_weights):
+    """Of the weights as they are before some are divided: p_i (1 - p_i) at the expert, -p_i p_j at the others."""
+    one_hot = np.eye(gates.shape[-1])[idx]
+    return ((d_weights * sparsemixer_weights(idx, gates))[:, :, None] * (one_hot - gates)).sum(axis=1)
+
+
+def _sparsemixer_logits(num_tokens, num_experts=16):
+    """Rows with positive and negative maxima, equal and zero logits, many of them near the best."""
+    logits = _logits("normal", num_tokens, num_experts, seed=5)
+    logits[::4] -= 9.0
+    logits[1::4] = _logits("ties", num_tokens, num_experts, seed=6)[1::4]
+    logits[0], logits[1] = 0.0, np.minimum(logits[1], 0.0)
+    return logits
+
+
+@pytest.mark.parametrize("jitter_eps", [2.0**-5, 0.25])
+def test_sparsemixer_equals_the_published_model(jitter_eps):
+    logits = _sparsemixer_logits(64)
+    d_weights = np.random.default_rng(7).normal(size=(64, 2)).astype(np.float32)
+    idx, gates, _ = sparsemixer(logits.astype(np.float64), jitter_eps)
+    weights = sparsemixer_weights(idx, gates)
+    assert (weights < 0.99).any(axis=0).all() and (weights > 0.99).any(axis=0).all()
+    routing = sparsemixer_router(jnp.asarray(logits), jitter_eps=jitter_eps)
+    _check(routing, (idx, weights, _softmax(logits.astype(np.float64))))
+    gradient = jax.grad(lambda v: jnp.sum(sparsemixer_router(v, jitter_eps=jitter_eps).topk_weights * d_weights))
+    want = sparsemixer_gradient(idx, gates, d_weights)
+    np.testing.assert_allclose(gradient(jnp.asarray(logits)), want, rtol=1e-4, atol=1e-6)
+
+
+def test_sparsemixer_by_default_takes_one_hundredth():
+    routing = sparsemixer_router(jnp.asarray([[1.0, 0.985, 0.975, 0.5]], jnp.float32))
+    weights = sparsemixer_weights(*sparsemixer(np.array([[1.0, 0.985, 0.975, 0.5]]), 0.01)[:2])
+    np.testing.assert_array_equal(routing.topk_idx, [[0, 1]])
+    np.testing.assert_allclose(routing.topk_weights, weights, rtol=1e-6)
+    np.testing.assert_allclose(weights, [[1 / (1 + np.exp(-0.015)), 1 / (1 + np.exp(-0.01))]], rtol=1e-12)
+
+
+def test_sparsemixer_draws_have_the_values_and_gradients_of_the_published_model():
+    logits, jitter_eps = _sparsemixer_logits(256), 0.25
+    d_weights = np.random.default_rng(8).normal(size=(256, 2)).astype(np.float32)
+
+    def objective(values):
+        routing = sparsemixer_router(values, jitter_eps=jitter_eps, key=jax.random.key(1))
+        return jnp.sum(routing.topk_weights * d_weights), routing
+
+    gradient, routing = jax.grad(objective, has_aux=True)(jnp.asarray(logits))
+    chosen = np.asarray(routing.topk_idx)
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    _, gates, best_idx = sparsemixer(logits.astype(np.float64), jitter_eps, chosen)
+    weights = sparsemixer_weights(chosen, gates)
+    assert (weights > 0).all(), "an expert far from the best was drawn"
+    share = np.asarray(routing.topk_weights) / weights
+    whole, third = np.isclose(share, 1, rtol=1e-5), np.isclose(share, 1 / 3, rtol=1e-5)
+    assert (whole | third).all() and whole[chosen == best_idx].all()
+    for r in range(2):
+        others = (chosen != best_idx)[:, r]
+        assert (chosen == best_idx)[:, r].any() and whole[others, r].any() and third[others, r].any()
+    np.testing.assert_allclose(gradient, sparsemixer_gradient(chosen, gates, d_weights), rtol=1e-4, atol=1e-6)
+
+
+def test_sparsemixer_draws_experts_by_their_softmax():
+    row, num_draws = np.array([1.0, 0.9, -2.0, 0.6, 0.2]), 20_000
+    logits = jnp.tile(jnp.asarray(row, jnp.float32)[None], (num_draws, 1))
+    routing = sparsemixer_router(logits, jitter_eps=0.25, key=jax.random.key(2))
+    first, second = np.asarray(routing.topk_idx).T
+    _, gates, _ = sparsemixer(row[None], 0.25)
+    assert gates[0, 0, 2] == gates[0, 0, 4] == 0
+
+    def is_share(events, probability):
+        deviation = np.sqrt(probability * (1 - probability) / len(events))
+        return abs(events.mean() - probability) <= 5 * deviation
+
+    for expert in range(5):
+        assert is_share(first == expert, gates[0, 0, expert])
+        after_third = sparsemixer(row[None], 0.25, np.array([[3, 0]]))[1][0, 1]
+        assert is_share(second[first == 3] == expert, after_third[expert])
+    for round_weights, chosen, best in (
+        (routing.topk_weights[:, 0], first, 0),
+        (routing.topk_weights[:, 1], second, 1),
+    ):
+        others = np.asarray(round_weights)[(chosen == 3) & (first != best)]
+        assert is_share(others == others.max(), 0.25)
+
+
+def test_sparsemixer_draws_of_the_published_code_have_these_values_and_gradients():
+    """Of the oracle above: draws of Hugging Face's router in training mode, by `data/make_golden_blocks.py`."""
+    golden = np.load(Path(__file__).parent / "data" / "golden_blocks.npz")
+    names = ("logits", "dw", "topk_idx", "topk_weights", "dlogits")
+    logits, d_weights, chosen, topk_weights, d_logits = (golden[f"phimoe_training/{name}"] for name in names)
+    _, gates, best_idx = sparsemixer(logits.astype(np.float64), 0.25, chosen)
+    share = topk_weights / sparsemixer_weights(chosen, gates)
+    whole, third = np.isclose(share, 1, rtol=1e-5), np.isclose(share, 0.3333, rtol=1e-5)
+    assert (whole | third).all() and whole[chosen == best_idx].all()
+    assert whole[chosen != best_idx].any() and third.any()
+    np.testing.assert_allclose(d_logits, sparsemixer_gradient(chosen, gates, d_weights), rtol=1e-5, atol=1e-6)
+
+
+def test_sparsemixer_in_other_precisions_and_transformations():
+    logits = jnp.asarray(_sparsemixer_logits(24)).astype(jnp.bfloat16)
+    narrow, wide = sparsemixer_router(logits), sparsemixer_router(logits.astype(jnp.float32))
+    for got, want in zip(narrow, wide, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == want.dtype
+    together = jax.vmap(sparsemixer_router)(logits.reshape(3, 8, 16))
+    np.testing.assert_array_equal(together.topk_idx.reshape(24, 2), wide.topk_idx)
+    same = [sparsemixer_router(logits, key=jax.random.key(seed)).topk_weights for seed in (3, 3)]
+    np.testing.assert_array_equal(*same)
+
+
+# --- identity experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_experts", [1, 5, 8])
+def test_identity_experts_are_taken_out(num_experts):
+    rng = np.random.default_rng(9)
+    routing = topk_router(jnp.asarray(_logits("normal", 32, 8)), 3, renormalize=False, scale=6.0)
+    idx, weights, scores = map(np.asarray, routing)
+    is_identity = idx >= num_experts
+    d_weights, d_weight = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 3), (32,)))
+
+    def call(weights):
+        rest, weight = jax_ep.identity_experts(routing._replace(topk_weights=weights), num_experts)
+        return (rest.topk_weights, weight), rest
+
+    (rest_weights, weight), pull, rest = jax.vjp(call, routing.topk_weights, has_aux=True)
+    np.testing.assert_array_equal(rest.topk_idx, np.where(is_identity, -1, idx))
+    np.testing.assert_array_equal(rest_weights, np.where(is_identity, 0, weights))
+    np.testing.assert_array_equal(rest.scores, scores)
+    assert weight.dtype == jnp.float32
+    np.testing.assert_allclose(weight, (weights.astype(np.float64) * is_identity).sum(axis=1), rtol=1e-6)
+    (gradient,) = pull((jnp.asarray(d_weights), jnp.asarray(d_weight)))
+    np.testing.assert_array_equal(gradient, np.where(is_identity, d_weight[:, None], d_weights))
+
+
+def test_identity_experts_leave_tokens_without_experts_alone():
+    logits, mask = jnp.asarray(_logits("normal", 6, 8)), jnp.arange(6) < 4
+    rest, weight = jax_ep.identity_experts(topk_router(logits, 3, token_mask=mask), 2)
+    np.testing.assert_array_equal(rest.topk_idx[4:], np.full((2, 3), -1))
+    np.testing.assert_array_equal(weight[4:], np.zeros(2))
+    assert (np.asarray(weight[:4]) > 0).all()

@@ -348,8 +348,8 @@ LOW_LATENCY_CASES = [
 ]
 
 ROUTER_CASES = [
-    *rank("topk_router", "logits", f32(32), "T", "E"),
-    *dtype("topk_router", "logits", i32(T, 32), FLOATING),
+    *rank(["topk_router", "sparsemixer_router"], "logits", f32(32), "T", "E"),
+    *dtype(["topk_router", "sparsemixer_router"], "logits", i32(T, 32), FLOATING),
     *value("topk_router", "k = 0", {"k": 0}, r"\bk\b", number(0), number(1)),
     *value("topk_router", "k > E", {"k": 33}, r"\bk\b", number(33), number(32)),
     *value("topk_router", "k = 2.0", {"k": 2.0}, r"\bk\b", r"float|2\.0", r"\bint", error=TypeError),
@@ -367,6 +367,19 @@ ROUTER_CASES = [
         {"num_groups": 16, "topk_groups": 3, "k": 7},
         *("topk_groups", number(7), number(6), "raise|increase|lower|reduce|at least|at most"),
     ),
+    *rank("topk_router", "token_mask", array(jnp.bool_, T, 1), "T"),
+    *value(
+        "topk_router", "mask", {"token_mask": f32(T)}, "token_mask", "float32", "bool.*attention_mask", error=TypeError
+    ),
+    *size("topk_router", "token_mask", array(jnp.bool_, 7), 7, T),
+    *value("sparsemixer_router", "one expert", {"logits": f32(T, 1)}, "logits", number(1), number(2), "pass"),
+    *value("sparsemixer_router", "jitter_eps < 0", {"jitter_eps": -0.1}, "jitter_eps", number(-0.1), number(0), "pass"),
+    *value("sparsemixer_router", "no eps", {"jitter_eps": None}, "jitter_eps", "None", "number", error=TypeError),
+    *value("sparsemixer_router", "a seed", {"key": 0}, "key", r"\bint\b", r"jax\.random\.key", error=TypeError),
+    *value("sparsemixer_router", "no key", {"key": f32()}, "key", "float32", r"jax\.random\.key", error=TypeError),
+    *value("identity_experts", "ids", {"routing": i32(T, K)}, "routing", "topk_router", error=TypeError),
+    *value("identity_experts", "too many", {"num_experts": 33}, "num_experts", number(33), number(32), "pass"),
+    *positive("identity_experts", "num_experts"),
     *rank("load_balancing_loss", "scores", f32(32), "T", "E"),
     *size("load_balancing_loss", "topk_idx", i32(7, K), 7, T),
     *dtype("load_balancing_loss", "topk_idx", f32(T, K), "int32"),

@@ -8,8 +8,7 @@ from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding
 from jax_ep.context import Context, finalize, init
-from jax_ep.core.layout import row_experts
-from jax_ep.ops.exchange import combine, dispatch
+from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch

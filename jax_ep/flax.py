@@ -93,8 +93,8 @@ class MoE(nnx.Module):
       num_experts_per_tok: K.
       experts: what an expert computes, see `jax_ep.Experts`; None: `activation` and `gated`.
       use_bias: both products of the experts have biases.
-      num_shared_experts: experts that every token passes, computed as one dense MLP of this many times I.
-      shared_intermediate_size: width of that MLP where it is another one, as in Qwen2-MoE.
+      num_shared_experts: experts that every token passes, computed as one dense MLP.
+      shared_intermediate_size: I of one shared expert where it is another one, as in Qwen2-MoE.
       shared_expert_gate: what shared experts return is scaled by `sigmoid(x @ shared_gate)`, as in Qwen2-MoE.
       router_use_bias: the router's logits have biases, as in gpt-oss.
       score: `"softmax"` (Mixtral, Qwen3) or `"sigmoid"` (DeepSeek-V3).
@@ -198,7 +198,7 @@ class MoE(nnx.Module):
         self.b_down = param(zeros, shapes[1], specs.b_down, param_dtype) if use_bias else None
         self.b_router = param(zeros, (num_experts,), PartitionSpec(None), jnp.float32) if router_use_bias else None
         self.router_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if bias_routing else None
-        width = intermediate_size * num_shared_experts if shared_intermediate_size is None else shared_intermediate_size
+        width = num_shared_experts * (shared_intermediate_size or intermediate_size)
         if shared_expert_gate and not width:
             raise ValueError("shared_expert_gate=True without shared experts: pass num_shared_experts, or leave it out")
 

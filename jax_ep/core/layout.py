@@ -152,25 +152,6 @@ def row_groups(group_sizes: Array, num_rows: int) -> Array:
     return jnp.where(groups < group_sizes.shape[0], groups, -1)
 
 
-def row_experts(handle: Handle) -> Array:
-    """The local expert of every row of a dispatch, for expert functions of one's own.
-
-    Args:
-      handle: `Dispatched.handle`, of one rank.
-
-    Returns:
-      `[R]` int32 in `[0, L)`; -1 for padding.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_ep
-      >>> d = jax_ep.dispatch(jnp.ones((2, 4)), jnp.array([[1], [0]]), num_experts=2, axis_name=(), capacity=3)
-      >>> jax_ep.row_experts(d.handle).tolist()
-      [0, 1, -1]
-    """
-    groups = row_groups(handle.group_sizes, handle.row_slot.shape[0])
-    return jnp.where(handle.row_slot < 0, -1, groups)
-
-
 def row_tokens(handle: Handle) -> Array:
     """`[R]` int32 `source_rank * T + token` of each row; -1 for padding."""
     return jnp.where(handle.row_slot < 0, -1, handle.row_slot // handle.layout.top_k)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
-from jax_ep.core.layout import dropless_capacity
+from jax_ep.core.layout import dropless_capacity, row_groups
 from jax_ep.core.mesh_axes import spread_axes, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import without_gradient
@@ -163,6 +163,34 @@ def combine(
     options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, y))
     y, handle = vary_alike((y, handle), over=options.axis)
     return combine_tokens(options, y, None, handle)[0]
+
+
+@operation
+def row_experts(handle: Handle) -> Array:
+    """The local expert of every row of a dispatch, for expert functions of one's own.
+
+    Args:
+      handle: `Dispatched.handle`, of one rank.
+
+    Returns:
+      `[R]` int32 in `[0, L)`; -1 for padding.
+
+    Raises:
+      TypeError: something that is no handle.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> d = jax_ep.dispatch(jnp.ones((2, 4)), jnp.array([[1], [0]]), num_experts=2, axis_name=(), capacity=3)
+      >>> jax_ep.row_experts(d.handle).tolist()
+      [0, 1, -1]
+    """
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"row_experts: handle is a {type(handle).__name__}, expected the Handle of a dispatch; pass"
+            " Dispatched.handle."
+        )
+    groups = row_groups(handle.group_sizes, handle.row_slot.shape[0])
+    return jnp.where(handle.row_slot < 0, -1, groups)
 
 
 class Prepared(NamedTuple):

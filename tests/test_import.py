@@ -22,7 +22,7 @@ ISOLATED = r"""
 import ctypes, importlib.machinery, json, os, sys, threading, warnings
 warnings.simplefilter("error")
 
-BLOCKED = {"triton", "flax", "optax", "nvshmem", "cupy", "torch"}
+BLOCKED = {"triton", "flax", "optax", "nvshmem", "cupy", "torch", "safetensors", "huggingface_hub"}
 PACKAGE = sys.argv[1]
 
 class Finder:
@@ -157,13 +157,13 @@ def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
 LEVELS = [
     {"types"},
     {"core", "ffi"},
-    {"interpreter", "heap", "xla"},
+    {"interpreter", "heap", "xla", "huggingface"},
     {"context", "pallas"},  # small arrays, and what no kernel takes, are for `xla`
     {"megakernels"},  # its products alone are those of pallas, where these are faster
     {"ops"},  # loads implementations by name
     {"routing", "quantization"},
     {"sharding", "serving"},
-    {"flax", "__init__"},  # `__init__` is for users: nothing of the package imports it
+    {"flax", "checkpoints", "__init__"},  # `__init__` is for users: nothing of the package imports it
 ]
 MOST_LEVELS, MOST_ROOT_FILES = 10, 9
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -1,0 +1,99 @@
+"""Quantised tensors of checkpoints as NumPy arrays see them: what is indexed, and no more, is decoded to float32.
+
+They have what is needed here of an array: `shape`, `ndim`, `dtype`, an index of the first axis, and slices of the last
+two.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from jax_ep.core.fp8 import GROUP_SIZE
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+MXFP4_BYTES = 16
+"""Of the values that share a scale."""
+SCALES = "_scale_inv"
+"""What the name of the scales has behind that of the values."""
+_MXFP4_GROUP = 2 * MXFP4_BYTES
+_E4M3 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+# One sign bit, two of the exponent, one of the mantissa.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# Both values of a byte: the low half comes first.
+_E2M1_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1)
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+
+
+def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of FP8 values `[..., N, K]`."""
+    return (*shape[:-2], *(-(-size // GROUP_SIZE) for size in shape[-2:]))
+
+
+def blocks(part: slice) -> slice:
+    """The blocks in which a slice of rows or columns lies."""
+    return slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
+
+
+class BlockFP8:
+    """FP8 values `[..., N, K]`, each times the scale of its block of 128 by 128.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3), whose checkpoints call the factor `weight_scale_inv`.
+    """
+
+    dtype = BFLOAT16
+
+    def __init__(self, values: np.ndarray, scales: np.ndarray) -> None:
+        self.values, self.scales = values, scales
+        self.shape, self.ndim = values.shape, values.ndim
+
+    def __getitem__(self, index: int | tuple[slice, slice]) -> BlockFP8 | np.ndarray:
+        if isinstance(index, int):
+            return BlockFP8(self.values[index], self.scales[index])
+        values = _E4M3[self.values[index].view(np.uint8)]
+        scales = self.scales[tuple(blocks(part) for part in index)].astype(np.float32)
+        for axis, part in enumerate(index):
+            of_each = np.arange(part.start, part.stop) // GROUP_SIZE - part.start // GROUP_SIZE
+            scales = scales.take(of_each, axis)
+        values *= scales
+        return values
+
+
+class MXFP4:
+    """Blocks `[..., N, K / 32, 16]` of two values a byte, and scales `[..., N, K / 32]`, powers of two: `[..., N, K]`.
+
+    Source: OCP Microscaling Formats 1.0, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf,
+    sections 5.3.3 and 5.4.1; as in gpt-oss (arXiv:2508.10925).
+    """
+
+    dtype = BFLOAT16
+
+    def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
+        self.blocks, self.scales = blocks, scales
+        self.shape = (*scales.shape[:-1], _MXFP4_GROUP * scales.shape[-1])
+        self.ndim = scales.ndim
+
+    def __getitem__(self, index: int | tuple[slice, slice]) -> MXFP4 | np.ndarray:
+        if isinstance(index, int):
+            return MXFP4(self.blocks[index], self.scales[index])
+        rows, columns = index
+        groups = slice(columns.start // _MXFP4_GROUP, -(-columns.stop // _MXFP4_GROUP))
+        values = dequantize_mxfp4(self.blocks[rows, groups], self.scales[rows, groups])
+        skipped = columns.start - groups.start * _MXFP4_GROUP
+        return values[:, skipped : skipped + columns.stop - columns.start]
+
+
+def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`blocks [..., G, 16]` uint8 and `scales [..., G]` uint8 to float32 `[..., 32 * G]`, which has them all exactly.
+
+    But for what is beyond its range: 4 and 6 times the two largest scales are infinite. Scale 255 is NaN.
+    """
+    scales = scales.view(np.uint8).astype(np.int32)
+    with np.errstate(over="ignore"):
+        factors = np.ldexp(np.float32(1), scales - _E8M0_BIAS)
+    factors[scales == _E8M0_NAN] = np.nan
+    values = _E2M1_PAIRS[blocks].reshape(*scales.shape, _MXFP4_GROUP)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= factors[..., None]
+    return values.reshape(*scales.shape[:-1], _MXFP4_GROUP * scales.shape[-1])

@@ -1,0 +1,102 @@
+"""From the parameters of a layer to the tensors that they are made of: checked, and not yet read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.huggingface.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
+from jax_ep.huggingface.families import Family, Form, Stored
+from jax_ep.huggingface.files import TensorFiles
+from jax_ep.huggingface.shards import Part, swapped
+
+
+class Plan(NamedTuple):
+    """One array, and what it is made of: what `shards.make_array` takes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: list[Part]
+    transposed: bool = False
+
+
+def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
+    """How these files name the tensors of a layer."""
+    prefix = family.prefix.format(layer=layer)
+    forms = [{name: stored.below(prefix) for name, stored in form.items()} for form in family.forms]
+    present = [form for form in forms if form["w_down"].names[0].format(expert=0) in files]
+    return present[0] if present else forms[0]  # of which the first tensor is then told to be missing
+
+
+def decoded(files: TensorFiles, name: str) -> Any:
+    """A tensor as floats: what is quantised is multiplied by its scales where it is read."""
+    values = files[name]
+    if values.dtype.itemsize > 1:
+        return values
+    if values.dtype == FP8 and name + SCALES in files:
+        scales = files[name + SCALES]
+        if scales.shape != num_blocks(values.shape):
+            raise ValueError(
+                f"Checkpoint: {name + SCALES!r} has shape {scales.shape}, expected {num_blocks(values.shape)}, one"
+                f" scale per block of 128 by 128 of {values.shape}; convert checkpoints with other blocks."
+            )
+        return BlockFP8(values, scales)
+    of_mxfp4 = name.removesuffix("_blocks") + "_scales"
+    if values.dtype != np.uint8 or of_mxfp4 not in files:
+        raise ValueError(
+            f"Checkpoint: {name!r} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128 or of"
+            " MXFP4, expected one of these, or 16 bits and more; convert checkpoints that are quantised otherwise, or"
+            " read the tensor as it is stored, without dtype."
+        )
+    scales = files[of_mxfp4]
+    if values.shape != (*scales.shape, MXFP4_BYTES) or scales.dtype.itemsize != 1:
+        raise ValueError(
+            f"Checkpoint: {name!r} has shape {values.shape} and {scales.dtype} scales {scales.shape}, expected"
+            f" {(*scales.shape, MXFP4_BYTES)} and scales of a byte each; download the checkpoint again."
+        )
+    return MXFP4(values, scales)
+
+
+def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...], dtype: np.dtype | None) -> Plan:
+    """A parameter in `dtype`; None: in that of its tensors."""
+    parts = []
+    found: dict[np.dtype, str] = {}
+    for name, region in stored.places(swapped(shape) if stored.transposed else shape):
+        source = decoded(files, name)
+        expected = stored.shape(region)
+        if source.shape != expected:
+            raise ValueError(
+                f"Checkpoint: {name!r} has shape {source.shape}, expected {expected} for {parameter} {shape};"
+                " config.json and tensors do not belong together: download both again."
+            )
+        found.setdefault(source.dtype, name)
+        parts.append(Part(source[0] if stored.leading_one else source, region))
+    if dtype is None and len(found) > 1:
+        kinds = " and ".join(f"{name!r} in {kind}" for kind, name in found.items())
+        raise ValueError(f"Checkpoint: {parameter} is stored as {kinds}, expected one dtype; pass dtype.")
+    return Plan(shape, next(iter(found)) if dtype is None else dtype, parts, stored.transposed)
+
+
+def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...]) -> tuple[Plan, Plan]:
+    """A parameter as it is stored in FP8: values `[E, N, K]`, and their scales."""
+    plan(files, parameter, stored, shape, None)  # checks the shapes
+    values, scales = [], []
+    as_stored = swapped(shape)
+    for name, region in stored.places(as_stored):
+        source = decoded(files, name)
+        if not isinstance(source, BlockFP8) or not stored.transposed:
+            raise ValueError(
+                f"Checkpoint: {name!r} is not stored in FP8 by blocks of 128 by 128, expected that for quantized=True;"
+                " leave it out, and quantise with jax_ep.serving.serving_weights."
+            )
+        if region[-2].start % GROUP_SIZE or as_stored[-1] % GROUP_SIZE:
+            raise ValueError(
+                f"Checkpoint: {parameter} has shape {shape}, expected I and H that are multiples of 128 for"
+                " quantized=True, as blocks of gate and up would meet; leave it out, and quantise with"
+                " jax_ep.serving.serving_weights."
+            )
+        values.append(Part(source.values, region))
+        scales.append(Part(source.scales, (region[0], *(blocks(part) for part in region[-2:]))))
+    return Plan(as_stored, FP8, values), Plan(num_blocks(as_stored), np.dtype(np.float32), scales)

@@ -1,0 +1,201 @@
+"""From tensors on the host to the shards of global arrays, one shard at a time, and back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ep.types import Array
+
+_COPIED_AT_ONCE = 1 << 15
+"""Elements: what is decoded on the way stays small beside a shard, and a transposed copy stays in the cache."""
+_ALIGNMENT = 64
+"""Bytes: from there CPU devices take a NumPy array as it is, without a copy."""
+
+Region = tuple[slice, ...]
+
+
+class Part(NamedTuple):
+    """A tensor, as a NumPy array or one of `decoded`, and the region of the whole array that it is.
+
+    It may lack leading axes, along which the region then has one element.
+    """
+
+    source: Any
+    region: Region
+
+
+def whole(shape: Iterable[int]) -> Region:
+    """All of an array of this shape."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def swapped[Axis](of_axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """A shape, or a region, of the array with its last two axes swapped."""
+    return (*of_axes[:-2], of_axes[-1], of_axes[-2])
+
+
+def _overlap(one: Region, other: Region) -> Region | None:
+    """What two regions have in common, if anything."""
+    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return None if any(part.start >= part.stop for part in common) else common
+
+
+def _relative(region: Region, origin: Region) -> Region:
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, origin, strict=True))
+
+
+class HostMemory:
+    """Memory on the host for one shard after another, where devices have memory of their own.
+
+    JAX may let go of arrays that it has copied a while later: with an array for each shard they would add up.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    @functools.cached_property
+    def _memory(self) -> np.ndarray:
+        return _aligned(self._num_bytes)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype, devices: list[jax.Device]) -> np.ndarray:
+        """For a shard of these devices; what it had before is lost, but for arrays on devices that share memory."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        shared = any(_has_host_memory(device) for device in devices)
+        memory = _aligned(num_bytes) if shared else self._memory[:num_bytes]
+        return memory.view(dtype).reshape(shape)
+
+
+def _aligned(num_bytes: int) -> np.ndarray:
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def _has_host_memory(device: jax.Device) -> bool:
+    """Whether arrays on the device may be the NumPy arrays that they were made of."""
+    return device.platform == "cpu"
+
+
+def make_array(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    parts: list[Part],
+    transposed: bool = False,
+    *,
+    memory: HostMemory,
+    sharding: jax.sharding.Sharding | None = None,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Array:
+    """A global array from its parts, in `dtype`; without a sharding on JAX's default device.
+
+    `jax.make_array_from_callback` would hold the shards of all devices of the process on the host at once.
+
+    Args:
+      shape: of the result.
+      dtype: of the result.
+      parts: tensors and their regions; of the result with its last two axes swapped where `transposed`.
+      transposed: swap the last two axes.
+      memory: as large as `shard_bytes` says.
+      sharding: of the result.
+      advance: told how many bytes of the result have been read.
+    """
+
+    def read(into: np.ndarray, region: Region) -> None:
+        if transposed:
+            into, region = into.swapaxes(-1, -2), swapped(region)
+        for part in parts:
+            common = _overlap(part.region, region)
+            if common is not None:
+                place: Any = (*_relative(common, region), ...)  # without the dots, no view of a scalar
+                lacking = len(shape) - part.source.ndim
+                target = np.squeeze(into[place], tuple(range(lacking)))
+                _copy(target, part.source, _relative(common, part.region)[lacking:])
+                advance(target.nbytes)
+
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    shard_shape = shape if sharding is None else sharding.shard_shape(shape)
+    on_device: dict[jax.Device, Array] = {}
+    for region, devices in _local_regions(shape, sharding).items():
+        buffer = memory.array(shard_shape, dtype, devices)
+        read(buffer, region)
+        for device in devices:
+            put = jax.device_put(buffer) if sharding is None else jax.device_put(buffer, device)
+            on_device[device] = put.block_until_ready()
+    if sharding is None:
+        return put
+    arrays = [on_device[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+
+
+def _local_regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Region, list[jax.Device]]:
+    """What the devices of this process have of an array, and which devices have it."""
+    if sharding is None:
+        return {whole(shape): list(jax.device_put(np.zeros((), np.uint8)).devices())}
+    regions: dict[Region, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        regions.setdefault(_bounded(index or (), shape), []).append(device)
+    return regions
+
+
+def shard_bytes(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> tuple[int, int]:
+    """Of one shard; and of all that this process reads, as bytes of the result."""
+    shard = math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
+    return shard, shard * len(_local_regions(shape, sharding))
+
+
+def _bounded(index: Region, shape: tuple[int, ...]) -> Region:
+    """Slices with both of their ends."""
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+
+
+def _copy(target: np.ndarray, source: Any, region: Region) -> None:
+    """`target[...] = source[region]`, some rows at a time."""
+    if target.ndim > 2:
+        for i, row in enumerate(range(region[0].start, region[0].stop)):
+            _copy(target[i], source[row], region[1:])
+    elif target.ndim < 2:
+        target[...] = source[region]
+    else:
+        rows, columns = region
+        step = max(1, _COPIED_AT_ONCE // max(1, target.shape[1]))
+        for first in range(0, target.shape[0], step):
+            last = min(first + step, target.shape[0])
+            piece = source[slice(rows.start + first, rows.start + last), columns]
+            target[first:last] = piece.astype(target.dtype, copy=False)  # converted in order, and then transposed
+
+
+class HostCopy:
+    """Regions of an array as NumPy arrays. Shards come to the host whole, and stay until other ones are needed."""
+
+    def __init__(self, array: Array | np.ndarray) -> None:
+        self.array = array
+        self._held: dict[Region, np.ndarray] = {}
+
+    def region(self, region: Region) -> np.ndarray:
+        """What the array has in this region, all of which must be on devices of this process."""
+        if not isinstance(self.array, jax.Array):
+            return np.asarray(self.array)[region]
+        shards = {_bounded(shard.index, self.array.shape): shard for shard in self.array.addressable_shards}
+        needed = {place: common for place in shards if (common := _overlap(place, region)) is not None}
+        self._held = {
+            place: self._held[place] if place in self._held else _to_host(shards[place].data) for place in needed
+        }
+        if len(needed) == 1:
+            ((place, common),) = needed.items()
+            return self._held[place][_relative(common, place)]
+        result = np.empty([part.stop - part.start for part in region], self.array.dtype)
+        for place, common in needed.items():
+            result[_relative(common, region)] = self._held[place][_relative(common, place)]
+        return result
+
+
+def _to_host(shard: Array) -> np.ndarray:
+    """A copy that goes when nobody has it any more: a `jax.Array` keeps the one that is made of itself."""
+    alias = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+    return np.asarray(alias)

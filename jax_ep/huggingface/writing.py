@@ -1,0 +1,163 @@
+"""Which tensors a checkpoint consists of, in which files, and how they come to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.huggingface import families
+from jax_ep.huggingface.decoded import FP8, SCALES, blocks, num_blocks
+from jax_ep.huggingface.families import Stored
+from jax_ep.huggingface.files import SINGLE
+from jax_ep.huggingface.shards import HostCopy, Region, swapped, whole
+from jax_ep.types import Array, Quantized
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written: a region of an array, perhaps with its last two axes swapped."""
+
+    name: str
+    array: Array | np.ndarray
+    region: Region
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.array.dtype.itemsize
+
+
+def tensors_of(
+    function: str,
+    config: Mapping[str, Any],
+    layers: Mapping[int, Mapping[str, Array | Quantized]],
+    others: Mapping[str, Array],
+) -> list[Tensor]:
+    """All tensors of a checkpoint, checked: those of the layers, in order, then the others."""
+    family = families.find(function, config)
+    shapes = families.shapes(function, config)
+    expected = families.moe_layers(function, config)
+    if set(layers) != set(expected):
+        raise ValueError(
+            f"{function}: layers has {sorted(layers)}, expected the MoE layers of the config, {list(expected)}; pass"
+            " each of them."
+        )
+    tensors: list[Tensor] = []
+    for layer in expected:
+        if set(layers[layer]) != set(shapes):
+            raise ValueError(
+                f"{function}: layer {layer} has {sorted(layers[layer])}, expected {sorted(shapes)}, which layers of"
+                " this config have; pass these."
+            )
+        for name, shape in shapes.items():
+            stored = family.forms[0][name].below(family.prefix.format(layer=layer))
+            tensors += _of_parameter(function, f"{name} of layer {layer}", layers[layer][name], stored, shape)
+    names = {tensor.name for tensor in tensors}
+    for name, array in others.items():
+        if name in names:
+            raise ValueError(f"{function}: others has {name!r}, which a layer of layers has too; take it out.")
+        _check_array(function, f"others[{name!r}]", array, np.shape(array))
+        tensors.append(Tensor(name, array, whole(array.shape), array.shape))
+    _check_quantization(function, config, tensors)
+    return tensors
+
+
+def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """The tensors of one parameter."""
+    if isinstance(value, tuple):
+        yield from _of_pair(function, what, value, stored, shape)
+        return
+    _check_array(function, what, value, shape)
+    for name, region in stored.places(swapped(shape) if stored.transposed else shape):
+        ours = swapped(region) if stored.transposed else region
+        yield Tensor(name, value, ours, stored.shape(region), stored.transposed)
+
+
+def _of_pair(
+    function: str, what: str, pair: tuple[Any, ...], stored: Stored, shape: tuple[int, ...]
+) -> Iterator[Tensor]:
+    """The tensors of matrices in FP8, which are stored as they are."""
+    as_stored = swapped(shape)
+    whole_blocks = not any(size % GROUP_SIZE for size in (shape[-2], shape[-1] // len(stored.names)))
+    if len(pair) != 2 or len(shape) != 3 or not stored.transposed or not whole_blocks:
+        raise ValueError(
+            f"{function}: {what} is a tuple of {len(pair)}, expected an array {shape}; pairs of FP8 values and scales"
+            " are for w_gate_up and w_down whose H and I are multiples of 128, in families with tensors [out, in]."
+        )
+    values, scales = pair
+    _check_array(function, f"{what}, values,", values, as_stored)
+    _check_array(function, f"{what}, scales,", scales, num_blocks(as_stored))
+    if values.dtype != FP8 or scales.dtype != np.float32:
+        raise TypeError(
+            f"{function}: {what} is a pair of {values.dtype} and {scales.dtype}, expected float8_e4m3fn and float32;"
+            " quantise with jax_ep.quantization.quantize_fp8_weights."
+        )
+    for name, region in stored.places(as_stored):
+        yield Tensor(name, values, region, stored.shape(region))
+        of_scales = (region[0], *(blocks(part) for part in region[-2:]))
+        yield Tensor(name + SCALES, scales, of_scales, stored.shape(of_scales))
+
+
+def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -> None:
+    """An array of this shape, all of whose values this process has."""
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; of a Flax variable"
+            " pass variable.get_value()."
+        )
+    if array.shape != shape:
+        raise ValueError(f"{function}: {what} has shape {array.shape}, expected {shape} for this config; reshape it.")
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        raise ValueError(
+            f"{function}: other processes have parts of {what}, expected all of it on devices of this one; gather it"
+            " with jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
+        )
+
+
+def _check_quantization(function: str, config: Mapping[str, Any], tensors: list[Tensor]) -> None:
+    """Readers believe the config: it must say what the files have."""
+    quantized = any(tensor.array.dtype == FP8 for tensor in tensors)
+    if quantized and not config.get("quantization_config"):
+        raise ValueError(
+            f"{function}: there are tensors in FP8, and config has no quantization_config, expected both; add that of"
+            " the checkpoint."
+        )
+    if not quantized and config.get("quantization_config"):
+        raise ValueError(
+            f"{function}: config has a quantization_config, and no tensor is in FP8, expected both or none; take"
+            " quantization_config out."
+        )
+
+
+def files_of(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[Tensor]]:
+    """The tensors of each file, in order."""
+    files: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.num_bytes > max_shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": some for i, some in enumerate(files, 1)}
+
+
+def on_host(tensors: list[Tensor]) -> dict[str, np.ndarray]:
+    """The tensors of one file."""
+    result = {}
+    copy = HostCopy(tensors[0].array)
+    for tensor in tensors:
+        if copy.array is not tensor.array:
+            copy = HostCopy(tensor.array)
+        values = copy.region(tensor.region)
+        values = values.swapaxes(-1, -2) if tensor.transposed else values
+        result[tensor.name] = np.ascontiguousarray(values).reshape(tensor.shape)
+    return result

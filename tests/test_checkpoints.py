@@ -1,0 +1,554 @@
+"""Checkpoints of every family, read into shards of global arrays: values against NumPy, bit for bit."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import itertools
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("safetensors")
+
+import hub_checkpoints
+import oracle_serving
+from cases import BF16, F16, F32, assert_same_bits
+from harness import STRICT_PYTHON, make_mesh
+from hub_checkpoints import EXPERTS, FP8, HIDDEN, HUB, WIDTH, assert_equal, fp8_checkpoint, written
+from jax_ep.checkpoints import Checkpoint, download, save
+from jax_ep.huggingface import shards
+from jax_ep.huggingface.decoded import dequantize_mxfp4
+from jax_ep.huggingface.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
+from jax_ep.huggingface.files import TensorFiles
+from jax_ep.quantization import dequantize_fp8_weights
+from jax_ep.types import Experts
+
+every_family = pytest.mark.parametrize("name", HUB)
+
+
+# --- what the families say -------------------------------------------------------------------------------------------
+
+
+def test_every_family_is_tested() -> None:
+    assert set(HUB) == set(FAMILIES)
+
+
+@every_family
+def test_values(name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+    """With the names of published checkpoints; on one device, and over four."""
+    checkpoint, want = written(name, tmp_path, rng)
+    assert checkpoint.moe_layers == HUB[name].layers
+    mesh = expert_mesh(4)
+    for number in HUB[name].layers:
+        assert_equal(checkpoint.moe_weights(number), want[number])
+        weights = checkpoint.moe_weights(number, mesh=mesh)
+        assert_equal(weights, want[number])
+        for parameter, array in weights.items():
+            spread = parameter in ("w_gate_up", "w_down", "b_gate_up", "b_down")
+            assert array.sharding == NamedSharding(mesh, P("expert") if spread else P())
+
+
+@every_family
+def test_options(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    checkpoint, _ = written(name, tmp_path, rng)
+    if name == "phimoe":
+        with pytest.raises(NotImplementedError, match=r"SparseMixer.*moe_weights"):
+            checkpoint.moe_options()
+        return
+    hub = HUB[name]
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    want = sizes | dict(hub.options) | {"experts": Experts("silu", **hub.experts)}
+    assert checkpoint.moe_options() == {key: value for key, value in want.items() if value is not None}
+
+
+@pytest.mark.parametrize("name", [name for name, hub in HUB.items() if not hub.fused])
+def test_one_tensor_for_all_experts(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """As Hugging Face's own code keeps the experts in memory: `[E, out, in]`, gates first."""
+    hub = HUB[name]
+    tensors, want = hub_checkpoints.layer(hub, hub.layers[0], rng)
+    prefix = f"model.layers.{hub.layers[0]}.mlp."
+    fused = {prefix + "experts.gate_up_proj": want["w_gate_up"].swapaxes(1, 2)}
+    fused[prefix + "experts.down_proj"] = want["w_down"].swapaxes(1, 2)
+    for tensor, value in tensors.items():
+        if ".experts." not in tensor:
+            key = tensor.replace("block_sparse_moe.", "mlp.").replace("mlp.moe_statics", "mlp.gate.moe_statics")
+            fused[key.replace("mlp.gate.", "mlp.router.") if name == "phimoe" else key] = value
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, hub.config, fused))
+    assert_equal(checkpoint.moe_weights(hub.layers[0]), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layers"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": None, "decoder_sparse_step": None}, (0, 1, 2, 3)),
+        ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}, (1, 3)),
+        ("deepseek_v2", {"first_k_dense_replace": 0}, (0, 1, 2, 3)),
+        ("ernie4_5_moe", {"moe_layer_end_index": -1, "moe_layer_interval": 2}, (1, 3)),
+        ("ernie4_5_moe", {"moe_layer_start_index": 2, "moe_layer_end_index": 9}, (2, 3)),
+        ("llama4_text", {"moe_layers": [0, 3]}, (0, 3)),
+        ("llama4_text", {"interleave_moe_layer_step": None}, (0, 1, 2, 3)),
+        ("longcat_flash", {"num_layers": 2}, (0, 1)),
+    ],
+)
+def test_moe_layers(
+    name: str, changes: dict[str, Any], layers: tuple[int, ...], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    assert written(name, tmp_path, rng, **changes)[0].moe_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "wanted"),
+    [
+        ("deepseek_v2", {"topk_method": "greedy"}, {"num_groups": 1, "topk_groups": 1}),
+        ("deepseek_v3", {"n_shared_experts": None, "norm_topk_prob": False}, {"num_shared_experts": 0}),
+        ("qwen3_moe", {"norm_topk_prob": None}, {"renormalize": False}),
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": 16}, {"num_experts": 16}),
+        ("gpt_oss", {"swiglu_limit": None, "hidden_act": None}, {"experts": Experts(**HUB["gpt_oss"].experts)}),
+        *(("mixtral", {"hidden_act": theirs}, {"experts": Experts(ours)}) for theirs, ours in ACTIVATIONS.items()),
+    ],
+)
+def test_options_follow_the_config(
+    name: str, changes: dict[str, Any], wanted: dict[str, Any], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    options = written(name, tmp_path, rng, **changes)[0].moe_options()
+    assert {key: options[key] for key in wanted} == wanted
+
+
+def test_without_shared_experts_there_are_no_parameters_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
+    checkpoint, want = written("deepseek_v3", tmp_path, rng, n_shared_experts=0)
+    got = checkpoint.moe_weights(3)
+    assert_equal(got, {name: value for name, value in want[3].items() if "shared" not in name})
+
+
+def test_columns_of_the_router_for_experts_without_matrices(tmp_path: Path, rng: np.random.Generator) -> None:
+    """LongCat's experts that return their token: parameters can be read, `flax.MoE` has no such experts."""
+    hub = HUB["longcat_flash"]
+    tensors, want = hub_checkpoints.layer(hub, 0, rng)
+    wider = rng.standard_normal((EXPERTS + 3, HIDDEN)).astype(F32)
+    tensors["model.layers.0.mlp.router.classifier.weight"] = wider
+    tensors["model.layers.0.mlp.router.e_score_correction_bias"] = wider[:, 0]
+    config = dict(hub.config) | {"zero_expert_num": 3}
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, config, tensors))
+    assert_equal(checkpoint.moe_weights(0), want | {"router": wider.T, "router_bias": wider[:, 0]})
+    with pytest.raises(NotImplementedError, match="zero_expert_num=3"):
+        checkpoint.moe_options()
+
+
+# --- reading into shards ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_numbers_of_ranks(
+    name: str, num_ranks: int, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
+) -> None:
+    checkpoint, want = written(name, tmp_path, rng, BF16)
+    number = HUB[name].layers[-1]
+    weights = checkpoint.moe_weights(number, mesh=expert_mesh(num_ranks))
+    assert_equal(weights, want[number])
+    assert {shard.data.shape[0] for shard in weights["w_down"].addressable_shards} == {EXPERTS // num_ranks}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_meshes(axis_type: AxisType, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Of several axes, of which some have copies; and the mesh that is set."""
+    checkpoint, want = written("gpt_oss", tmp_path, rng)
+    mesh = make_mesh((2, 2, 2), ("data", "node", "expert"), axis_type)
+    weights = checkpoint.moe_weights(0, mesh=mesh, axis_name=("node", "expert"))
+    assert weights["w_down"].sharding == NamedSharding(mesh, P(("node", "expert")))
+    assert_equal(weights, want[0])
+    with jax.set_mesh(mesh):
+        weights = checkpoint.moe_weights(0)
+        assert weights["b_down"].sharding == NamedSharding(mesh, P("expert"))
+        assert_equal(weights, want[0])
+        save(tmp_path / "again", {**checkpoint.config, "num_hidden_layers": 1}, {0: weights})
+    assert_equal(Checkpoint(tmp_path / "again").moe_weights(0), want[0])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_dtype(dtype: np.dtype, tmp_path: Path, rng: np.random.Generator, mesh: Mesh) -> None:
+    checkpoint, want = written("deepseek_v3", tmp_path, rng, BF16)
+    kept = ("router", "router_bias")
+    converted = {name: value if name in kept else value.astype(dtype) for name, value in want[3].items()}
+    assert_equal(checkpoint.moe_weights(3, mesh=mesh, dtype=dtype), converted)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("spec", [P(), P("a"), P("a", "b"), P(None, ("b", "a"))], ids=str)
+def test_any_tensor_in_any_sharding(spec: P, transpose: bool, tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((16, 24)).astype(BF16)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {"model_type": "dense"}, {"w": values, "other": values[0]}))
+    sharding = NamedSharding(make_mesh((4, 2), ("a", "b")), spec)
+    array = checkpoint.read("w", sharding=sharding, dtype=F32, transpose=transpose)
+    assert array.sharding == sharding
+    assert_same_bits(np.asarray(array), (values.T if transpose else values).astype(F32))
+
+
+def test_tensors_as_they_are_stored(tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors = {
+        "scalar": np.asarray(2.5, F16),
+        "vector": np.arange(5, dtype=np.int32),
+        "empty": np.zeros((2, 0, 3), F32),
+        "four": rng.standard_normal((3, 2, 5, 4)).astype(BF16),
+        "eight bits": rng.integers(0, 255, (3, 4), np.uint8).view(FP8),
+        "bool": np.array([True, False]),
+    }
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {}, tensors))
+    assert set(checkpoint.names) == set(tensors) and checkpoint.config == {}
+    for name, value in tensors.items():
+        assert_same_bits(np.asarray(checkpoint.read(name)), value, name)
+    four = checkpoint.read("four", transpose=True)
+    assert_same_bits(np.asarray(four), tensors["four"].swapaxes(-1, -2))
+
+
+class Counting(np.ndarray):
+    """Knows which parts of two axes are taken of it, as all reading of matrices does."""
+
+    taken: list[tuple[int, ...]]
+
+    def __array_finalize__(self, base: Any) -> None:
+        self.taken = getattr(base, "taken", [])
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        if isinstance(index, tuple) and all(isinstance(one, slice) for one in index):
+            self.taken.append(part.shape)
+        return part
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the parts that are read of tensors."""
+    shapes: list[tuple[int, ...]] = []
+    real = TensorFiles.__getitem__
+
+    def counting(files: TensorFiles, name: str) -> np.ndarray:
+        view = real(files, name).view(Counting)
+        view.taken = shapes
+        return view
+
+    monkeypatch.setattr(TensorFiles, "__getitem__", counting)
+    return shapes
+
+
+def test_each_part_is_read_once(taken: list[tuple[int, ...]], tmp_path: Path, rng: np.random.Generator) -> None:
+    """Whatever the number of devices: those that hold copies share what is read."""
+    values = rng.standard_normal((16, 24)).astype(F32)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, {}, {"w": values}))
+    sharding = NamedSharding(make_mesh((4, 2), ("a", "b")), P("a"))
+    np.testing.assert_array_equal(checkpoint.read("w", sharding=sharding), values)
+    assert taken == [(4, 24)] * 4
+
+    taken.clear()
+    name = "mixtral"
+    checkpoint, want = written(name, tmp_path / name, rng)
+    checkpoint.moe_weights(0, mesh=make_mesh((4, 2), ("expert", "copies")))
+    assert sum(rows * columns for rows, columns in taken) == sum(value.size for value in want[0].values())
+
+
+def bytes_of(rng: np.random.Generator, dtype: np.dtype, *shape: int) -> np.ndarray:
+    """Finite numbers of any dtype."""
+    small = rng.integers(0, 64, (*shape, np.dtype(dtype).itemsize), np.uint8)
+    return small.view(dtype).reshape(shape)
+
+
+def large_checkpoint(kind: str, folder: Path, rng: np.random.Generator) -> Checkpoint:
+    """Four experts whose matrices are a megabyte or more each, in one of the formats."""
+    experts, hidden, width = 4, 1024, 512
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": experts, "num_hidden_layers": 1}
+    if kind == "mxfp4":
+        config = HUB["gpt_oss"].config | sizes
+        tensors = {"model.layers.0.mlp.router.weight": bytes_of(rng, BF16, experts, hidden)}
+        tensors["model.layers.0.mlp.router.bias"] = bytes_of(rng, BF16, experts)
+        for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+            prefix = f"model.layers.0.mlp.experts.{name}"
+            tensors[f"{prefix}_blocks"] = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+            tensors[f"{prefix}_scales"] = rng.integers(110, 130, (experts, rows, columns // 32), np.uint8)
+            tensors[f"{prefix}_bias"] = bytes_of(rng, BF16, experts, rows)
+        return Checkpoint(hub_checkpoints.write(folder, config, tensors))
+    config = HUB["mixtral"].config | sizes
+    dtype = FP8 if kind == "fp8" else BF16
+    tensors = {"model.layers.0.block_sparse_moe.gate.weight": bytes_of(rng, BF16, experts, hidden)}
+    for expert, (name, rows, columns) in itertools.product(
+        range(experts), (("w1", width, hidden), ("w3", width, hidden), ("w2", hidden, width))
+    ):
+        prefix = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"
+        tensors[prefix] = bytes_of(rng, dtype, rows, columns)
+        if kind == "fp8":
+            tensors[f"{prefix}_scale_inv"] = rng.random((rows // 128, columns // 128), F32)
+    return Checkpoint(hub_checkpoints.write(folder, config, tensors))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("bf16", {}),
+        ("bf16", {"dtype": F32}),
+        ("fp8", {"quantized": True}),
+        ("fp8", {}),
+        ("mxfp4", {}),
+    ],
+    ids=["bf16", "float32", "fp8", "fp8-dequantised", "mxfp4"],
+)
+def test_memory(
+    kind: str,
+    options: dict[str, Any],
+    num_ranks: int,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    expert_mesh: Callable[[int], Mesh],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host has one shard of one array at a time, and a little for what is being decoded; values are the same."""
+    checkpoint = large_checkpoint(kind, tmp_path, rng)
+    load = lambda: checkpoint.moe_weights(0, mesh=expert_mesh(num_ranks), **options)  # noqa: E731
+    want = jax.tree.map(np.asarray, load())
+    # As on accelerators, which have memory of their own, so that nothing that is traced is the result.
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, device=None: jnp.copy(put(x, device)))
+    monkeypatch.setattr(shards, "_has_host_memory", lambda device: False)
+    load()  # what Python and JAX keep from the first time is not counted
+    tracemalloc.start()
+    try:
+        weights = load()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    leaves = jax.tree.leaves(weights)
+    largest = max(shard.data.nbytes for array in leaves for shard in array.addressable_shards)
+    assert largest >= 2**20
+    assert largest < peak <= 1.3 * largest, (peak, largest)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), want)
+
+
+# --- FP8 and MXFP4 ---------------------------------------------------------------------------------------------------
+
+
+def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """[out, in] of blocks to [in, out] in float32, with one rounding."""
+    return oracle_serving.dequantize_blocks(values, scales).astype(F32).T
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fp8_as_it_is_stored(
+    num_ranks: int, tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]
+) -> None:
+    checkpoint, pairs = fp8_checkpoint(tmp_path, rng)
+    weights = checkpoint.moe_weights(3, mesh=expert_mesh(num_ranks), dtype=F32, quantized=True)
+    for i, dtype in enumerate((FP8, F32)):
+        up = [np.concatenate([pairs[f"experts.{e}.{n}"][i] for n in ("gate", "up")]) for e in range(2)]
+        assert_same_bits(np.asarray(weights["w_gate_up"][i]), np.stack(up).astype(dtype), "w_gate_up")
+        down = np.stack([pairs[f"experts.{e}.down"][i] for e in range(2)])
+        assert_same_bits(np.asarray(weights["w_down"][i]), down.astype(dtype), "w_down")
+        assert weights["w_down"][i].sharding.spec == P("expert")
+    assert_same_bits(np.asarray(weights["shared_down"]), dequantised(*pairs["shared_experts.down"]))
+    # These are the pairs that the package computes with.
+    whole = checkpoint.moe_weights(3, dtype=F32)["w_gate_up"]
+    same = dequantize_fp8_weights(*weights["w_gate_up"], F32).swapaxes(1, 2)
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(whole))
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(256, 384), (200, 72)])
+@pytest.mark.parametrize("scale_dtype", [F32, BF16, np.dtype(ml_dtypes.float8_e8m0fnu)], ids=str)
+def test_fp8_dequantised(
+    hidden: int, width: int, scale_dtype: np.dtype, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Also in blocks that the edge cuts, and to bfloat16 where no dtype is given."""
+    checkpoint, pairs = fp8_checkpoint(tmp_path, rng, hidden, width, scale_dtype)
+    halves = [[dequantised(*pairs[f"experts.{e}.{n}"]) for n in ("gate", "up")] for e in range(2)]
+    want = np.stack([np.concatenate(two, axis=-1) for two in halves])
+    got = checkpoint.moe_weights(3, mesh=make_mesh((2,), ("expert",)), dtype=F32)
+    assert_same_bits(np.asarray(got["w_gate_up"]), want)
+    assert_same_bits(np.asarray(checkpoint.moe_weights(3)["w_gate_up"]), want.astype(BF16))
+
+
+def test_fp8_in_shards_that_cut_blocks(tmp_path: Path, rng: np.random.Generator) -> None:
+    checkpoint, pairs = fp8_checkpoint(tmp_path, rng, 200, 72)
+    name = "model.layers.3.mlp.shared_experts.down_proj.weight"
+    sharding = NamedSharding(make_mesh((2, 4), ("a", "b")), P("a", "b"))
+    got = checkpoint.read(name, sharding=sharding, dtype=F32, transpose=True)
+    assert_same_bits(np.asarray(got), dequantised(*pairs["shared_experts.down"]))
+    assert_same_bits(np.asarray(checkpoint.read(name)), pairs["shared_experts.down"][0])
+
+
+def test_every_code_of_mxfp4() -> None:
+    """All bytes of two values with all scales, by the definition of the formats in float64."""
+    magnitudes = [(m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1)) for e in range(4) for m in range(2)]
+    values = np.array(magnitudes + [-m for m in magnitudes])
+    codes = np.arange(256, dtype=np.uint8)
+    pairs = np.stack([values[codes % 16], values[codes // 16]], axis=-1).reshape(-1)  # [512]
+    powers = np.append(2.0 ** (np.arange(255) - 127.0), np.nan)
+    want = pairs[None, :] * powers[:, None]
+    blocks = np.broadcast_to(codes.reshape(16, 16), (256, 16, 16))
+    scales = np.broadcast_to(codes[:, None], (256, 16))
+    got = dequantize_mxfp4(blocks, scales)
+    with np.errstate(over="ignore"):
+        assert_same_bits(np.abs(got), np.abs(want).astype(F32))
+        np.testing.assert_array_equal(np.signbit(got[:255]), np.signbit(want[:255]))
+        # bfloat16 has every one of them too, so that reading rounds nothing.
+        np.testing.assert_array_equal(got.astype(BF16).astype(F32), got)
+
+
+def test_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[int], Mesh]) -> None:
+    """gpt-oss as it is published: [E, out, in] in blocks of 32 along `in`, and everything else in bfloat16."""
+    hub = HUB["gpt_oss"]
+    tensors, want = hub_checkpoints.layer(hub, 0, rng, BF16)
+    config = hub.config | {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+    prefix = "model.layers.0.mlp."
+    want["router"] = np.zeros((64, EXPERTS), F32)
+    tensors[prefix + "router.weight"] = want["router"].T
+    for parameter, name, rows, columns in (("gate_up", "gate_up_proj", 64, 64), ("down", "down_proj", 64, 32)):
+        del tensors[f"{prefix}experts.{name}"]
+        blocks = rng.integers(0, 256, (EXPERTS, rows, columns // 32, 16), np.uint8)
+        scales = rng.integers(0, 253, (EXPERTS, rows, columns // 32), np.uint8)
+        bias = rng.standard_normal((EXPERTS, rows)).astype(BF16)
+        tensors |= {f"{prefix}experts.{name}_{part}": value for part, value in (("blocks", blocks), ("scales", scales))}
+        tensors[f"{prefix}experts.{name}_bias"] = want[f"b_{parameter}"] = bias
+        want[f"w_{parameter}"] = dequantize_mxfp4(blocks, scales).swapaxes(1, 2).astype(BF16)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, config, tensors))
+    for mesh in (None, expert_mesh(8)):
+        assert_equal(checkpoint.moe_weights(0, mesh=mesh), want)
+    up = checkpoint.read(f"{prefix}experts.gate_up_proj_blocks", dtype=F32)
+    np.testing.assert_array_equal(np.asarray(up), want["w_gate_up"].swapaxes(1, 2).astype(F32))
+    with pytest.raises(ValueError, match="not stored in FP8"):
+        checkpoint.moe_weights(0, quantized=True)
+
+
+# --- around it -------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_bar(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal with rich; it ends where all bytes of the result have been read."""
+    progress = pytest.importorskip("rich.progress")
+    checkpoint, want = written("gpt_oss", tmp_path, rng)
+    told: list[float] = []
+    advance = progress.Progress.advance
+    monkeypatch.setattr(progress.Progress, "advance", lambda bar, task, n: (told.append(n), advance(bar, task, n)))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    checkpoint.moe_weights(0, mesh=make_mesh((2, 2), ("expert", "copies")))
+    assert "layer 0" in sys.stderr.getvalue()
+    assert sum(told) == sum(value.nbytes for value in want[0].values())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    checkpoint.moe_weights(0)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.utils import filter_repo_objects
+
+    calls = []
+
+    def snapshot_download(*args: Any, **options: Any) -> str:
+        calls.append((args, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    assert download("owner/name", revision="v1", folder=tmp_path / "here") == tmp_path
+    ((args, options),) = calls
+    patterns = {key: options.pop(key) for key in ("allow_patterns", "ignore_patterns")}
+    assert (args, options) == (("owner/name",), {"revision": "v1", "local_dir": tmp_path / "here"})
+    wanted = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    wanted += ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
+    others = ["README.md", "pytorch_model.bin", "original/model.safetensors", "metal/model.bin", "modeling_x.py"]
+    others += ["consolidated.safetensors", "model.gguf", "onnx/model.onnx", ".gitattributes"]
+    assert sorted(filter_repo_objects(wanted + others, **patterns)) == sorted(wanted)
+
+
+def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"save: needs safetensors: pip install 'jax_ep\[hf\]'"):
+        save(tmp_path, {}, {})
+    with pytest.raises(ImportError, match=r"download: needs huggingface_hub: pip install 'jax_ep\[hf\]'"):
+        download("owner/name")
+
+
+def test_reading_needs_no_optional_package() -> None:
+    program = """
+import sys
+blocked = ("flax", "safetensors", "huggingface_hub", "rich", "triton")
+for name in blocked:
+    sys.modules[name] = None
+import jax_ep.checkpoints
+"""
+    subprocess.run([*STRICT_PYTHON, "-c", program], check=True)
+
+
+def test_the_example_of_the_class_runs() -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(Checkpoint, globs={})
+    output: list[str] = []
+    assert test.examples
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=output.append)
+    assert result.failed == 0, "".join(output)
+
+
+# --- docs/checkpoints.md ---------------------------------------------------------------------------------------------
+
+
+def _names(stored: Stored) -> str:
+    """`a.{b,c}.d` for two tensors, and a mark where they are transposed."""
+    tokens = list(zip(*(name.format(expert="E").split(".") for name in stored.names), strict=True))
+    name = ".".join(one[0] if len(set(one)) == 1 else "{" + ",".join(one) + "}" for one in tokens)
+    return f"`{name}` ᵀ" if stored.transposed else f"`{name}`"
+
+
+def _keys(wanted: Key) -> str:
+    condition = f" where `{wanted.only_if[0]}` is `{wanted.only_if[1]}`" if wanted.only_if else ""
+    return " or ".join(f"`{key}`" for key in wanted.names) + condition
+
+
+def _setting(name: str, wanted: Any) -> str:
+    return f"`{name}`: {_keys(wanted)}" if isinstance(wanted, Key) else f"`{name}={wanted!r}`"
+
+
+def _cell(parts: Iterable[str]) -> str:
+    return "; ".join(parts) or "—"
+
+
+def tensor_row(name: str, form: Form) -> str:
+    """A family's tensors, as the page shows them."""
+    main = ("router", "w_gate_up", "w_down")
+    others = _cell(f"`{key}`: {_names(stored)}" for key, stored in form.items() if key not in main)
+    return f"| `{name}` | {' | '.join(_names(form[key]) for key in main)} | {others} |"
+
+
+SIZE_OPTIONS = ("num_experts", "num_experts_per_tok", "intermediate_size")
+
+
+def option_row(name: str, family: Family) -> str:
+    """What a family takes from its config."""
+    sizes = ", ".join(_keys(family.options[key]) for key in SIZE_OPTIONS)
+    rule, every = family.layers._asdict(), Layers()._asdict()
+    layers = {key: wanted for key, wanted in rule.items() if wanted != every[key]}
+    others = {key: wanted for key, wanted in family.options.items() if key not in SIZE_OPTIONS}
+    others |= {f"experts.{key}": wanted for key, wanted in family.experts.items()}
+    cells = [_cell(_setting(*item) for item in items.items()) for items in (layers, others)]
+    refused = (f"`{r.name}` is {' or '.join(f'`{v!r}`' for v in r.allowed) or 'another'}" for r in family.refused)
+    return f"| `{name}` | {sizes} | {' | '.join(cells)} | {_cell(refused)} |"
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+    rows = [tensor_row(name, family.forms[0]) for name, family in FAMILIES.items()]
+    rows += [option_row(name, family) for name, family in FAMILIES.items()]
+    assert re.findall(rf"^\| `(?:{'|'.join(FAMILIES)})` \|.*$", page, re.MULTILINE) == rows

@@ -1,0 +1,309 @@
+"""What is wrong with a checkpoint, or with a call, is told in an error: got, expected, remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+import hub_checkpoints
+from cases import BF16, F16, F32
+from harness import make_mesh
+from hub_checkpoints import FP8, FP8_CONFIG, HUB, assert_equal, fp8_checkpoint, written
+from jax_ep.checkpoints import Checkpoint, save
+
+
+def reading(change: Callable[[Path], Any], call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
+    return lambda folder: (change(folder), call(Checkpoint(folder)))
+
+
+def config(**changes: Any) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        new = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if value is not None}
+        path.write_text(json.dumps(new))
+
+    return change
+
+
+def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], Any]:
+    def write(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        change(content["weight_map"])
+        path.write_text(json.dumps(content))
+
+    return write
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def load(checkpoint: Checkpoint, **options: Any) -> Any:
+    return checkpoint.moe_weights(0, **options)
+
+
+KEEP = lambda folder: None  # noqa: E731
+EXPERT = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+MISTAKES = {
+    "folder": (lambda folder: Checkpoint(folder / "nowhere"), FileNotFoundError, "nowhere is no folder"),
+    "config": (
+        reading(lambda folder: (folder / "config.json").unlink()),
+        FileNotFoundError,
+        "config.json does not exist",
+    ),
+    "json": (reading(lambda folder: (folder / "config.json").write_text("{")), ValueError, "not valid JSON"),
+    "list": (reading(lambda folder: (folder / "config.json").write_text("[]")), ValueError, "no JSON object"),
+    "index": (
+        reading(lambda folder: (folder / "model.safetensors.index.json").unlink()),
+        FileNotFoundError,
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "weight_map": (
+        reading(lambda folder: (folder / "model.safetensors.index.json").write_text("{}")),
+        ValueError,
+        "no object 'weight_map'",
+    ),
+    "file": (
+        reading(lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()),
+        FileNotFoundError,
+        r"names model-00002-of-00002.safetensors, which .* lacks",
+    ),
+    "cut": (reading(cut, load), ValueError, r"not a whole safetensors file: it should have \d+ bytes and has \d+"),
+    "no file": (
+        reading(lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"abc"), load),
+        ValueError,
+        "not a whole safetensors file: it has 3 bytes",
+    ),
+    "text": (
+        reading(lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"version https://"), load),
+        ValueError,
+        "its table would end at byte",
+    ),
+    "index entry": (
+        reading(index(lambda entries: entries.update({EXPERT: min(entries.values())})), load),
+        ValueError,
+        r"places '.*experts.3.w2.weight' in model-00001-.*, which has no such tensor",
+    ),
+    "tensor": (
+        reading(index(lambda entries: entries.pop(EXPERT)), load),
+        ValueError,
+        r"no tensor '.*3.w2.weight' \(sim",
+    ),
+    "name": (
+        reading(KEEP, lambda checkpoint: checkpoint.read("othre")),
+        ValueError,
+        r"no tensor 'othre' \(similar: other\); Checkpoint.names",
+    ),
+    "model_type": (
+        reading(config(model_type="llama"), lambda checkpoint: checkpoint.moe_layers),
+        ValueError,
+        "model_type is 'llama', expected one of deepseek_v2, .*qwen3_moe; Checkpoint.read",
+    ),
+    "model_type missing": (reading(config(model_type=None), load), ValueError, "model_type is None"),
+    "key": (reading(config(num_local_experts=None), load), ValueError, "no 'num_local_experts' or 'num_experts'"),
+    "activation": (
+        reading(config(hidden_act="tanh"), Checkpoint.moe_options),
+        NotImplementedError,
+        "hidden_act='tanh', expected one of silu",
+    ),
+    "experts": (
+        reading(config(num_local_experts=4), load),
+        ValueError,
+        r"shape \(8, 12\), expected \(4, 12\) for router",
+    ),
+    "shape": (reading(config(intermediate_size=7), load), ValueError, r"\(10, 12\), expected \(7, 12\) for w_gate_up"),
+    "layer": (
+        reading(KEEP, lambda checkpoint: checkpoint.moe_weights(4)),
+        ValueError,
+        r"layer=4 is not MoE.*\(0, 1, 2",
+    ),
+    "dtype": (reading(KEEP, lambda c: load(c, dtype=jnp.int8)), TypeError, "dtype=int8, expected None or one of bfl"),
+    "no dtype": (
+        reading(KEEP, lambda c: c.read("other", dtype="half-ish")),
+        TypeError,
+        "no dtype, expected None or one",
+    ),
+    "quantized": (reading(KEEP, lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
+    "mesh": (reading(KEEP, lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),
+    "axis": (
+        reading(KEEP, lambda c: load(c, mesh=make_mesh((2,), ("data",)))),
+        ValueError,
+        r"the mesh has axes \('data',\), expected \['expert'\] among them",
+    ),
+    "ranks": (
+        reading(KEEP, lambda c: load(c, mesh=make_mesh((3,), ("expert",)))),
+        ValueError,
+        "num_experts=8 is not divisible by the 3 ranks",
+    ),
+    "transpose": (
+        reading(KEEP, lambda c: c.read("bias", transpose=True)),
+        ValueError,
+        r"shape \(3,\), expected two axes",
+    ),
+    "eight bits": (reading(KEEP, lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_reading(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    call, error, text = MISTAKES[mistake]
+    tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
+    others = {"other": np.ones((2, 3), F32), "bias": np.ones(3, F32), "bytes": np.ones((2, 2), np.uint8)}
+    half = len(tensors) // 2
+    parts = dict(list(tensors.items())[:half]), dict(list(tensors.items())[half:]) | others
+    hub_checkpoints.write(tmp_path, HUB["mixtral"].config, *parts)
+    with pytest.raises(error, match=text):
+        call(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True, expected False: shared experts have no biases"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2, expected 1"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
+        ("longcat_flash", {"router_bias": True}, "router_bias=True"),
+    ],
+)
+def test_weights_that_would_be_left_out(
+    name: str, changes: dict[str, Any], text: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    checkpoint, _ = written(name, tmp_path, rng, **changes)
+    for call in (checkpoint.moe_options, lambda: checkpoint.moe_weights(HUB[name].layers[0])):
+        with pytest.raises(NotImplementedError, match=text):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek_v2", {"topk_method": "other"}),
+        ("deepseek_v2", {"norm_topk_prob": True}),
+        ("deepseek_v3", {"topk_method": "greedy"}),
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("minimax_m2", {"scoring_func": "softmax"}),
+    ],
+)
+def test_routers_that_are_not_here(
+    name: str, changes: dict[str, Any], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    checkpoint, want = written(name, tmp_path, rng, **changes)
+    ((key, value),) = changes.items()
+    with pytest.raises(NotImplementedError, match=f"{key}={value!r}, expected"):
+        checkpoint.moe_options()
+    number = HUB[name].layers[0]
+    assert_equal(checkpoint.moe_weights(number), want[number])
+
+
+def test_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng, BF16)
+    tensors[EXPERT] = tensors[EXPERT].astype(F16)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
+    with pytest.raises(ValueError, match=r"experts.0.w2.weight' in bfloat16 and .*experts.3.w2.weight' in float16"):
+        checkpoint.moe_weights(0)
+    assert checkpoint.moe_weights(0, dtype=F32)["w_down"].dtype == F32
+
+
+def test_fp8_that_does_not_fit(tmp_path: Path, rng: np.random.Generator) -> None:
+    checkpoint, _ = fp8_checkpoint(tmp_path / "odd", rng, 256, 192)
+    with pytest.raises(ValueError, match=r"w_gate_up has shape \(2, 256, 384\), expected I and H that are multiples"):
+        checkpoint.moe_weights(3, quantized=True)
+
+    checkpoint, _ = fp8_checkpoint(tmp_path / "whole", rng)
+    tensors = {name: np.asarray(checkpoint.read(name)) for name in checkpoint.names}
+    name = "model.layers.3.mlp.experts.1.up_proj.weight_scale_inv"
+    other_blocks = tensors | {name: np.ones((3, 4), F32)}
+    with pytest.raises(ValueError, match=r"up_proj.weight_scale_inv' has shape \(3, 4\), expected \(3, 2\)"):
+        Checkpoint(hub_checkpoints.write(tmp_path / "blocks", checkpoint.config, other_blocks)).moe_weights(3)
+    del tensors[name]
+    with pytest.raises(ValueError, match=r"up_proj.weight' is stored as float8_e4m3fn, without scales"):
+        Checkpoint(hub_checkpoints.write(tmp_path / "none", checkpoint.config, tensors)).moe_weights(3)
+
+
+def test_a_format_that_is_not_known(tmp_path: Path) -> None:
+    folder = hub_checkpoints.write(tmp_path, {}, {"t": np.zeros((2, 2), np.uint8)})
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content.replace(b'"U8"', b'"F4"'))
+    with pytest.raises(NotImplementedError, match="'t' has dtype F4, expected one of"):
+        Checkpoint(folder).read("t")
+    (folder / "model.safetensors").write_bytes(content.replace(b"[2,2]", b"[2,3]"))
+    with pytest.raises(ValueError, match=r"'t' has 4 bytes in model\.safetensors, expected 6"):
+        Checkpoint(folder).read("t")
+
+
+def without(weights: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in weights.items() if key != name}
+
+
+def pair(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    values = array.swapaxes(1, 2).astype(FP8)
+    return values, np.ones((array.shape[0], *(-(-size // 128) for size in values.shape[1:])), F32)
+
+
+SAVING = {
+    "layers": (lambda w: {"layers": {1: w}}, ValueError, r"layers has \[1\], expected the MoE layers .* \[0\]"),
+    "missing": (
+        lambda w: {"layers": {0: without(w, "router")}},
+        ValueError,
+        r"layer 0 has \['w_down', 'w_gate_up'\], exp",
+    ),
+    "unknown": (lambda w: {"layers": {0: w | {"b_down": w["router"]}}}, ValueError, "layer 0 has .*b_down.*expected"),
+    "shape": (
+        lambda w: {"layers": {0: w | {"w_down": w["w_down"].swapaxes(1, 2)}}},
+        ValueError,
+        r"w_down of layer 0 has shape \(8, 12, 10\), expected \(8, 10, 12\)",
+    ),
+    "kind": (
+        lambda w: {"layers": {0: w | {"router": [1.0]}}},
+        TypeError,
+        "router of layer 0 is a list, expected a JAX",
+    ),
+    "name twice": (
+        lambda w: {"others": {EXPERT: w["router"]}},
+        ValueError,
+        "others has '.*experts.3.w2.weight', which",
+    ),
+    "other": (lambda w: {"others": {"norm": None}}, TypeError, r"others\['norm'\] is a NoneType"),
+    "fp8": (lambda w: {"others": {"norm": np.ones(3, FP8)}}, ValueError, "tensors in FP8, and config has no quant"),
+    "no fp8": (
+        lambda w: {"config": {"quantization_config": FP8_CONFIG}},
+        ValueError,
+        "has a quantization_config, and no",
+    ),
+    "blocks": (
+        lambda w: {"layers": {0: w | {"w_down": pair(w["w_down"])}}},
+        ValueError,
+        "a tuple of 2, expected an array",
+    ),
+    "bytes": (lambda w: {"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0, expected a positive int"),
+    "model_type": (lambda w: {"config": {"model_type": "gpt2"}}, ValueError, "save: model_type is 'gpt2'"),
+}
+
+
+@pytest.mark.parametrize("mistake", SAVING)
+def test_mistakes_in_writing(mistake: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    changes, error, text = SAVING[mistake]
+    _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
+    arguments = {"layers": {0: weights}, "others": {}} | changes(weights)
+    arguments["config"] = dict(HUB["mixtral"].config) | {"num_hidden_layers": 1} | arguments.get("config", {})
+    with pytest.raises(error, match=text):
+        save(tmp_path / "new", **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_pairs_of_other_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
+    original, _ = fp8_checkpoint(tmp_path / "original", rng)
+    weights = original.moe_weights(3, quantized=True)
+    values, scales = weights["w_down"]
+    with pytest.raises(TypeError, match="w_down of layer 3 is a pair of float8_e4m3fn and bfloat16"):
+        save(tmp_path / "new", original.config, {3: weights | {"w_down": (values, scales.astype(BF16))}})

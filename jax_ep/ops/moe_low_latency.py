@@ -105,8 +105,8 @@ def low_latency_moe(
     fp8, columns, inner = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_local)
     if experts is None and columns != 2 * inner:
         raise ValueError(
-            f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down; change"
-            " one of them, or for experts without gates pass experts=jax_ep.Experts(activation, gated=False)."
+            f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down;"
+            " change one of them, or for experts without gates pass experts=jax_ep.Experts(activation, gated=False)."
         )
     experts = check.expert_function(function, experts, activation, columns, inner, x.dtype)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))

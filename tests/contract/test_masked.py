@@ -146,8 +146,9 @@ def test_activation(implementation: str, activation: str, quantize: bool, rng: A
                 np.testing.assert_allclose(scales[real], want_scales, rtol=1e-4)
                 error = np.abs(oracle.dequantize(values[real], scales[real]) - want)
                 bound = np.maximum(np.abs(want) * 2.0**-4, want_scales.repeat(128, -1) * 2.0**-10)
-                # In float32, the gelu of a negative number has few digits.
-                assert (error <= bound * 1.001 + 2.0**-18).all()
+                # In float32, the gelu of a negative number has few digits: it is that times a difference from one.
+                few_digits = np.abs(np.prod(np.split(hidden[real].astype(np.float64), 2, axis=-1), axis=0)) * 2.0**-22
+                assert (error <= bound * 1.001 + few_digits).all()
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])

@@ -69,6 +69,7 @@ ROUTED = TOKENS | {"topk_weights": f32(T, K), "num_experts": E}
 GOOD = {
     "dispatch": ROUTED,
     "combine": {"y": f32(R, H), "handle": dispatch_handle()},
+    "row_experts": {"handle": dispatch_handle(axis_name=())},
     "grouped_gemm": {"lhs": f32(20, H), "rhs": f32(3, H, N), "group_sizes": i32(3)},
     "dispatch_grouped_gemm": ROUTED | {"w": f32(L, H, N)},
     "grouped_gemm_combine": {"h": f32(R, INNER), "w": f32(L, INNER, H), "handle": dispatch_handle()},

@@ -394,6 +394,28 @@ ROUTER_CASES = [
     *dtype("dequantize_fp8", "values", f32(T, H), "float8_e4m3fn"),
 ]
 
+LAYERS, OWN = ("moe", "fused_moe"), jax_ep.Experts(lambda hidden: hidden)
+EXPERTS_CASES = [
+    *value(LAYERS, "experts by name", {"experts": "silu"}, "experts", r"\bstr\b", "jax_ep.Experts", error=TypeError),
+    *value(
+        LAYERS,
+        "activation beside experts",
+        {"experts": jax_ep.Experts("relu"), "activation": "gelu"},
+        *("activation", "gelu", "relu", "leave"),
+    ),
+    *value(LAYERS, "gates", {"experts": jax_ep.Experts(gated=False)}, "gated", number(2 * INNER), number(INNER)),
+    *value(LAYERS, "rows of a function", {"experts": OWN}, "activation", number(2 * INNER), number(INNER), "change"),
+    *value(LAYERS, "b_gate_up", {"b_gate_up": f32(L, INNER)}, "b_gate_up", number(INNER), number(2 * INNER)),
+    *value(LAYERS, "a bias for all", {"b_down": f32(H)}, "b_down", shape(H), "rank 2", "reshape"),
+    *dtype(LAYERS, "b_down", i32(L, H), FLOATING),
+    *dtype(["dispatch", *LAYERS], "num_tokens", f32(), "int32"),
+    *value(["dispatch", *LAYERS], "num_tokens", {"num_tokens": i32(1)}, "num_tokens", shape(1), "scalar"),
+    *value(
+        "dispatch", "num_tokens with a handle", {"num_tokens": 3, "handle": dispatch_handle()}, "num_tokens", "handle"
+    ),
+    *value("row_experts", "no handle", {"handle": i32(R)}, "handle", "Handle", "Dispatched", error=TypeError),
+]
+
 GEMM, ACTIVATION, MATRICES = "masked_grouped_gemm", "masked_gated_activation", "quantize_fp8_weights"
 LAYER, FUSED = "low_latency_moe", "low_latency_gemm_combine"
 MASKED_CASES = [
@@ -525,6 +547,7 @@ MASKED_CASES = [
 ]
 
 TABLE = FP8_GEMM_CASES + MASKED_CASES + DISPATCH_CASES + COMPUTE_CASES + LOW_LATENCY_CASES + ROUTER_CASES
+TABLE += EXPERTS_CASES
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "fragments"), TABLE)

@@ -1,0 +1,78 @@
+"""`jax_ep.Experts` as a value: what it refuses, and that equal ones are one to `jit`."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_ep
+from jax_ep import Experts
+from jax_ep.serving import serving_weights
+
+WRONG = [
+    ({"activation": "swish"}, ValueError, "swish", "silu"),
+    ({"activation": 3}, TypeError, r"\bint\b", "JAX function"),
+    ({"gated": 1}, TypeError, "gated=1", "True or False"),
+    ({"clamp": 0.0}, ValueError, r"clamp=0\.0", "positive"),
+    ({"clamp": "7"}, TypeError, "clamp", "number"),
+    ({"alpha": float("nan")}, ValueError, "alpha=nan", "finite"),
+    ({"up_offset": True}, TypeError, "up_offset", "number"),
+    ({"weight_on": "both"}, ValueError, "both", "'output' or 'input'"),
+    ({"activation": "relu", "alpha": 2.0}, ValueError, "alpha", "silu"),
+    ({"gated": False, "interleaved": True}, ValueError, "interleaved", "without a gate"),
+    ({"gated": False, "up_offset": 1.0}, ValueError, "up_offset", "without a gate"),
+    ({"activation": jax.nn.silu, "clamp": 1.0}, ValueError, "clamp", "by itself"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "got", "remedy"), WRONG, ids=[" ".join(w[0]) + f" {i}" for i, w in enumerate(WRONG)]
+)
+def test_wrong_values_are_explained(fields, error, got, remedy):
+    with pytest.raises(error) as caught:
+        Experts(**fields)
+    assert re.search(got, str(caught.value)) and re.search(remedy, str(caught.value)), caught.value
+
+
+def test_equal_values_are_compiled_once():
+    traced = []
+
+    @jax.jit
+    def layer(x):
+        traced.append(x)
+        ids, weights = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1))
+        options = {"experts": Experts(clamp=2.0), "implementation": "xla"}
+        return jax_ep.fused_moe(x, ids, weights, jnp.ones((1, 4, 6)), jnp.ones((1, 3, 4)), **options)
+
+    layer(jnp.ones((2, 4))), layer(jnp.zeros((2, 4)))
+    assert len(traced) == 1 and Experts(clamp=2.0) == Experts(clamp=2) and len({Experts(), Experts()}) == 1
+
+
+def test_padding_for_fp8_knows_where_gates_are(rng):
+    """Columns of zeros beside gates and beside what they multiply, wherever these are; biases likewise."""
+    from jax_ep.quantization import dequantize_fp8_weights
+
+    inner, hidden = 96, 128
+    w = jnp.asarray(rng.standard_normal((2, hidden, 2 * inner)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((2, 2 * inner)), jnp.float32)
+    down = jnp.asarray(rng.standard_normal((2, inner, hidden)), jnp.float32)
+    for experts in (Experts(), Experts(interleaved=True), Experts("relu", gated=False)):
+        columns = 2 * inner if experts.gated else inner
+        found = serving_weights(w[..., :columns], down, experts=experts, b_gate_up=bias[:, :columns])
+        values = dequantize_fp8_weights(*found.w_gate_up, jnp.float32)
+        assert values.shape == (2, columns // inner * 128, hidden)
+        pick = [values, found.b_gate_up[..., None]]
+        if experts.interleaved:
+            pick = [x.reshape(2, 128, 2, -1).swapaxes(1, 2) for x in pick]
+        kinds, biases = (x.reshape(2, columns // inner, 128, -1) for x in pick)
+        assert not kinds[:, :, inner:].any() and not biases[:, :, inner:].any()
+        assert jnp.all(jnp.any(kinds[:, :, :inner] != 0, axis=-1)) and jnp.all(biases[:, :, :inner] != 0)
+
+
+def test_a_function_of_the_callers_cannot_be_padded():
+    w, down = jnp.ones((2, 128, 96)), jnp.ones((2, 96, 128))
+    with pytest.raises(ValueError, match=r"96.*128"):
+        serving_weights(w, down, experts=Experts(jnp.tanh))

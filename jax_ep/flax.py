@@ -459,7 +459,7 @@ def _route(
     """
     logits = jnp.matmul(tokens.astype(jnp.float32), weights.kernel, precision=lax.Precision.HIGHEST)
     if weights.bias is not None:
-        logits = logits + weights.bias
+        logits = logits + weights.bias[None]
     routing = topk_router(logits, bias=weights.selection, **dataclasses.asdict(options))
     topk_idx = routing.topk_idx if token_mask is None else jnp.where(token_mask[:, None], routing.topk_idx, -1)
     load = _count_assignments(topk_idx, logits.shape[1])

@@ -1,0 +1,160 @@
+"""What config.json of a Hugging Face checkpoint says about a decoder, but for its experts. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the angles per position of each pair of channels, and a factor on their cosines and sines.
+
+    Attributes:
+      frequencies: `head_dim // 2` of them, in radians per position.
+      scale: of cosines and sines, YaRN's attention factor; 1 without YaRN.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and choices of a decoder; static and hashable.
+
+    Attributes:
+      vocab_size, hidden_size, num_heads, num_kv_heads, head_dim: of the embedding and of attention.
+      mlp_size: width of the layers that are no mixture of experts.
+      norm_eps: added to mean squares.
+      windows: of each layer, how many positions a query sees, itself included; None: all before it.
+      rope: rotary positions.
+      attention_bias: the four projections of attention have biases.
+      head_norms: queries and keys pass a norm per head.
+      sinks: each head has a logit that takes part in the softmax and adds nothing.
+      tied: the output head is the embedding.
+      stop_tokens: ids that end a text.
+      balance_weight: weight of the load-balancing loss in training.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    norm_eps: float
+    windows: tuple[int | None, ...]
+    rope: Rope
+    attention_bias: bool
+    head_norms: bool
+    sinks: bool
+    tied: bool
+    stop_tokens: tuple[int, ...]
+    balance_weight: float
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> DecoderConfig:
+        """The decoder of a parsed config.json, of Transformers 4 or 5."""
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ValueError(f"config.json: model_type is {family!r}, but this example has decoders of {FAMILIES} only")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(
+                f"config.json: hidden_act is {config['hidden_act']!r}, but this example's layers take 'silu'"
+            )
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        stop = config.get("eos_token_id")
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            mlp_size=config["intermediate_size"],
+            norm_eps=config["rms_norm_eps"],
+            windows=_windows(config),
+            rope=_rope(config, head_dim),
+            attention_bias=config.get("attention_bias", family == "gpt_oss"),
+            head_norms=family == "qwen3_moe",
+            sinks=family == "gpt_oss",
+            tied=config.get("tie_word_embeddings", False),
+            stop_tokens=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
+            balance_weight=config.get("router_aux_loss_coef", 0.0),
+        )
+
+
+def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:
+    """Of each layer, how many positions a query sees."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if config["model_type"] == "qwen3_moe" and not config.get("use_sliding_window", False):
+        window = None
+    kinds = config.get("layer_types")
+    if config["model_type"] == "gpt_oss" and kinds is None:
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    if kinds is None:
+        return (window,) * layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != layers:
+        raise ValueError(
+            f"config.json: layer_types has {len(kinds)} entries, {unknown} of them unknown, expected 'full_attention'"
+            f" or 'sliding_attention' for each of the {layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(config: dict[str, Any], head_dim: int) -> Rope:
+    """Rotary positions; Transformers 5 writes one dictionary where version 4 wrote two entries."""
+    given = config.get("rope_parameters") or (config.get("rope_scaling") or {})
+    base = given.get("rope_theta") or config.get("rope_theta")
+    if base is None:
+        raise ValueError("config.json: rope_theta is missing, expected the base of the rotary positions")
+    frequencies = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return Rope(tuple(frequencies.tolist()))
+    if kind == "yarn":
+        return _yarn(given, frequencies, base, config["max_position_embeddings"])
+    raise ValueError(f"config.json: rope_type is {kind!r}, but this example knows 'default' and 'yarn' only")
+
+
+def _yarn(given: dict[str, Any], frequencies: np.ndarray, base: float, max_positions: int) -> Rope:
+    """YaRN: slow channels are stretched by `factor`, fast ones stay, and a ramp leads from one to the other.
+
+    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", section 3,
+    https://arxiv.org/abs/2309.00071
+    """
+    trained = given.get("original_max_position_embeddings") or max_positions
+    factor = given.get("factor") or max_positions / trained
+    pairs = len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        """Which pair, as a fraction, turns so many times over the positions of the training."""
+        return pairs * math.log(trained / (2 * math.pi * turns)) / math.log(base)
+
+    first, last = pair_of(given.get("beta_fast") or 32), pair_of(given.get("beta_slow") or 1)
+    if given.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    slowness = np.clip((np.arange(pairs) - first) / max(last - first, 1e-3), 0, 1)
+    stretched = frequencies * (1 - slowness) + frequencies / factor * slowness
+    return Rope(tuple(stretched.tolist()), _yarn_scale(given, factor))
+
+
+def _yarn_scale(given: dict[str, Any], factor: float) -> float:
+    """The attention factor: as given, or by how much the context is stretched."""
+
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if given.get("attention_factor") is not None:
+        return given["attention_factor"]
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return of(given["mscale"]) / of(given["mscale_all_dim"])
+    return of(1)

@@ -1,0 +1,108 @@
+"""Decoders from checkpoints in Hugging Face's format, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hf.config import DecoderConfig
+from hf.model import Decoder
+from jax_ep import checkpoints
+
+# Flax's names of what the checkpoints call `weight`.
+_WEIGHTS = ("kernel", "scale", "embedding")
+
+
+def load(
+    checkpoint: checkpoints.Checkpoint,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: Any = jnp.bfloat16,
+    param_dtype: Any = jnp.bfloat16,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Decoder:
+    """The decoder of a checkpoint: experts over the axis "expert", everything else on every device.
+
+    It is made without weights and filled tensor by tensor, so that no second copy of them is ever in memory.
+
+    Args:
+      checkpoint: of one of `hf.config.FAMILIES`.
+      mesh: (data, expert) mesh, or None for one device.
+      dtype: of the computation.
+      param_dtype: of the parameters; routers keep float32.
+      advance: is called with how many parameters are filled, and how many there are.
+
+    Raises:
+      ValueError: another family, or tensors that the decoder lacks, has no place for, or has in another shape.
+    """
+    config, moe_layers = DecoderConfig.from_json(checkpoint.config), checkpoint.moe_layers
+    options, dtypes = checkpoint.moe_options(), {"dtype": dtype, "param_dtype": param_dtype}
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, options, moe_layers, mesh=mesh, rngs=nnx.Rngs(0), **dtypes))
+    )
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    flat = dict(nnx.to_flat_state(state))
+    _check_names(checkpoint, {_tensor(path) for path in flat}, tied=config.tied)
+    experts: dict[tuple[Any, ...], jax.Array] = {}
+    for done, (path, variable) in enumerate(flat.items()):
+        layer = _moe_layer(path, moe_layers)
+        if layer is None:
+            name, turned = _tensor(path), path[-1] == "kernel"
+            value = checkpoint.read(name, sharding=everywhere, dtype=variable.dtype, transpose=turned)
+        else:
+            if path not in experts:  # the first parameter of this layer
+                weights = checkpoint.moe_weights(layer, mesh=mesh, dtype=param_dtype)
+                experts = {(*path[:-1], name): weight for name, weight in weights.items()}
+            value = experts.pop(path)
+        if (value.shape, value.dtype) != (variable.shape, variable.dtype):
+            raise ValueError(
+                f"{'.'.join(map(str, path))} is {value.dtype}{list(value.shape)} in the checkpoint, but config.json"
+                f" makes it {variable.dtype}{list(variable.shape)}: the two do not belong together"
+            )
+        flat[path] = variable.replace(value)
+        advance(done + 1, len(flat))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def save(folder: Path, decoder: Decoder, config: dict[str, Any], *, dtype: Any) -> None:
+    """Writes a decoder as `load` reads it, in `dtype`, with the config.json that it had."""
+    layers: dict[int, dict[str, jax.Array]] = {index: {} for index in decoder.moe_layers}
+    others: dict[str, jax.Array] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(decoder)):
+        value = variable[...].astype(dtype)
+        layer = _moe_layer(path, decoder.moe_layers)
+        if layer is None:
+            others[_tensor(path)] = value.T if path[-1] == "kernel" else value
+        else:
+            layers[layer][path[-1]] = value
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    checkpoints.save(folder, config | {name: jnp.dtype(dtype).name}, layers, others)
+
+
+def _tensor(path: tuple[Any, ...]) -> str:
+    """The checkpoint's name of the parameter at a path that is not in a mixture of experts."""
+    return ".".join(map(str, (*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])))
+
+
+def _moe_layer(path: tuple[Any, ...], moe_layers: tuple[int, ...]) -> int | None:
+    """The layer to whose mixture of experts a parameter belongs, or None."""
+    is_moe = path[:2] == ("model", "layers") and path[2] in moe_layers and path[3] == "mlp"
+    return path[2] if is_moe else None
+
+
+def _check_names(checkpoint: checkpoints.Checkpoint, expected: set[str], *, tied: bool) -> None:
+    """Nothing of the checkpoint is left out, as a bias would be that config.json does not mention."""
+    of_experts = re.compile(rf"model\.layers\.({'|'.join(map(str, checkpoint.moe_layers))})\.(mlp|block_sparse_moe)\.")
+    expected = expected | ({"lm_head.weight"} if tied else set())
+    unread = [name for name in checkpoint.names if name not in expected and not of_experts.match(name)]
+    if unread:
+        raise ValueError(
+            f"the checkpoint has {len(unread)} tensors that its config.json leaves no place for, such as {unread[0]}"
+        )

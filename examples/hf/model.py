@@ -1,0 +1,254 @@
+"""A decoder in Flax NNX for checkpoints of Qwen3-MoE, Mixtral and gpt-oss; its experts are those of `jax_ep.flax.MoE`.
+
+Modules have the names that the tensors have in these checkpoints: `model.layers[3].self_attn.q_proj.kernel` is the
+transpose of the tensor `model.layers.3.self_attn.q_proj.weight`. hf/loading.py rests on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hf.config import DecoderConfig, Rope
+from jax_ep.flax import MoE, MoEMetrics
+from jax_ep.serving import ServingWeights
+
+Array = jax.Array
+
+
+class Cache(NamedTuple):
+    """Keys and values of one layer at all positions so far: `[B, S, kv_heads, head_dim]`."""
+
+    keys: Array
+    values: Array
+
+
+class DecoderOutput(NamedTuple):
+    """What a pass through the layers returns.
+
+    Attributes:
+      hidden: `[B, S, H]` after the last norm, for `Decoder.logits`.
+      cache: of each layer, filled; None without a cache.
+      metrics: of each layer that is a mixture of experts.
+    """
+
+    hidden: Array
+    cache: list[Cache] | None
+    metrics: list[MoEMetrics]
+
+
+def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> list[Cache]:
+    """Caches of all layers with room for `length` positions of each of `batch` texts."""
+    zeros = jnp.zeros((batch, length, config.num_kv_heads, config.head_dim), dtype)
+    return [Cache(zeros, zeros) for _ in config.windows]
+
+
+def rotate(x: Array, positions: Array, rope: Rope) -> Array:
+    """Rotary embedding of `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
+    angle = jnp.einsum("bs,d->bsd", positions.astype(jnp.float32), jnp.array(rope.frequencies, jnp.float32))
+    cos, sin = (rope.scale * f(angle)[:, :, None] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Division by the root mean square over the last axis, computed in float32, and a scale per channel."""
+
+    def __init__(self, size: int, eps: float, *, param_dtype: Any) -> None:
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(size, param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return jnp.einsum("...h,h->...h", wide, self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention of grouped heads with rotary positions, and what the families add to it."""
+
+    def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, **dtypes: Any) -> None:
+        self.config, self.window = config, window
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, use_bias=config.attention_bias, rngs=rngs, **dtypes)
+
+        self.q_proj = linear(config.hidden_size, queries)
+        self.k_proj = linear(config.hidden_size, keys)
+        self.v_proj = linear(config.hidden_size, keys)
+        self.o_proj = linear(queries, config.hidden_size)
+        norm = {"eps": config.norm_eps, "param_dtype": dtypes["param_dtype"]}
+        self.q_norm = RMSNorm(config.head_dim, **norm) if config.head_norms else None
+        self.k_norm = RMSNorm(config.head_dim, **norm) if config.head_norms else None
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads, dtypes["param_dtype"])) if config.sinks else None
+
+    def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
+        config, (batch, length, _) = self.config, x.shape
+        query, key, value = (
+            project(x).reshape(batch, length, -1, config.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, positions, config.rope), rotate(key, positions, config.rope)
+        key_positions = positions
+        if cache is not None:
+            rows = jnp.arange(batch)[:, None]
+            cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
+            key, value = cache
+            key_positions = jnp.arange(key.shape[1])[None]
+        # A cache slot past the query's position is empty or left over from padding: the causal mask hides it.
+        ahead = positions[:, :, None] - key_positions[:, None, :]
+        visible = (ahead >= 0) if self.window is None else (ahead >= 0) & (ahead < self.window)
+        mixed = self._mix(query, key, value, visible)
+        return self.o_proj(mixed.reshape(batch, length, -1)), cache
+
+    def _mix(self, query: Array, key: Array, value: Array, visible: Array) -> Array:
+        """Values weighted by the softmax: `[B, S, heads, D]` for each query; `visible [B, queries, keys]`."""
+        groups = self.config.num_kv_heads
+        query = query.reshape(*query.shape[:2], groups, -1, query.shape[-1])
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, key, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible[:, None, None], scores * self.config.head_dim**-0.5, -jnp.inf)
+        if self.sinks is not None:
+            sinks = self.sinks[...].astype(jnp.float32).reshape(1, groups, -1, 1, 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`: the layers that are no mixture of experts."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, **dtypes: Any) -> None:
+        self.gate_proj = nnx.Linear(config.hidden_size, config.mlp_size, use_bias=False, rngs=rngs, **dtypes)
+        self.up_proj = nnx.Linear(config.hidden_size, config.mlp_size, use_bias=False, rngs=rngs, **dtypes)
+        self.down_proj = nnx.Linear(config.mlp_size, config.hidden_size, use_bias=False, rngs=rngs, **dtypes)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """Attention and `mlp`, a mixture of experts or not, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: DecoderConfig, window: int | None, mlp: MoE | GatedMLP, *, rngs: nnx.Rngs, **dtypes: Any
+    ) -> None:
+        norm = {"eps": config.norm_eps, "param_dtype": dtypes["param_dtype"]}
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.self_attn = Attention(config, window, rngs=rngs, **dtypes)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        x: Array,
+        positions: Array,
+        token_mask: Array | None,
+        cache: Cache | None,
+        serving: ServingWeights | None,
+    ) -> tuple[Array, Cache | None, MoEMetrics | None]:
+        mixed, cache = self.self_attn(self.input_layernorm(x), positions, cache)
+        x = x + mixed
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoE):
+            y, metrics = self.mlp(normed, serving, token_mask=token_mask)
+        else:
+            y, metrics = self.mlp(normed), None
+        return x + y, cache, metrics
+
+
+class _Body(nnx.Module):
+    """What the checkpoints call `model`: everything but the head."""
+
+    def __init__(self, embed_tokens: nnx.Embed, layers: list[Layer], norm: RMSNorm) -> None:
+        self.embed_tokens = embed_tokens
+        self.layers = nnx.List(layers)
+        self.norm = norm
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits.
+
+    Args:
+      config: of everything but the experts.
+      moe_options: keyword arguments of the `MoE` of each mixture layer.
+      moe_layers: which layers are mixtures of experts.
+      mesh: (data, expert) mesh, see lm/devices.py, or None for one device.
+      dtype: of the computation; norms, softmax, routers and logits are in float32.
+      param_dtype: of the parameters; routers keep float32.
+      rngs: for parameters, which a checkpoint replaces.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        moe_options: dict[str, Any],
+        moe_layers: Sequence[int],
+        *,
+        mesh: jax.sharding.Mesh | None,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        self.moe_layers = tuple(moe_layers)
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        batch_axes = () if mesh is None else ("data",)
+
+        def layer(index: int, window: int | None) -> Layer:
+            if index in self.moe_layers:
+                mlp = MoE(**moe_options, mesh=mesh, batch_axes=batch_axes, rngs=rngs, **dtypes)
+            else:
+                mlp = GatedMLP(config, rngs=rngs, **dtypes)
+            return Layer(config, window, mlp, rngs=rngs, **dtypes)
+
+        self.model = _Body(
+            nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs, **dtypes),
+            [layer(index, window) for index, window in enumerate(config.windows)],
+            RMSNorm(config.hidden_size, config.norm_eps, param_dtype=param_dtype),
+        )
+        if config.tied:
+            self.lm_head = None
+        else:
+            self.lm_head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs, **dtypes)
+
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        cache: list[Cache] | None = None,
+        token_mask: Array | None = None,
+        serving: list[ServingWeights | None] | None = None,
+    ) -> DecoderOutput:
+        """Passes `tokens [B, S]` through all layers.
+
+        Args:
+          tokens: `[B, S]` ids.
+          positions: `[B, S]` of the tokens in their texts; None counts from 0.
+          cache: keys and values of earlier positions, or None to attend to `tokens` alone.
+          token_mask: `[B, S]` bool, False for padding, which goes to no expert. It must stand after the text: only
+            then does causality keep it out of attention.
+          serving: the experts' matrices of each layer for the low-latency path; see `jax_ep.flax.MoE`.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        x = self.model.embed_tokens(tokens)
+        filled, metrics = [], []
+        for index, layer in enumerate(self.model.layers):
+            of_layer = (None if part is None else part[index] for part in (cache, serving))
+            x, layer_cache, layer_metrics = layer(x, positions, token_mask, *of_layer)
+            filled.append(layer_cache)
+            metrics += [] if layer_metrics is None else [layer_metrics]
+        return DecoderOutput(self.model.norm(x), None if cache is None else filled, metrics)
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits `[..., vocab_size]` float32 of the next token, from `hidden [..., H]`."""
+        head = self.model.embed_tokens.attend if self.lm_head is None else self.lm_head
+        return head(hidden).astype(jnp.float32)

@@ -1,0 +1,78 @@
+"""Fine-tuning of all weights of a decoder on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hf.model import Decoder
+from lm.data import WindowIterator
+
+Array = jax.Array
+
+
+class Step(NamedTuple):
+    """What one step found: nats per token before it, and `load [layers, E]` of the experts."""
+
+    loss: float
+    load: np.ndarray
+
+
+def train(
+    decoder: Decoder,
+    tokens: np.ndarray,
+    *,
+    steps: int,
+    batch_size: int,
+    length: int,
+    learning_rate: float,
+    mesh: jax.sharding.Mesh | None = None,
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Changes the weights of `decoder` by `steps` steps of AdamW, with a linear warm-up over the first tenth.
+
+    Args:
+      decoder: its parameters should be float32: steps are smaller than what bfloat16 resolves.
+      tokens: `[N]` ids of the text; each step takes random windows of it.
+      steps, batch_size, length: windows per step, over all devices, and their tokens.
+      learning_rate: after the warm-up.
+      mesh: the decoder's.
+      seed: of the windows.
+
+    Raises:
+      ValueError: a text that is shorter than a window, or a batch that the devices cannot share.
+    """
+    if mesh is not None and batch_size % mesh.size:
+        raise ValueError(f"batch_size={batch_size} must be a multiple of the {mesh.size} devices")
+    windows = WindowIterator(tokens, batch_size=batch_size, length=length, seed=seed)
+    schedule = optax.linear_schedule(learning_rate / 10, learning_rate, max(steps // 10, 1))
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01))
+    optimizer = nnx.Optimizer(decoder, rule, wrt=nnx.Param)
+    placed = None if mesh is None else NamedSharding(mesh, PartitionSpec(("data", "expert")))
+    for _ in range(steps):
+        loss, load = _step(decoder, optimizer, jax.device_put(next(windows), placed))
+        yield Step(float(loss), np.asarray(load))
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def _step(decoder: Decoder, optimizer: nnx.Optimizer, windows: Array) -> tuple[Array, Array]:
+    """One step on `windows [batch, length + 1]`; returns the loss and the load."""
+
+    def loss_of(decoder: Decoder) -> tuple[Array, tuple[Array, Array]]:
+        output = decoder(windows[:, :-1])
+        logits = decoder.logits(output.hidden)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+        balance = jnp.stack([metrics.load_balancing_loss for metrics in output.metrics]).mean()
+        load = jnp.stack([metrics.load for metrics in output.metrics])
+        return loss + decoder.config.balance_weight * balance, (loss, load)
+
+    (_, found), gradients = nnx.value_and_grad(loss_of, has_aux=True)(decoder)
+    optimizer.update(decoder, gradients)
+    return found

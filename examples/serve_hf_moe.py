@@ -1,0 +1,186 @@
+"""Generates text with a Hugging Face checkpoint of Qwen3-MoE, Mixtral or gpt-oss, its experts spread over devices.
+
+    python examples/serve_hf_moe.py FOLDER --prompt "The capital of France is" --prompt "def main("
+    python examples/serve_hf_moe.py FOLDER --expert-parallel 4 --temperature 0.7 --top-p 0.9
+    python examples/serve_hf_moe.py FOLDER --train 100 --text FILE    # fine-tunes all weights first, and saves them
+
+FOLDER has config.json, model*.safetensors and tokenizer.json. To try it without one, make a tiny model, whose text has
+no meaning:
+
+    python examples/hf/make_tiny_checkpoint.py qwen3_moe runs/tiny_qwen3_moe
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm.devices import make_mesh, prepare_cpu_devices
+
+if TYPE_CHECKING:
+    import jax
+    from rich.console import Console
+    from tokenizers import Tokenizer
+
+    from hf.generation import Generated, Generator
+    from hf.model import Decoder
+
+PROMPTS = ["The capital of France is", "Once upon a time"]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("folder", type=Path, help="checkpoint in Hugging Face's format")
+    add("--prompt", action="append", help="a text to continue; may be given several times")
+    add("--max-new", type=int, default=64, help="tokens to generate after each prompt")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-p", type=float, default=1.0, help="share of the probability that tokens are sampled from")
+    add("--seed", type=int, default=0)
+    add("--experts", choices=("fp8", "same", "off"), default="off", help="matrices of the low-latency path in decoding")
+    add("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: what config.json names")
+    add("--expert-parallel", type=int, help="devices to spread the experts over; default: all accelerators, or one CPU")
+    add("--train", type=int, metavar="STEPS", help="fine-tune all weights on --text before")
+    add("--text", type=Path, help="file to fine-tune on")
+    add("--save", type=Path, help="folder for the fine-tuned checkpoint; default: FOLDER-trained")
+    add("--learning-rate", type=float, default=1e-5)
+    add("--batch-size", type=int, default=8, help="windows per step over all devices")
+    add("--length", type=int, default=128, help="tokens per window")
+    args = parser.parse_args(arguments)
+    if (args.train is None) != (args.text is None):
+        parser.error("--train and --text need each other")
+    for file in [args.folder / "config.json", args.folder / "tokenizer.json", *([args.text] if args.text else [])]:
+        if not file.is_file():
+            parser.error(f"there is no {file}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Trains if asked for, then generates; returns losses, texts and speeds."""
+    args = parse(arguments)
+    prepare_cpu_devices(args.expert_parallel or 1)
+    from rich.console import Console
+
+    from lm.report import doing
+
+    console = Console()
+    with doing(console, "starting JAX"):
+        import jax.numpy as jnp
+        from tokenizers import Tokenizer
+
+        from hf.generation import Generator
+        from jax_ep.checkpoints import Checkpoint
+
+        checkpoint = Checkpoint(args.folder)
+        dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))
+        mesh = _mesh(checkpoint.moe_options()["num_experts"], args.expert_parallel)
+        tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+    # Steps of training are smaller than what bfloat16 resolves.
+    decoder = load(console, checkpoint, mesh=mesh, dtype=dtype, param_dtype=jnp.float32 if args.train else dtype)
+    result: dict[str, Any] = {}
+    if args.train:
+        result["losses"] = fine_tune(console, args, decoder, tokenizer, mesh)
+        folder = args.save or args.folder.with_name(f"{args.folder.name}-trained")
+        with doing(console, f"writing {folder}"):
+            from hf.loading import save
+
+            save(folder, decoder, checkpoint.config, dtype=dtype)
+            shutil.copy(args.folder / "tokenizer.json", folder)
+    generator = Generator(decoder, mesh, experts=args.experts)
+    out = generate(console, args, generator, tokenizer)
+    texts = [tokenizer.decode(tokens) for tokens in out.tokens]
+    return result | {"texts": texts, "prefill_speed": out.prefill_speed, "decode_speed": out.decode_speed}
+
+
+def load(console: Console, checkpoint: Any, **options: Any) -> Decoder:
+    """Reads the checkpoint behind a progress bar."""
+    import jax
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    from hf.loading import load
+
+    columns = [*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("reading parameters")
+        decoder = load(
+            checkpoint, advance=lambda done, total: progress.update(task, completed=done, total=total), **options
+        )
+    size = sum(leaf.size for leaf in jax.tree.leaves(decoder) if isinstance(leaf, jax.Array))
+    devices = 1 if options["mesh"] is None else options["mesh"].size
+    console.print(
+        f"{checkpoint.config['model_type']}, {len(decoder.config.windows)} layers, {size:,} parameters on {devices}"
+        f" {jax.devices()[0].device_kind} device(s), computing in {options['dtype']}",
+        highlight=False,
+    )
+    return decoder
+
+
+def fine_tune(
+    console: Console, args: argparse.Namespace, decoder: Decoder, tokenizer: Tokenizer, mesh: jax.sharding.Mesh | None
+) -> list[float]:
+    """Changes the weights of `decoder`; returns the loss before each step."""
+    import numpy as np
+
+    from hf.training import train
+    from lm.report import TrainingBar
+
+    tokens = np.array(tokenizer.encode(args.text.read_text()).ids, np.int32)
+    sizes = {"steps": args.train, "batch_size": args.batch_size, "length": args.length}
+    losses = []
+    with TrainingBar(console, total=args.train, done=0) as bar:
+        for step in train(decoder, tokens, learning_rate=args.learning_rate, mesh=mesh, seed=args.seed, **sizes):
+            losses.append(step.loss)
+            bar.advance(step.loss, args.batch_size * args.length, step.load)
+    console.print(f"loss {losses[0]:.3f} before the first step, {losses[-1]:.3f} before the last", highlight=False)
+    return losses
+
+
+def generate(console: Console, args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> Generated:
+    """Continues the prompts; shows on a terminal what has come so far."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from lm.report import doing
+
+    prompts = args.prompt or PROMPTS
+    tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
+    options = {"max_new": args.max_new, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
+    with doing(console, "compiling"):
+        generator.compile(tokens, max_new=args.max_new)
+
+    def texts(new: list[list[int]]) -> Group:
+        pairs = zip(prompts, new, strict=True)
+        return Group(*(Text.assemble((prompt, "bold"), tokenizer.decode(made), "\n") for prompt, made in pairs))
+
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        out = generator(tokens, show=lambda new: live.update(texts(new), refresh=True), **options)
+    console.print(
+        f"{len(prompts)} prompts: prefill {out.prefill_speed:,.0f} tokens/s, decode {out.decode_speed:,.0f} tokens/s",
+        highlight=False,
+    )
+    return out
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    """What the checkpoint was made for; float16 has too little range for JAX's default products on some devices."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    return "float32" if name == "float32" else "bfloat16"
+
+
+def _mesh(num_experts: int, expert_parallel: int | None) -> jax.sharding.Mesh | None:
+    """As many devices as asked for, or all that can share the experts; None for a single one."""
+    import jax
+
+    devices = expert_parallel or math.gcd(jax.device_count(), num_experts)
+    if devices == 1:
+        return None
+    return make_mesh(max_devices=devices, num_experts=num_experts, expert_parallel=devices)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""serve_hf_moe.py on tiny checkpoints: logits and greedy texts are those of Transformers (make_golden_logits.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+for package in ("flax", "optax", "rich", "safetensors", "tokenizers"):
+    pytest.importorskip(package)
+
+from flax import nnx
+
+import serve_hf_moe
+from harness import STRICT_PYTHON
+from hf import make_tiny_checkpoint
+from hf.config import DecoderConfig
+from hf.generation import Generator, Sampling, choose
+from hf.loading import load, save
+from hf.model import Decoder
+from hf.training import train
+from jax_ep.checkpoints import Checkpoint
+from lm.devices import make_mesh
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "serving.md"
+GOLDEN = Path(__file__).parent / "data" / "golden_logits.npz"
+FAMILIES = tuple(make_tiny_checkpoint.CONFIGS)
+FLOAT32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+TOLERANCE = 1e-4  # of logits, relative to the largest
+every_family = pytest.mark.parametrize("family", FAMILIES)
+needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """What Transformers found: of each prompt, its ids, its logits, and its greedy continuation."""
+
+    prompts: list[np.ndarray]
+    logits: list[np.ndarray]
+    new: list[list[int]]
+
+
+@functools.cache
+def golden(family: str) -> Golden:
+    with np.load(GOLDEN) as file:
+        found = {name.removeprefix(f"{family}/"): file[name] for name in file.files if name.startswith(f"{family}/")}
+    digest = hashlib.sha256(b"".join(make_tiny_checkpoint.weights(family, int(found["seed"])).values())).hexdigest()
+    assert digest == found["digest"], "the weights are not those that Transformers had: run make_golden_logits.py"
+    count = sum(name.startswith("prompt") for name in found)
+    prompts, logits, new = ([found[f"{kind}{i}"] for i in range(count)] for kind in ("prompt", "logits", "new"))
+    return Golden(prompts, logits, [row.tolist() for row in new])
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny checkpoints that Transformers had."""
+    made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    with np.load(GOLDEN) as file:
+        for family, folder in made.items():
+            make_tiny_checkpoint.make(family, folder, int(file[f"{family}/seed"]))
+    return made
+
+
+@pytest.fixture
+def implicit_promotion() -> Iterator[None]:
+    """Which Optax needs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def mesh_of(num_ranks: int, expert_parallel: int | None = None) -> jax.sharding.Mesh:
+    return make_mesh(max_devices=num_ranks, num_experts=4, expert_parallel=expert_parallel or num_ranks)
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
+
+
+@nnx.jit
+def forward(decoder: Decoder, tokens: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+    return decoder.logits(decoder(tokens, token_mask=token_mask).hidden)
+
+
+@needs_4_devices
+@every_family
+def test_greedy_texts_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
+    """Prompts of several lengths in one padded batch, through the cache, on a mesh of four devices."""
+    want, mesh = golden(family), mesh_of(4)
+    decoder = load(Checkpoint(folders[family]), mesh=mesh, **FLOAT32)
+    assert decoder.model.layers[-1].mlp.w_down[...].sharding.spec[0] == "expert"
+    shown: list[list[list[int]]] = []
+    out = Generator(decoder, mesh)(want.prompts, max_new=len(want.new[0]), show=lambda new: shown.append(str(new)))
+    assert out.tokens == want.new
+    for logits, expected in zip(out.prompt_logits, want.logits, strict=True):
+        assert error(logits, expected[-1]) < TOLERANCE
+    assert len(shown) > 2 and shown[-1] == str(out.tokens) and shown[0] == str([row[:1] for row in want.new])
+
+
+@pytest.mark.slow
+@every_family
+def test_logits_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
+    """At every position, on one device; and windows and sinks decide about them."""
+    want = golden(family)
+    decoder = load(Checkpoint(folders[family]), **FLOAT32)
+    for prompt, expected in zip(want.prompts, want.logits, strict=True):
+        assert error(forward(decoder, jnp.asarray(prompt)[None])[0], expected) < TOLERANCE
+    prompt, expected = max(zip(want.prompts, want.logits, strict=True), key=lambda pair: len(pair[0]))
+    padded, mask = np.pad(prompt, (0, 9)), np.arange(len(prompt) + 9) < len(prompt)
+    assert error(forward(decoder, padded[None], mask[None])[0, : len(prompt)], expected) < TOLERANCE
+
+    windows = [layer.self_attn.window for layer in decoder.model.layers]
+    assert any(windows) == (family != "qwen3_moe")
+    if any(windows):
+        assert max(window for window in windows if window) < len(prompt)
+        for layer in decoder.model.layers:
+            layer.self_attn.window = None
+        assert error(forward(decoder, prompt[None])[0], expected) > 100 * TOLERANCE
+        for layer, window in zip(decoder.model.layers, windows, strict=True):
+            layer.self_attn.window = window
+    if family == "gpt_oss":
+        for layer in decoder.model.layers:
+            layer.self_attn.sinks[...] = jnp.full_like(layer.self_attn.sinks[...], -jnp.inf)
+        assert error(forward(decoder, prompt[None])[0], expected) > 100 * TOLERANCE
+
+
+@needs_4_devices
+@pytest.mark.slow
+@every_family
+def test_batches_and_low_latency_do_not_change_texts(family: str, folders: dict[str, Path]) -> None:
+    """A batch that the devices cannot share; a text alone; the low-latency path; an end within a program."""
+    want, steps = golden(family), len(golden(family).new[0])
+    checkpoint = Checkpoint(folders[family])
+    mesh = mesh_of(4, expert_parallel=2)
+    decoder = load(checkpoint, mesh=mesh, **FLOAT32)
+    assert Generator(decoder, mesh)(want.prompts[:3], max_new=steps).tokens == want.new[:3]
+    alone = load(checkpoint, **FLOAT32)
+    assert Generator(alone)(want.prompts[1:2], max_new=steps).tokens == want.new[1:2]
+    assert Generator(alone, experts="same")(want.prompts, max_new=steps).tokens == want.new
+
+    stop = want.new[0][5]
+    alone.config = dataclasses.replace(alone.config, stop_tokens=(stop, 256))
+    ended = Generator(alone)(want.prompts, max_new=steps).tokens
+    assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in want.new]
+    assert len(ended[0]) < steps
+
+
+@pytest.mark.slow
+def test_experts_in_fp8(folders: dict[str, Path]) -> None:
+    want = golden("mixtral")
+    decoder = load(Checkpoint(folders["mixtral"]), **FLOAT32)
+    logits = Generator(decoder, experts="fp8")(want.prompts[:2], max_new=1).prompt_logits
+    found = error(logits, np.stack([rows[-1] for rows in want.logits[:2]]))
+    assert TOLERANCE < found < 0.2
+    with pytest.raises(ValueError, match="128"):
+        Generator(load(Checkpoint(folders["gpt_oss"]), **FLOAT32), experts="fp8")
+
+
+@pytest.mark.slow
+def test_bfloat16_is_near(folders: dict[str, Path]) -> None:
+    want = golden("gpt_oss")
+    decoder = load(Checkpoint(folders["gpt_oss"]))
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))}
+    assert dtypes == {jnp.dtype("bfloat16"), jnp.dtype("float32")}  # of the routers
+    assert 1e-4 < error(forward(decoder, want.prompts[1][None])[0], want.logits[1]) < 0.1
+
+
+@needs_4_devices
+@pytest.mark.slow
+@pytest.mark.usefixtures("implicit_promotion")
+@every_family
+def test_training_lowers_the_loss_and_is_saved(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    mesh, checkpoint = mesh_of(4, expert_parallel=2), Checkpoint(folders[family])
+    decoder = load(checkpoint, mesh=mesh, **FLOAT32)
+    before = forward(decoder, golden(family).prompts[0][None])
+    text = np.array(make_tiny_checkpoint.tokenizer().encode("To be, or not to be. " * 40).ids, np.int32)
+    steps = list(train(decoder, text, steps=6, batch_size=8, length=16, learning_rate=3e-3, mesh=mesh))
+    assert steps[-1].loss < steps[0].loss - 0.5
+    per_token = checkpoint.moe_options()["num_experts_per_tok"]
+    np.testing.assert_array_equal(steps[0].load.sum(axis=1), 8 * 16 * per_token)
+    experts = decoder.model.layers[-1].mlp.w_down[...]
+    assert experts.sharding.spec[0] == "expert"
+
+    after = forward(decoder, golden(family).prompts[0][None])
+    assert error(after, np.asarray(before)) > 0.1
+    save(tmp_path / "trained", decoder, checkpoint.config, dtype=jnp.float32)
+    saved = Checkpoint(tmp_path / "trained")
+    assert saved.config == checkpoint.config and sorted(saved.names) == sorted(checkpoint.names)
+    again = load(saved, **FLOAT32)
+    assert error(forward(again, golden(family).prompts[0][None]), np.asarray(after)) < TOLERANCE
+
+
+def test_sampling(rng: np.random.Generator) -> None:
+    """Shares of the tokens within top_p are those of the softmax at a temperature; the others never come."""
+    share = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
+    logits = jnp.broadcast_to(jnp.log(jnp.array(share, jnp.float32)), (20_000, 5))
+    key = jax.random.key(rng.integers(2**31))
+    assert set(np.asarray(choose(logits, Sampling.of(0, 1), key))) == {1}
+    for temperature, top_p, kept in [(1.0, 1.0, [0, 1, 2, 3, 4]), (1.0, 0.8, [1, 2, 3]), (2.0, 0.3, [1])]:
+        counts = np.bincount(choose(logits, Sampling.of(temperature, top_p), key), minlength=5)
+        expected = np.where(np.isin(np.arange(5), kept), share ** (1 / temperature), 0)
+        np.testing.assert_allclose(counts / counts.sum(), expected / expected.sum(), atol=0.02)
+        assert (counts > 0).tolist() == (expected > 0).tolist()
+    with pytest.raises(ValueError, match="top_p"):
+        Sampling.of(0.5, 0.0)
+
+
+def test_config() -> None:
+    """Both versions of the entries about rotary positions; what is not known is refused."""
+    config = make_tiny_checkpoint.config_of("gpt_oss")
+    newer = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
+    assert DecoderConfig.from_json(newer) == DecoderConfig.from_json(config)
+    rope = DecoderConfig.from_json(config).rope
+    assert rope.scale == pytest.approx(0.1 * np.log(32) + 1)
+    plain = 1.5e5 ** (-np.arange(16) / 16)
+    # Fast channels are left alone, and slow ones are stretched by the factor.
+    np.testing.assert_allclose(rope.frequencies[0], plain[0])
+    np.testing.assert_allclose(rope.frequencies[5:], plain[5:] / 32)
+    for change, message in [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            DecoderConfig.from_json(config | change)
+
+
+def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
+    checkpoint = Checkpoint(folders["qwen3_moe"])
+    checkpoint.config = checkpoint.config | {"tie_word_embeddings": False}
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        load(checkpoint)
+    checkpoint = Checkpoint(folders["gpt_oss"])
+    checkpoint.config = checkpoint.config | {"attention_bias": False}
+    with pytest.raises(ValueError, match=r"no place for, such as model\.layers\.0\.self_attn\.\w_proj\.bias"):
+        load(checkpoint)
+    checkpoint.config = checkpoint.config | {"attention_bias": True, "vocab_size": 300}
+    with pytest.raises(ValueError, match=r"embed_tokens.embedding is \w+\[257, 128\] .* makes it \w+\[300, 128\]"):
+        load(checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("implicit_promotion")
+def test_command_line(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("To be, or not to be. " * 40)
+    sizes = (
+        "--train 3 --batch-size 2 --length 16 --learning-rate 1e-3 --max-new 9 --prompt To --prompt not --temperature 1"
+    )
+    options = [*sizes.split(), "--text", str(text), "--save", str(tmp_path / "trained")]
+    result = serve_hf_moe.main([str(folders["mixtral"]), *options, "--expert-parallel", "2"])
+    assert len(result["losses"]) == 3 and result["losses"][-1] < result["losses"][0]
+    out = capsys.readouterr().out
+    assert "2 prompts: prefill" in out and "tokens/s" in out and "on 2 cpu device(s)" in out
+    assert all(prompt + made in out for prompt, made in zip(("To", "not"), result["texts"], strict=True))
+    again = serve_hf_moe.main([str(tmp_path / "trained"), "--max-new", "9", "--prompt", "To", "--prompt", "not"])
+    assert again["texts"] != result["texts"]  # greedy, by the same weights
+    with pytest.raises(SystemExit):
+        serve_hf_moe.main([str(tmp_path / "nowhere")])
+    assert "there is no" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_run(tmp_path: Path) -> None:
+    """As a reader would run them, one after another; on CPU devices, so on tiny checkpoints."""
+    text = PAGE.read_text()
+    commands = [
+        line
+        for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert len(commands) >= 4
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # as an installed package would be found
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "python"
+        done = subprocess.run(
+            [*STRICT_PYTHON, *arguments], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "tokens/s" in done.stdout or "wrote a tiny" in done.stdout

@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         import jax.numpy as jnp
         from tokenizers import Tokenizer
 
+        from hf.config import stop_tokens
         from hf.generation import Generator
         from jax_ep.checkpoints import Checkpoint
 
@@ -84,13 +85,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if args.train:
         result["losses"] = fine_tune(console, args, decoder, tokenizer, mesh)
-        folder = args.save or args.folder.with_name(f"{args.folder.name}-trained")
+        folder = args.save or Path(f"{args.folder.resolve()}-trained")
         with doing(console, f"writing {folder}"):
             from hf.loading import save
 
             save(folder, decoder, checkpoint.config, dtype=dtype)
-            shutil.copy(args.folder / "tokenizer.json", folder)
-    generator = Generator(decoder, mesh, experts=args.experts)
+            for file in ("tokenizer.json", "generation_config.json"):
+                if (args.folder / file).is_file():
+                    shutil.copy(args.folder / file, folder)
+    generator = Generator(decoder, mesh, stop_tokens=stop_tokens(args.folder), experts=args.experts)
     out = generate(console, args, generator, tokenizer)
     texts = [tokenizer.decode(tokens) for tokens in out.tokens]
     return result | {"texts": texts, "prefill_speed": out.prefill_speed, "decode_speed": out.decode_speed}
@@ -167,7 +170,7 @@ def generate(console: Console, args: argparse.Namespace, generator: Generator, t
 
 
 def _dtype(config: dict[str, Any]) -> str:
-    """What the checkpoint was made for; float16 has too little range for JAX's default products on some devices."""
+    """float32 where the checkpoint is of that, else bfloat16."""
     name = config.get("dtype") or config.get("torch_dtype")
     return "float32" if name == "float32" else "bfloat16"
 

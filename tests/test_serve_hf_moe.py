@@ -25,7 +25,7 @@ from flax import nnx
 import serve_hf_moe
 from harness import STRICT_PYTHON
 from hf import make_tiny_checkpoint
-from hf.config import DecoderConfig
+from hf.config import DecoderConfig, stop_tokens
 from hf.generation import Generator, Sampling, choose
 from hf.loading import load, save
 from hf.model import Decoder
@@ -150,8 +150,7 @@ def test_batches_and_low_latency_do_not_change_texts(family: str, folders: dict[
     assert Generator(alone, experts="same")(want.prompts, max_new=steps).tokens == want.new
 
     stop = want.new[0][5]
-    alone.config = dataclasses.replace(alone.config, stop_tokens=(stop, 256))
-    ended = Generator(alone)(want.prompts, max_new=steps).tokens
+    ended = Generator(alone, stop_tokens=(stop, 256))(want.prompts, max_new=steps).tokens
     assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in want.new]
     assert len(ended[0]) < steps
 
@@ -239,6 +238,16 @@ def test_config() -> None:
             DecoderConfig.from_json(config | change)
 
 
+def test_stop_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert stop_tokens(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert stop_tokens(tmp_path) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert stop_tokens(tmp_path) == (7, 9)
+
+
 def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     checkpoint = Checkpoint(folders["qwen3_moe"])
     checkpoint.config = checkpoint.config | {"tie_word_embeddings": False}
@@ -249,7 +258,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"no place for, such as model\.layers\.0\.self_attn\.\w_proj\.bias"):
         load(checkpoint)
     checkpoint.config = checkpoint.config | {"attention_bias": True, "vocab_size": 300}
-    with pytest.raises(ValueError, match=r"embed_tokens.embedding is \w+\[257, 128\] .* makes it \w+\[300, 128\]"):
+    with pytest.raises(ValueError, match=r"embed_tokens.embedding is \w+\[257, 96\] .* makes it \w+\[300, 96\]"):
         load(checkpoint)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,6 @@ class DecoderConfig:
       head_norms: queries and keys pass a norm per head.
       sinks: each head has a logit that takes part in the softmax and adds nothing.
       tied: the output head is the embedding.
-      stop_tokens: ids that end a text.
       balance_weight: weight of the load-balancing loss in training.
     """
 
@@ -55,7 +56,6 @@ class DecoderConfig:
     head_norms: bool
     sinks: bool
     tied: bool
-    stop_tokens: tuple[int, ...]
     balance_weight: float
 
     @classmethod
@@ -70,7 +70,6 @@ class DecoderConfig:
             )
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        stop = config.get("eos_token_id")
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -85,9 +84,16 @@ class DecoderConfig:
             head_norms=family == "qwen3_moe",
             sinks=family == "gpt_oss",
             tied=config.get("tie_word_embeddings", False),
-            stop_tokens=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
             balance_weight=config.get("router_aux_loss_coef", 0.0),
         )
+
+
+def stop_tokens(folder: Path) -> tuple[int, ...]:
+    """Ids that end a text: those of generation_config.json, which may name more, where a checkpoint has one."""
+    files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
+    found = (json.loads(file.read_text()).get("eos_token_id") for file in files)
+    stop = next((tokens for tokens in found if tokens is not None), [])
+    return tuple(stop) if isinstance(stop, list) else (stop,)
 
 
 def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:

@@ -97,12 +97,21 @@ class Generator:
     Args:
       decoder: what generates.
       mesh: its mesh, or None for one device.
+      stop_tokens: ids that end a text.
       experts: the matrices of the experts where a device has so few tokens that `jax_ep.flax.MoE` takes its
         low-latency path, as in decoding: in "fp8", in the "same" dtype as the rest, or "off", which never takes it.
     """
 
-    def __init__(self, decoder: Decoder, mesh: jax.sharding.Mesh | None = None, *, experts: Experts = "off") -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: jax.sharding.Mesh | None = None,
+        *,
+        stop_tokens: Sequence[int] = (),
+        experts: Experts = "off",
+    ) -> None:
         self.config, self.mesh, self._dtype = decoder.config, mesh, decoder.dtype
+        self._stop_tokens = np.array(stop_tokens, np.int32)
         self._graph, self._params = nnx.split(decoder)
         self._serving: list[ServingWeights | None] | None = None
         if experts != "off":
@@ -257,7 +266,7 @@ class Generator:
 
     def _ends(self, token: Array) -> Array:
         """Whether tokens end their texts."""
-        return jnp.isin(token, jnp.array(self.config.stop_tokens, jnp.int32))
+        return jnp.isin(token, self._stop_tokens)
 
 
 def choose(logits: Array, sampling: Sampling, key: Array) -> Array:

@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 96,  # no multiple of 128, as with the published ones
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,

@@ -69,7 +69,10 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention of grouped heads with rotary positions, and what the families add to it."""
+    """Causal self-attention of grouped heads with rotary positions, and what the families add to it.
+
+    All scores are in memory at once: a prompt of S tokens takes S * S of them per head.
+    """
 
     def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, **dtypes: Any) -> None:
         self.config, self.window = config, window

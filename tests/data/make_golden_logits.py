@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "examples" / "hf"))
 import make_tiny_checkpoint
 
-SEEDS = {"qwen3_moe": 1, "mixtral": 5, "gpt_oss": 5}  # which meet what `check` asks for
+SEEDS = {"qwen3_moe": 1, "mixtral": 5, "gpt_oss": 4}  # which meet what `check` asks for
 LENGTHS = (3, 9, 17, 31)  # of the prompts: within the sliding windows, and beyond
 NEW = 24
 MARGIN = 1e-3  # least difference of the two likeliest tokens, relative to the largest logit: rounding must not decide

@@ -56,6 +56,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for file in [args.folder / "config.json", args.folder / "tokenizer.json", *([args.text] if args.text else [])]:
         if not file.is_file():
             parser.error(f"there is no {file}")
+    args.save = args.save or Path(f"{args.folder.resolve()}-trained")
+    if args.train and (args.save / "config.json").exists():
+        parser.error(f"{args.save} has a checkpoint already: pass another folder with --save")
     return args
 
 
@@ -85,14 +88,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if args.train:
         result["losses"] = fine_tune(console, args, decoder, tokenizer, mesh)
-        folder = args.save or Path(f"{args.folder.resolve()}-trained")
-        with doing(console, f"writing {folder}"):
+        with doing(console, f"writing {args.save}"):
             from hf.loading import save
 
-            save(folder, decoder, checkpoint.config, dtype=dtype)
+            save(args.save, decoder, checkpoint.config, dtype=dtype)
             for file in ("tokenizer.json", "generation_config.json"):
                 if (args.folder / file).is_file():
-                    shutil.copy(args.folder / file, folder)
+                    shutil.copy(args.folder / file, args.save)
     generator = Generator(decoder, mesh, stop_tokens=stop_tokens(args.folder), experts=args.experts)
     out = generate(console, args, generator, tokenizer)
     texts = [tokenizer.decode(tokens) for tokens in out.tokens]

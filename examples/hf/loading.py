@@ -72,7 +72,7 @@ def load(
 
 
 def save(folder: Path, decoder: Decoder, config: dict[str, Any], *, dtype: Any) -> None:
-    """Writes a decoder as `load` reads it, in `dtype`, with the config.json that it had."""
+    """Writes a decoder as `load` reads it, in `dtype`, of floats, with the config.json that it had."""
     layers: dict[int, dict[str, jax.Array]] = {index: {} for index in decoder.moe_layers}
     others: dict[str, jax.Array] = {}
     for path, variable in nnx.to_flat_state(nnx.state(decoder)):
@@ -82,8 +82,9 @@ def save(folder: Path, decoder: Decoder, config: dict[str, Any], *, dtype: Any) 
             others[_tensor(path)] = value.T if path[-1] == "kernel" else value
         else:
             layers[layer][path[-1]] = value
-    name = "torch_dtype" if "torch_dtype" in config else "dtype"
-    checkpoints.save(folder, config | {name: jnp.dtype(dtype).name}, layers, others)
+    written = {"torch_dtype" if "torch_dtype" in config else "dtype": jnp.dtype(dtype).name}
+    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    checkpoints.save(folder, kept | written, layers, others)
 
 
 def _tensor(path: tuple[Any, ...]) -> str:
@@ -101,6 +102,7 @@ def _check_names(checkpoint: checkpoints.Checkpoint, expected: set[str], *, tied
     """Nothing of the checkpoint is left out, as a bias would be that config.json does not mention."""
     of_experts = re.compile(rf"model\.layers\.({'|'.join(map(str, checkpoint.moe_layers))})\.(mlp|block_sparse_moe)\.")
     expected = expected | ({"lm_head.weight"} if tied else set())
+    expected |= {f"{name}_scale_inv" for name in expected}  # of FP8, which `read` knows
     unread = [name for name in checkpoint.names if name not in expected and not of_experts.match(name)]
     if unread:
         raise ValueError(

@@ -109,11 +109,14 @@ def load(console: Console, checkpoint: Any, **options: Any) -> Decoder:
     from hf.loading import load
 
     columns = [*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=console) as progress:
+    # Drawn between layers only: while one is read, jax_ep shows its bytes in the same line.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("reading parameters")
-        decoder = load(
-            checkpoint, advance=lambda done, total: progress.update(task, completed=done, total=total), **options
-        )
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, refresh=True)
+
+        decoder = load(checkpoint, advance=advance, **options)
     size = sum(leaf.size for leaf in jax.tree.leaves(decoder) if isinstance(leaf, jax.Array))
     devices = 1 if options["mesh"] is None else options["mesh"].size
     console.print(

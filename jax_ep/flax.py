@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
-from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router
+from jax_ep.quantization import dequantize_fp8_weights
+from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
-from jax_ep.sharding import moe_specs, sharded_moe
-from jax_ep.types import Experts, Schedule
+from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
+from jax_ep.types import Experts, Routing, Schedule
 
 try:
     from flax import nnx
@@ -44,6 +45,10 @@ class RouterBias(nnx.Variable):
     """DeepSeek-V3's selection bias: state that `update_router_bias` changes, not a parameter an optimizer sees."""
 
 
+class ServingArray(nnx.Variable):
+    """A part of the experts of a layer that serves only."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEMetrics:
@@ -52,9 +57,9 @@ class MoEMetrics:
     Tokens that `token_mask` leaves out count nowhere.
 
     Attributes:
-      load: `[E]` int32, (token, k) assignments of each expert.
+      load: `[E]` int32, (token, k) assignments of each expert, identity experts behind the others.
       load_balancing_loss: `[]` float32, 1 when every expert is equally loaded; add it to the loss with a weight.
-      router_z_loss: `[]` float32, mean squared logsumexp of the router logits.
+      router_z_loss: `[]` float32, mean squared logsumexp of the router logits; 0 with a `router_fn`, which has none.
       dropped: `[]` int32, assignments that did not fit `capacity`.
     """
 
@@ -97,7 +102,10 @@ class MoE(nnx.Module):
       shared_intermediate_size: I of one shared expert where it is another one, as in Qwen2-MoE.
       shared_expert_gate: what shared experts return is scaled by `sigmoid(x @ shared_gate)`, as in Qwen2-MoE.
       router_use_bias: the router's logits have biases, as in gpt-oss.
-      score: `"softmax"` (Mixtral, Qwen3) or `"sigmoid"` (DeepSeek-V3).
+      router_fn: a module or function of tokens `[N, H]` to a `jax_ep.Routing`, in place of the router of this layer.
+      num_identity_experts: experts that return their token, as in LongCat-Flash; the router counts them behind E.
+      score: `"softmax"` (Mixtral, Qwen3), `"sigmoid"` (DeepSeek-V3) or `"sparsemixer"` (Phi-3.5-MoE, which takes none
+        of the arguments from `renormalize` to `group_score`).
       renormalize: weights of a token sum to `routed_scale`.
       routed_scale: factor on the routed experts' weights.
       num_groups: groups of experts for group-limited routing; 1 is none.
@@ -114,6 +122,10 @@ class MoE(nnx.Module):
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
       axis_name: mesh axis, or axes, that shard the experts.
       batch_axes: further mesh axes that shard the tokens.
+      tensor_axis: mesh axis that splits I of the experts. Gates and what they multiply then have an axis of their own:
+        `w_gate_up [E, H, 2, I]`, `[E, H, 1, I]` without gates, and `b_gate_up [E, 2, I]`.
+      fsdp_axis: one of `batch_axes` that splits H of the experts' matrices while they are not in use, and their
+        gradients.
       schedule: how launches share the GPU, see `jax_ep.Schedule`; None: the package's choice.
       implementation: see `jax_ep.moe`.
       kernel_init: initializer of the experts' `[E, in, out]` kernels.
@@ -133,7 +145,9 @@ class MoE(nnx.Module):
         shared_intermediate_size: int | None = None,
         shared_expert_gate: bool = False,
         router_use_bias: bool = False,
-        score: Literal["softmax", "sigmoid"] = "softmax",
+        router_fn: Callable[[Array], Routing] | None = None,
+        num_identity_experts: int = 0,
+        score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax",
         renormalize: bool = True,
         routed_scale: float = 1.0,
         num_groups: int = 1,
@@ -150,6 +164,8 @@ class MoE(nnx.Module):
         mesh: jax.sharding.Mesh | None = None,
         axis_name: str | tuple[str, ...] = "expert",
         batch_axes: str | Sequence[str] = (),
+        tensor_axis: str | None = None,
+        fsdp_axis: str | None = None,
         schedule: Schedule | None = None,
         implementation: str | Sequence[str] | None = None,
         kernel_init: nnx.Initializer = EXPERT_INIT,
@@ -157,14 +173,24 @@ class MoE(nnx.Module):
     ) -> None:
         if experts is not None and (activation, gated) != ("silu", True):
             raise ValueError(f"{activation=} and {gated=} beside experts={experts}, which says both: leave them out")
-        if not 1 <= num_experts_per_tok <= num_experts:
+        all_experts = num_experts + num_identity_experts
+        if not 1 <= num_experts_per_tok <= all_experts:
             raise ValueError(
                 f"num_experts_per_tok={num_experts_per_tok} must be between 1 and num_experts={num_experts}"
             )
+        if score == "sparsemixer" and (num_experts_per_tok != 2 or bias_routing):
+            raise ValueError(
+                f"score='sparsemixer' with {num_experts_per_tok=}, {bias_routing=}: it chooses 2, without a bias"
+            )
+        own_router = (router_use_bias, bias_routing) != (False, False)
+        if router_fn is not None and own_router:
+            raise ValueError(f"router_fn beside {router_use_bias=}, {bias_routing=}, which are of this layer's router")
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
         self.experts = Experts(activation, gated=gated) if experts is None else experts
+        if tensor_axis is not None and self.experts.interleaved:
+            self.experts = dataclasses.replace(self.experts, interleaved=False)
         self.capacity = capacity
         self.wire_dtype = wire_dtype
         self.forward_dtype = forward_dtype
@@ -172,11 +198,21 @@ class MoE(nnx.Module):
         self.mesh = mesh
         self.axis_name = _axes(axis_name)
         self.batch_axes = _axes(batch_axes)
+        self.tensor_axis = tensor_axis
+        self.fsdp_axis = fsdp_axis
         self.schedule = schedule
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.router_options = _RouterOptions(
-            num_experts_per_tok, score, renormalize, num_groups, topk_groups, group_score, routed_scale
+        self.router_options = RouterOptions(
+            num_experts_per_tok,
+            score,
+            renormalize,
+            num_groups,
+            topk_groups,
+            group_score,
+            routed_scale,
+            num_identity_experts,
         )
+        self.router_fn = router_fn
         active = self._active_mesh()
 
         def param(init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
@@ -185,19 +221,29 @@ class MoE(nnx.Module):
             value = init(rngs.params(), shape, dtype)
             return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=active is not None, **where)
 
-        specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
-        everywhere = PartitionSpec(None, None)
-        columns = self._columns(intermediate_size)
-        # The router decides by small differences of its logits: float32, whatever param_dtype is.
-        self.router = param(DENSE_INIT, (hidden_size, num_experts), everywhere, jnp.float32)
-        self.w_gate_up = param(kernel_init, (num_experts, hidden_size, columns), specs.w_gate_up, param_dtype)
-        self.w_down = param(kernel_init, (num_experts, intermediate_size, hidden_size), specs.w_down, param_dtype)
+        specs, everywhere = self._specs(), PartitionSpec(None, None)
+        columns: tuple[int, ...] = (self._columns(intermediate_size),)
+        if tensor_axis is not None:
+            columns = (2 if self.experts.gated else 1, intermediate_size)
+
+        def gate_up_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+            return kernel_init(key, (*shape[:2], math.prod(shape[2:])), dtype).reshape(shape)
+
         # What a layer does not have is no parameter at all: None keeps it out of checkpoints and optimizers.
-        zeros, shapes = nnx.initializers.zeros_init(), ((num_experts, columns), (num_experts, hidden_size))
-        self.b_gate_up = param(zeros, shapes[0], specs.b_gate_up, param_dtype) if use_bias else None
-        self.b_down = param(zeros, shapes[1], specs.b_down, param_dtype) if use_bias else None
-        self.b_router = param(zeros, (num_experts,), PartitionSpec(None), jnp.float32) if router_use_bias else None
-        self.router_bias = RouterBias(jnp.zeros(num_experts, jnp.float32)) if bias_routing else None
+        # The router decides by small differences of its logits: float32, whatever param_dtype is.
+        kernel, zeros = (hidden_size, all_experts), nnx.initializers.zeros_init()
+        self.router = param(DENSE_INIT, kernel, everywhere, jnp.float32) if router_fn is None else None
+        self.b_router = param(zeros, kernel[1:], PartitionSpec(None), jnp.float32) if router_use_bias else None
+        self.router_bias = RouterBias(jnp.zeros(all_experts, jnp.float32)) if bias_routing else None
+        shape = (num_experts, hidden_size, *columns)
+        self.w_gate_up: nnx.Param | None = param(gate_up_init, shape, specs.w_gate_up, param_dtype)
+        self.w_down: nnx.Param | None = param(
+            kernel_init, (num_experts, intermediate_size, hidden_size), specs.w_down, param_dtype
+        )
+        self.b_gate_up = param(zeros, (num_experts, *columns), specs.b_gate_up, param_dtype) if use_bias else None
+        self.b_down = param(zeros, (num_experts, hidden_size), specs.b_down, param_dtype) if use_bias else None
+        self.serving_arrays: nnx.List[ServingArray] = nnx.List([])
+        self.serving_tree: Any = None
         width = num_shared_experts * (shared_intermediate_size or intermediate_size)
         if shared_expert_gate and not width:
             raise ValueError("shared_expert_gate=True without shared experts: pass num_shared_experts, or leave it out")
@@ -227,7 +273,7 @@ class MoE(nnx.Module):
         if token_mask is not None:
             check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
         mesh = self._active_mesh()
-        tokens = x.astype(self.dtype)
+        tokens, serving = x.astype(self.dtype), self._served() if serving is None else serving
         if mesh is None:
             y, metrics = self._on_one_device(tokens, token_mask, serving)
         else:
@@ -265,7 +311,8 @@ class MoE(nnx.Module):
                     " pass mesh=, call jax.set_mesh, or leave capacity out"
                 )
             return None
-        missing = [axis for axis in self.batch_axes + self.axis_name if axis not in mesh.axis_names]
+        axes = (*self.batch_axes, *self.axis_name, *(() if self.tensor_axis is None else (self.tensor_axis,)))
+        missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing:
             raise ValueError(f"MoE uses the mesh axes {missing}, but the mesh has {mesh.axis_names}")
         ranks = _size(mesh, self.axis_name)
@@ -279,66 +326,123 @@ class MoE(nnx.Module):
         """The experts' matrices for `serving=`, in FP8 or in `dtype`; also of layers stacked by `nnx.vmap`."""
         if self.capacity is not None:
             raise ValueError(f"capacity={self.capacity}: serving drops nothing, and needs capacity=None")
+        if self.w_gate_up is None or self.w_down is None:
+            raise ValueError("this MoE serves only: ask the one that it was made of")
         # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
-        w_gate_up, w_down = self.w_gate_up[...], self.w_down[...]
+        w_gate_up, w_down, biases = self._whole(self.w_gate_up[...], 2), self._whole(self.w_down[...]), self._biases()
         if not fp8:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
-        return serving_weights(w_gate_up, w_down, experts=self.experts, fp8=fp8, **self._biases())
+        if (bias := biases["b_gate_up"]) is not None:
+            biases["b_gate_up"] = self._whole(bias, 2)
+        return serving_weights(w_gate_up, w_down, experts=self.experts, fp8=fp8, **biases)
+
+    def to_serving(self, *, fp8: bool = True) -> MoE:
+        """This layer with its experts as `serving_weights` makes them, and in no other form: it cannot train.
+
+        All other parameters are those of this layer. Batches too large for the low-latency path multiply by matrices in
+        `dtype`, made of those in FP8 in each call.
+        """
+        arrays, tree = jax.tree.flatten(self.serving_weights(fp8=fp8))
+        layer = nnx.merge(*nnx.split(self))
+        layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = None
+        layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(array) for array in arrays]), tree
+        return layer
+
+    def _served(self) -> ServingWeights | None:
+        """The experts of a layer that serves only."""
+        if self.serving_tree is None:
+            return None
+        return jax.tree.unflatten(self.serving_tree, [array[...] for array in self.serving_arrays])
+
+    def _whole(self, w: Array, num_columns: int = 1) -> Array:
+        """With nothing split over tensor and fsdp axes, and one axis of columns where a tensor axis makes them two."""
+        kept = [None if entry in (self.tensor_axis, self.fsdp_axis) else entry for entry in jax.typeof(w).sharding.spec]
+        if kept != list(jax.typeof(w).sharding.spec):
+            w = jax.sharding.reshard(w, PartitionSpec(*kept))
+        return w.reshape(*w.shape[:-2], -1) if num_columns == 2 and self.tensor_axis is not None else w
 
     def _biases(self) -> dict[str, Array | None]:
         """Those of both products."""
         biases = {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
         return {name: None if value is None else value.astype(self.dtype) for name, value in biases.items()}
 
-    def _router_weights(self) -> _RouterWeights:
+    def _weights(self, serving: ServingWeights | None) -> dict[str, Array | None]:
+        """Matrices and biases as `moe` takes them, in `dtype`; those of a layer that serves only are whole."""
+        if self.w_gate_up is not None and self.w_down is not None:
+            matrices = {"w_gate_up": self.w_gate_up.astype(self.dtype), "w_down": self.w_down.astype(self.dtype)}
+            return matrices | self._biases()
+        found = {field.name: getattr(serving, field.name) for field in dataclasses.fields(ServingWeights)}
+        for name in ("w_gate_up", "w_down"):
+            w = found[name]
+            if isinstance(w, tuple):
+                w = dequantize_fp8_weights(w[0], w[1], self.dtype)
+            found[name] = jnp.swapaxes(w, -1, -2)
+        return found
+
+    def _router_weights(self) -> RouterWeights:
+        if self.router is None:
+            raise ValueError("this MoE has a router_fn, and no router of its own")
         biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
-        return _RouterWeights(self.router[...], *biases)
+        return RouterWeights(self.router[...], *biases)
+
+    def _specs(self) -> MoESpecs:
+        return moe_specs(
+            self.axis_name, batch_axes=self.batch_axes, tensor_axis=self.tensor_axis, fsdp_axis=self.fsdp_axis
+        )
 
     def _low_latency(self, axis_name: tuple[str, ...]) -> Callable[..., Array]:
-        """The layer per shard, of tokens, ids, weights, and both matrices."""
-        return partial(
-            low_latency_moe,
-            num_experts=self.num_experts,
-            axis_name=axis_name,
-            experts=self.experts,
-            schedule=self.schedule,
-            implementation=self.implementation,
-        )
+        """The layer per shard, of tokens, ids, weights, and what the experts are made of."""
+
+        def run(x: Array, topk_idx: Array, topk_weights: Array, weights: ServingWeights) -> Array:
+            return low_latency_moe(
+                x,
+                topk_idx,
+                topk_weights,
+                weights.w_gate_up,
+                weights.w_down,
+                num_experts=self.num_experts,
+                axis_name=axis_name,
+                experts=self.experts,
+                b_gate_up=weights.b_gate_up,
+                b_down=weights.b_down,
+                schedule=self.schedule,
+                implementation=self.implementation,
+            )
+
+        return run
 
     def _on_one_device(
         self, x: Array, token_mask: Array | None, serving: ServingWeights | None
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
-        topk_idx, topk_weights, statistics = _route(
-            tokens, mask, self._router_weights(), options=self.router_options, axes=()
-        )
+        router = self._router_weights() if self.router_fn is None else self.router_fn(tokens)
+        routed = route(tokens, mask, router, options=self.router_options, axes=())
         if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            biases = {"b_gate_up": serving.b_gate_up, "b_down": serving.b_down}
-            run = partial(self._low_latency(()), **biases)
-            y = run(tokens, topk_idx, topk_weights, serving.w_gate_up, serving.w_down)
+            y = self._low_latency(())(tokens, routed.topk_idx, routed.topk_weights, serving)
         else:
-            biases = self._biases()
+            weights: dict[str, Any] = self._weights(serving)
+            if self.w_gate_up is not None:
+                for name in ("w_gate_up", "b_gate_up"):
+                    weights[name] = None if weights[name] is None else self._whole(weights[name], 2)
             y = fused_moe(
                 tokens,
-                topk_idx,
-                topk_weights,
-                self.w_gate_up.astype(self.dtype),
-                self.w_down.astype(self.dtype),
+                routed.topk_idx,
+                routed.topk_weights,
                 experts=self.experts,
-                b_gate_up=biases["b_gate_up"],
-                b_down=biases["b_down"],
                 forward_dtype=self.forward_dtype,
                 schedule=self.schedule,
                 implementation=self.implementation,
+                **weights,
             )
-        return y.reshape(x.shape), MoEMetrics(*statistics, dropped=jnp.zeros((), jnp.int32))
+        y = _with_identity(y, routed, tokens)
+        return y.reshape(x.shape), _metrics(routed, jnp.zeros((), jnp.int32))
 
     def _on_mesh(
         self, x: Array, token_mask: Array | None, mesh: Mesh, serving: ServingWeights | None
     ) -> tuple[Array, MoEMetrics]:
         axes = self.batch_axes + self.axis_name
-        specs = moe_specs(self.axis_name, batch_axes=self.batch_axes)
+        specs = self._specs()
         num_tokens = math.prod(x.shape[:-1])
         padding = -num_tokens % _size(mesh, axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
@@ -346,38 +450,40 @@ class MoE(nnx.Module):
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
         mask_spec = PartitionSpec(token_spec[0])
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
-
+        router = self._router_weights() if self.router_fn is None else self.router_fn(tokens)
+        router_spec = PartitionSpec() if self.router_fn is None else token_spec
+        everywhere = PartitionSpec()
+        specs_of_routing: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
         route_shard = jax.shard_map(
-            partial(_route, options=self.router_options, axes=routing_axes),
+            partial(route, options=self.router_options, axes=routing_axes),
             mesh=self.mesh,
-            in_specs=(token_spec, mask_spec, PartitionSpec()),
-            out_specs=(token_spec, token_spec, PartitionSpec()),
+            in_specs=(token_spec, mask_spec, router_spec),
+            out_specs=Routed(*specs_of_routing),
         )
-        topk_idx, topk_weights, statistics = route_shard(tokens, mask, self._router_weights())
+        routed = route_shard(tokens, mask, router)
+        topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
+        all_tokens = tokens
         if padding:
             pad = [(0, padding), (0, 0)]
-            tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
+            all_tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
             topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
-        if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
-            matrices = (serving.w_gate_up, serving.w_down)
-            biases = {"b_gate_up": serving.b_gate_up, "b_down": serving.b_down}
-            run = self._low_latency(self.axis_name)
-            in_specs = (specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down, specs.biases)
-            shards = jax.shard_map(
-                lambda *arrays: run(*arrays[:-1], **arrays[-1]),
+        if serving is not None and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
+            experts = jax.shard_map(
+                self._low_latency(self.axis_name),
                 mesh=self.mesh,
-                in_specs=in_specs,
+                in_specs=(specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)),
                 out_specs=specs.tokens,
             )
-            experts = lambda *arrays, **biases: shards(*arrays, biases)  # noqa: E731
+            y = experts(all_tokens, topk_idx, topk_weights, serving)
         else:
-            matrices, biases = (self.w_gate_up.astype(self.dtype), self.w_down.astype(self.dtype)), self._biases()
-            experts = sharded_moe(
+            run = sharded_moe(
                 self.mesh,
                 num_experts=self.num_experts,
                 axis_name=self.axis_name,
                 batch_axes=self.batch_axes,
+                tensor_axis=None if self.w_gate_up is None else self.tensor_axis,
+                fsdp_axis=None if self.w_gate_up is None else self.fsdp_axis,
                 experts=self.experts,
                 capacity=self.capacity,
                 wire_dtype=self.wire_dtype,
@@ -385,9 +491,11 @@ class MoE(nnx.Module):
                 schedule=self.schedule,
                 implementation=self.implementation,
             )
-        y = experts(tokens, topk_idx, topk_weights, *matrices, **biases)
-        y = rearrange(lambda v: v[:num_tokens].reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
-        return y, MoEMetrics(*statistics, dropped=self._dropped(topk_idx, mesh, specs.routing))
+            y = run(all_tokens, topk_idx, topk_weights, **self._weights(serving))
+        y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
+        y = _with_identity(y, routed, tokens)
+        y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)
+        return y, _metrics(routed, self._dropped(topk_idx, mesh, specs.routing))
 
     def _dropped(self, topk_idx: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
         """Assignments past `capacity`, from the routing alone: `sharded_moe` returns the tokens only."""
@@ -397,7 +505,7 @@ class MoE(nnx.Module):
 
         def count(idx: Array) -> Array:
             # The expert ranks of one batch shard serve that shard's tokens only: one limit per batch shard.
-            load = lax.psum(_count_assignments(idx, self.num_experts), self.axis_name)
+            load = lax.psum(count_assignments(idx, self.num_experts), self.axis_name)
             rows = load.reshape(ranks, -1).sum(axis=1)
             return lax.psum(jnp.maximum(rows - self.capacity, 0).sum(dtype=jnp.int32), self.batch_axes)
 
@@ -412,64 +520,11 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-# topk_idx, topk_weights, (load, load_balancing_loss, router_z_loss)
-_Routed = tuple[Array, Array, tuple[Array, Array, Array]]
+def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
+    """With what identity experts return."""
+    weight = routed.identity_weight
+    return y if weight is None else y + (weight[:, None] * tokens.astype(weight.dtype)).astype(y.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RouterOptions:
-    """The keyword arguments of `topk_router`; hashable, as static attributes of a module must be."""
-
-    k: int
-    score: Literal["softmax", "sigmoid"]
-    renormalize: bool
-    num_groups: int
-    topk_groups: int
-    group_score: Literal["top2_sum", "max"]
-    scale: float
-
-
-class _RouterWeights(NamedTuple):
-    """`kernel [H, E]` and `bias [E]` or None of the logits, and `selection [E]` added to scores or None; float32."""
-
-    kernel: Array
-    bias: Array | None
-    selection: Array | None
-
-
-def _route(
-    tokens: Array,
-    token_mask: Array | None,
-    weights: _RouterWeights,
-    *,
-    options: _RouterOptions,
-    axes: tuple[str, ...],
-) -> _Routed:
-    """Expert choice and statistics of tokens.
-
-    Args:
-      tokens: `[N, H]` floating.
-      token_mask: `[N]` bool, False for tokens that go to no expert and count in no statistic; None: all do.
-      weights: of the router.
-      options: of `topk_router`.
-      axes: inside `shard_map`, mesh axes over which the statistics are summed.
-
-    Returns:
-      `topk_idx [N, K]`, `topk_weights [N, K]`, and `(load [E], load_balancing_loss [], router_z_loss [])`.
-    """
-    logits = jnp.matmul(tokens.astype(jnp.float32), weights.kernel, precision=lax.Precision.HIGHEST)
-    if weights.bias is not None:
-        logits = logits + weights.bias[None]
-    routing = topk_router(logits, bias=weights.selection, **dataclasses.asdict(options))
-    topk_idx = routing.topk_idx if token_mask is None else jnp.where(token_mask[:, None], routing.topk_idx, -1)
-    load = _count_assignments(topk_idx, logits.shape[1])
-    of_tokens: dict[str, Any] = {"token_mask": token_mask, "axis_name": axes or None}
-    balance = load_balancing_loss(routing.scores, topk_idx, **of_tokens)
-    statistics = (lax.psum(load, axes) if axes else load, balance, router_z_loss(logits, **of_tokens))
-    return topk_idx, routing.topk_weights, statistics
-
-
-def _count_assignments(topk_idx: Array, num_experts: int) -> Array:
-    """`[E]` int32 assignments per expert; comparisons instead of a scatter, which GPUs serialise."""
-    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
-    return hits.sum(axis=0, dtype=jnp.int32)
+def _metrics(routed: Routed, dropped: Array) -> MoEMetrics:
+    return MoEMetrics(routed.load, routed.load_balancing_loss, routed.router_z_loss, dropped)

@@ -5,7 +5,8 @@ Pure JAX: these need no mesh axis, and run on any platform.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -287,6 +288,115 @@ def router_z_loss(logits: Array, *, token_mask: Array | None = None, axis_name: 
     return _mean_over_tokens(
         squares if token_mask is None else jnp.where(token_mask, squares, 0), token_mask, axis_name
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterOptions:
+    """How a layer routes; hashable, as static attributes of modules must be. The first are keywords of `topk_router`.
+
+    Attributes:
+      k, renormalize, num_groups, topk_groups, group_score, scale: see `topk_router`.
+      score: likewise, or "sparsemixer", of which only `k=2` is known.
+      num_identity_experts: experts behind all others that return their token.
+    """
+
+    k: int
+    score: Literal["softmax", "sigmoid", "sparsemixer"]
+    renormalize: bool
+    num_groups: int
+    topk_groups: int
+    group_score: Literal["top2_sum", "max"]
+    scale: float
+    num_identity_experts: int
+
+
+class RouterWeights(NamedTuple):
+    """`kernel [H, E]` and `bias [E]` or None of the logits, and `selection [E]` added to scores or None; float32."""
+
+    kernel: Array
+    bias: Array | None
+    selection: Array | None
+
+
+class Routed(NamedTuple):
+    """What a layer's router decided, and its statistics over all ranks.
+
+    Attributes:
+      topk_idx: `[N, K]` ids; -1 for tokens that do not count, and for identity experts.
+      topk_weights: `[N, K]`.
+      identity_weight: `[N]` by which identity experts scale their token, or None.
+      load: `[E]` int32 assignments, identity experts included.
+      load_balancing_loss: `[]`.
+      router_z_loss: `[]`, 0 where the logits are not known.
+    """
+
+    topk_idx: Array
+    topk_weights: Array
+    identity_weight: Array | None
+    load: Array
+    load_balancing_loss: Array
+    router_z_loss: Array
+
+
+def route(
+    tokens: Array,
+    token_mask: Array | None,
+    router: RouterWeights | Routing,
+    *,
+    options: RouterOptions,
+    axes: tuple[str, ...],
+) -> Routed:
+    """Expert choice and statistics of a layer's tokens.
+
+    Args:
+      tokens: `[N, H]` floating.
+      token_mask: `[N]` bool, False for tokens that go to no expert and count in no statistic; None: all do.
+      router: its weights, or what another one decided.
+      options: how it decides.
+      axes: inside `shard_map`, mesh axes over which the statistics are summed.
+    """
+    logits = None
+    if isinstance(router, Routing):
+        topk_idx, topk_weights, scores = router
+    else:
+        logits = jnp.matmul(tokens.astype(jnp.float32), router.kernel, precision=lax.Precision.HIGHEST)
+        if router.bias is not None:
+            logits = logits + router.bias[None]
+        topk_idx, topk_weights, scores = _decide(logits, router.selection, options)
+    if token_mask is not None:
+        topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
+    num_experts = scores.shape[1]
+    load = count_assignments(topk_idx, num_experts)
+    of_tokens: dict[str, Any] = {"token_mask": token_mask, "axis_name": axes or None}
+    balance = load_balancing_loss(scores, topk_idx, **of_tokens)
+    z_loss = jnp.zeros((), jnp.float32) if logits is None else router_z_loss(logits, **of_tokens)
+    weight = None
+    if options.num_identity_experts:
+        routing = Routing(topk_idx, topk_weights, scores)
+        (topk_idx, topk_weights, _), weight = identity_experts(routing, num_experts - options.num_identity_experts)
+    return Routed(topk_idx, topk_weights, weight, lax.psum(load, axes) if axes else load, balance, z_loss)
+
+
+def _decide(logits: Array, selection: Array | None, options: RouterOptions) -> Routing:
+    if options.score == "sparsemixer":
+        return sparsemixer_router(logits)
+    return topk_router(
+        logits,
+        options.k,
+        score=options.score,
+        renormalize=options.renormalize,
+        bias=selection,
+        num_groups=options.num_groups,
+        topk_groups=options.topk_groups,
+        group_score=options.group_score,
+        scale=options.scale,
+    )
+
+
+def count_assignments(topk_idx: Array, num_experts: int) -> Array:
+    """`[E]` int32 assignments per expert; comparisons instead of a scatter, which GPUs serialise."""
+    hits = topk_idx.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_idx.dtype)[None]
+    return hits.sum(axis=0, dtype=jnp.int32)
 
 
 def _counting(rows: Array, token_mask: Array | None) -> Array:

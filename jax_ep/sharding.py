@@ -46,22 +46,31 @@ class MoESpecs:
         return {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
 
 
-def moe_specs(axis_name: AxisName = "expert", *, batch_axes: AxisName = (), tensor_axis: str | None = None) -> MoESpecs:
+def moe_specs(
+    axis_name: AxisName = "expert",
+    *,
+    batch_axes: AxisName = (),
+    tensor_axis: str | None = None,
+    fsdp_axis: str | None = None,
+) -> MoESpecs:
     """Specs for experts over `axis_name`, tokens over `batch_axes` and `axis_name`, and I over `tensor_axis`.
 
-    Every EP group is the set of ranks that differ only in `axis_name`; parameters are replicated over `batch_axes`.
+    Every EP group is the set of ranks that differ only in `axis_name`; parameters are replicated over `batch_axes`, but
+    for H of the matrices over `fsdp_axis`.
 
     Args:
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       batch_axes: further axes over which only tokens are spread (data parallelism).
       tensor_axis: axis over which the expert intermediate size I is split, or None.
+      fsdp_axis: one of `batch_axes` over which matrices are spread, too, along H, or None. They are brought together
+        for their products, and their gradients are added up into the same parts.
 
     Returns:
       `MoESpecs`. With a tensor axis the gate and up columns must be split alike, so `w_gate_up` then has a separate
       axis for them: `[E, H, 2, I]`, or `[E, H, 1, I]` for experts without a gate.
 
     Raises:
-      ValueError: an axis that is named twice.
+      ValueError: an axis that is named twice, or an `fsdp_axis` that spreads no tokens.
 
     Example:
       >>> from jax_ep.sharding import moe_specs
@@ -75,9 +84,15 @@ def moe_specs(axis_name: AxisName = "expert", *, batch_axes: AxisName = (), tens
     if len(set(names)) != len(names):
         raise ValueError(f"moe_specs: the axes {names} name one twice; give experts, batch and tensor different axes.")
     rows = P((*batch, *expert)) if names else P()
+    if fsdp_axis is not None and fsdp_axis not in batch:
+        raise ValueError(
+            f"moe_specs: fsdp_axis={fsdp_axis!r} is not among batch_axes={batch}, expected one of them, since its ranks"
+            " have tokens of their own; add it there."
+        )
     if tensor_axis is None:
-        return MoESpecs(rows, rows, *(P(expert) for _ in range(4)))
-    matrices = (P(expert, None, None, tensor_axis), P(expert, tensor_axis, None))
+        matrices = (P(expert), P(expert)) if fsdp_axis is None else (P(expert, fsdp_axis), P(expert, None, fsdp_axis))
+        return MoESpecs(rows, rows, *matrices, P(expert), P(expert))
+    matrices = (P(expert, fsdp_axis, None, tensor_axis), P(expert, tensor_axis, fsdp_axis))
     return MoESpecs(rows, rows, *matrices, P(expert, None, tensor_axis), P(expert))
 
 
@@ -88,6 +103,7 @@ def sharded_moe(
     axis_name: AxisName = "expert",
     batch_axes: AxisName = (),
     tensor_axis: str | None = None,
+    fsdp_axis: str | None = None,
     **moe_kwargs: Any,
 ) -> Callable[..., Array]:
     """`moe` for globally sharded arrays, in automatic and explicit sharding mode.
@@ -95,7 +111,7 @@ def sharded_moe(
     Args:
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
-      axis_name, batch_axes, tensor_axis: see `moe_specs`.
+      axis_name, batch_axes, tensor_axis, fsdp_axis: see `moe_specs`.
       **moe_kwargs: further keywords of `moe`: experts, activation, capacity, wire_dtype, forward_dtype, schedule,
         implementation. With a tensor axis gates have an axis of their own, and are interleaved with nothing.
 
@@ -123,7 +139,7 @@ def sharded_moe(
 
     Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
-    specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis)
+    specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis, fsdp_axis=fsdp_axis)
 
     run = partial(moe, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
 
@@ -143,6 +159,11 @@ def sharded_moe(
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down), strict=True))
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
         _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
+        if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
+            raise ValueError(
+                f"{_FUNCTION}: H={x.shape[1]} is no multiple of the {the_mesh.shape[fsdp_axis]} ranks of"
+                f" fsdp_axis={fsdp_axis!r}, expected one; leave fsdp_axis out."
+            )
         given = {name: value for name, value in arrays.items() if value is not None}
         in_specs = {name: getattr(specs, _ARRAYS[name]) for name in given}
         for name, argument in given.items():
@@ -151,10 +172,23 @@ def sharded_moe(
             check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
             given["topk_idx"] = jnp.where(token_mask[:, None], topk_idx, -1)
         body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
-        shards = jax.shard_map(lambda a: body(**a), mesh=the_mesh, in_specs=(in_specs,), out_specs=specs.tokens)
-        return shards(given)
+
+        def per_shard(arrays: dict[str, Array]) -> Array:
+            return body(**(arrays if fsdp_axis is None else _whole_matrices(arrays, fsdp_axis)))
+
+        return jax.shard_map(per_shard, mesh=the_mesh, in_specs=(in_specs,), out_specs=specs.tokens)(given)
 
     return apply
+
+
+def _whole_matrices(arrays: dict[str, Array], axis: str) -> dict[str, Array]:
+    """With H of the matrices brought together; transposed, that adds gradients up into the parts."""
+    gate_up, down = arrays["w_gate_up"], arrays["w_down"]
+    whole = {
+        "w_gate_up": lax.all_gather(gate_up, axis, axis=1, tiled=True),
+        "w_down": lax.all_gather(down, axis, axis=2, tiled=True),
+    }
+    return arrays | whole
 
 
 def _on_tensor_axis(

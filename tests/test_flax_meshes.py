@@ -1,0 +1,186 @@
+"""`jax_ep.flax.MoE` on meshes with tensor and fsdp axes, with other routers, and as a layer that serves only."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+nnx = pytest.importorskip("flax.nnx")
+
+import jax_ep
+from jax_ep.flax import MoE, ServingArray
+from oracle_experts import GPT_OSS
+
+P = jax.sharding.PartitionSpec
+H, INNER, E, K = 16, 24, 8, 2
+SIZES = {"hidden_size": H, "intermediate_size": INNER, "num_experts": E, "num_experts_per_tok": K, "dtype": jnp.float32}
+LAYERS = {
+    "plain": {},
+    "gpt-oss": {"experts": GPT_OSS, "use_bias": True, "router_use_bias": True},
+    "no gates": {"experts": jax_ep.Experts("relu", gated=False), "use_bias": True},
+}
+AXES = {"batch_axes": "data", "tensor_axis": "tensor", "fsdp_axis": "data"}
+
+
+def mesh_of(kind: str) -> jax.sharding.Mesh:
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    types = (getattr(jax.sharding.AxisType, kind),) * 3
+    return jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=types, devices=jax.devices()[:8])
+
+
+def fill(moe: MoE, rng: np.random.Generator) -> MoE:
+    """Random parameters, biases too, where they are sharded."""
+    for _, param in nnx.iter_graph(nnx.state(moe, nnx.Param)):
+        if isinstance(param, nnx.Param):
+            old = param.get_value()
+            param.set_value(jax.device_put(jnp.asarray(0.4 * rng.normal(size=old.shape), old.dtype), old.sharding))
+    return moe
+
+
+def on_one_device(moe: MoE, options: dict[str, Any]) -> MoE:
+    """The same layer without a mesh: gates in halves, as a tensor axis has them."""
+    experts = options.get("experts", jax_ep.Experts())
+    plain = MoE(**SIZES, **options | {"experts": moe.experts if experts.gated else experts}, rngs=nnx.Rngs(0))
+    for name in ("router", "b_router", "w_gate_up", "w_down", "b_gate_up", "b_down"):
+        if (param := getattr(moe, name)) is not None:
+            value = np.asarray(param.get_value())
+            getattr(plain, name).set_value(jnp.asarray(value.reshape(getattr(plain, name).get_value().shape)))
+    return plain
+
+
+@nnx.jit
+def value_and_gradients(moe: MoE, x: jax.Array, cotangent: jax.Array) -> Any:
+    def loss(moe: MoE, x: jax.Array) -> jax.Array:
+        return jnp.sum(moe(x)[0] * cotangent)
+
+    return moe(x)[0], nnx.grad(loss, argnums=(0, 1))(moe, x)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.slow(unless={"name": ["gpt-oss"]})
+def test_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) -> None:
+    """Values and gradients are those of one device, and gradients are sharded as their parameters."""
+    mesh, options = mesh_of(kind), LAYERS[name]
+    x, cotangent = (rng.normal(size=(8, 2, H)).astype(np.float32) for _ in range(2))
+    with jax.set_mesh(mesh):
+        moe = fill(MoE(**SIZES, **options, **AXES, rngs=nnx.Rngs(0)), rng)
+        spread = jax.NamedSharding(mesh, P(("data", "expert")))
+        y, (of_params, of_x) = value_and_gradients(moe, *(jax.device_put(a, spread) for a in (x, cotangent)))
+    assert moe.w_gate_up.get_value().addressable_shards[0].data.size == moe.w_gate_up.get_value().size // 8
+    plain = on_one_device(moe, options)
+    want, (wanted, wanted_x) = value_and_gradients(plain, jnp.asarray(x), jnp.asarray(cotangent))
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(of_x, wanted_x, rtol=1e-3, atol=1e-3)
+    for key, leaf in nnx.to_pure_dict(of_params).items():
+        one = nnx.to_pure_dict(wanted)[key]
+        np.testing.assert_allclose(np.asarray(leaf).reshape(one.shape), one, rtol=1e-3, atol=2e-3, err_msg=key)
+        placed = getattr(moe, key).get_value().sharding
+        if key in ("w_gate_up", "w_down"):
+            assert leaf.sharding.is_equivalent_to(placed, leaf.ndim), key
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.slow(unless={"kind": ["Explicit"], "fp8": [True]})
+def test_serving_without_a_second_copy(kind: str, fp8: bool, rng: np.random.Generator) -> None:
+    """Few tokens and many: the experts in FP8 are all there is of them."""
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
+    options = LAYERS["gpt-oss"] | ({} if kind == "one device" else AXES)
+    few, many = (rng.normal(size=(n, 128)).astype(np.float32) for n in (8, 1024))
+    mesh = None if kind == "one device" else mesh_of(kind)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        moe = fill(MoE(**sizes, **options, rngs=nnx.Rngs(0)), rng)
+        serving = moe.to_serving(fp8=fp8)
+        kept = jax.tree.leaves(nnx.state(serving))
+        assert max(array.size for array in kept) == E * 128 * 2 * 128
+        assert sum(array.dtype == jnp.float8_e4m3fn for array in kept) == (2 if fp8 else 0)
+        assert moe.w_gate_up is not None and serving.w_gate_up is None
+        assert len(nnx.state(serving, ServingArray)) == 1
+        for x in (few, many):
+            if kind == "Explicit":
+                x = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+            got, want = (np.asarray(nnx.jit(lambda m, x: m(x)[0])(layer, x)) for layer in (serving, moe))
+            error = np.linalg.norm(got - want) / np.linalg.norm(want)
+            assert error < (0.08 if fp8 else 1e-5), len(x)
+
+
+def test_another_router(rng: np.random.Generator) -> None:
+    """A module of the caller's, with parameters that get gradients, on a mesh."""
+
+    class Router(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(H, E, use_bias=False, rngs=rngs)
+
+        def __call__(self, tokens: jax.Array) -> jax_ep.Routing:
+            return jax_ep.topk_router(2 * self.linear(tokens), K)
+
+    x = rng.normal(size=(16, H)).astype(np.float32)
+    router = Router(nnx.Rngs(1))
+    own = MoE(**SIZES, rngs=nnx.Rngs(0))
+    own.router.set_value(2 * router.linear.kernel.get_value())
+    want, wanted = own(jnp.asarray(x))
+    with jax.set_mesh(mesh_of("Auto")):
+        moe = MoE(**SIZES, router_fn=router, batch_axes="data", rngs=nnx.Rngs(0))
+        assert moe.router is None
+        for name in ("w_gate_up", "w_down"):
+            place = getattr(moe, name).get_value().sharding
+            getattr(moe, name).set_value(jax.device_put(getattr(own, name).get_value(), place))
+        y, metrics = nnx.jit(lambda m, x: m(x))(moe, jnp.asarray(x))
+        slopes = nnx.grad(lambda m: jnp.sum(m(jnp.asarray(x))[0] ** 2))(moe)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.load, wanted.load)
+    np.testing.assert_allclose(metrics.load_balancing_loss, wanted.load_balancing_loss, rtol=1e-5)
+    assert float(metrics.router_z_loss) == 0
+    assert np.abs(np.asarray(slopes["router_fn"]["linear"]["kernel"].get_value())).max() > 0
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.slow(unless={"on_mesh": [True]})
+def test_identity_experts_return_their_token(on_mesh: bool, rng: np.random.Generator) -> None:
+    x = rng.normal(size=(12, H)).astype(np.float32)
+    with jax.set_mesh(mesh_of("Auto")) if on_mesh else contextlib.nullcontext():
+        options = {"num_identity_experts": 4, "renormalize": False, "routed_scale": 3.0, "bias_routing": True}
+        moe = fill(MoE(**SIZES, **options, rngs=nnx.Rngs(0)), rng)
+        mask = jnp.arange(12) < 10
+        y, metrics = nnx.jit(lambda m, x: m(x, token_mask=mask))(moe, jnp.asarray(x))
+    scores = np.asarray(jax.nn.softmax(jnp.asarray(x) @ np.asarray(moe.router.get_value())))
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, :K]
+    weights = 3.0 * np.take_along_axis(scores, chosen, axis=1)
+    kept = np.where(np.asarray(mask)[:, None], chosen, -1)
+    experts = jnp.asarray(np.where(kept < E, kept, -1), jnp.int32)
+    matrices = (jnp.asarray(np.asarray(w.get_value())) for w in (moe.w_gate_up, moe.w_down))
+    want = jax_ep.fused_moe(jnp.asarray(x), experts, jnp.asarray(weights), *matrices, implementation="xla")
+    want = np.asarray(want) + np.where(kept >= E, weights, 0).sum(1)[:, None] * x
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(metrics.load, np.bincount(kept[kept >= 0], minlength=E + 4))
+    assert (kept >= E).any() and not np.asarray(y)[10:].any()
+
+
+def test_sparsemixer(rng: np.random.Generator) -> None:
+    moe = fill(MoE(**SIZES, score="sparsemixer", rngs=nnx.Rngs(0)), rng)
+    x = jnp.asarray(rng.normal(size=(12, H)), jnp.float32)
+    routing = jax_ep.sparsemixer_router(x @ moe.router.get_value())
+    want = jax_ep.fused_moe(x, *routing[:2], moe.w_gate_up.get_value(), moe.w_down.get_value(), implementation="xla")
+    np.testing.assert_allclose(moe(x)[0], want, rtol=1e-4, atol=1e-5)
+
+
+WRONG = [
+    ({"score": "sparsemixer", "num_experts_per_tok": 3}, "num_experts_per_tok=3"),
+    ({"router_fn": lambda x: x, "bias_routing": True}, "router_fn.*bias_routing=True"),
+    ({"experts": GPT_OSS, "activation": "gelu"}, "activation='gelu'.*leave them out"),
+    ({"shared_expert_gate": True}, "num_shared_experts"),
+    ({"fsdp_axis": "data"}, "fsdp_axis='data'.*batch_axes"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_options_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoE(**SIZES | options, rngs=nnx.Rngs(0))

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ PLOTS = ROOT / "benchmarks" / "results"  # of which tools/mkdocs_hooks.py brings
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 TESTED_ELSEWHERE = {"flax.md", "training.md"}  # test_flax.py, test_examples.py
+SLOW = {"integrations.md"}  # in `make test-rest`: its parts repeat, with other packages, what test_sharding.py has
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to
 NUM_DEVICES = 8
 MAX_COLUMNS = 115  # of code, which docs/site.css has room for
@@ -30,8 +31,9 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def every(pages: list[Path]) -> Any:
-    return pytest.mark.parametrize("page", pages, ids=[page.name for page in pages])
+def every(pages: list[Path], *, slow: Set[str] = frozenset()) -> Any:
+    cases = [pytest.param(page, marks=[pytest.mark.slow] * (page.name in slow)) for page in pages]
+    return pytest.mark.parametrize("page", cases, ids=[page.name for page in pages])
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -83,13 +85,14 @@ def quick_compilation() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@every(WITH_CODE)
+@every(WITH_CODE, slow=SLOW)
 def test_code_runs(page: Path) -> None:
     """The blocks of a page run one after another, as a reader would run them; they check themselves."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
-    if "flax" in page.read_text():
-        pytest.importorskip("flax")
+    for package in ("flax", "equinox"):
+        if package in page.read_text():
+            pytest.importorskip(package)
     namespace: dict[str, Any] = {"__name__": "__docs__"}
     for block in python_blocks(page):
         exec(compile(block, str(page), "exec"), namespace)

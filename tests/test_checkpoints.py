@@ -64,10 +64,6 @@ def test_values(name: str, tmp_path: Path, rng: np.random.Generator, expert_mesh
 @every_family
 def test_options(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, _ = written(name, tmp_path, rng)
-    if name == "phimoe":
-        with pytest.raises(NotImplementedError, match=r"SparseMixer.*moe_weights"):
-            checkpoint.moe_options()
-        return
     hub = HUB[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_experts": EXPERTS, "num_experts_per_tok": 2}
     want = sizes | dict(hub.options) | {"experts": Experts("silu", **hub.experts)}
@@ -134,7 +130,7 @@ def test_without_shared_experts_there_are_no_parameters_of_them(tmp_path: Path, 
 
 
 def test_columns_of_the_router_for_experts_without_matrices(tmp_path: Path, rng: np.random.Generator) -> None:
-    """LongCat's experts that return their token: parameters can be read, `flax.MoE` has no such experts."""
+    """LongCat's experts that return their token."""
     hub = HUB["longcat_flash"]
     tensors, want = hub_checkpoints.layer(hub, 0, rng)
     wider = rng.standard_normal((EXPERTS + 3, HIDDEN)).astype(F32)
@@ -143,7 +139,12 @@ def test_columns_of_the_router_for_experts_without_matrices(tmp_path: Path, rng:
     config = dict(hub.config) | {"zero_expert_num": 3}
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, config, tensors))
     assert_equal(checkpoint.moe_weights(0), want | {"router": wider.T, "router_bias": wider[:, 0]})
-    with pytest.raises(NotImplementedError, match="zero_expert_num=3"):
+    assert checkpoint.moe_options()["num_identity_experts"] == 3
+
+
+def test_sparsemixer_with_other_thresholds(tmp_path: Path, rng: np.random.Generator) -> None:
+    checkpoint, _ = written("phimoe", tmp_path, rng, router_jitter_noise=0.02)
+    with pytest.raises(NotImplementedError, match=r"router_jitter_noise=0\.02, expected 0\.01.*moe_weights"):
         checkpoint.moe_options()
 
 

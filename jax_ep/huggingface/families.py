@@ -119,7 +119,6 @@ class Family:
         "softmax", renormalised, where nothing else is said.
       experts: fields of `jax_ep.Experts`, likewise, beside the activation.
       layers: which layers are MoE.
-      identity_experts: experts that return their token: they are columns of the router, and have no matrices.
       refused: what of this family the package does not have.
       prefix: what names of the tensors of a layer begin with.
       section: the part of `config.json` that describes the decoder, where it is not the whole.
@@ -129,7 +128,6 @@ class Family:
     options: Mapping[str, Any]
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layers: Layers = ALL_LAYERS
-    identity_experts: Any = 0
     refused: tuple[Refused, ...] = ()
     prefix: str = "model.layers.{layer}."
     section: str | None = None
@@ -327,8 +325,8 @@ FAMILIES: Mapping[str, Family] = {
     "llama4": dataclasses.replace(_LLAMA4, prefix="language_model.model.layers.{layer}.", section="text_config"),
     "phimoe": Family(
         forms=(_MIXTRAL_EACH, _router("mlp.router") | _fused("mlp")),
-        options=_LOCAL,
-        refused=(Refused("model_type", (), "PhiMoE routes by SparseMixer, with thresholds that topk_router lacks"),),
+        options=_LOCAL | {"score": "sparsemixer"},
+        refused=(Refused("router_jitter_noise", (0.01,), "sparsemixer_router takes another, flax.MoE does not"),),
     ),
     "longcat_flash": Family(
         forms=tuple(
@@ -342,11 +340,10 @@ FAMILIES: Mapping[str, Family] = {
             "renormalize": False,
             "routed_scale": key("routed_scaling_factor", default=1.0),
             "bias_routing": True,
+            "num_identity_experts": key("zero_expert_num", default=0),
         },
         layers=Layers(count=key("num_layers")),
-        identity_experts=key("zero_expert_num", default=0),
         refused=(
-            Refused("zero_expert_num", (0,), "experts that return their token do not exist in flax.MoE"),
             Refused("norm_topk_prob", (False,), "published models of this family do not renormalise"),
             Refused("router_bias", (False,), "the bias of its router is used by no published code", "weights"),
         ),
@@ -445,10 +442,9 @@ def moe_layers(function: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 def shapes(function: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The parameters that a MoE layer of this model has, and their shapes."""
     refuse(function, config, of="weights")
-    family, inner = _decoder(function, config)
     options = _options(function, config)
     experts, hidden, width = (options[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
-    columns = experts + _value(function, family.identity_experts, inner)
+    columns = experts + options.get("num_identity_experts", 0)  # the others have no matrices
     found = {"router": (hidden, columns), "w_gate_up": (experts, hidden, 2 * width), "w_down": (experts, width, hidden)}
     if options.get("router_use_bias"):
         found["b_router"] = (columns,)

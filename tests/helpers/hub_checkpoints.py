@@ -200,13 +200,25 @@ HUB: dict[str, Hub] = {
         config={"model_type": "llama4", "text_config": LLAMA4.config},
         prefix="language_model.model.layers.{}.",
     ),
-    "phimoe": Hub(LOCAL | {"model_type": "phimoe"}, (0, 1, 2, 3), {}, "block_sparse_moe.gate.weight", **SPARSE),
+    "phimoe": Hub(
+        LOCAL | {"model_type": "phimoe", "router_jitter_noise": 0.01},
+        (0, 1, 2, 3),
+        {"score": "sparsemixer", "renormalize": True},
+        "block_sparse_moe.gate.weight",
+        **SPARSE,
+    ),
     "longcat_flash": Hub(
         {"model_type": "longcat_flash", "hidden_size": HIDDEN, "num_layers": NUM_LAYERS, "moe_topk": 2}
         | {"expert_ffn_hidden_size": WIDTH, "ffn_hidden_size": 99, "n_routed_experts": EXPERTS, "zero_expert_num": 0}
         | {"routed_scaling_factor": 6.0},
         (0, 1, 2, 3),
-        {"score": "softmax", "renormalize": False, "routed_scale": 6.0, "bias_routing": True},
+        {
+            "score": "softmax",
+            "renormalize": False,
+            "routed_scale": 6.0,
+            "bias_routing": True,
+            "num_identity_experts": 0,
+        },
         "mlp.router.classifier.weight",
         **MLP,
         selection_bias="mlp.router.e_score_correction_bias",

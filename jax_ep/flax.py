@@ -171,8 +171,19 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
+        if experts is not None and not isinstance(experts, Experts):
+            raise TypeError(f"MoE: experts is a {type(experts).__name__}, expected a jax_ep.Experts; pass one, or None")
         if experts is not None and (activation, gated) != ("silu", True):
-            raise ValueError(f"{activation=} and {gated=} beside experts={experts}, which says both: leave them out")
+            raise ValueError(f"MoE: {activation=}, {gated=} beside experts={experts}, which says both: leave them out")
+        for name, number in (
+            ("num_shared_experts", num_shared_experts),
+            ("num_identity_experts", num_identity_experts),
+        ):
+            if number != 0:
+                check.positive("MoE", name, number)
+        if shared_intermediate_size is not None:
+            check.positive("MoE", "shared_intermediate_size", shared_intermediate_size)
+            check.positive("MoE", "num_shared_experts", num_shared_experts)
         all_experts = num_experts + num_identity_experts
         if not 1 <= num_experts_per_tok <= all_experts:
             raise ValueError(
@@ -246,7 +257,7 @@ class MoE(nnx.Module):
         self.serving_tree: Any = None
         width = num_shared_experts * (shared_intermediate_size or intermediate_size)
         if shared_expert_gate and not width:
-            raise ValueError("shared_expert_gate=True without shared experts: pass num_shared_experts, or leave it out")
+            raise ValueError("MoE: shared_expert_gate=True without shared experts: pass num_shared_experts, or False")
 
         def dense(inputs: int, outputs: int) -> nnx.Param | None:
             return param(DENSE_INIT, (inputs, outputs), everywhere, param_dtype) if width and outputs else None
@@ -268,6 +279,10 @@ class MoE(nnx.Module):
         replaces the experts' matrices, for inference, and the path is `jax_ep.low_latency_moe`.
         """
         x = check.rows("MoE", "x", x, "[..., hidden_size]")
+        if not isinstance(serving, ServingWeights | None):
+            raise TypeError(
+                f"MoE: serving is a {type(serving).__name__}, expected ServingWeights; pass those of serving_weights()"
+            )
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         if token_mask is not None:
@@ -296,7 +311,8 @@ class MoE(nnx.Module):
         experts = self.experts
         if not callable(experts.activation):
             experts = dataclasses.replace(experts, interleaved=False)
-        y = activate(experts, tokens @ w_gate_up.astype(self.dtype)) @ w_down.astype(self.dtype)
+        rows = activate(experts, tokens @ w_gate_up.astype(self.dtype)).astype(self.dtype)
+        y = rows @ w_down.astype(self.dtype)
         if self.shared_gate is not None:
             y = y * jax.nn.sigmoid(tokens @ self.shared_gate.astype(self.dtype))
         return y

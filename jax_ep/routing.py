@@ -355,6 +355,8 @@ def route(
       options: how it decides.
       axes: inside `shard_map`, mesh axes over which the statistics are summed.
     """
+    if token_mask is not None:
+        tokens = jnp.where(token_mask[:, None], tokens, 0)  # which may be NaN, and must not spoil gradients
     logits = None
     if isinstance(router, Routing):
         topk_idx, topk_weights, scores = router

@@ -92,9 +92,12 @@ def serving_weights(
     check.size(function, "axis -2 of w_gate_up", w_gate_up.shape[-2], hidden, "pass [..., E, H, 2 * I]")
     experts = Experts() if experts is None else experts
     columns = w_gate_up.shape[-1]
-    experts = check.expert_function(function, experts, "silu", columns, inner, w_gate_up.dtype)
+    experts = check.expert_function(function, experts, "silu", columns, inner)
     for name, bias, size in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, hidden)):
-        if bias is not None and bias.shape != (*w_down.shape[:-2], size):
+        if bias is None:
+            continue
+        bias = check.floating(function, name, check.rows(function, name, bias, f"[..., E, {size}]"))
+        if bias.shape != (*w_down.shape[:-2], size):
             raise ValueError(
                 f"{function}: {name} has shape {bias.shape}, expected {(*w_down.shape[:-2], size)}; pass one value per"
                 " column of the matrices."

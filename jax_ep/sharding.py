@@ -157,7 +157,13 @@ def sharded_moe(
     ) -> Array:
         the_mesh = _mesh(mesh, specs)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down), strict=True))
+        if token_mask is not None:
+            x = check.matrix(_FUNCTION, "x", x, "[N, H]")
+            check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
+            topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, all_count=False)
+            arrays["topk_idx"] = topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
+        _check_biases(w_gate_up, b_gate_up, b_down, x.shape[1])
         _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
         if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
             raise ValueError(
@@ -168,9 +174,6 @@ def sharded_moe(
         in_specs = {name: getattr(specs, _ARRAYS[name]) for name in given}
         for name, argument in given.items():
             _check_explicit(the_mesh, name, argument, in_specs[name])
-        if token_mask is not None:
-            check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
-            given["topk_idx"] = jnp.where(token_mask[:, None], topk_idx, -1)
         body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
 
         def per_shard(arrays: dict[str, Array]) -> Array:
@@ -282,6 +285,22 @@ def _check_matrices(
             raise ValueError(
                 f"{_FUNCTION}: {name}, I, is {columns}, expected a multiple of the {mesh.shape[tensor_axis]} ranks of"
                 f" tensor_axis={tensor_axis!r}; pad I with zeros, which changes no result."
+            )
+
+
+def _check_biases(w_gate_up: Any, b_gate_up: Any, b_down: Any, hidden: int) -> None:
+    """Those of all experts."""
+    w_gate_up = check.rows(_FUNCTION, "w_gate_up", w_gate_up, "[E, H, 2 * I]")
+    columns = w_gate_up.shape[2:]
+    for name, value, expected in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, (hidden,))):
+        if value is None:
+            continue
+        shape = (w_gate_up.shape[0], *expected)
+        value = check.floating(_FUNCTION, name, check.rows(_FUNCTION, name, value, str(list(shape))))
+        if value.shape != shape:
+            raise ValueError(
+                f"{_FUNCTION}: {name} has shape {value.shape}, expected {shape}; pass the biases of all experts, with"
+                " the columns of the matrices."
             )
 
 

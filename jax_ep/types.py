@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 TOKENS_NAME = "jax_ep.tokens"
@@ -125,7 +126,8 @@ class Experts:
         hidden rows `[R, N]`, all their columns, to rows `[R, I]`, each from the row in its place. Such a function may
         use arrays from around it, which get gradients. It runs as a pass of its own. Pass the same function object in
         every call, or programs are compiled again.
-      gated: half of the columns are gates.
+      gated: half of the columns are gates. Of a function of the caller's, that layers which make their own matrices
+        give it 2 * I columns, and else I; other functions take any number.
       interleaved: gates are in the even columns and what they multiply in the odd ones; else in halves.
       alpha: of "silu", `x * sigmoid(alpha * x)`.
       clamp: gates are at most this much, and what they multiply at most and, negative, at least; None: no limit.
@@ -178,8 +180,13 @@ class Experts:
         value = getattr(self, name)
         if name == "clamp" and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"Experts: {name}={value!r} is a {type(value).__name__}, expected a Python number.")
+        if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+            raise TypeError(f"Experts: {name}={value!r} is a {type(value).__name__}, expected a number; pass a float.")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        object.__setattr__(self, name, value)
         if not math.isfinite(value) or (name == "clamp" and value <= 0):
             kind = "a positive number, or None for no limit" if name == "clamp" else "a finite number"
             raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
@@ -188,7 +195,7 @@ class Experts:
         """What has no meaning beside the activation or without a gate."""
         changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         if callable(self.activation):
-            useless = changed - {"activation", "weight_on"}
+            useless = changed - {"activation", "gated", "weight_on"}
             reason = "a function of the caller's gets whole hidden rows and does all by itself"
         elif not self.gated:
             useless, reason = changed & {"interleaved", "up_offset"}, "experts without a gate have one kind of columns"

@@ -291,11 +291,10 @@ def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_serving_on_one_device() -> None:
-    moe = MoE(**SIZES, rngs=nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(2), (5, H))
-    np.testing.assert_allclose(moe(x, moe.serving_weights(fp8=False))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="gated=False"):
-        MoE(**SIZES, gated=False, rngs=nnx.Rngs(1)).serving_weights()
+    for gated in (True, False):
+        moe = MoE(**SIZES, gated=gated, rngs=nnx.Rngs(1))
+        np.testing.assert_allclose(moe(x, moe.serving_weights(fp8=False))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
 
 
 def test_flax_stays_optional() -> None:

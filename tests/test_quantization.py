@@ -122,7 +122,7 @@ def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.G
 @pytest.mark.parametrize(
     ("up", "down", "fp8", "message"),
     [
-        ((2, 128, 64), (2, 64, 128), True, r"axis -1 of w_gate_up is 64, expected 128; pass gate and up"),
+        ((2, 128, 64), (2, 64, 128), True, r"w_gate_up is 64, expected 128; it must be 2 \* I"),
         ((2, 64, 128), (2, 64, 128), True, r"axis -2 of w_gate_up is 64, expected 128"),
         (
             (2, 96, 256),

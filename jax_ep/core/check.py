@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -122,10 +121,12 @@ def tokens(function: str, x: Any) -> Array | Quantized:
     return quantized(function, *x)
 
 
-def expert_ids(function: str, topk_idx: Any, num_tokens: int | None, num_experts: int) -> Array:
-    """`[T, K]` int32; ids out of range are an error where their values are known."""
+def expert_ids(
+    function: str, topk_idx: Any, num_tokens: int | None, num_experts: int, *, all_count: bool = True
+) -> Array:
+    """`[T, K]` int32; ids out of range are an error where their values are known, and `all_count`."""
     # Read before the conversion below: under a trace that hides the values of a NumPy array.
-    known = _known_values(topk_idx)
+    known = _known_values(topk_idx) if all_count else None
     topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
     if topk_idx.dtype != jnp.int32:
         raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
@@ -285,9 +286,7 @@ def group_sizes(function: str, value: Any) -> Array:
     return value
 
 
-def expert_function(
-    function: str, experts: Any, activation: str, columns: int, intermediate: int, dtype: DTypeLike
-) -> Experts:
+def expert_function(function: str, experts: Any, activation: str, columns: int, intermediate: int) -> Experts:
     """What experts with so many columns of `w_gate_up` and rows of `w_down` compute between them."""
     if experts is None:
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -302,32 +301,32 @@ def expert_function(
             )
         return Experts(activation, gated=columns == 2 * intermediate)
     if not isinstance(experts, Experts):
-        raise TypeError(f"{function}: experts is a {type(experts).__name__}, expected a jax_ep.Experts, or None.")
+        raise TypeError(
+            f"{function}: experts is a {type(experts).__name__}, expected a jax_ep.Experts; pass one, or None."
+        )
     if activation != "silu":
         raise ValueError(
             f"{function}: activation={activation!r} beside experts={experts}, which names one; leave activation out."
         )
     if callable(experts.activation):
-        _check_own_function(function, experts.activation, columns, intermediate, dtype)
-        return experts
+        return experts  # `own_rows` checks what it returns
     expected = (2 if experts.gated else 1) * intermediate
     remedy = f"it must be {'2 * I' if experts.gated else 'I'} for {experts.gated=} and the I={intermediate} rows of"
     size(function, "the number of columns of w_gate_up", columns, expected, f"{remedy} w_down")
     return experts
 
 
-def _check_own_function(
-    function: str, own: Callable[[Array], Array], columns: int, intermediate: int, dtype: DTypeLike
-) -> None:
-    """A caller's function must turn hidden rows into rows that the second product takes."""
-    num_rows = 3
-    found = jax.eval_shape(own, jax.ShapeDtypeStruct((num_rows, columns), dtype))
-    if not hasattr(found, "shape") or found.shape != (num_rows, intermediate):
+def own_rows(function: str, rows: Any, hidden: Array, intermediate: int | None) -> Array:
+    """What a caller's function has made of hidden rows: as many floating rows, which the second product takes."""
+    shape = getattr(rows, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != hidden.shape[0] or intermediate not in (None, shape[1]):
+        wanted = "I" if intermediate is None else intermediate
         raise ValueError(
-            f"{function}: the activation turns hidden rows [{num_rows}, {columns}] into"
-            f" {getattr(found, 'shape', type(found).__name__)}, expected [{num_rows}, {intermediate}], a row of I ="
-            f" {intermediate} elements, as w_down has rows, for each; change the function or the matrices."
+            f"{function}: the activation turns hidden rows {list(hidden.shape)} into"
+            f" {type(rows).__name__ if shape is None else list(shape)}, expected [{hidden.shape[0]}, {wanted}], a row"
+            " of as many elements as w_down has rows for each; change the function or the matrices."
         )
+    return floating(function, "what the activation returns", rows)
 
 
 def bias(function: str, name: str, value: Any, shape: tuple[int, int]) -> Array | None:
@@ -394,6 +393,6 @@ def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
     value = array(function, "num_tokens", value, 0, "[], an int32 scalar")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
-    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:
-        return value.astype(jnp.int32)
-    return jnp.clip(value, 0, most).astype(jnp.int32)  # in its own dtype, which has room for `most`
+    if value.dtype.itemsize < 4:
+        value = value.astype(jnp.int32)
+    return jnp.clip(value, 0, most).astype(jnp.int32)  # in a dtype that has room for `most`

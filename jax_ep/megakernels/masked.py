@@ -19,7 +19,6 @@ from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, Experts
-from jax_ep.xla import masked as xla
 
 _GEMM = Kernel("masked", "masked_grouped_gemm")
 _ACTIVATION = Kernel("masked", "masked_gated_activation")
@@ -144,8 +143,6 @@ def masked_gated_activation(
 
     `bias` is `[G, 2I]`, or as wide as `hidden`; or None.
     """
-    if callable(experts.activation):
-        return xla.masked_gated_activation(experts, hidden, group_sizes, bias, quantize=quantize)
     groups, rows, inner = hidden.shape[0], hidden.shape[1], hidden.shape[2] // (2 if experts.gated else 1)
     if 0 in hidden.shape:
         shape = (groups, rows, inner)

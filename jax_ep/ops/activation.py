@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_ep.core import activations
+from jax_ep.core import activations, check
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import row_groups
 from jax_ep.ops import registry
@@ -18,7 +19,13 @@ from jax_ep.types import Array, Experts, Options
 
 
 def activate(
-    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+    options: Options,
+    experts: Experts,
+    intermediate: int,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    group_sizes: Array,
 ) -> Array:
     """Hidden rows `[R, N]`, `[R]` weights, and `[L, N]` biases of the hidden rows, if there are any, to `[R, I]`.
 
@@ -26,12 +33,18 @@ def activate(
     hold anything, as products do not read them.
     """
     if callable(experts.activation) or (experts.weight_on == "input" and bias is not None):
-        return _in_passes(options, experts, hidden, weights, bias, group_sizes)
+        return _in_passes(options, experts, intermediate, hidden, weights, bias, group_sizes)
     return _activate(options, experts, hidden, weights, bias, group_sizes)
 
 
 def _in_passes(
-    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+    options: Options,
+    experts: Experts,
+    intermediate: int,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    group_sizes: Array,
 ) -> Array:
     """One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left."""
     in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
@@ -47,7 +60,10 @@ def _in_passes(
     if bias is not None:
         identity = Experts(_same)
         hidden = _activate(options, identity, hidden, jnp.ones_like(weights), bias, group_sizes)
-    rows = experts.activation(jnp.where(in_use, hidden, 0))
+    # In other rows the function shall see what it sees elsewhere, as its derivative may not exist at zero.
+    usual = lax.stop_gradient(jnp.where(in_use[:1], hidden[:1], 1))
+    rows = experts.activation(jnp.where(in_use, hidden, usual))
+    rows = check.own_rows(options.function, rows, hidden, intermediate)
     return (jnp.where(in_use, rows, 0).astype(wide) * factors).astype(hidden.dtype)
 
 

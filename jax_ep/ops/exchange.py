@@ -189,6 +189,11 @@ def row_experts(handle: Handle) -> Array:
             f"row_experts: handle is a {type(handle).__name__}, expected the Handle of a dispatch; pass"
             " Dispatched.handle."
         )
+    if handle.row_slot.ndim != 1:
+        raise ValueError(
+            f"row_experts: row_slot of the handle has shape {handle.row_slot.shape}, expected [R], that of one rank;"
+            " call it inside jax.shard_map, or use jax.vmap."
+        )
     groups = row_groups(handle.group_sizes, handle.row_slot.shape[0])
     return jnp.where(handle.row_slot < 0, -1, groups)
 
@@ -224,8 +229,10 @@ def prepare(
     values = x[0] if isinstance(x, tuple) else x
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     if topk_idx is not None:
-        topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts)
+        topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts, all_count=num_tokens is None)
+    if num_tokens is not None:
         topk_idx = _ids_that_count(function, topk_idx, num_tokens, handle)
+        check.expert_ids(function, topk_idx, None, num_experts)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
     layout = _layout(options, wanted, capacity, handle)
@@ -239,14 +246,12 @@ def prepare(
     return Prepared(options, x, topk_weights, handle)
 
 
-def _ids_that_count(function: str, topk_idx: Array, num_tokens: Array | int | None, handle: Handle | None) -> Array:
+def _ids_that_count(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Handle | None) -> Array:
     """Ids without those of tokens at and past `num_tokens`."""
-    if num_tokens is None:
-        return topk_idx
-    if handle is not None:
+    if handle is not None or topk_idx is None:
         raise ValueError(
-            f"{function}: num_tokens and handle are given, expected one of them; a handle knows which tokens count:"
-            " leave num_tokens out."
+            f"{function}: num_tokens without topk_idx, or beside a handle, which knows which tokens count; expected"
+            " num_tokens with topk_idx alone: leave one out."
         )
     count = check.token_count(function, num_tokens, topk_idx.shape[0])
     return jnp.where(jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < count, topk_idx, -1)

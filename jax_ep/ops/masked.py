@@ -5,13 +5,13 @@ Symbols: L local experts, M rows of an expert's block, W * max_tokens_per_rank i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8
+from jax_ep.core import check, check_fp8, fp8
+from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
@@ -130,27 +130,23 @@ def masked_gated_activation(
     check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)
     experts, inner = _checked_activation(experts, activation, hidden)
     bias = check.bias(function, "bias", bias, (hidden.shape[0], hidden.shape[2]))
-    if quantize:
+    if quantize and inner is not None:
         check_fp8.whole_blocks(function, "I, the columns of the activated rows,", inner)
     options = registry.options(function, implementation=implementation)
     return activate(options, experts, inner, hidden, group_sizes, bias, quantize)
 
 
-def _checked_activation(experts: Experts | None, activation: str, hidden: Array) -> tuple[Experts, int]:
-    """What experts with such hidden rows compute, and of how many columns."""
+def _checked_activation(experts: Experts | None, activation: str, hidden: Array) -> tuple[Experts, int | None]:
+    """What experts with such hidden rows compute, and of how many columns; None: their own function says it."""
     function, columns = "masked_gated_activation", hidden.shape[2]
-    if experts is not None and isinstance(experts, Experts) and callable(experts.activation):
-        found = jax.eval_shape(experts.activation, jax.ShapeDtypeStruct((1, columns), hidden.dtype))
-        return check.expert_function(function, experts, activation, columns, found.shape[-1], hidden.dtype), (
-            found.shape[-1]
-        )
     gated = experts is None or not isinstance(experts, Experts) or experts.gated
-    if gated and columns % 2:
+    own = isinstance(experts, Experts) and callable(experts.activation)
+    if gated and columns % 2 and not own:
         raise ValueError(
             f"{function}: hidden has {columns} columns, expected an even number, 2 * I; pass gate and up side by side."
         )
     inner = columns // 2 if gated else columns
-    return check.expert_function(function, experts, activation, columns, inner, hidden.dtype), inner
+    return check.expert_function(function, experts, activation, columns, inner), None if own else inner
 
 
 def multiply(
@@ -166,15 +162,37 @@ def multiply(
 def activate(
     options: Options,
     experts: Experts,
-    inner: int,
+    inner: int | None,
     hidden: Array,
     group_sizes: Array,
     bias: Array | None,
     quantize: bool,
 ) -> tuple[Array, Array | None]:
     """`masked_gated_activation` of checked operands, to `inner` columns."""
+    if callable(experts.activation):
+        return _by_own_function(options, experts.activation, inner, hidden, bias, quantize)
     name = registry.choose(options, "masked", hidden.dtype, "activation", inner, quantize)
     run = partial(registry.get("masked", name).masked_gated_activation, experts, quantize=quantize)
     return call_without_gradient(
         f"{options.function} has no gradient: train with moe.", run, *vary_alike((hidden, group_sizes, bias))
     )
+
+
+def _by_own_function(
+    options: Options,
+    own: Callable[[Array], Array],
+    inner: int | None,
+    hidden: Array,
+    bias: Array | None,
+    quantize: bool,
+) -> tuple[Array, Array | None]:
+    """All rows, whether they count or not, by a function of the caller's, which takes them as `moe` passes them."""
+    wide = accumulation_dtype(hidden.dtype)
+    if bias is not None:
+        hidden = (hidden.astype(wide) + bias.astype(wide)[:, None, :]).astype(hidden.dtype)
+    flat = hidden.reshape(-1, hidden.shape[2])
+    rows = check.own_rows(options.function, own(flat), flat, inner).reshape(*hidden.shape[:2], -1)
+    if not quantize:
+        return rows.astype(hidden.dtype), None
+    check_fp8.whole_blocks(options.function, "I, the columns of the activated rows,", rows.shape[2])
+    return fp8.quantize_rows(rows.astype(wide))

@@ -26,7 +26,6 @@ from jax_ep.types import (
     Array,
     AxisName,
     Experts,
-    Handle,
     Options,
     Schedule,
     SortedTokens,
@@ -134,52 +133,35 @@ def moe(
         return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in jax.tree.leaves((topk_weights, parts)))
     options, *prepared = prepare(x, topk_idx, topk_weights)
     tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
-    layer = _in_fp8 if in_fp8 else _in_token_dtype
-    return checkpoint_name(layer(options, experts, tokens, row_weights, parts, handle), OUTPUT_NAME)
-
-
-def _in_fp8(
-    options: Options, experts: Experts, x: Array, weights: Array, parts: ExpertWeights, handle: Handle
-) -> Array:
-    """The layer with both products of the forward pass in FP8."""
-    hidden, row_weights = moe_fp8.dispatch_and_multiply(options, x, weights, parts.w_gate_up, handle)
-    hidden = checkpoint_name(hidden, HIDDEN_NAME)
-    bias = _bias_of_result(experts, parts, row_weights)
-    between = moe_fp8.Between(hidden, row_weights, parts.b_gate_up, bias)
-    return moe_fp8.multiply_and_combine(options, experts, between, parts.w_down, handle)
-
-
-def _in_token_dtype(
-    options: Options, experts: Experts, x: Array, weights: Array, parts: ExpertWeights, handle: Handle
-) -> Array:
-    """The layer with products in the dtype of x."""
     w_gate_up, w_down, sizes = parts.w_gate_up, parts.w_down, handle.group_sizes
-    exchange_gemm.check_weight_gradients(options, handle.layout, x, w_gate_up)
-    if exchange_gemm.fuses(options, x, w_gate_up.shape[2], handle):
-        operands = (x, weights, w_gate_up, handle)
+    if in_fp8:
+        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, w_gate_up, handle)
+        bias = _bias_of_result(experts, parts, row_weights)
+        between = moe_fp8.Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+        y = moe_fp8.multiply_and_combine(options, experts, between, w_down, handle)
+        return checkpoint_name(y, OUTPUT_NAME)
+    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
+    if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
+        operands = (tokens, row_weights, w_gate_up, handle)
         hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
     else:
-        rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
+        rows, row_weights = exchange.dispatch_tokens(options, tokens, row_weights, handle)
         hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), w_gate_up, sizes)
     hidden, row_weights = checkpoint_name(hidden, HIDDEN_NAME), cast(Array, row_weights)
-    rows = activate(options, experts, hidden, row_weights, parts.b_gate_up, sizes)
+    rows = activate(options, experts, w_down.shape[1], hidden, row_weights, parts.b_gate_up, sizes)
     bias = _bias_of_result(experts, parts, row_weights)
     if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
-        if bias is not None:
-            return exchange_gemm.multiply_and_combine_with_bias(options, rows, w_down, handle, bias)
-        return exchange_gemm.multiply_and_combine(options, False, rows, None, w_down, handle)[0]
-    if bias is not None:
-        y = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
+        if bias is None:
+            y, _ = exchange_gemm.multiply_and_combine(options, False, rows, None, w_down, handle)
+        else:
+            y = exchange_gemm.multiply_and_combine_with_bias(options, rows, w_down, handle, bias)
+        return checkpoint_name(y, OUTPUT_NAME)
+    if bias is None:
+        products = multiply(options, False, x.dtype, rows, w_down, sizes)
     else:
-        y = multiply(options, False, x.dtype, rows, w_down, sizes)
-    return exchange.combine_tokens(options, y, None, handle)[0]
-
-
-def _bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:
-    """What the second product adds: of rows that router weights scale, as much of the bias."""
-    if parts.b_down is None:
-        return None
-    return Bias(parts.b_down, row_weights if experts.weight_on == "output" else None)
+        products = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
+    y, _ = exchange.combine_tokens(options, products, None, handle)
+    return checkpoint_name(y, OUTPUT_NAME)
 
 
 @operation
@@ -307,8 +289,15 @@ def _check_experts(
     w_down = check.array(function, "w_down", parts.w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
     intermediate = w_down.shape[1]
     w_down = check.expert_weights(function, "w_down", w_down, (num_local, intermediate), x.dtype)
-    experts = check.expert_function(function, experts, activation, columns, intermediate, x.dtype)
+    experts = check.expert_function(function, experts, activation, columns, intermediate)
     check.size(function, "the number of columns of w_down", w_down.shape[2], x.shape[1], "it must return to H of x")
     b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+
+
+def _bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:
+    """What the second product adds: of rows that router weights scale, as much of the bias."""
+    if parts.b_down is None:
+        return None
+    return Bias(parts.b_down, row_weights if experts.weight_on == "output" else None)

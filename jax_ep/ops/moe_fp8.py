@@ -129,7 +129,9 @@ class Between(NamedTuple):
 def multiply_and_combine(options: Options, experts: Experts, between: Between, w: Array, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
     rows, _ = _activate(options, experts, between, handle, keep=False)
-    return _multiply_rows(options, rows, between, w, handle)
+    y = _with_bias(_multiply(options, rows, w, handle), between, handle)
+    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
+    return run.combine_tokens(options, y, handle)
 
 
 def _activate(
@@ -141,18 +143,16 @@ def _activate(
     return (values, scales), rows
 
 
-def _multiply_rows(options: Options, rows: Quantized, between: Between, w: Array, handle: Handle) -> Array:
-    y = _multiply(options, rows, w, handle)
-    if between.b_down is not None:
-        y = add_bias(y, between.b_down, handle.group_sizes)
-    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
-    return run.combine_tokens(options, y, handle)
+def _with_bias(y: Array, between: Between, handle: Handle) -> Array:
+    return y if between.b_down is None else add_bias(y, between.b_down, handle.group_sizes)
 
 
 def _combine_forward(options: Options, experts: Experts, between: Between, w: Array, handle: Handle) -> Any:
     def run(between: Between, w: Array, handle: Handle) -> tuple[Array, Array | None]:
         quantized, rows = _activate(options, experts, between, handle, keep=True)
-        return _multiply_rows(options, quantized, between, w, handle), rows
+        y = _with_bias(_multiply(options, quantized, w, handle), between, handle)
+        combine = registry.get("exchange", exchange.choose(options, y, handle.layout, handle)).combine_tokens
+        return combine(options, y, handle), rows
 
     sums, rows = call_without_gradient(_REMEDY, run, between, w, handle)
     return sums, (between, rows, w, handle)

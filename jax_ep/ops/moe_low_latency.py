@@ -108,7 +108,7 @@ def low_latency_moe(
             f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down;"
             " change one of them, or for experts without gates pass experts=jax_ep.Experts(activation, gated=False)."
         )
-    experts = check.expert_function(function, experts, activation, columns, inner, x.dtype)
+    experts = check.expert_function(function, experts, activation, columns, inner)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", b_down, (num_local, x.shape[1]))
     top_k = topk_idx.shape[1]
@@ -129,7 +129,8 @@ def low_latency_moe(
     product = (rows, down, sizes, scales, down_scales)
     y = _multiply_and_combine(options, x.dtype, expected_rows, topk_weights, handle, b_down, *product)
     if experts.weight_on == "input" and top_k > 1:
-        y = jnp.sum(y.reshape(-1, top_k, y.shape[1]).astype(jnp.float32), axis=1).astype(y.dtype)
+        wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
+        y = jnp.sum(wide, axis=1).astype(y.dtype)
     return y
 
 
@@ -141,7 +142,8 @@ def _one_token_per_expert(
     valid = (topk_idx >= 0).reshape(-1, 1)
     # The weight of a slot without an expert may be anything.
     factors = jnp.where(valid, topk_weights.reshape(-1, 1), 0)
-    scaled = (jnp.repeat(x, top_k, axis=0).astype(factors.dtype) * factors).astype(x.dtype)
+    wide = accumulation_dtype(x.dtype)
+    scaled = (jnp.repeat(x, top_k, axis=0).astype(wide) * factors.astype(wide)).astype(x.dtype)
     count = None if num_tokens is None else num_tokens * top_k
     return scaled, topk_idx.reshape(-1, 1), jnp.ones_like(factors), count
 

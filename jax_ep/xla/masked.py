@@ -90,9 +90,5 @@ def masked_gated_activation(
     wide = hidden.astype(accumulation_dtype(hidden.dtype))
     if bias is not None:
         wide = wide + bias.astype(wide.dtype)[:, None, :]
-    if callable(experts.activation):  # it takes rows as `moe` passes them
-        rows = activate(experts, wide.astype(hidden.dtype).reshape(-1, hidden.shape[2]))
-        rows = rows.astype(wide.dtype).reshape(*hidden.shape[:2], -1)
-    else:
-        rows = activate(experts, wide)
+    rows = activate(experts, wide)
     return fp8.quantize_rows(rows) if quantize else (rows.astype(hidden.dtype), None)

@@ -80,6 +80,12 @@ def with_gradients(call: Any) -> Any:
     return both
 
 
+def assert_near(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    """In the norm: hidden rows are rounded to 16 bits, and at a limit the derivative jumps."""
+    error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
+    assert error < 0.05, f"{what}: off by {error}"
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow(unless={"case": ["gpt-oss", "llama 4"], "dtype": [BF16]})
@@ -90,8 +96,10 @@ def test_values_and_gradients(implementation: str, case: str, dtype: Any, expert
     assert_close(y, want, "y")
     names = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
     for name, g, w in zip(names, gradients, wanted, strict=False):
-        # Hidden rows are rounded to 16 bits: near a limit the derivative jumps.
-        assert_close(g, w, name, tolerance=None if dtype == F32 else 0.05)
+        if dtype == F32:
+            assert_close(g, w, name)
+        else:
+            assert_near(g, w, name)
 
 
 @pytest.mark.parametrize("mode", ["scatter", "serial"])
@@ -103,7 +111,7 @@ def test_bias_behind_each_way_to_combine(implementation: str, mode: str, expert_
     want, wanted = inputs.answer()
     assert_close(y, want, mode)
     for g, w in zip(gradients, wanted, strict=True):
-        assert_close(g, w, mode, tolerance=0.05)
+        assert_near(g, w, mode)
 
 
 def test_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: Any) -> None:

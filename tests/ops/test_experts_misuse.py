@@ -1,0 +1,177 @@
+"""What a function of the caller's, counts and masks can do to expert layers, each case once a defect."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from harness import make_mesh, per_rank
+from jax_ep import Experts
+from jax_ep.sharding import sharded_moe
+
+T, H, INNER, E, K = 4, 8, 6, 4, 2
+
+
+class Arrays:
+    """Of one rank, with slots that name no expert."""
+
+    def __init__(self, rng: np.random.Generator, dtype: Any = jnp.float32) -> None:
+        draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+        self.x, self.w_gate_up, self.w_down = draw(T, H), draw(E, H, 2 * INNER), draw(E, INNER, H)
+        self.idx = jnp.asarray([[0, 1], [2, -1], [1, 3], [-1, 0]], jnp.int32)
+        self.weights = jnp.asarray(rng.random((T, K)), jnp.float32)
+
+    def moe(self, **options: Any) -> jax.Array:
+        arrays = (self.x, self.idx, self.weights, self.w_gate_up, self.w_down)
+        return jax_ep.fused_moe(*arrays, implementation="xla", **options)
+
+    def low_latency(self, **options: Any) -> jax.Array:
+        matrices = (jnp.swapaxes(w, 1, 2) for w in (self.w_gate_up, self.w_down))
+        run = partial(jax_ep.low_latency_moe, num_experts=E, axis_name=(), implementation="xla")
+        return run(self.x, self.idx, self.weights, *matrices, **options)
+
+
+def halves(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return hidden[:, :INNER], hidden[:, INNER:]
+
+
+def test_a_count_past_all_tokens_on_the_input(rng: np.random.Generator) -> None:
+    arrays, experts = Arrays(rng), Experts(weight_on="input")
+    want = arrays.low_latency(experts=experts)
+    for count in (2**31 - 1, 4, 5):
+        got = jax.jit(lambda n: arrays.low_latency(experts=experts, num_tokens=n))(jnp.int32(count))
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(want, arrays.moe(experts=experts), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_on_the_input_keep_float64(rng: np.random.Generator) -> None:
+    with jax.enable_x64(True):
+        arrays, experts = Arrays(rng, jnp.float64), Experts(weight_on="input")
+        np.testing.assert_allclose(
+            arrays.low_latency(experts=experts), arrays.moe(experts=experts), rtol=1e-12, atol=1e-12
+        )
+
+
+def test_a_function_with_a_loop_over_what_varies(rng: np.random.Generator) -> None:
+    """Under `shard_map`'s check of types."""
+    mesh = make_mesh((2,), ("expert",))
+    arrays = Arrays(rng)
+    shared = (jnp.stack([a, a]) for a in (arrays.x, arrays.idx, arrays.weights))
+    matrices = (w.reshape(2, E // 2, *w.shape[1:]) for w in (arrays.w_gate_up, arrays.w_down))
+
+    def layer(scale: jax.Array, *args: jax.Array) -> jax.Array:
+        def own(hidden: jax.Array) -> jax.Array:
+            gate, up = halves(hidden)
+            return jax.lax.fori_loop(0, 2, lambda i, rows: rows * scale[None], gate) * up
+
+        return jax_ep.moe(*args, num_experts=E, experts=Experts(own), implementation="xla")
+
+    y = jax.jit(per_rank(layer, mesh))(jnp.full((2, 1), 3.0), *shared, *matrices)
+    want = arrays.moe(experts=Experts(lambda hidden: 9 * halves(hidden)[0] * halves(hidden)[1]))
+    np.testing.assert_allclose(y, jnp.stack([want, want]), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_function_closes_over_is_not_kept(rng: np.random.Generator) -> None:
+    class Scaled:
+        scale = 1.0
+
+        def __call__(self, hidden: jax.Array) -> jax.Array:
+            return self.scale * halves(hidden)[0] * halves(hidden)[1]
+
+    arrays, own = Arrays(rng), Scaled()
+    experts = Experts(own)
+    first = arrays.low_latency(experts=experts)
+    own.scale = 2.0
+    np.testing.assert_allclose(arrays.low_latency(experts=experts), 2 * first, rtol=1e-5)
+    box = [jnp.float32(0)]
+    boxed = Experts(lambda hidden: box[0] * halves(hidden)[0] * halves(hidden)[1])
+
+    def run(scale: jax.Array) -> jax.Array:
+        box[0] = scale
+        return arrays.low_latency(experts=boxed)
+
+    for number, call in ((3.0, jax.jit(run)), (5.0, jax.jit(lambda scale: run(scale + 0)))):
+        np.testing.assert_allclose(call(number), number * first, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="train with moe"):
+        jax.grad(lambda scale: jnp.sum(run(scale)))(1.0)
+
+
+def test_a_function_without_a_derivative_at_zero(rng: np.random.Generator) -> None:
+    """Rows without a token are not zeros to it."""
+    arrays = Arrays(rng)
+
+    def loss(scale: jax.Array) -> jax.Array:
+        def own(hidden: jax.Array) -> jax.Array:
+            return scale * hidden[:, :INNER] / jnp.linalg.norm(hidden, axis=1, keepdims=True)
+
+        return jnp.sum(arrays.moe(experts=Experts(own)))
+
+    slope = jax.grad(loss)(jnp.float32(2.0))
+    np.testing.assert_allclose(slope, loss(jnp.float32(2.0)) / 2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("call", [Arrays.moe, Arrays.low_latency], ids=["moe", "low latency"])
+def test_what_a_function_returns_is_checked(call: Any, rng: np.random.Generator) -> None:
+    arrays = Arrays(rng)
+    wrong = [
+        (lambda hidden: hidden, ValueError, rf"{2 * INNER}\], expected \[\d+, {INNER}\]"),
+        (lambda hidden: None, ValueError, "NoneType, expected"),
+        (lambda hidden: hidden[0], ValueError, "expected"),
+        (lambda hidden: hidden[:, :INNER].astype(jnp.complex64), TypeError, "complex"),
+        (lambda hidden: jnp.int32(hidden[:, :INNER]), TypeError, "int32"),
+    ]
+    for own, error, message in wrong:
+        with pytest.raises(error, match=message):
+            call(arrays, experts=Experts(own))
+
+
+def test_ids_of_tokens_that_do_not_count(rng: np.random.Generator) -> None:
+    """May be anything, also where values are known; those of others may not."""
+    arrays = Arrays(rng)
+    want = arrays.moe(num_tokens=2)
+    arrays.idx = arrays.idx.at[3].set(777)
+    np.testing.assert_array_equal(arrays.moe(num_tokens=2), want)
+    with pytest.raises(ValueError, match="777"):
+        arrays.moe(num_tokens=4)
+    handle = jax_ep.dispatch(arrays.x, arrays.idx, num_experts=E, axis_name=(), num_tokens=2).handle
+    with pytest.raises(ValueError, match=r"num_tokens.*handle"):
+        jax_ep.dispatch(arrays.x, None, num_experts=E, axis_name=(), num_tokens=1, handle=handle)
+    mesh, mask = make_mesh((2,), ("expert",)), jnp.asarray([True, True, True, False])
+    layer = sharded_moe(mesh, num_experts=E, implementation="xla")
+    masked = layer(arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down, token_mask=mask)
+    assert not np.asarray(masked)[3].any() and np.isfinite(masked).all()
+
+
+def test_biases_of_global_arrays_are_checked(rng: np.random.Generator) -> None:
+    arrays, mesh = Arrays(rng), make_mesh((2,), ("expert",))
+    args = (arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down)
+    layer = sharded_moe(mesh, num_experts=E)
+    wrong = [
+        ({"b_gate_up": [1.0]}, TypeError, "list"),
+        ({"b_down": jnp.ones((3, H))}, ValueError, r"\(3, 8\), expected \(4, 8\)"),
+        ({"b_gate_up": jnp.ones((E, INNER))}, ValueError, r"\(4, 6\), expected \(4, 12\)"),
+        ({"b_down": jnp.ones((E, H), jnp.int32)}, TypeError, "int32"),
+    ]
+    for options, error, message in wrong:
+        with pytest.raises(error, match=f"sharded_moe.*{next(iter(options))}.*{message}"):
+            layer(*args, **options)
+
+
+def test_masked_tokens_spoil_no_gradient() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_ep.flax import MoE
+
+    layer = MoE(8, 6, 4, 2, dtype=jnp.float32, router_use_bias=True, rngs=nnx.Rngs(0))
+    x, mask = jnp.ones((4, 8)).at[0].set(jnp.nan), jnp.asarray([False, True, True, True])
+
+    def loss(layer: Any) -> jax.Array:
+        return jnp.sum(jnp.where(mask[:, None], layer(x, token_mask=mask)[0], 0) ** 2)
+
+    gradients = jax.tree.leaves(nnx.grad(loss)(layer))
+    assert len(gradients) == 4 and all(np.isfinite(g).all() for g in gradients)

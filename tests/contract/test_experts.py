@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -81,7 +82,7 @@ def with_gradients(call: Any) -> Any:
 
 
 def assert_near(got: np.ndarray, want: np.ndarray, what: str) -> None:
-    """In the norm: hidden rows are rounded to 16 bits, and at a limit the derivative jumps."""
+    """In the norm: a sum that rounds to the other side of a limit has another derivative."""
     error = np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
     assert error < 0.05, f"{what}: off by {error}"
 
@@ -121,8 +122,8 @@ def test_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: A
 
 
 def test_fp8_products(implementation: str, expert_mesh: Any, rng: Any) -> None:
-    """About as far from the exact layer as one without limits and biases."""
-    inputs = Inputs(rng, GPT_OSS, True, 2, WIDE, BF16)
+    """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
+    inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)
     call = moe(implementation, inputs, forward_dtype=jnp.float8_e4m3fn)
     y, gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()

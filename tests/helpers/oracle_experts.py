@@ -86,12 +86,15 @@ class Arrays(NamedTuple):
 
 
 def layer(experts: jax_ep.Experts, arrays: Arrays, lay: oracle.Layout, d_out: np.ndarray) -> tuple[np.ndarray, Arrays]:
-    """The output `[W, T, H]` of the expert layer, and the cotangents for that of the output, `d_out`."""
+    """The output `[W, T, H]` of the expert layer, and the cotangents for that of the output, `d_out`.
+
+    Hidden rows are rounded to the dtype of x, as layers round them: at a limit the derivative jumps.
+    """
     wide = Arrays(*(None if a is None else a.astype(np.float64) for a in arrays))
     found = [row[1:] for rank in range(len(arrays.x)) for row in lay.rows(rank)]
     source, token, k, expert = np.array(found).reshape(-1, 4).T
     x, weights, d_y = wide.x[source, token], wide.topk_weights[source, token, k], d_out[source, token]
-    hidden = np.einsum("rh,rhn->rn", x, wide.w_gate_up[expert])
+    hidden = np.einsum("rh,rhn->rn", x, wide.w_gate_up[expert]).astype(arrays.x.dtype).astype(np.float64)
     d_rows = np.einsum("rh,rih->ri", d_y, wide.w_down[expert])
     rows, of_rows = expert_rows(experts, hidden, weights, d_rows, wide.b_gate_up, expert)
     y = np.einsum("ri,rih->rh", rows, wide.w_down[expert])

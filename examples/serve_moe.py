@@ -13,9 +13,9 @@ rounding; FP8 moves the logits by a few percent of their spread, and the example
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm.command_line import CPU_DEVICES, make_parser
 from lm.devices import make_mesh, prepare_cpu_devices
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from lm.generation import Agreement
 
-CPU_DEVICES = 8
 PROMPTS = [
     "def __init__(self",
     "import os\nimport ",
@@ -37,13 +36,12 @@ PROMPTS = [
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    differs = "it may differ from the training's"
+    parser = make_parser(__doc__, out="folder that the training wrote to", expert_parallel=differs)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/moe_lm"), help="folder that the training wrote to")
     add("--prompt", action="append", help="a text to continue; may be given several times")
     add("--max-new", type=int, default=128, help="bytes to generate after each prompt")
     add("--temperature", type=float, action="append", help="default: 0.7; 0 is greedy; may be given several times")
-    add("--seed", type=int, default=0)
     add(
         "--experts",
         choices=("auto", "fp8", "same", "off"),
@@ -51,8 +49,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="matrices of the low-latency path; auto: fp8 where the hidden size is a multiple of 128, else same",
     )
     add("--no-check", action="store_true", help="do not compare with the throughput path")
-    add("--devices", type=int, help=f"devices to use; default: all accelerators, or {CPU_DEVICES} virtual CPU devices")
-    add("--expert-parallel", type=int, help="devices on the expert axis; it may differ from the training's")
     return parser.parse_args(arguments)
 
 

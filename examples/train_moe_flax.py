@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm.command_line import CPU_DEVICES, make_parser
 from lm.devices import make_mesh, prepare_cpu_devices
 
 if TYPE_CHECKING:
@@ -24,27 +24,23 @@ if TYPE_CHECKING:
     from lm.report import History
     from lm.training import TrainConfig, Trainer, TrainState
 
-CPU_DEVICES = 8
 HELD_OUT_WINDOWS = 128
 PROMPT = b"def main("
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; defaults train in minutes on a laptop's CPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    written = "folder of checkpoints, metrics.json and curves.png"
+    parser = make_parser(__doc__, out=written, expert_parallel="the rest is data parallel")
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/moe_lm"), help="folder of checkpoints, metrics.json and curves.png")
     add("--restart", action="store_true", help="delete the checkpoints in --out instead of continuing from them")
     add("--steps", type=int, default=400, help="length of the learning-rate schedule")
     add("--stop-after", type=int, help="end early, after this step, as an interruption would")
     add("--checkpoint-every", type=int, default=200)
     add("--evaluate-every", type=int, default=100)
-    add("--devices", type=int, help=f"devices to use; default: all accelerators, or {CPU_DEVICES} virtual CPU devices")
-    add("--expert-parallel", type=int, help="devices on the expert axis; the rest is data parallel")
     add("--batch-size", type=int, default=8, help="windows per step over all devices")
     add("--length", type=int, default=128, help="bytes per window")
     add("--learning-rate", type=float, default=4e-3)
-    add("--seed", type=int, default=0)
     add("--hidden", type=int, default=128)
     add("--layers", type=int, default=3)
     add("--heads", type=int, default=4)

@@ -186,14 +186,13 @@ class MoE(nnx.Module):
             check.positive("MoE", "num_shared_experts", num_shared_experts)
         all_experts = num_experts + num_identity_experts
         if not 1 <= num_experts_per_tok <= all_experts:
-            raise ValueError(
-                f"num_experts_per_tok={num_experts_per_tok} must be between 1 and num_experts={num_experts}"
-            )
+            names = "num_experts + num_identity_experts" if num_identity_experts else "num_experts"
+            raise ValueError(f"{num_experts_per_tok=} must be between 1 and {names}={all_experts}")
         if score == "sparsemixer" and (num_experts_per_tok != 2 or bias_routing):
             raise ValueError(
                 f"score='sparsemixer' with {num_experts_per_tok=}, {bias_routing=}: it chooses 2, without a bias"
             )
-        own_router = (router_use_bias, bias_routing) != (False, False)
+        own_router = router_use_bias or bias_routing
         if router_fn is not None and own_router:
             raise ValueError(f"router_fn beside {router_use_bias=}, {bias_routing=}, which are of this layer's router")
         self.hidden_size = hidden_size

@@ -93,15 +93,8 @@ def serving_weights(
     experts = Experts() if experts is None else experts
     columns = w_gate_up.shape[-1]
     experts = check.expert_function(function, experts, "silu", columns, inner)
-    for name, bias, size in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, hidden)):
-        if bias is None:
-            continue
-        bias = check.floating(function, name, check.rows(function, name, bias, f"[..., E, {size}]"))
-        if bias.shape != (*w_down.shape[:-2], size):
-            raise ValueError(
-                f"{function}: {name} has shape {bias.shape}, expected {(*w_down.shape[:-2], size)}; pass one value per"
-                " column of the matrices."
-            )
+    b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (*w_down.shape[:-2], columns))
+    b_down = check.bias(function, "b_down", b_down, (*w_down.shape[:-2], hidden))
     if not fp8:
         return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2), b_gate_up, b_down)
     check_fp8.whole_blocks(function, "H, axis -2 of w_gate_up,", hidden)

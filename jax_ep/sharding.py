@@ -140,7 +140,6 @@ def sharded_moe(
     Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis, fsdp_axis=fsdp_axis)
-
     run = partial(moe, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
 
     @jax.named_scope("jax_ep.sharded_moe")
@@ -163,8 +162,9 @@ def sharded_moe(
             topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, all_count=False)
             arrays["topk_idx"] = topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
-        _check_biases(w_gate_up, b_gate_up, b_down, x.shape[1])
         _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
+        check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *w_gate_up.shape[2:]))
+        check.bias(_FUNCTION, "b_down", b_down, (num_experts, x.shape[1]))
         if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
             raise ValueError(
                 f"{_FUNCTION}: H={x.shape[1]} is no multiple of the {the_mesh.shape[fsdp_axis]} ranks of"
@@ -285,22 +285,6 @@ def _check_matrices(
             raise ValueError(
                 f"{_FUNCTION}: {name}, I, is {columns}, expected a multiple of the {mesh.shape[tensor_axis]} ranks of"
                 f" tensor_axis={tensor_axis!r}; pad I with zeros, which changes no result."
-            )
-
-
-def _check_biases(w_gate_up: Any, b_gate_up: Any, b_down: Any, hidden: int) -> None:
-    """Those of all experts."""
-    w_gate_up = check.rows(_FUNCTION, "w_gate_up", w_gate_up, "[E, H, 2 * I]")
-    columns = w_gate_up.shape[2:]
-    for name, value, expected in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, (hidden,))):
-        if value is None:
-            continue
-        shape = (w_gate_up.shape[0], *expected)
-        value = check.floating(_FUNCTION, name, check.rows(_FUNCTION, name, value, str(list(shape))))
-        if value.shape != shape:
-            raise ValueError(
-                f"{_FUNCTION}: {name} has shape {value.shape}, expected {shape}; pass the biases of all experts, with"
-                " the columns of the matrices."
             )
 
 

@@ -25,6 +25,8 @@ AxisName = str | tuple[str, ...]
 Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
+Tokens = Array | Quantized
+"""Rows `[N, H]` as they are, or in FP8."""
 
 DISPATCH_MODES = ("fused", "serial")
 COMBINE_MODES = ("scatter", "serial")
@@ -303,7 +305,7 @@ class Dispatched(NamedTuple):
       dropped: `[]` int32, rows that did not fit this rank's `capacity`.
     """
 
-    tokens: Array | Quantized
+    tokens: Tokens
     weights: Array | None
     group_sizes: Array
     handle: Handle

@@ -56,37 +56,25 @@ def _at_most(x: Array, limit: float) -> Array:
     return jnp.where(x > limit, limit, x)
 
 
-def weighted(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None = None, group_sizes: Array | None = None
-) -> Array:
-    """Hidden rows `[R, N]` and their weights `[R]` to `[R, I]`, in float32 with one final rounding.
-
-    With `bias [G, N]` of the rows' groups, which `group_sizes` tell.
-    """
+def weighted(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
+    """Hidden rows `[R, N]`, weights `[R]` and biases `[G, N]` to `[R, I]`, in float32 with one final rounding."""
     return weighted_wide(experts, hidden, weights, bias, group_sizes).astype(hidden.dtype)
 
 
-def weighted_wide(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None = None, group_sizes: Array | None = None
-) -> Array:
+def weighted_wide(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
     """`weighted` without the rounding."""
     wide = hidden.astype(accumulation_dtype(hidden.dtype))
     factors = weights.astype(wide.dtype)[:, None]
     if experts.weight_on == "input":
         wide = wide * factors
-    if bias is not None and group_sizes is not None:
+    if bias is not None:
         wide = wide + bias_rows(Bias(bias), group_sizes, wide.shape[0], wide.dtype)
     rows = activate(experts, wide)
     return rows if experts.weight_on == "input" else rows * factors
 
 
 def weighted_gradient(
-    experts: Experts,
-    hidden: Array,
-    weights: Array,
-    d_rows: Array,
-    bias: Array | None = None,
-    group_sizes: Array | None = None,
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
 ) -> tuple[Array, Array]:
     """The cotangents of `hidden` and `weights` for that of `weighted`; all that is float32 is computed again."""
 

@@ -29,6 +29,12 @@ def add_bias(rows: Array, bias: Bias, group_sizes: Array) -> Array:
     return (wide + bias_rows(bias, group_sizes, rows.shape[0], wide.dtype)).astype(rows.dtype)
 
 
+def add_bias_of_blocks(blocks: Array, values: Array) -> Array:
+    """Blocks of rows `[G, M, N]`, each with its bias of `[G, N]`, rounded once more."""
+    wide = accumulation_dtype(blocks.dtype)
+    return (blocks.astype(wide) + values.astype(wide)[:, None, :]).astype(blocks.dtype)
+
+
 def bias_rows(bias: Bias, group_sizes: Array, num_rows: int, dtype: jnp.dtype) -> Array:
     """`[R, N]` that are added; zeros past the groups."""
     groups = row_groups(group_sizes, num_rows)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_size, spread_axes
-from jax_ep.types import ACTIVATIONS, Array, AxisName, Experts, Handle, Layout, LowLatencyHandle, Quantized
+from jax_ep.types import ACTIVATIONS, Array, AxisName, Experts, Handle, Layout, LowLatencyHandle, Quantized, Tokens
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
@@ -107,7 +107,7 @@ def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantiz
     return values, scales
 
 
-def tokens(function: str, x: Any) -> Array | Quantized:
+def tokens(function: str, x: Any) -> Tokens:
     """`[T, H]` tokens, or FP8 values `[T, H]` with scales `[T, H // group]`."""
     if not isinstance(x, tuple):
         x = matrix(function, "x", x, "[T, H]")
@@ -157,9 +157,7 @@ def _known_values(x: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def router_weights(
-    function: str, topk_weights: Any, shape: tuple[int, ...], x: Array | Quantized | jax.ShapeDtypeStruct
-) -> Array:
+def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], x: Tokens | jax.ShapeDtypeStruct) -> Array:
     """`[T, K]` in float32 (or float64 next to float64 tokens), widened where they are narrower."""
     topk_weights = array(function, "topk_weights", topk_weights, 2, "[T, K]")
     if topk_weights.shape != shape:
@@ -196,7 +194,7 @@ def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name
         )
 
 
-def wire(function: str, wire_dtype: DTypeLike | None, x: Array | Quantized | jax.ShapeDtypeStruct) -> DTypeLike | None:
+def wire(function: str, wire_dtype: DTypeLike | None, x: Tokens | jax.ShapeDtypeStruct) -> DTypeLike | None:
     """The FP8 dtype where tokens must be quantised to travel, else None."""
     if wire_dtype is None:
         return None
@@ -329,11 +327,11 @@ def own_rows(function: str, rows: Any, hidden: Array, intermediate: int | None) 
     return floating(function, "what the activation returns", rows)
 
 
-def bias(function: str, name: str, value: Any, shape: tuple[int, int]) -> Array | None:
+def bias(function: str, name: str, value: Any, shape: tuple[int, ...]) -> Array | None:
     """A floating bias per expert, or None."""
     if value is None:
         return None
-    value = floating(function, name, array(function, name, value, 2, str(list(shape))))
+    value = floating(function, name, array(function, name, value, len(shape), str(list(shape))))
     if value.shape != shape:
         raise ValueError(
             f"{function}: {name} has shape {value.shape}, expected {shape}; pass one value per column of the matrices."

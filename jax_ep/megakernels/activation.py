@@ -84,7 +84,7 @@ def activate_gradient(
       d_rows: `[R, I]`, the cotangent of its result.
     """
     if not _has_kernel(experts, hidden, weights, group_sizes):
-        return activations.weighted_gradient(experts, hidden, weights, d_rows, bias, group_sizes)
+        return activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
     hidden, weights, bias, d_rows, group_sizes = vary_alike((hidden, weights, bias, d_rows, group_sizes))
     sizes = gradient_sizes_of(experts, d_rows.shape, group_sizes)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]

@@ -23,16 +23,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import grid
-from jax_ep.megakernels.kernels.structs import (
-    Combine,
-    CombineTile,
-    CountTile,
-    Dispatch,
-    DispatchTile,
-    Plan,
-    PlanScratch,
-    SmallExchange,
-)
+from jax_ep.megakernels.kernels import structs
 from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 
@@ -69,13 +60,13 @@ def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
     return rows.make_handle(ids, group[-1], num_invalid, layout, group)
 
 
-def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: Config, sizes: Plan) -> Handle:
+def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: Config, sizes: structs.Plan) -> Handle:
     """The same by one kernel."""
     context.reserve("dispatch", layout.num_ranks * rows.round_up(sizes.N, 32) * 4)
     per_slot = (layout.num_ranks, layout.num_tokens, layout.top_k)
     source_blocks = -(-sizes.N // sizes.tile.BLOCK)
     shapes = ((layout.capacity,), per_slot, (layout.num_local_experts,), per_slot, (), ())
-    scratch = PlanScratch(
+    scratch = structs.PlanScratch(
         *map(_int32, (per_slot, (layout.num_ranks * source_blocks, sizes.tile.BINS), (source_blocks,)))
     )
     results = (*map(_int32, shapes), scratch)
@@ -109,7 +100,7 @@ def _i32_arguments(
     context.reserve("dispatch", num_ranks * num_values * 4)
     # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
     operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
-    constants = {"S": SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
+    constants = {"S": structs.SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
     results = (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),)
     return _EXCHANGE_I32, (x, x if after is None else after), results, config, constants
 
@@ -182,7 +173,7 @@ def _dispatch_arguments(
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
     common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype)
-    sizes = Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
+    sizes = structs.Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
     operands = (x, handle.ids, handle.slot_row, handle.row_slot)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
     return _DISPATCH, operands, (result, scales), config, constants
@@ -193,7 +184,7 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     y = _pad_columns(y)
     config, tile = combine_config(options.schedule, layout, y.shape[1], y.dtype)
-    sizes = Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
+    sizes = structs.Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
@@ -258,7 +249,7 @@ def small_exchange_config(num_ranks: int, num_values: int) -> tuple[Config, int]
     return Config(grid.num_programs(num_ranks * -(-num_values // block)), num_warps=4), block
 
 
-def plan_config(layout: Layout) -> tuple[Config, Plan]:
+def plan_config(layout: Layout) -> tuple[Config, structs.Plan]:
     """Config and sizes of the plan kernel.
 
     About as many blocks as programs that run at a time: each is then counted and placed once, and every task can add
@@ -275,14 +266,14 @@ def plan_config(layout: Layout) -> tuple[Config, Plan]:
     source_blocks = -(-slots // block)
     num_blocks = layout.num_ranks * source_blocks
     bins = max(32, power_of_two(layout.num_local_experts))
-    sizes = Plan(
+    sizes = structs.Plan(
         N=slots,
         L=layout.num_local_experts,
         R=layout.capacity,
         ALIGNMENT=layout.alignment,
         FILL=fill,
         SOURCE_BLOCKS=power_of_two(source_blocks),
-        tile=CountTile(block, lanes, bins, ROWS=max(1, min(4096 // bins, power_of_two(num_blocks)))),
+        tile=structs.CountTile(block, lanes, bins, ROWS=max(1, min(4096 // bins, power_of_two(num_blocks)))),
     )
     # Registers are enough for three at a time; one that had to wait would only make the end later.
     return Config(grid.num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), sizes
@@ -299,7 +290,7 @@ def _tokens_per_task(num_tokens: int) -> int:
 
 def dispatch_config(
     schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype
-) -> tuple[Config, DispatchTile]:
+) -> tuple[Config, structs.DispatchTile]:
     """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
     block, columns = _tokens_per_task(layout.num_tokens), copied_columns(hidden, dtype.itemsize)
     warps, per_processor = 8, 2
@@ -312,11 +303,13 @@ def dispatch_config(
     block, warps = schedule.tokens_per_block or block, schedule.num_warps or warps
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
     lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
-    tile = DispatchTile(block, columns, BLOCK_R=16, LAG=lag)
+    tile = structs.DispatchTile(block, columns, BLOCK_R=16, LAG=lag)
     return at_most(Config(grid.num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
 
 
-def combine_config(schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype) -> tuple[Config, CombineTile]:
+def combine_config(
+    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype
+) -> tuple[Config, structs.CombineTile]:
     """Config and tile of the combine kernel, for sums of `dtype`."""
     limit = schedule.num_combining_programs
     few = limit is not None and limit <= FEW
@@ -328,7 +321,7 @@ def combine_config(schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.d
     block = schedule.tokens_per_block or block
     columns, stages = summed_columns(hidden, dtype.itemsize)
     choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
-    tile = CombineTile(
+    tile = structs.CombineTile(
         BLOCK_T=block,
         BLOCK_H=columns,
         CHOICES=choices,

@@ -23,20 +23,11 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels.structs import Rows
-from jax_ep.megakernels.kernels.structs_serving import (
-    LowLatencyCombine,
-    LowLatencyCombineTile,
-    LowLatencyDispatch,
-    LowLatencyDispatchTile,
-    LowLatencyGemmCombine,
-    LowLatencyPlan,
-    RowSources,
-)
+from jax_ep.megakernels.kernels import structs, structs_serving
 from jax_ep.megakernels.launch import group_on, launch
 from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, masked_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
-from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Quantized, Schedule
+from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
 
 _DISPATCH = Kernel("low_latency", "low_latency_dispatch")
 _COMBINE = Kernel("low_latency", "low_latency_combine")
@@ -54,12 +45,7 @@ _SUM_BYTES = {False: 16 << 10, True: 8 << 10}
 
 
 def low_latency_dispatch(
-    options: Options,
-    x: Array | Quantized,
-    topk_idx: Array,
-    num_tokens: Array | None,
-    layout: Layout,
-    group_size: int | None,
+    options: Options, x: Tokens, topk_idx: Array, num_tokens: Array | None, layout: Layout, group_size: int | None
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
     """`[T, H]` tokens to packed rows, their scales, and how many each expert has; see xla/low_latency.py."""
     if topk_idx.shape[0] == 0:  # kernels have at least one token
@@ -77,7 +63,7 @@ def low_latency_dispatch(
         VALUES=actual * hidden * wire_dtype.itemsize,
         SCALES=actual * num_scales * 4,
     )
-    sizes = LowLatencyDispatch(
+    sizes = structs_serving.LowLatencyDispatch(
         **layout_sizes(layout, actual, hidden),
         **offsets,
         G=num_scales,
@@ -86,7 +72,7 @@ def low_latency_dispatch(
         tile=dataclasses.replace(tile, SEND_H=max(tile.SEND_H, made)),
     )
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_DISPATCH)}
-    tokens = Rows(values, values if scales is None else scales)
+    tokens = structs.Rows(values, values if scales is None else scales)
     operands = (tokens, topk_idx, topk_idx if num_tokens is None else num_tokens)
     group, results = group_on(options.axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
     context.reserve(_DISPATCH.function, 0, buffer_bytes)
@@ -96,7 +82,9 @@ def low_latency_dispatch(
     return rows.values_ptr, rows.scales_ptr if num_scales else None, plan.sizes_ptr, handle
 
 
-def _results(layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int) -> tuple[Rows, LowLatencyPlan]:
+def _results(
+    layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int
+) -> tuple[structs.Rows, structs_serving.LowLatencyPlan]:
     """Rows, and the arrays of the handle, as the kernel writes them."""
     experts, ranks = layout.num_local_experts, layout.num_ranks
     rows, slots = ranks * layout.num_tokens, (layout.num_tokens, layout.top_k)
@@ -104,7 +92,7 @@ def _results(layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int
     scales = (experts, rows, num_scales) if num_scales else (1,)
     tokens = jax.ShapeDtypeStruct((experts, rows, hidden), wire_dtype)
     arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-    return Rows(tokens, jax.ShapeDtypeStruct(scales, jnp.float32)), LowLatencyPlan(*arrays)
+    return structs.Rows(tokens, jax.ShapeDtypeStruct(scales, jnp.float32)), structs_serving.LowLatencyPlan(*arrays)
 
 
 def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
@@ -123,7 +111,7 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
         SCALES=num_rows * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0,
     )
     common = {**layout_sizes(layout, actual, hidden), **offsets}
-    sizes = LowLatencyCombine(**common, FP8=wire_dtype is not None, tile=tile)
+    sizes = structs_serving.LowLatencyCombine(**common, FP8=wire_dtype is not None, tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
     operands = (y, handle.slot_row, handle.own_ids, topk_weights)
     context.reserve(_COMBINE.function, 0, buffer_bytes)
@@ -192,7 +180,7 @@ def low_latency_gemm_combine(
     offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
     sizes = gemm_combine_sizes(layout, actual, hidden, depth, tiles, lhs_scales is not None, offsets["VALUES"])
     constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
-    sources = RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
+    sources = structs_serving.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
     product = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
     operands: tuple[Any, ...] = (*product, sources, topk_weights, bias)
     if bias is None:
@@ -205,10 +193,10 @@ def low_latency_gemm_combine(
 
 def gemm_combine_sizes(
     layout: Layout, num_tokens: int, hidden: int, depth: int, tiles: MaskedTiles, fp8: bool, values: int
-) -> LowLatencyGemmCombine:
+) -> structs_serving.LowLatencyGemmCombine:
     """What the kernel is compiled for; `values` is where rows lie in a low-latency buffer."""
     rows = layout.num_ranks * layout.num_tokens
-    return LowLatencyGemmCombine(
+    return structs_serving.LowLatencyGemmCombine(
         **layout_sizes(layout, num_tokens, hidden),
         VALUES=values,
         BLOCK_H=min(power_of_two(hidden), _BLOCK_H),
@@ -238,7 +226,7 @@ def dispatch_tile(
     dtype: jnp.dtype,
     wire_dtype: jnp.dtype,
     scales: int,
-) -> tuple[Config, LowLatencyDispatchTile]:
+) -> tuple[Config, structs_serving.LowLatencyDispatchTile]:
     """Config and blocks of dispatch, for `num_tokens` tokens of `dtype` that travel as `wire_dtype`."""
     num_ranks, top_k = layout.num_ranks, power_of_two(layout.top_k)
     tokens = power_of_two(num_ranks * num_tokens)
@@ -246,7 +234,7 @@ def dispatch_tile(
     block = 1 if direct else 4 if wire_dtype.itemsize == 1 else 2
     num_tasks = num_ranks + layout.num_local_experts + num_tokens + num_ranks * -(-num_tokens // block)
     programs = num_programs(num_tasks, 2)
-    tile = LowLatencyDispatchTile(
+    tile = structs_serving.LowLatencyDispatchTile(
         SEND_H=_columns(hidden, 16 << 10, max(2, dtype.itemsize)),
         BLOCK_T=block,
         # More would take the registers of the second program of a multiprocessor.
@@ -263,13 +251,13 @@ def dispatch_tile(
 
 def combine_tile(
     schedule: Schedule, layout: Layout, num_tokens: int, hidden: int, dtype: jnp.dtype
-) -> tuple[Config, LowLatencyCombineTile]:
+) -> tuple[Config, structs_serving.LowLatencyCombineTile]:
     """Config and blocks of combine, for `num_tokens` tokens and rows of `dtype`."""
     num_ranks = layout.num_ranks
     sums = num_tokens * layout.top_k > _MOST_ROWS
     sends = num_ranks * (1 if sums else layout.top_k)  # of a token
     programs = num_programs(num_ranks + (sends + 1) * num_tokens + 1, 2)
-    tile = LowLatencyCombineTile(
+    tile = structs_serving.LowLatencyCombineTile(
         BLOCK_H=_columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
         CHOICES=power_of_two(layout.top_k),
         RANKS=power_of_two(num_ranks),

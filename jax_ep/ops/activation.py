@@ -32,21 +32,9 @@ def activate(
     In float32 with one final rounding. Hidden rows and weights are kept for the backward pass. Rows past the groups may
     hold anything, as products do not read them.
     """
-    if callable(experts.activation) or (experts.weight_on == "input" and bias is not None):
-        return _in_passes(options, experts, intermediate, hidden, weights, bias, group_sizes)
-    return _activate(options, experts, hidden, weights, bias, group_sizes)
-
-
-def _in_passes(
-    options: Options,
-    experts: Experts,
-    intermediate: int,
-    hidden: Array,
-    weights: Array,
-    bias: Array | None,
-    group_sizes: Array,
-) -> Array:
-    """One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left."""
+    if not callable(experts.activation) and (experts.weight_on == "output" or bias is None):
+        return _activate(options, experts, hidden, weights, bias, group_sizes)
+    # One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left.
     in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
     wide = accumulation_dtype(hidden.dtype)
     # What rows past the groups hold may be NaN: neither values nor derivatives shall see it.
@@ -58,6 +46,7 @@ def _in_passes(
         after = dataclasses.replace(experts, weight_on="output")
         return _activate(options, after, hidden, factors[:, 0], bias, group_sizes)
     if bias is not None:
+        # An activation that is none adds the bias alone, with the sums of its gradient by group.
         identity = Experts(_same)
         hidden = _activate(options, identity, hidden, jnp.ones_like(weights), bias, group_sizes)
     # In other rows the function shall see what it sees elsewhere, as its derivative may not exist at zero.
@@ -116,7 +105,7 @@ def _activate_gradient_backward(options: Options, experts: Experts, residuals: A
     *operands, group_sizes = residuals
 
     def gradient(hidden: Array, weights: Array, bias: Array | None, d_rows: Array) -> tuple[Array, Array]:
-        return activations.weighted_gradient(experts, hidden, weights, d_rows, bias, group_sizes)
+        return activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
 
     _, pull = jax.vjp(gradient, *operands)
     return *pull(cotangents), None

@@ -24,7 +24,7 @@ from jax_ep.core.mesh_axes import spread_axes, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import without_gradient
 from jax_ep.ops import registry
-from jax_ep.types import Array, AxisName, Dispatched, Handle, Layout, Options, Quantized, Schedule
+from jax_ep.types import Array, AxisName, Dispatched, Handle, Layout, Options, Quantized, Schedule, Tokens
 
 _NO_GRADIENT_OF_PAIRS = (
     "dispatch of a (values, scales) pair has no gradient: pass the tokens themselves with wire_dtype=float8_e4m3fn."
@@ -33,7 +33,7 @@ _NO_GRADIENT_OF_PAIRS = (
 
 @operation
 def dispatch(
-    x: Array | Quantized,
+    x: Tokens,
     topk_idx: Array | None,
     topk_weights: Array | None = None,
     *,
@@ -107,7 +107,7 @@ def dispatch(
         num_tokens=num_tokens,
         handle=handle,
     )
-    tokens: Array | Quantized
+    tokens: Tokens
     if isinstance(x, tuple):
         pair = without_gradient(_NO_GRADIENT_OF_PAIRS, x)
         tokens, weights = dispatch_pair(options, pair, topk_weights, handle)
@@ -209,7 +209,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     options: Options,
-    x: Array | Quantized,
+    x: Tokens,
     topk_idx: Array | None,
     topk_weights: Array | None,
     *,

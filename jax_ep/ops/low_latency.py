@@ -27,15 +27,15 @@ from jax_ep.types import (
     LowLatencyDispatched,
     LowLatencyHandle,
     Options,
-    Quantized,
     Schedule,
+    Tokens,
 )
 from jax_ep.xla import low_latency as portable
 
 
 @operation
 def low_latency_dispatch(
-    x: Array | Quantized,
+    x: Tokens,
     topk_idx: Array,
     *,
     num_experts: int,
@@ -199,7 +199,7 @@ def dispatch_tokens(
     layout: Layout,
     group_size: int | None,
     dtype: DTypeLike,
-    x: Array | Quantized,
+    x: Tokens,
     topk_idx: Array,
     num_tokens: Array | None,
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:

@@ -11,6 +11,7 @@ from functools import partial
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8, fp8
+from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
@@ -187,12 +188,11 @@ def _by_own_function(
     quantize: bool,
 ) -> tuple[Array, Array | None]:
     """All rows, whether they count or not, by a function of the caller's, which takes them as `moe` passes them."""
-    wide = accumulation_dtype(hidden.dtype)
     if bias is not None:
-        hidden = (hidden.astype(wide) + bias.astype(wide)[:, None, :]).astype(hidden.dtype)
+        hidden = add_bias_of_blocks(hidden, bias)
     flat = hidden.reshape(-1, hidden.shape[2])
     rows = check.own_rows(options.function, own(flat), flat, inner).reshape(*hidden.shape[:2], -1)
     if not quantize:
         return rows.astype(hidden.dtype), None
     check_fp8.whole_blocks(options.function, "I, the columns of the activated rows,", rows.shape[2])
-    return fp8.quantize_rows(rows.astype(wide))
+    return fp8.quantize_rows(rows.astype(accumulation_dtype(hidden.dtype)))

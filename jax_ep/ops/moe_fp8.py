@@ -25,7 +25,7 @@ from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
-from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized
+from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
 
 _REMEDY = (
     "an expert layer with forward_dtype=float8_e4m3fn has first derivatives only: for second ones, leave"
@@ -56,7 +56,7 @@ def _fp8(options: Options) -> tuple[Any, Any]:
     return registry.get("grouped_gemm", name), registry.get("activation", name)
 
 
-def _multiply(options: Options, saved: Array | Quantized, w: Array, handle: Handle) -> Array:
+def _multiply(options: Options, saved: Tokens, w: Array, handle: Handle) -> Array:
     """`[R, K]` rows, as they were saved or quantised here, times `w [L, K, N]`, quantised here."""
     products, operands = _fp8(options)
     rows = _as_fp8(saved) if isinstance(saved, tuple) else operands.quantize_rows(saved, handle.group_sizes)
@@ -71,7 +71,7 @@ def dispatch_and_multiply(options: Options, x: Array, weights: Array, w: Array, 
     return _multiply(options, saved, w, handle), row_weights
 
 
-def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Array | Quantized, Array]:
+def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Tokens, Array]:
     """Tokens by row, as they travel, which is what the backward pass needs; and the weights of rows."""
     run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
     if options.wire_dtype is None:

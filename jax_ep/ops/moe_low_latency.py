@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8
+from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
@@ -240,8 +241,7 @@ def _multiply_and_combine(
     if not run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1]):
         product = multiply(options, out_dtype, expected_rows, lhs, rhs, *others)
         if bias is not None:
-            wide = accumulation_dtype(product.dtype)
-            product = (product.astype(wide) + bias.astype(wide)[:, None, :]).astype(product.dtype)
+            product = add_bias_of_blocks(product, bias)
         return combine_tokens(options, product, topk_weights, handle)
     fused = partial(run.low_latency_gemm_combine, options, out_dtype=out_dtype, expected_rows=expected_rows)
     group_sizes, *scales = others

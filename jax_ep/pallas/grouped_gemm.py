@@ -37,6 +37,11 @@ _INTERPRETED_PROGRAMS = 2
 _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
 
 
+def is_interpreted() -> bool:
+    """Whether Mosaic's interpreter runs the kernels, as it does on CPUs."""
+    return jax.default_backend() == "cpu"
+
+
 def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
     """Whether the kernels take these operands; the portable loop takes all."""
     return (
@@ -57,20 +62,15 @@ def grouped_gemm(
     out_dtype: DTypeLike,
     bias: Bias | None = None,
     tiles: ForwardTiles | None = None,
-    interpret: bool | None = None,
 ) -> Array:
-    """See xla/grouped_gemm.py.
-
-    `tiles` are those of the kernel; None: those for the shape. `interpret`: in the interpreter; None: where there is no
-    GPU.
+    """See xla/grouped_gemm.py. `tiles` are those of the kernel; None: those for the shape.
 
     Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
     """
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
-    interpret = jax.default_backend() == "cpu" if interpret is None else interpret
-    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
     rows = _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
     return rows if bias is None else add_bias(rows, bias, group_sizes)
 
@@ -83,15 +83,9 @@ def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **s
 
 
 def _launch_forward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    transpose: bool,
-    out_dtype: jnp.dtype,
-    tiles: ForwardTiles,
-    interpret: bool,
+    *operands: Array, transpose: bool, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool
 ) -> Array:
+    lhs, rhs, group_sizes = operands
     schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
     columns = rhs.shape[1 if transpose else 2]
     programs = _num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
@@ -104,20 +98,13 @@ def _launch_forward(
 
 
 def weight_gradient(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    out_dtype: DTypeLike,
-    tiles: WeightTiles | None = None,
-    interpret: bool | None = None,
+    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
 ) -> Array:
-    """See xla/grouped_gemm.py; `tiles` and `interpret` as for `grouped_gemm`."""
+    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
-    interpret = jax.default_backend() == "cpu" if interpret is None else interpret
-    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": interpret}
+    static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
     return _gradient(lhs, rhs, group_sizes, **static)
 
 
@@ -130,9 +117,8 @@ def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Arra
     return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
-def _launch_gradient(
-    lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool
-) -> Array:
+def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool) -> Array:
+    lhs, rhs, group_sizes = operands
     groups = xla.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
@@ -142,9 +128,9 @@ def _launch_gradient(
     edge = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages)
     scratch = {"ring": memory, "results": results, "edge": edge}
     body = functools.partial(gradient.weight_gradient, tiles=tiles, programs=programs)
-    operands = (groups.starts, groups.ends, lhs, rhs)
+    inputs = (groups.starts, groups.ends, lhs, rhs)
     result = jax.ShapeDtypeStruct(shape, out_dtype)
-    return _launch("grouped_gemm_weight_gradient", body, operands, result, scratch, programs, interpret)
+    return _launch("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
 
 
 def _launch(

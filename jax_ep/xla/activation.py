@@ -17,7 +17,7 @@ def activate_gradient(
     experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
 ) -> tuple[Array, Array]:
     """Cotangents of `hidden` and `weights`."""
-    return activations.weighted_gradient(experts, hidden, weights, d_rows, bias, group_sizes)
+    return activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
 
 
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:

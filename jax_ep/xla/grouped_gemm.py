@@ -126,13 +126,7 @@ def multiply_groups(
 
 @functools.partial(jax.jit, static_argnames=("transpose_rhs", "out_dtype"))  # one compilation for eager callers
 def grouped_gemm(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    bias: Bias | None = None,
+    lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike, bias: Bias | None = None
 ) -> Array:
     """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
 

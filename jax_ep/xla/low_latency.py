@@ -10,7 +10,7 @@ from jax_ep.core import fp8
 from jax_ep.core import layout as rows
 from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Quantized
+from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Tokens
 
 
 def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int) -> bool:
@@ -19,12 +19,7 @@ def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, co
 
 
 def low_latency_dispatch(
-    options: Options,
-    x: Array | Quantized,
-    topk_idx: Array,
-    num_tokens: Array | None,
-    layout: Layout,
-    group_size: int | None,
+    options: Options, x: Tokens, topk_idx: Array, num_tokens: Array | None, layout: Layout, group_size: int | None
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
     """`[T, H]` tokens and `[T, K]` ids to packed rows per expert.
 

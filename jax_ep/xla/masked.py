@@ -19,14 +19,7 @@ from jax_ep.xla import grouped_gemm
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows"))  # one compilation for eager callers
 def masked_grouped_gemm(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    lhs_scales: Array | None,
-    rhs_scales: Array | None,
-    *,
-    out_dtype: DTypeLike,
-    expected_rows: int | None,
+    lhs: Array, rhs: Array, group_sizes: Array, *scales: Array | None, out_dtype: DTypeLike, expected_rows: int | None
 ) -> Array:
     """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes: a loop over groups, with tiles of rows.
 
@@ -36,8 +29,7 @@ def masked_grouped_gemm(
       lhs: `[G, M, K]`.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
-      lhs_scales: `[G, M, K / 128]` of FP8 operands, else None.
-      rhs_scales: `[G, ceil(N / 128), K / 128]` of FP8 operands, else None.
+      *scales: of lhs, `[G, M, K / 128]`, and of rhs, `[G, ceil(N / 128), K / 128]`; None where they are not FP8.
       out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
       expected_rows: not used here.
 
@@ -46,6 +38,7 @@ def masked_grouped_gemm(
     """
     (num_groups, num_rows, depth), columns = lhs.shape, rhs.shape[1]
     flat = num_groups * num_rows
+    lhs_scales, rhs_scales = scales
     operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.zeros((flat, columns), out_dtype))
     lhs, rhs, group_sizes, lhs_scales, rhs_scales, out = vary_alike(operands)
     if 0 in (flat, columns, depth):

@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 
 import jax_ep
-from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
+from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from harness import compiled
 from lib import baselines
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=24, top_k=3, num_experts=8, hidden=12, intermediate=10)
 KINDS = ("uniform", "zipf", "one_hot_every_slot")

@@ -12,22 +12,9 @@ from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-from cases import (
-    BASE,
-    BF16,
-    F16,
-    F32,
-    FEW_ROUTINGS,
-    ROUTINGS,
-    SHAPES,
-    Shape,
-    assert_close,
-    assert_same_bits,
-    integers,
-    probabilities,
-    reals,
-)
+from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import compiled, run
+from routings import FEW_ROUTINGS, ROUTINGS
 
 
 def round_trip(shape: Shape, implementation: str, **options: Any):

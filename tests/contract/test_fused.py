@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-from cases import BF16, F16, FEW_ROUTINGS, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from cases import BF16, F16, Shape, assert_close, assert_same_bits, probabilities, reals
 from harness import compiled, run
 from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
 from layers import second_derivative
+from routings import FEW_ROUTINGS, ROUTINGS
 
 # Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=37, top_k=3, num_experts=8, hidden=88, intermediate=40)

@@ -11,11 +11,12 @@ import pytest
 
 import jax_ep
 import oracle
-from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from cases import BF16, Shape, assert_close, assert_same_bits, probabilities, reals
 from harness import compiled, run
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Schedule
 from layers import second_derivative
+from routings import ROUTINGS
 
 # Groups end within tiles, and T is no multiple of a block.
 SHAPE = Shape(num_tokens=13, top_k=2, num_experts=8, hidden=40, intermediate=24)

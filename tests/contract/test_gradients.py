@@ -12,19 +12,9 @@ from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-from cases import (
-    BASE,
-    BF16,
-    F32,
-    FEW_ROUTINGS,
-    ROUTINGS,
-    Shape,
-    assert_close,
-    integers,
-    probabilities,
-    reals,
-)
+from cases import BASE, BF16, F32, Shape, assert_close, integers, probabilities, reals
 from harness import check_directional_derivatives, compiled, per_rank, run
+from routings import FEW_ROUTINGS, ROUTINGS
 
 TINY = Shape(num_tokens=3, top_k=2, num_experts=4, hidden=3, intermediate=2)
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]

@@ -13,7 +13,7 @@ import pytest
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F32, assert_close, reals
+from cases import BF16, F32, assert_close, fp8_tolerance, reals
 from harness import to_numpy
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 
@@ -30,11 +30,6 @@ GROUPS = {
 def gemm(implementation: str, **options: Any):
     call = jax.jit(partial(jax_ep.grouped_gemm, implementation=implementation, **options))
     return lambda *args, **scales: to_numpy(call(*args, **scales))
-
-
-def tolerance(implementation: str) -> float | None:
-    """Tensor cores of Hopper add the products of a block with about 14 bits."""
-    return None if implementation == "xla" else 2e-3
 
 
 class Problem:
@@ -65,7 +60,7 @@ def test_groups(implementation: str, groups: str, columns: int, rng: np.random.G
     problem = Problem(rng, *GROUPS[groups], 384, columns)
     got = problem.call(gemm(implementation, preferred_element_type=jnp.float32))
     assert got.dtype == F32
-    assert_close(got, problem.want(), tolerance=tolerance(implementation))
+    assert_close(got, problem.want(), tolerance=fp8_tolerance(implementation))
     assert not got[problem.used :].any(), "rows past the groups are not zero"
 
 
@@ -116,7 +111,7 @@ def test_nan_stays_in_its_group(implementation: str, what: str, rng: np.random.G
     getattr(problem, what)[bad if what.startswith("lhs") else 1] = np.nan
     got = problem.call(gemm(implementation, preferred_element_type=jnp.float32))
     assert np.isnan(got[bad]).all()
-    assert_close(np.delete(got, bad, 0), np.delete(want, bad, 0), tolerance=tolerance(implementation))
+    assert_close(np.delete(got, bad, 0), np.delete(want, bad, 0), tolerance=fp8_tolerance(implementation))
 
 
 @pytest.mark.parametrize("sizes", [[-3, 5, 2], [2, 2**31 - 1, 2**31 - 1], [0, -(2**31), 7]])
@@ -128,7 +123,7 @@ def test_sizes_that_no_caller_should_pass(implementation: str, sizes: list[int],
     operands = (problem.lhs, rhs, np.array(sizes, np.int32))
     got = call(*operands, lhs_scales=problem.lhs_scales, rhs_scales=scales)
     used = min(12, sum(max(0, size) for size in sizes))
-    assert_close(got[:used], problem.want()[:used], tolerance=tolerance(implementation))
+    assert_close(got[:used], problem.want()[:used], tolerance=fp8_tolerance(implementation))
     assert not got[used:].any()
 
 
@@ -156,7 +151,7 @@ def test_vmap(implementation: str, rng: np.random.Generator) -> None:
 
     got = to_numpy(jax.jit(jax.vmap(call))(*stacked))
     for i, problem in enumerate(problems):
-        assert_close(got[i], problem.want(), tolerance=tolerance(implementation))
+        assert_close(got[i], problem.want(), tolerance=fp8_tolerance(implementation))
 
 
 def test_no_gradient(implementation: str) -> None:

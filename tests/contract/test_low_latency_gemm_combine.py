@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F32, ROUTINGS, Shape, assert_close, integers, probabilities, reals, routings
+from cases import BF16, F32, Shape, assert_close, integers, probabilities, reals
 from harness import compiled, run
+from routings import ROUTINGS, routings
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
 MAX_TOKENS = 7

@@ -13,9 +13,10 @@ import pytest
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F32, ROUTINGS, Shape, assert_close, probabilities, reals
+from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from harness import compiled
 from jax_ep.quantization import quantize_fp8_weights
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
 # Roundings to 3 mantissa bits, each of 0.026 in the root mean square: two in each product, gate and up count both.

@@ -13,7 +13,7 @@ import pytest
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BF16, F16, F32, assert_close, integers, reals
+from cases import BF16, F16, F32, assert_close, fp8_tolerance, integers, reals
 from harness import to_numpy
 
 # name: (rows M of a group, sizes)
@@ -39,11 +39,6 @@ def poison(array: np.ndarray, real: np.ndarray, value: Any = np.nan) -> np.ndarr
 def gemm(implementation: str, **options: Any):
     call = jax.jit(partial(jax_ep.masked_grouped_gemm, implementation=implementation, **options))
     return lambda *args, **scales: to_numpy(call(*args, **scales))
-
-
-def fp8_tolerance(implementation: str) -> float | None:
-    """Tensor cores of Hopper add the products of a block with about 14 bits."""
-    return None if implementation == "xla" else 2e-3
 
 
 class Quantised:

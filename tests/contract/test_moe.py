@@ -14,22 +14,10 @@ from jax.sharding import Mesh
 import jax_ep
 import oracle
 import oracle_serving
-from cases import (
-    BASE,
-    BF16,
-    F16,
-    F32,
-    FEW_ROUTINGS,
-    ROUTINGS,
-    SHAPES,
-    Shape,
-    assert_close,
-    assert_same_bits,
-    probabilities,
-    reals,
-)
+from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close, assert_same_bits, probabilities, reals
 from harness import compiled, in_turn, run
 from layers import Layer
+from routings import FEW_ROUTINGS, ROUTINGS
 
 VARIANTS = [(activation, gated) for activation in ("silu", "gelu", "relu") for gated in (True, False)]
 

@@ -13,8 +13,9 @@ import pytest
 import jax_ep
 import layers
 import oracle
-from cases import BF16, F32, FEW_ROUTINGS, Shape, assert_close, assert_same_bits, reals
+from cases import BF16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, run, to_numpy
+from routings import FEW_ROUTINGS
 
 FP8, ON_GPU = jnp.float8_e4m3fn, jax.default_backend() == "gpu"
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=8, hidden=256, intermediate=128)

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 import oracle
 import oracle_serving
-from cases import ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import make_mesh, per_rank, run, to_numpy
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=4, top_k=2, num_experts=4, hidden=6, intermediate=4)
 

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jax_ep
 import oracle
 import oracle_serving
-from cases import BASE, F32, ROUTINGS, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from cases import BASE, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import EXPERT, make_mesh, per_rank, run, to_numpy
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=4, hidden=6, intermediate=4)
 NUM_LAYERS = 3

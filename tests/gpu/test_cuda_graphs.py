@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 import harness
 import jax_ep
-from cases import BF16, ROUTINGS, Shape, probabilities, reals
+from cases import BF16, Shape, probabilities, reals
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=64, top_k=2, num_experts=8, hidden=512)
 REPLAYS = 100

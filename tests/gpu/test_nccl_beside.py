@@ -14,7 +14,8 @@ from lateness import ON_GPU, in_order
 
 import harness
 import jax_ep
-from cases import BF16, ROUTINGS, Shape, assert_close, integers, reals
+from cases import BF16, Shape, assert_close, integers, reals
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=256 if ON_GPU else 12, top_k=2, num_experts=8, hidden=2048 if ON_GPU else 32)
 ITERATIONS, WORDS = (400, 1 << 21) if ON_GPU else (4, 64)

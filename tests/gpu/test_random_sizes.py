@@ -16,20 +16,9 @@ import pytest
 
 import jax_ep
 import oracle
-from cases import (
-    BF16,
-    F16,
-    F32,
-    ROUTINGS,
-    TOLERANCE,
-    Shape,
-    assert_close,
-    assert_same_bits,
-    integers,
-    probabilities,
-    reals,
-)
+from cases import BF16, F16, F32, TOLERANCE, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from harness import compiled, make_mesh
+from routings import ROUTINGS
 
 pytestmark = pytest.mark.usefixtures("on_gpu")  # the interpreter would take minutes for each
 EXAMPLES = range(12)

@@ -12,7 +12,8 @@ import pytest
 import harness
 import jax_ep
 import oracle
-from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, probabilities, reals
+from cases import BF16, Shape, assert_close, assert_same_bits, probabilities, reals
+from routings import ROUTINGS
 
 ON_GPU = jax.default_backend() == "gpu"
 ITERATIONS, LAUNCHES = (10_000, 4) if ON_GPU else (6, 2)

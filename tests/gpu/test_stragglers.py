@@ -14,7 +14,8 @@ from lateness import ON_GPU, asleep, busy, in_order
 
 import harness
 import jax_ep
-from cases import BF16, ROUTINGS, Shape, probabilities, reals
+from cases import BF16, Shape, probabilities, reals
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=61, top_k=2, num_experts=8, hidden=512 if ON_GPU else 128)
 NOBODY = -1

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import oracle
-from cases import F32, ROUTINGS, Shape, probabilities, reals
+from cases import F32, Shape, probabilities, reals
+from routings import ROUTINGS
 
 
 class Layer:

@@ -9,7 +9,8 @@ import pytest
 
 import oracle
 import oracle_serving
-from cases import BASE, F32, ROUTINGS, Shape, integers, probabilities, reals
+from cases import BASE, F32, Shape, integers, probabilities, reals
+from routings import ROUTINGS
 
 W = 4
 

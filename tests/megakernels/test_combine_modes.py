@@ -11,11 +11,12 @@ import pytest
 
 import harness
 import jax_ep
-from cases import BF16, ROUTINGS, Shape, reals
+from cases import BF16, Shape, reals
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange_gemm
 from jax_ep.ops import registry
 from jax_ep.types import COMBINE_MODES, Layout, Options, Schedule
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=24)
 AXIS = (harness.EXPERT,)

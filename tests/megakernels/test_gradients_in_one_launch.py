@@ -14,13 +14,14 @@ import pytest
 
 import harness
 import jax_ep
-from cases import BF16, ROUTINGS, Shape
+from cases import BF16, Shape
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
 from jax_ep.megakernels import cost_model, exchange_gemm
 from jax_ep.megakernels.kernels.structs_gemm import WeightGradientOperands
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Options, Schedule
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=19, top_k=3, num_experts=8, hidden=88, intermediate=40)
 LAYOUT = Layout(num_ranks=2, num_experts=8, num_tokens=19, top_k=3, capacity=2 * 19 * 3)

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 import harness
 import jax_ep
 import oracle_serving
-from cases import BF16, ROUTINGS, Shape, integers
+from cases import BF16, Shape, integers
 from jax_ep.megakernels import low_latency, masked
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=24, intermediate=16)
 OPTIONS = {"implementation": "triton"}

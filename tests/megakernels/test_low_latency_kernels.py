@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 import harness
 import jax_ep
 import oracle_serving
-from cases import BF16, ROUTINGS, Shape, assert_close, assert_same_bits, integers, reals
+from cases import BF16, Shape, assert_close, assert_same_bits, integers, reals
 from jax_ep import context
 from jax_ep.megakernels import low_latency
+from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=16)
 

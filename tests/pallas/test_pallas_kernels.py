@@ -150,7 +150,9 @@ def test_empty_arrays(shape):
 def lower(call, *shapes):
     """MLIR of a call for CUDA, with all checks of layouts, of shared memory and of where copies begin."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else BF16) for shape in shapes]
-    return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "is_interpreted", lambda: False)
+        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
@@ -158,9 +160,7 @@ def lower(call, *shapes):
 @pytest.mark.parametrize(("tiles", "x64"), [(LOW, False), (LOW, True), (HALF, False), (HIGH, False)], ids=str)
 @pytest.mark.slow(unless={"tiles": [HALF], "out_dtype": [BF16]})
 def test_forward_lowers(tiles, x64, out_dtype, transpose):
-    call = functools.partial(
-        gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles, interpret=False
-    )
+    call = functools.partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
     with jax.enable_x64(x64):
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 4096, 7168) if transpose else (64, 7168, 4096), (64,))
         if tiles is LOW:
@@ -171,7 +171,7 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
 @pytest.mark.slow(unless={"tiles": [NARROW]})
 def test_weights_lower(tiles):
     out_dtype = F32 if tiles is NARROW else BF16
-    call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles, interpret=False)
+    call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles)
     assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
     assert "mosaic_gpu" in lower(call, (5, 9), (5, 8), (3,))
 
@@ -179,7 +179,7 @@ def test_weights_lower(tiles):
 @pytest.mark.slow
 def test_large_results_lower():
     """More than 2**31 elements: positions are pairs of a row and a column, never one number."""
-    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16, interpret=False)
+    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
     assert "mosaic_gpu" in lower(call, (1 << 20, 64), (8, 64, 4096), (8,))
 
 
@@ -188,7 +188,7 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
     """They would bring the wrong rows, which the interpreter does not see: the lowering must."""
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)
     jax.clear_caches()
-    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16, interpret=False)
+    call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
     with pytest.raises(ValueError, match=r"divisibility|Failed to infer"):
         lower(call, (32768, 7168), (64, 7168, 4096), (64,))
     jax.clear_caches()

@@ -119,6 +119,8 @@ class MoE(nnx.Module):
       forward_dtype: `jnp.float8_e4m3fn` for the experts' forward products in FP8, see `jax_ep.moe`; None: `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
       param_dtype: dtype of the parameters, cast to `dtype` in the forward pass.
+      preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
+        and that of the tokens for the result.
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
       axis_name: mesh axis, or axes, that shard the experts.
       batch_axes: further mesh axes that shard the tokens.
@@ -161,6 +163,7 @@ class MoE(nnx.Module):
         forward_dtype: Any = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
+        preferred_element_type: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         axis_name: str | tuple[str, ...] = "expert",
         batch_axes: str | Sequence[str] = (),
@@ -205,6 +208,7 @@ class MoE(nnx.Module):
         self.wire_dtype = wire_dtype
         self.forward_dtype = forward_dtype
         self.dtype = dtype
+        self.preferred_element_type = preferred_element_type
         self.mesh = mesh
         self.axis_name = _axes(axis_name)
         self.batch_axes = _axes(batch_axes)
@@ -269,7 +273,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Array, serving: ServingWeights | None = None, *, token_mask: Array | None = None
     ) -> tuple[Array, MoEMetrics]:
-        """Applies the layer to global `x [..., H]`; the output has the shape and dtype of `x`.
+        """Applies the layer to global `x [..., H]`; the output has its shape, and dtype but for preferred_element_type.
 
         Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
         metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
@@ -293,8 +297,8 @@ class MoE(nnx.Module):
         else:
             y, metrics = self._on_mesh(tokens, token_mask, mesh, serving)
         if self.shared_gate_up is not None and self.shared_down is not None:
-            y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...])
-        return y.astype(x.dtype), metrics
+            y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
+        return y.astype(self.preferred_element_type or x.dtype), metrics
 
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
         """Moves the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
@@ -420,6 +424,7 @@ class MoE(nnx.Module):
                 experts=self.experts,
                 b_gate_up=weights.b_gate_up,
                 b_down=weights.b_down,
+                preferred_element_type=self.preferred_element_type,
                 schedule=self.schedule,
                 implementation=self.implementation,
             )
@@ -446,6 +451,7 @@ class MoE(nnx.Module):
                 routed.topk_weights,
                 experts=self.experts,
                 forward_dtype=self.forward_dtype,
+                preferred_element_type=self.preferred_element_type,
                 schedule=self.schedule,
                 implementation=self.implementation,
                 **weights,
@@ -503,6 +509,7 @@ class MoE(nnx.Module):
                 capacity=self.capacity,
                 wire_dtype=self.wire_dtype,
                 forward_dtype=self.forward_dtype,
+                preferred_element_type=self.preferred_element_type,
                 schedule=self.schedule,
                 implementation=self.implementation,
             )

@@ -219,6 +219,8 @@ class Options:
       implementation: names in order of preference, or None for the best that fits.
       wire_dtype: FP8 where tokens are quantised to travel, or None to send them as they are.
       schedule: how launches share the GPU.
+      sum_dtype: of the sums that combine returns, or None for that of the rows that it adds. Their transposes take and
+        return what the rows are made of, see `transposed`.
     """
 
     function: str
@@ -226,6 +228,12 @@ class Options:
     implementation: tuple[str, ...] | None = None
     wire_dtype: DTypeLike | None = None
     schedule: Schedule = Schedule()
+    sum_dtype: DTypeLike | None = None
+
+    @property
+    def transposed(self) -> Options:
+        """Those of the backward pass."""
+        return dataclasses.replace(self, sum_dtype=None)
 
     @property
     def alone(self) -> bool:

@@ -198,6 +198,23 @@ def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> Non
     assert int(metrics.load.sum()) == 5 * K
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Generator) -> None:
+    """With identity experts and shared ones, and where it serves."""
+    mesh = data_expert_mesh("Auto") if on_mesh else None
+    options = {**SIZES, "dtype": jnp.bfloat16, "num_identity_experts": 2, "num_shared_experts": 1, "mesh": mesh}
+    x = jnp.asarray(rng.normal(size=(16, H)), jnp.bfloat16)
+    layers = [MoE(**options, preferred_element_type=dtype, rngs=nnx.Rngs(0)) for dtype in (None, jnp.float32)]
+    for serves in (False, True):
+        narrow, wide = (
+            nnx.jit(lambda m, x, serves=serves: m(x, m.serving_weights(fp8=False) if serves else None)[0])(layer, x)
+            for layer in layers
+        )
+        assert (narrow.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+        np.testing.assert_allclose(np.float32(narrow), wide, rtol=0.03, atol=0.03)
+        assert np.any(np.float32(wide.astype(jnp.bfloat16)) != wide)
+
+
 def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
     mesh = data_expert_mesh("Auto")
     capacity, tokens = 3, 16

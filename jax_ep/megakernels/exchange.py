@@ -186,7 +186,7 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
     config, tile = combine_config(options.schedule, layout, y.shape[1], y.dtype)
     sizes = structs.Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
-    result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), y.dtype)
+    result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
     operands = (y, handle.ids, handle.slot_row)
     sums, _ = launch(_COMBINE, operands, (result, lists), config, constants, group=group_of(handle))

@@ -157,13 +157,19 @@ def grouped_gemm_combine(
         y = _fastest(h, hidden, handle).grouped_gemm(h, w, handle.group_sizes, **options_of_product)
         return combine_tokens(options, y, handle)
     config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
-    operands, results, constants = _scatter_arguments(h, w, handle, bias, config, sizes)
+    operands, results, constants = _scatter_arguments(options, h, w, handle, bias, config, sizes)
     constants |= {"factors": None, "gradient": None}
     return launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))[0]
 
 
 def _scatter_arguments(
-    h: Array, w: Array, handle: Handle, bias: Bias | None, config: Config, sizes: structs_gemm.GemmCombine
+    options: Options,
+    h: Array,
+    w: Array,
+    handle: Handle,
+    bias: Bias | None,
+    config: Config,
+    sizes: structs_gemm.GemmCombine,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
@@ -173,7 +179,7 @@ def _scatter_arguments(
     context.reserve("gemm_combine", layout.num_tokens * layout.top_k * product.N * h.dtype.itemsize)
     rows = Descriptor(h, (product.tile.BM, product.tile.BK))
     arrays = structs_gemm.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
-    sums = jax.ShapeDtypeStruct((layout.num_tokens, product.N), h.dtype)
+    sums = jax.ShapeDtypeStruct((layout.num_tokens, product.N), options.sum_dtype or h.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.sums.LENGTH), jnp.int32)
     added, constants = grouped_gemm.bias_arguments(bias, layout.capacity)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
@@ -295,7 +301,7 @@ def _scatter_beside_gradient(
     widths = h.shape[1], tokens.shape[1]
     gradient_sizes = scattered_gradient_sizes(handle.layout, *widths, transpose_rhs)
     config, sizes = gemm_combine_sizes(handle.layout, *widths, transpose_rhs, gradient_sizes)
-    operands, results, constants = _scatter_arguments(h, w, handle, None, config, sizes)
+    operands, results, constants = _scatter_arguments(options, h, w, handle, None, config, sizes)
     factors, gradient = _gradient_arguments(h, w, tokens, gradient_sizes, transpose_rhs)
     operands, results = (*operands, factors), (*results, gradient)
     sums, _, found = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))

@@ -98,9 +98,9 @@ def _results(
 def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
     """`[L, W * M, H]` rows and `[T, K]` weights to weighted sums `[T, H]`."""
     layout, (actual, hidden), wire_dtype = handle.layout, (topk_weights.shape[0], y.shape[-1]), options.wire_dtype
-    result = jax.ShapeDtypeStruct((actual, hidden), y.dtype)
+    result = jax.ShapeDtypeStruct((actual, hidden), options.sum_dtype or y.dtype)
     if actual == 0:
-        return jnp.zeros_like(y, shape=result.shape)
+        return jnp.zeros_like(y, shape=result.shape, dtype=result.dtype)
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     config, tile = combine_tile(options.schedule, layout, actual, hidden, y.dtype)

@@ -123,6 +123,7 @@ def combine(
     *,
     axis_name: AxisName = "expert",
     wire_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -137,11 +138,13 @@ def combine(
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
       wire_dtype: `jnp.float8_e4m3fn` quantises what travels per 128 columns; None sends `y.dtype`.
+      preferred_element_type: dtype of the result, such as float32 for sums that are not rounded to bfloat16 again; what
+        travels stays as it is. None: that of y.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]` in the dtype of y; zero for tokens without experts.
+      `[T, H]`; zero for tokens without experts.
 
     Raises:
       ValueError: y or the axis does not fit the handle.
@@ -160,7 +163,8 @@ def combine(
     layout = check.handle(function, handle, Handle, axis_name)
     remedy = "pass one row per row of the dispatch that made the handle"
     check.size(function, "the number of rows of y", y.shape[0], layout.capacity, remedy)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, y))
+    sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, y), sum_dtype=sum_dtype)
     y, handle = vary_alike((y, handle), over=options.axis)
     return combine_tokens(options, y, None, handle)[0]
 
@@ -318,11 +322,12 @@ def combine_weights(options: Options, row_weights: Array, handle: Handle) -> tup
 def _transposes(function: Any, transpose: Any) -> None:
     """Makes `transpose` the backward of the linear `function(options, *arrays, handle)`."""
 
-    def forward(options: Options, *args: Any) -> tuple[Any, Handle]:
-        return function(options, *args), args[-1]
+    def forward(options: Options, *args: Any) -> tuple[Any, Any]:
+        return function(options, *args), (args[0][:0], args[-1])  # nothing of the first, to know its dtype
 
-    def backward(options: Options, handle: Handle, cotangents: Any) -> tuple[Any, ...]:
-        return *transpose(options, *cotangents, handle), None
+    def backward(options: Options, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        (like, handle), (first, *others) = residuals, cotangents
+        return *transpose(options.transposed, first.astype(like.dtype), *others, handle), None
 
     function.defvjp(forward, backward)
 

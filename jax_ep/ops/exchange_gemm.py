@@ -111,6 +111,7 @@ def grouped_gemm_combine(
     *,
     axis_name: AxisName = "expert",
     wire_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -126,12 +127,13 @@ def grouped_gemm_combine(
       handle: `Dispatched.handle`.
       axis_name: the axis of the dispatch.
       wire_dtype: see `combine`.
+      preferred_element_type: dtype of the result, see `combine`; products are rounded to that of h. None: that of h.
       schedule: how launches share the GPU, see `Schedule`: here its `combine_mode`, and, for the backward pass,
         `dispatch_mode`.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]` unweighted sums in the dtype of h.
+      `[T, H]` unweighted sums.
 
     Raises:
       ValueError, TypeError: as `combine` and `grouped_gemm` do.
@@ -152,7 +154,8 @@ def grouped_gemm_combine(
     check.size(function, "the number of rows of h", h.shape[0], layout.capacity, remedy)
     w = check.expert_weights(function, "w", w, (layout.num_local_experts, h.shape[1]), h.dtype)
     travels = jax.ShapeDtypeStruct((layout.capacity, w.shape[2]), h.dtype)
-    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, travels))
+    sum_dtype = check.result_dtype(function, preferred_element_type, h.dtype)
+    options = dataclasses.replace(options, wire_dtype=check.wire(function, wire_dtype, travels), sum_dtype=sum_dtype)
     h, w, handle = vary_alike((h, w, handle), over=options.axis)
     if fuses(options, h, w.shape[2], handle):
         return multiply_and_combine(options, False, h, None, w, handle)[0]
@@ -329,7 +332,8 @@ def _combine_backward(
     options: Options, transpose_rhs: bool, residuals: Any, cotangents: tuple[Array, Array | None]
 ) -> Any:
     h, w, handle = residuals
-    d_sums, d_slots = cotangents
+    d_sums, d_slots = cotangents[0].astype(h.dtype), cotangents[1]
+    options = options.transposed
     # The tokens are needed at once, as rows, and not kept.
     back = dispatch_and_multiply(options, not transpose_rhs, "rows", d_sums, d_slots, w, handle)
     d_w = weight_gradient(options, not transpose_rhs, "rows", d_sums, back.saved, h, handle)
@@ -344,6 +348,7 @@ def _combine_with_bias_backward(
     options: Options, residuals: Any, d_sums: Array
 ) -> tuple[Array, Array | None, None, Bias]:
     h, w, handle, bias = residuals
+    options, d_sums = options.transposed, d_sums.astype(h.dtype)
     back = dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
     d_w = weight_gradient(options, True, "rows", d_sums, back.saved, h, handle)
     return back.hidden, d_w, None, bias_gradient(options, cast(Array, back.saved), bias, handle.group_sizes)

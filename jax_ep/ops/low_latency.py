@@ -8,6 +8,7 @@ the handles of all.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -113,6 +114,7 @@ def low_latency_combine(
     *,
     axis_name: AxisName = "expert",
     wire_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -126,11 +128,12 @@ def low_latency_combine(
       axis_name: the axis of the dispatch.
       wire_dtype: `jnp.float8_e4m3fn` rounds what travels, rows or their weighted sums per rank, to FP8 with one scale
         per 128 columns, and has no gradient; None sends both at least as exact as y.
+      preferred_element_type: dtype of the result, see `combine`; None: that of y.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]` in the dtype of y: `sum_k weight[t, k] * y[row of expert idx[t, k]]`.
+      `[T, H]`: `sum_k weight[t, k] * y[row of expert idx[t, k]]`.
 
     Raises:
       ValueError: shapes or the axis do not fit the handle.
@@ -150,6 +153,7 @@ def low_latency_combine(
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "y", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, check.wire(function, wire_dtype, y), schedule)
+    options = dataclasses.replace(options, sum_dtype=check.result_dtype(function, preferred_element_type, y.dtype))
     return combine_tokens(options, *vary_alike((y, topk_weights, handle), over=options.axis))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -50,6 +51,7 @@ def moe(
     num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
     forward_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -80,12 +82,14 @@ def moe(
         one scale per 128 columns, matrices, quantised in each call, with one per block of 128 by 128. The backward pass
         is that of the layer without it, in the dtype of x at the hidden rows of the forward pass; rounding counts as
         the identity. Tokens that travel in FP8 too (`wire_dtype`) are quantised once. None: the dtype of x.
+      preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
+        again; products, and what travels, stay in the dtype of x. None: that of x.
       schedule: how launches share the GPU, see `Schedule`: its modes count for both products and their gradients;
         `fuse_weight_gradients` for the first product, and not with `forward_dtype`. None: the package's choice.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]` in the dtype of x.
+      `[T, H]`.
 
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
@@ -117,6 +121,7 @@ def moe(
     in_fp8 = forward_dtype is not None and moe_fp8.checked(
         options, forward_dtype, experts, parts.b_gate_up, parts.w_down
     )
+    sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
     columns = parts.w_gate_up.shape[2]
     prepare = functools.partial(
         exchange.prepare,
@@ -130,15 +135,17 @@ def moe(
         # The same errors, but nothing to compile: XLA's compiler for GPUs crashes at some programs without a row.
         jax.eval_shape(lambda *arrays: prepare(*arrays)[1:], x, topk_idx, topk_weights)
         # Gradients are zeros that have the shardings of what they belong to.
-        return x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in jax.tree.leaves((topk_weights, parts)))
+        zeros = x + sum(jnp.sum(a[:0]).astype(x.dtype) for a in jax.tree.leaves((topk_weights, parts)))
+        return zeros.astype(sum_dtype)
     options, *prepared = prepare(x, topk_idx, topk_weights)
+    back = dataclasses.replace(options, sum_dtype=sum_dtype)
     tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
     w_gate_up, w_down, sizes = parts.w_gate_up, parts.w_down, handle.group_sizes
     if in_fp8:
         hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, w_gate_up, handle)
         bias = _bias_of_result(experts, parts, row_weights)
         between = moe_fp8.Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-        y = moe_fp8.multiply_and_combine(options, experts, between, w_down, handle)
+        y = moe_fp8.multiply_and_combine(back, experts, between, w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
     exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
     if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
@@ -152,15 +159,15 @@ def moe(
     bias = _bias_of_result(experts, parts, row_weights)
     if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
         if bias is None:
-            y, _ = exchange_gemm.multiply_and_combine(options, False, rows, None, w_down, handle)
+            y, _ = exchange_gemm.multiply_and_combine(back, False, rows, None, w_down, handle)
         else:
-            y = exchange_gemm.multiply_and_combine_with_bias(options, rows, w_down, handle, bias)
+            y = exchange_gemm.multiply_and_combine_with_bias(back, rows, w_down, handle, bias)
         return checkpoint_name(y, OUTPUT_NAME)
     if bias is None:
         products = multiply(options, False, x.dtype, rows, w_down, sizes)
     else:
         products = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
-    y, _ = exchange.combine_tokens(options, products, None, handle)
+    y, _ = exchange.combine_tokens(back, products, None, handle)
     return checkpoint_name(y, OUTPUT_NAME)
 
 
@@ -178,6 +185,7 @@ def fused_moe(
     activation: str = "silu",
     num_tokens: Array | int | None = None,
     forward_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -195,11 +203,12 @@ def fused_moe(
       activation: short for `experts`.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
       forward_dtype: see `moe`.
+      preferred_element_type: see `moe`.
       schedule: see `moe`.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]` in the dtype of x.
+      `[T, H]`.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `moe` does.
@@ -225,6 +234,7 @@ def fused_moe(
         axis_name=(),
         num_tokens=num_tokens,
         forward_dtype=forward_dtype,
+        preferred_element_type=preferred_element_type,
         schedule=schedule,
         implementation=implementation,
     )

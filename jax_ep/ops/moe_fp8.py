@@ -160,7 +160,7 @@ def _combine_forward(options: Options, experts: Experts, between: Between, w: Ar
 
 def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
     between, rows, w, handle = residuals
-    sizes = handle.group_sizes
+    sizes, options, d_sums = handle.group_sizes, options.transposed, d_sums.astype(w.dtype)
     if exchange_gemm.fuses(options, d_sums, w.shape[1], handle):
         d_rows, d_products, _ = exchange_gemm.dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
         d_w = exchange_gemm.weight_gradient(options, True, "rows", d_sums, d_products, rows, handle)

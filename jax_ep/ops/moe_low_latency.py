@@ -44,6 +44,7 @@ def low_latency_moe(
     axis_name: AxisName = "expert",
     max_tokens_per_rank: int | None = None,
     num_tokens: Array | int | None = None,
+    preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -68,11 +69,12 @@ def low_latency_moe(
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers. None: T.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
+      preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
 
     Returns:
-      `[T, H]` in the dtype of x; zero for tokens without experts.
+      `[T, H]`; zero for tokens without experts.
 
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; in FP8, H or I is not a multiple of 128.
@@ -110,6 +112,7 @@ def low_latency_moe(
             " change one of them, or for experts without gates pass experts=jax_ep.Experts(activation, gated=False)."
         )
     experts = check.expert_function(function, experts, activation, columns, inner)
+    out_dtype = check.result_dtype(function, preferred_element_type, x.dtype)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", b_down, (num_local, x.shape[1]))
     top_k = topk_idx.shape[1]
@@ -128,7 +131,7 @@ def low_latency_moe(
     rows, scales = activate(options, experts, inner, hidden, sizes, b_gate_up, fp8)
     down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
     product = (rows, down, sizes, scales, down_scales)
-    y = _multiply_and_combine(options, x.dtype, expected_rows, topk_weights, handle, b_down, *product)
+    y = _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, b_down, *product)
     if experts.weight_on == "input" and top_k > 1:
         wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
         y = jnp.sum(wide, axis=1).astype(y.dtype)

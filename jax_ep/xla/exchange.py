@@ -57,7 +57,7 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
     else:
         values, scales = (exchange(part, options.axis) for part in fp8.quantize_rows(partial))
         parts = fp8.dequantize_rows(values, scales, dtype)
-    return sum_in_order(parts).astype(y.dtype)
+    return sum_in_order(parts).astype(options.sum_dtype or y.dtype)
 
 
 def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:

@@ -98,7 +98,7 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
         # The weight of a slot without a row here may be anything.
         weight = jnp.where(handle.slot_row[:, :, k] < 0, jnp.zeros((), dtype), weights[:, :, k])
         partial = partial + row * weight[:, :, None]
-    return sum_in_order(exchange(partial, options.axis)).astype(y.dtype)[: topk_weights.shape[0]]
+    return sum_in_order(exchange(partial, options.axis)).astype(options.sum_dtype or y.dtype)[: topk_weights.shape[0]]
 
 
 def _pad_rows(x: Array, num_rows: int, fill: int) -> Array:

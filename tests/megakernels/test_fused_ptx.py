@@ -100,8 +100,18 @@ def test_gemm_combine_with_bias(on_h200: None) -> None:
     check_flat(built, sizes.product, config.num_stages)
 
 
-def build_gemm_combine(config: Config, sizes: structs_gemm.GemmCombine, capability: int, *, bias: bool = False) -> dict:
-    types = {"handle": structs_gemm.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": "*bf16"} | PEERS
+def test_gemm_combine_to_float32(on_h200: None) -> None:
+    tokens, hidden, _, features = DEEPSEEK
+    config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
+    built = build_gemm_combine(config, sizes, 90, out="*fp32")
+    check(built, 90)
+    check_flat(built, sizes.product, config.num_stages)
+
+
+def build_gemm_combine(
+    config: Config, sizes: structs_gemm.GemmCombine, capability: int, *, bias: bool = False, out: str = "*bf16"
+) -> dict:
+    types = {"handle": structs_gemm.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": out} | PEERS
     types |= {"b_desc": matrices(sizes.product)}
     types["h_desc"] = f"tensordesc<bf16[{sizes.product.tile.BM}, {sizes.product.tile.BK}]>"
     values = constants(sizes)

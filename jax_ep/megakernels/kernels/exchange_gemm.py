@@ -335,7 +335,7 @@ def gemm_combine(
     launch, alive = open_launch(peers, HEAP)
     W: tl.constexpr = HEAP.W
     P: tl.constexpr = S.product
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = h_desc.dtype
     received_ptr = data_of(launch, launch.device, dtype, HEAP)
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") == 0:
         announce(launch, HEAP)

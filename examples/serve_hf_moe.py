@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hf.generation import Generated, Generator
     from hf.model import Decoder
 
+EXPERTS = ("off", "same", "fp8", "fp8_channel", "int8", "int4", "mxfp4")
 PROMPTS = ["The capital of France is", "Once upon a time"]
 
 
@@ -41,7 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="share of the probability that tokens are sampled from")
     add("--seed", type=int, default=0)
-    add("--experts", choices=("fp8", "same", "off"), default="off", help="matrices of the low-latency path in decoding")
+    add("--experts", choices=EXPERTS, default="off", help="matrices of the low-latency path in decoding")
     add("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: what config.json names")
     add("--expert-parallel", type=int, help="devices to spread the experts over; default: all accelerators, or one CPU")
     add("--train", type=int, metavar="STEPS", help="fine-tune all weights on --text before")

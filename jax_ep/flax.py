@@ -27,7 +27,7 @@ from jax_ep.quantization import dequantize_fp8_weights
 from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
-from jax_ep.types import Experts, Routing, Schedule
+from jax_ep.types import Experts, QuantizedExperts, Routing, Schedule
 
 try:
     from flax import nnx
@@ -341,27 +341,29 @@ class MoE(nnx.Module):
             )
         return mesh
 
-    def serving_weights(self, *, fp8: bool = True) -> ServingWeights:
-        """The experts' matrices for `serving=`, in FP8 or in `dtype`; also of layers stacked by `nnx.vmap`."""
+    def serving_weights(self, *, fp8: bool = True, format: str | None = None) -> ServingWeights:
+        """The experts' matrices for `serving=`, in FP8, in a format of `jax_ep.quantization.quantize_experts`, or in
+        `dtype`; also of layers stacked by `nnx.vmap`.
+        """
         if self.capacity is not None:
             raise ValueError(f"capacity={self.capacity}: serving drops nothing, and needs capacity=None")
         if self.w_gate_up is None or self.w_down is None:
             raise ValueError("this MoE serves only: ask the one that it was made of")
         # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
         w_gate_up, w_down, biases = self._whole(self.w_gate_up[...], 2), self._whole(self.w_down[...]), self._biases()
-        if not fp8:
+        if not fp8 and format is None:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
         if (bias := biases["b_gate_up"]) is not None:
             biases["b_gate_up"] = self._whole(bias, 2)
-        return serving_weights(w_gate_up, w_down, experts=self.experts, fp8=fp8, **biases)
+        return serving_weights(w_gate_up, w_down, experts=self.experts, fp8=fp8, format=format, **biases)
 
-    def to_serving(self, *, fp8: bool = True) -> MoE:
+    def to_serving(self, *, fp8: bool = True, format: str | None = None) -> MoE:
         """This layer with its experts as `serving_weights` makes them, and in no other form: it cannot train.
 
         All other parameters are those of this layer. Batches too large for the low-latency path multiply by matrices in
-        `dtype`, made of those in FP8 in each call.
+        `dtype`, made of those in FP8 in each call; those in a `format` are multiplied as they are.
         """
-        arrays, tree = jax.tree.flatten(self.serving_weights(fp8=fp8))
+        arrays, tree = jax.tree.flatten(self.serving_weights(fp8=fp8, format=format))
         layer = nnx.merge(*nnx.split(self))
         layer.w_gate_up = layer.w_down = layer.b_gate_up = layer.b_down = None
         layer.serving_arrays, layer.serving_tree = nnx.List([ServingArray(array) for array in arrays]), tree
@@ -395,7 +397,7 @@ class MoE(nnx.Module):
             w = found[name]
             if isinstance(w, tuple):
                 w = dequantize_fp8_weights(w[0], w[1], self.dtype)
-            found[name] = jnp.swapaxes(w, -1, -2)
+            found[name] = w if isinstance(w, QuantizedExperts) else jnp.swapaxes(w, -1, -2)
         return found
 
     def _router_weights(self) -> RouterWeights:

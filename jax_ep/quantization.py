@@ -1,4 +1,4 @@
-"""FP8 with one float32 scale per group of columns, or per block of a matrix: quantising and back."""
+"""FP8 rows and matrices, and expert matrices in 8 and 4 bits: quantising and back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from functools import partial
 
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, fp8
+from jax_ep.core import check, check_quantized, expert_formats, fp8
 from jax_ep.core.check_fp8 import matrices as check_matrices
 from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Quantized, QuantizedExperts
 
 
 @operation
@@ -127,3 +127,85 @@ def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Ar
     values, scales = quantized_matrices("dequantize_fp8_weights", values, scales)
     dtype = check.dtype("dequantize_fp8_weights", "dtype", dtype, "one of the result, as jnp.bfloat16")
     return fp8.dequantize_matrices(values, scales, dtype)
+
+
+@operation
+def quantize_experts(w: Array, format: str, *, group_size: int = GROUP_SIZE) -> QuantizedExperts:
+    """Expert matrices in 8 or 4 bits, for products with tokens that keep their dtype.
+
+    All formats are symmetric. Each has one scale for
+
+      "fp8": a block of 128 by 128, float8_e4m3fn as in DeepSeek-V3;
+      "fp8_channel": a column, float8_e4m3fn;
+      "int8": a column, integers up to 127;
+      "int4": `group_size` elements of a column, integers up to 7;
+      "mxfp4": 32 elements of a column, a power of two, and values of e2m1, as gpt-oss has them.
+
+    Args:
+      w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them.
+      format: one of these.
+      group_size: of "int4", even.
+
+    Returns:
+      `QuantizedExperts`, transposed: it stands for matrices `[..., E, N, K]`. Half the step of a format times the scale
+      bounds the error of an element: in FP8 see `quantize_fp8`; in integers half a scale; in "mxfp4" a quarter of the
+      element, but for what is next to the largest of its group and rounds down, a third. An infinity or NaN makes all
+      elements that share its scale NaN.
+
+    Raises:
+      ValueError: another format; K is no multiple of the elements that share a scale.
+      TypeError: w is not floating; also by the gradient, which would not be that of quantisation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.quantization import dequantize_experts, quantize_experts
+      >>> w = quantize_experts(jnp.full((4, 64, 6), 3.0), "mxfp4")
+      >>> w.values.shape, w.scales.shape, dequantize_experts(w, jnp.float32)[0, 0, 0].item()
+      ((4, 6, 32), (4, 6, 2), 3.0)
+
+    Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); OCP Microscaling Formats 1.0, section 6.3.
+    """
+    function = "quantize_experts"
+    w = check_matrices(function, "w", w, whole=False)
+    check_quantized.expert_format(function, format)
+    group_size = check.positive(function, "group_size", group_size)
+    if group_size % 2:
+        raise ValueError(f"{function}: {group_size=}, expected an even number: two elements share a byte.")
+    check_quantized.depth(function, "axis -2 of w, K,", format, w.shape[-2], group_size)
+    if format == "fp8":
+        whole_blocks_per_device(function, "w", w)
+    remedy = "quantize_experts has no gradient: train with the weights as they are."
+    return call_without_gradient(remedy, partial(_quantize_experts, format, group_size), w)
+
+
+def _quantize_experts(expert_format: str, group_size: int, w: Array) -> QuantizedExperts:
+    return expert_formats.quantize(w, expert_format, group_size)
+
+
+@operation
+def dequantize_experts(w: QuantizedExperts, dtype: DTypeLike) -> Array:
+    """The matrices for which they stand.
+
+    Args:
+      w: of `quantize_experts`.
+      dtype: dtype of the result.
+
+    Returns:
+      `[..., E, N, K]` array of `dtype`, multiplied in float32: transposed, as they are kept.
+
+    Raises:
+      ValueError: parts that do not belong together.
+      TypeError: no `QuantizedExperts`, or parts of other dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.quantization import dequantize_experts, quantize_experts
+      >>> dequantize_experts(quantize_experts(jnp.ones((2, 128, 3)), "int8"), jnp.bfloat16).shape
+      (2, 3, 128)
+    """
+    function = "dequantize_experts"
+    if not isinstance(w, QuantizedExperts):
+        raise TypeError(f"{function}: w is a {type(w).__name__}, expected QuantizedExperts; see quantize_experts.")
+    w = check_quantized.experts(function, "w", w)
+    dtype = check.dtype(function, "dtype", dtype, "one of the result, as jnp.bfloat16")
+    return expert_formats.dequantize(w.values, w.scales, w.format, dtype)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep.core import check, check_fp8
-from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core import check, check_fp8, check_quantized
 from jax_ep.core.named_scopes import operation
-from jax_ep.quantization import quantize_fp8_weights
-from jax_ep.types import Array, Experts, Quantized
+from jax_ep.quantization import quantize_experts, quantize_fp8_weights
+from jax_ep.types import Array, Experts, Quantized, QuantizedExperts
 
 LOW_LATENCY_TOKENS = 128
 """Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.
@@ -28,14 +28,14 @@ class ServingWeights:
     """The matrices of expert layers as `low_latency_moe` takes them; leading axes, such as one of layers, are allowed.
 
     Attributes:
-      w_gate_up: `[..., E, 2 * I, H]`, or in FP8 a pair `(values, scales)`.
-      w_down: `[..., E, H, I]`, or such a pair.
+      w_gate_up: `[..., E, 2 * I, H]`, or in FP8 a pair `(values, scales)`, or `QuantizedExperts`.
+      w_down: `[..., E, H, I]`, or such a pair, or `QuantizedExperts`.
       b_gate_up: `[..., E, 2 * I]`, or None.
       b_down: `[..., E, H]`, or None.
     """
 
-    w_gate_up: Array | Quantized
-    w_down: Array | Quantized
+    w_gate_up: Array | Quantized | QuantizedExperts
+    w_down: Array | Quantized | QuantizedExperts
     b_gate_up: Array | None = None
     b_down: Array | None = None
 
@@ -49,6 +49,7 @@ def serving_weights(
     b_gate_up: Array | None = None,
     b_down: Array | None = None,
     fp8: bool = True,
+    format: str | None = None,
 ) -> ServingWeights:
     """Turns the matrices of `moe` into those of `low_latency_moe`, once, before serving.
 
@@ -60,7 +61,9 @@ def serving_weights(
       experts: what the experts compute, see `jax_ep.Experts`; None: gates in the first half of the columns.
       b_gate_up: `[..., E, 2 * I]`, or None.
       b_down: `[..., E, H]`, or None.
-      fp8: quantise them. I is padded with zeros to a multiple of 128, which changes no result.
+      fp8: quantise them, with tokens and activated rows in FP8 too.
+      format: quantise them as `quantize_experts` does, with tokens in their own dtype; then `fp8` counts for nothing.
+        In groups of I, it is padded with zeros, which changes no result.
 
     Returns:
       Both matrices, transposed, and the biases.
@@ -95,17 +98,19 @@ def serving_weights(
     experts = check.expert_function(function, experts, "silu", columns, inner)
     b_gate_up = check.bias(function, "b_gate_up", b_gate_up, (*w_down.shape[:-2], columns))
     b_down = check.bias(function, "b_down", b_down, (*w_down.shape[:-2], hidden))
-    if not fp8:
+    if not fp8 and format is None:
         return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2), b_gate_up, b_down)
-    check_fp8.whole_blocks(function, "H, axis -2 of w_gate_up,", hidden)
-    missing = -inner % GROUP_SIZE
+    wanted = "fp8" if format is None else check_quantized.expert_format(function, format)
+    check_quantized.depth(function, "H, axis -2 of w_gate_up,", wanted, hidden)
+    missing = -inner % check_quantized.group_of(wanted)
     if missing:
         if callable(experts.activation):
-            check_fp8.whole_blocks(function, "I, axis -2 of w_down,", inner)
+            check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner)
         w_gate_up = _pad_columns(experts, w_gate_up, missing)
         b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
         w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
-    return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down), b_gate_up, b_down)
+    quantize = quantize_fp8_weights if format is None else partial(quantize_experts, format=format)
+    return ServingWeights(quantize(w_gate_up), quantize(w_down), b_gate_up, b_down)
 
 
 def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:

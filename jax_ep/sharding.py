@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.core import check
+from jax_ep.core import check, check_quantized
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.ops.moe import moe
-from jax_ep.types import Array, AxisName, Experts
+from jax_ep.types import Array, AxisName, Experts, QuantizedExperts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +147,8 @@ def sharded_moe(
         x: Array,
         topk_idx: Array,
         topk_weights: Array,
-        w_gate_up: Array,
-        w_down: Array,
+        w_gate_up: Array | QuantizedExperts,
+        w_down: Array | QuantizedExperts,
         *,
         b_gate_up: Array | None = None,
         b_down: Array | None = None,
@@ -162,8 +162,11 @@ def sharded_moe(
             topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, all_count=False)
             arrays["topk_idx"] = topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
-        _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
-        check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *w_gate_up.shape[2:]))
+        if isinstance(w_gate_up, QuantizedExperts):
+            columns = _check_quantized(w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
+        else:
+            columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
+        check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *columns))
         check.bias(_FUNCTION, "b_down", b_down, (num_experts, x.shape[1]))
         if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
             raise ValueError(
@@ -173,10 +176,13 @@ def sharded_moe(
         given = {name: value for name, value in arrays.items() if value is not None}
         in_specs = {name: getattr(specs, _ARRAYS[name]) for name in given}
         for name, argument in given.items():
+            if isinstance(argument, QuantizedExperts):
+                in_specs[name] = P(specs.w_down[0])
+                continue
             _check_explicit(the_mesh, name, argument, in_specs[name])
         body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
 
-        def per_shard(arrays: dict[str, Array]) -> Array:
+        def per_shard(arrays: dict[str, Any]) -> Array:
             return body(**(arrays if fsdp_axis is None else _whole_matrices(arrays, fsdp_axis)))
 
         return jax.shard_map(per_shard, mesh=the_mesh, in_specs=(in_specs,), out_specs=specs.tokens)(given)
@@ -268,7 +274,8 @@ def _check_matrices(
     num_experts: int,
     axis_name: AxisName,
     tensor_axis: str | None,
-) -> None:
+) -> tuple[int, ...]:
+    """The axes of columns of w_gate_up, after checks of both matrices."""
     check.divisible_experts(_FUNCTION, num_experts, _num_shards(mesh, axis_tuple(axis_name)), axis_name)
     rank, shape = 3, "[E, H, 2 * I]"
     if tensor_axis is not None:
@@ -279,13 +286,29 @@ def _check_matrices(
         remedy = "pass the matrices of all experts"
         check.size(_FUNCTION, f"axis 0 of {name}", value.shape[0], num_experts, remedy)
     if tensor_axis is None:
-        return
+        return w_gate_up.shape[2:]
     for name, columns in (("axis -1 of w_gate_up", w_gate_up.shape[-1]), ("axis 1 of w_down", w_down.shape[1])):
         if columns % mesh.shape[tensor_axis]:
             raise ValueError(
                 f"{_FUNCTION}: {name}, I, is {columns}, expected a multiple of the {mesh.shape[tensor_axis]} ranks of"
                 f" tensor_axis={tensor_axis!r}; pad I with zeros, which changes no result."
             )
+    return w_gate_up.shape[2:]
+
+
+def _check_quantized(
+    w_gate_up: QuantizedExperts, w_down: Any, num_experts: int, tensor_axis: str | None, fsdp_axis: str | None
+) -> tuple[int, ...]:
+    """Likewise, of quantised ones."""
+    if tensor_axis is not None or fsdp_axis is not None:
+        raise ValueError(
+            f"{_FUNCTION}: {tensor_axis=}, {fsdp_axis=} with QuantizedExperts, which only the experts' axis splits;"
+            " leave both None, or pass matrices in the dtype of x."
+        )
+    check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
+    for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        check_quantized.experts(_FUNCTION, name, w, num_experts)
+    return w_gate_up.shape[1:2]
 
 
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:

@@ -241,6 +241,36 @@ class Options:
         return self.implementation is not None and len(self.implementation) == 1
 
 
+EXPERT_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedExperts:
+    """Matrices of experts in 8 or 4 bits, transposed, with their scales; tokens that they multiply keep their dtype.
+
+    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
+    `jax_ep.quantization.quantize_experts`, which says what each format is.
+
+    Attributes:
+      values: `[..., E, N, K]` float8_e4m3fn or int8; in 4 bits `[..., E, N, K / 2]` uint8, of which the lower half is
+        the element in front.
+      scales: float32 `[..., E, ceil(N / 128), K / 128]` ("fp8"), `[..., E, N]` ("fp8_channel", "int8") or
+        `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4").
+      format: one of `EXPERT_FORMATS`.
+    """
+
+    values: Array
+    scales: Array
+    format: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., E, N, K]`, of the matrices for which the values stand."""
+        *leading, depth = self.values.shape
+        return (*leading, 2 * depth if self.values.dtype == np.uint8 else depth)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What is static in one dispatch: its sizes, from which it alone derives every other, and its mesh axes.

@@ -306,6 +306,24 @@ def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(run(broken), run(None))
 
 
+@pytest.mark.parametrize("expert_format", ["int8", "mxfp4"])
+@pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
+def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens take the low-latency path, others `sharded_moe`, by the same matrices."""
+    moe, x = serve_layer("Auto")
+    server = moe.to_serving(format=expert_format)
+    assert server.w_gate_up is None
+
+    def run() -> jax.Array:
+        return nnx.jit(lambda moe, x: moe(x)[0])(server, x)
+
+    few = run()
+    monkeypatch.setattr("jax_ep.flax.LOW_LATENCY_TOKENS", 1)
+    np.testing.assert_allclose(run(), few, rtol=1e-3, atol=1e-5)
+    want = moe(x)[0]
+    assert float(jnp.linalg.norm(few - want) / jnp.linalg.norm(want)) < (0.03 if expert_format == "int8" else 0.3)
+
+
 @pytest.mark.slow
 def test_serving_on_one_device() -> None:
     x = jax.random.normal(jax.random.key(2), (5, H))

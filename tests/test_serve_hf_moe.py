@@ -168,6 +168,16 @@ def test_experts_in_fp8(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("experts", "largest"), [("int8", 0.1), ("mxfp4", 0.7)])
+def test_experts_in_8_and_4_bits(folders: dict[str, Path], experts: str, largest: float) -> None:
+    """With biases, interleaved gates and limits."""
+    want = golden("gpt_oss")
+    decoder = load(Checkpoint(folders["gpt_oss"]), **FLOAT32)
+    logits = Generator(decoder, experts=experts)(want.prompts[:2], max_new=1).prompt_logits
+    assert TOLERANCE < error(logits, np.stack([rows[-1] for rows in want.logits[:2]])) < largest
+
+
+@pytest.mark.slow
 def test_bfloat16_is_near(folders: dict[str, Path]) -> None:
     want = golden("gpt_oss")
     decoder = load(Checkpoint(folders["gpt_oss"]))

@@ -18,7 +18,7 @@ from jax_ep.flax import MoE
 from jax_ep.serving import ServingWeights
 
 Array = jax.Array
-Experts = Literal["fp8", "same", "off"]
+Experts = Literal["off", "same", "fp8", "fp8_channel", "int8", "int4", "mxfp4"]
 # So many tokens of each text are made in one program, and then shown.
 STEPS_PER_PROGRAM = 8
 # Prompts are padded to a multiple of it: lengths that differ a little run the same compiled programs.
@@ -99,7 +99,8 @@ class Generator:
       mesh: its mesh, or None for one device.
       stop_tokens: ids that end a text.
       experts: the matrices of the experts where a device has so few tokens that `jax_ep.flax.MoE` takes its
-        low-latency path, as in decoding: in "fp8", in the "same" dtype as the rest, or "off", which never takes it.
+        low-latency path, as in decoding: in "fp8", with tokens in FP8 too; in the "same" dtype as the rest, or in a
+        format of `jax_ep.quantization.quantize_experts`, with tokens in that dtype; or "off", which never takes it.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Generator:
         self._graph, self._params = nnx.split(decoder)
         self._serving: list[ServingWeights | None] | None = None
         if experts != "off":
-            quantize = nnx.jit(lambda moe: moe.serving_weights(fp8=experts == "fp8"))
+            kept = None if experts in ("same", "fp8") else experts
+            quantize = nnx.jit(lambda moe: moe.serving_weights(fp8=experts == "fp8", format=kept))
             mlps = [layer.mlp for layer in decoder.model.layers]
             self._serving = [quantize(mlp) if isinstance(mlp, MoE) else None for mlp in mlps]
         self._programs: dict[tuple[int, ...], tuple[Any, Any]] = {}

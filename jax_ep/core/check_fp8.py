@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.core import check
+from jax_ep.core import check, check_quantized
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Quantized, QuantizedExperts
 
 
 def matrices(function: str, name: str, value: Any, *, whole: bool = True) -> Array:
@@ -163,16 +163,15 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
 
 
 def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[bool, int, int]:
-    """The matrices of an expert layer, transposed: whether they are in FP8, columns of hidden rows, and I."""
+    """The matrices of an expert layer, transposed: whether they are pairs in FP8, columns of hidden rows, and I."""
     fp8 = isinstance(w_gate_up, tuple)
-    if fp8 != isinstance(w_down, tuple):
-        kinds = ["a pair (values, scales)" if isinstance(w, tuple) else "an array" for w in (w_gate_up, w_down)]
-        raise TypeError(
-            f"{function}: w_gate_up is {kinds[0]} and w_down is {kinds[1]}, expected two of a kind; quantise both with"
-            " jax_ep.quantization.quantize_fp8_weights, or none."
-        )
-    hidden, values = x.shape[1], []
+    check_quantized.two_of_a_kind(function, w_gate_up, w_down)
+    hidden = x.shape[1]
+    values: list[Array | QuantizedExperts] = []
     for name, w, layout in (("w_gate_up", w_gate_up, "[L, 2 * I, H]"), ("w_down", w_down, "[L, H, I]")):
+        if isinstance(w, QuantizedExperts):
+            values.append(check_quantized.experts(function, name, w, num_local))
+            continue
         if isinstance(w, tuple) and len(w) != 2:
             raise ValueError(f"{function}: {name} is a tuple of {len(w)}, expected 2; pass (values, scales).")
         value = check.array(function, name, w[0] if isinstance(w, tuple) else w, 3, layout)
@@ -182,7 +181,7 @@ def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_lo
             scales(function, f"{name}_scales", w[1], value, GROUP_SIZE)
         values.append(value)
     up, down = values
-    remedy = "matrices are transposed here: swap their last two axes, or quantise with quantize_fp8_weights, which does"
+    remedy = "matrices are transposed here: swap their last two axes, or quantise them, which does"
     check.size(function, "axis 2 of w_gate_up", up.shape[2], hidden, remedy)
     check.size(function, "axis 1 of w_down", down.shape[1], hidden, remedy)
     return fp8, up.shape[1], down.shape[2]

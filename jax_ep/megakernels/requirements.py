@@ -47,6 +47,8 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
     dtype = jnp.dtype(dtype)
     if operation == "masked":
         return _refusal_of_masked(dtype, *facts)
+    if operation == "quantized_gemm":
+        return _refusal_of_quantized(dtype)
     if operation == "grouped_gemm":
         return _refusal_of_products(dtype)
     if operation == "activation":
@@ -98,6 +100,13 @@ def _refusal_of_products(dtype: jnp.dtype) -> str | None:
     if dtype not in (FP8, jnp.bfloat16, jnp.float16):
         return None
     return capability.missing_tma(f"its grouped GEMM in {'FP8' if dtype == FP8 else dtype}")
+
+
+def _refusal_of_quantized(dtype: jnp.dtype) -> str | None:
+    """Likewise for float32 and float64."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    return capability.missing_tma("its products of quantised matrices")
 
 
 def _refusal_of_low_latency(

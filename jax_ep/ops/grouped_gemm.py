@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8
+from jax_ep.core import check, check_fp8, check_quantized
 from jax_ep.core.bias import Bias
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.ops import registry
-from jax_ep.types import Array, Options
+from jax_ep.ops import quantized_gemm, registry
+from jax_ep.types import Array, Options, QuantizedExperts
 
 _FEWEST_COLUMNS = 8
 """Of matrices that have one column to multiply: kernels take whole 16-byte words."""
@@ -30,7 +30,7 @@ _FEWEST_COLUMNS = 8
 @operation
 def grouped_gemm(
     lhs: Array,
-    rhs: Array,
+    rhs: Array | QuantizedExperts,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
@@ -48,7 +48,8 @@ def grouped_gemm(
     Args:
       lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
       rhs: `[G, K, N]` of the same dtype. In FP8 `[G, N, K]`, the matrices transposed, so that both operands have K
-        last, as FP8 tensor cores need it; `quantize_fp8_weights` makes it of `[G, K, N]`.
+        last, as FP8 tensor cores need it; `quantize_fp8_weights` makes it of `[G, K, N]`. Or `QuantizedExperts`, which
+        are multiplied as matrices of the dtype of lhs, and have no gradient either.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
       lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, as `quantize_fp8` makes it; else None.
       rhs_scales: `[G, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
@@ -78,6 +79,12 @@ def grouped_gemm(
     Source: the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     options = registry.options("grouped_gemm", implementation=implementation)
+    if isinstance(rhs, QuantizedExperts):
+        lhs = check.matrix("grouped_gemm", "lhs", lhs, "[M, K]")
+        check_quantized.no_scales("grouped_gemm", lhs_scales, rhs_scales)
+        lhs, rhs, group_sizes = check_quantized.operands("grouped_gemm", lhs, rhs, group_sizes)
+        out_dtype = check.result_dtype("grouped_gemm", preferred_element_type, lhs.dtype)
+        return quantized_gemm.multiply(options, out_dtype, lhs, rhs, group_sizes)
     if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
         scales = (lhs_scales, rhs_scales)
         return _grouped_gemm_fp8(options, lhs, rhs, group_sizes, *scales, preferred_element_type)

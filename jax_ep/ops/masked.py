@@ -10,21 +10,21 @@ from functools import partial
 
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8, fp8
+from jax_ep.core import check, check_fp8, check_quantized, fp8
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.ops import registry
-from jax_ep.types import Array, Experts, Options
+from jax_ep.ops import quantized_gemm, registry
+from jax_ep.types import Array, Experts, Options, QuantizedExperts
 
 
 @operation
 def masked_grouped_gemm(
     lhs: Array,
-    rhs: Array,
+    rhs: Array | QuantizedExperts,
     group_sizes: Array,
     *,
     lhs_scales: Array | None = None,
@@ -44,7 +44,8 @@ def masked_grouped_gemm(
     Args:
       lhs: `[L, M, K]` float8_e4m3fn, bfloat16, float16, float32 or float64.
       rhs: `[L, N, K]` of the same dtype: the matrices, transposed, so that both operands have K last, as FP8 tensor
-        cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`.
+        cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`. Or `QuantizedExperts`, for an lhs that is not
+        FP8, multiplied as matrices of its dtype.
       group_sizes: `[L]` int32, how many of the M rows count.
       lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, else None.
       rhs_scales: `[L, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
@@ -74,9 +75,15 @@ def masked_grouped_gemm(
     Source: the masked layout and the scales are those of DeepGEMM and DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     function = "masked_grouped_gemm"
-    lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
-    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
+    if isinstance(rhs, QuantizedExperts):
+        lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
+        check_quantized.no_scales(function, lhs_scales, rhs_scales)
+        lhs, rhs, group_sizes = check_quantized.operands(function, lhs, rhs, group_sizes)
+        check.size(function, "axis 0 of lhs", lhs.shape[0], rhs.shape[0], "pass one block of rows per local expert")
+    else:
+        lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
+        lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
+        rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
@@ -151,12 +158,21 @@ def _checked_activation(experts: Experts | None, activation: str, hidden: Array)
 
 
 def multiply(
-    options: Options, out_dtype: DTypeLike, expected_rows: int | None, lhs: Array, *others: Array | None
+    options: Options,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+    lhs: Array,
+    rhs: Array | QuantizedExperts,
+    group_sizes: Array,
+    *scales: Array | None,
 ) -> Array:
-    """`masked_grouped_gemm` of checked operands: lhs, rhs, group sizes, scales of lhs and of rhs or None."""
+    """`masked_grouped_gemm` of checked operands, with scales of lhs and of rhs or None."""
+    if isinstance(rhs, QuantizedExperts):
+        return quantized_gemm.multiply_masked(options, out_dtype, expected_rows, lhs, rhs, group_sizes)
     name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
     run = registry.get("masked", name).masked_grouped_gemm
-    run, operands = partial(run, out_dtype=out_dtype, expected_rows=expected_rows), vary_alike((lhs, *others))
+    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
+    operands = vary_alike((lhs, rhs, group_sizes, *scales))
     return call_without_gradient(f"{options.function} has no gradient: train with moe or grouped_gemm.", run, *operands)
 
 

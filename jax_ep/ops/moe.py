@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core import check
-from jax_ep.core.bias import Bias
+from jax_ep.core import check, check_quantized
+from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import dropless_capacity, sort_tokens
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
-from jax_ep.ops import exchange, exchange_gemm, moe_fp8, registry
+from jax_ep.ops import exchange, exchange_gemm, moe_fp8, quantized_gemm, registry
 from jax_ep.ops.activation import activate
 from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
 from jax_ep.types import (
@@ -27,10 +27,14 @@ from jax_ep.types import (
     Array,
     AxisName,
     Experts,
+    Handle,
     Options,
+    QuantizedExperts,
     Schedule,
     SortedTokens,
 )
+
+_MATRICES = ("w_gate_up", "w_down")
 
 
 @operation
@@ -38,8 +42,8 @@ def moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Array | QuantizedExperts,
+    w_down: Array | QuantizedExperts,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -67,8 +71,9 @@ def moe(
       topk_weights: `[T, K]` float32 router weights, or in a narrower dtype that is widened; they scale the rows in
         float32 before the second product.
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
-        gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns.
-      w_down: `[L, I, H]`.
+        gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns. Or
+        `QuantizedExperts` of them, multiplied as matrices of the dtype of x, for inference: without a gradient.
+      w_down: `[L, I, H]`, or `QuantizedExperts` of them.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, gated where w_gate_up has 2 * I columns.
       b_gate_up: biases of the first product, one for each column of w_gate_up, `[L, 2 * I]`; None: none.
@@ -122,7 +127,7 @@ def moe(
         options, forward_dtype, experts, parts.b_gate_up, parts.w_down
     )
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
-    columns = parts.w_gate_up.shape[2]
+    columns = parts.w_gate_up.shape[1 if isinstance(parts.w_gate_up, QuantizedExperts) else 2]
     prepare = functools.partial(
         exchange.prepare,
         options,
@@ -140,33 +145,35 @@ def moe(
     options, *prepared = prepare(x, topk_idx, topk_weights)
     back = dataclasses.replace(options, sum_dtype=sum_dtype)
     tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
-    w_gate_up, w_down, sizes = parts.w_gate_up, parts.w_down, handle.group_sizes
+    if isinstance(parts.w_gate_up, QuantizedExperts):
+        return _by_quantized(options, back, experts, tokens, row_weights, handle, parts)
+    first, second, sizes = parts.w_gate_up, parts.w_down, handle.group_sizes
     if in_fp8:
-        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, w_gate_up, handle)
+        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, first, handle)
         bias = _bias_of_result(experts, parts, row_weights)
         between = moe_fp8.Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-        y = moe_fp8.multiply_and_combine(back, experts, between, w_down, handle)
+        y = moe_fp8.multiply_and_combine(back, experts, between, second, handle)
         return checkpoint_name(y, OUTPUT_NAME)
-    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
-    if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
-        operands = (tokens, row_weights, w_gate_up, handle)
+    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, first)
+    if exchange_gemm.fuses(options, tokens, first.shape[2], handle):
+        operands = (tokens, row_weights, first, handle)
         hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
     else:
         rows, row_weights = exchange.dispatch_tokens(options, tokens, row_weights, handle)
-        hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), w_gate_up, sizes)
+        hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), first, sizes)
     hidden, row_weights = checkpoint_name(hidden, HIDDEN_NAME), cast(Array, row_weights)
-    rows = activate(options, experts, w_down.shape[1], hidden, row_weights, parts.b_gate_up, sizes)
+    rows = activate(options, experts, second.shape[1], hidden, row_weights, parts.b_gate_up, sizes)
     bias = _bias_of_result(experts, parts, row_weights)
-    if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
+    if exchange_gemm.fuses(options, rows, second.shape[2], handle):
         if bias is None:
-            y, _ = exchange_gemm.multiply_and_combine(back, False, rows, None, w_down, handle)
+            y, _ = exchange_gemm.multiply_and_combine(back, False, rows, None, second, handle)
         else:
-            y = exchange_gemm.multiply_and_combine_with_bias(back, rows, w_down, handle, bias)
+            y = exchange_gemm.multiply_and_combine_with_bias(back, rows, second, handle, bias)
         return checkpoint_name(y, OUTPUT_NAME)
     if bias is None:
-        products = multiply(options, False, x.dtype, rows, w_down, sizes)
+        products = multiply(options, False, x.dtype, rows, second, sizes)
     else:
-        products = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
+        products = multiply_with_bias(options, x.dtype, rows, second, sizes, bias)
     y, _ = exchange.combine_tokens(back, products, None, handle)
     return checkpoint_name(y, OUTPUT_NAME)
 
@@ -176,8 +183,8 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Array | QuantizedExperts,
+    w_down: Array | QuantizedExperts,
     *,
     experts: Experts | None = None,
     b_gate_up: Array | None = None,
@@ -195,8 +202,8 @@ def fused_moe(
       x: `[T, H]` tokens.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate.
-      w_down: `[E, I, H]`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `QuantizedExperts`, see `moe`.
+      w_down: `[E, I, H]`, or `QuantizedExperts`.
       experts: see `moe`, also for
       b_gate_up: `[E, 2 * I]`, or None.
       b_down: `[E, H]`, or None.
@@ -219,7 +226,10 @@ def fused_moe(
       >>> jax_ep.fused_moe(x, idx, weights, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4)), activation="relu").shape
       (2, 4)
     """
-    w_gate_up = check.array("fused_moe", "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
+    if isinstance(w_gate_up, QuantizedExperts):
+        w_gate_up = check_quantized.experts("fused_moe", "w_gate_up", w_gate_up)
+    else:
+        w_gate_up = check.array("fused_moe", "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
     return moe(
         x,
         topk_idx,
@@ -281,8 +291,8 @@ def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts:
 class ExpertWeights(NamedTuple):
     """What this rank's experts are made of; see `moe`."""
 
-    w_gate_up: Array
-    w_down: Array
+    w_gate_up: Any
+    w_down: Any
     b_gate_up: Array | None
     b_down: Array | None
 
@@ -294,16 +304,46 @@ def _check_experts(
     function = options.function
     num_experts, num_ranks = check.experts(function, num_experts, options.axis)
     num_local = num_experts // num_ranks
-    w_gate_up = check.expert_weights(function, "w_gate_up", parts.w_gate_up, (num_local, x.shape[1]), x.dtype)
-    columns = w_gate_up.shape[2]
-    w_down = check.array(function, "w_down", parts.w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
-    intermediate = w_down.shape[1]
-    w_down = check.expert_weights(function, "w_down", w_down, (num_local, intermediate), x.dtype)
+    check_quantized.two_of_a_kind(function, parts.w_gate_up, parts.w_down)
+    w_gate_up: Any
+    w_down: Any
+    if isinstance(parts.w_gate_up, QuantizedExperts):
+        check_quantized.nothing_fused(options)
+        w_gate_up, w_down = (check_quantized.experts(function, n, getattr(parts, n), num_local) for n in _MATRICES)
+        remedy = "quantise the matrices of moe, which transposes them"
+        check.size(function, "the last axis of w_gate_up", w_gate_up.shape[2], x.shape[1], remedy)
+        (columns, _), (returned, intermediate) = w_gate_up.shape[1:], w_down.shape[1:]
+    else:
+        w_gate_up = check.expert_weights(function, "w_gate_up", parts.w_gate_up, (num_local, x.shape[1]), x.dtype)
+        w_down = check.array(function, "w_down", parts.w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
+        w_down = check.expert_weights(function, "w_down", w_down, (num_local, w_down.shape[1]), x.dtype)
+        columns, (intermediate, returned) = w_gate_up.shape[2], w_down.shape[1:]
     experts = check.expert_function(function, experts, activation, columns, intermediate)
-    check.size(function, "the number of columns of w_down", w_down.shape[2], x.shape[1], "it must return to H of x")
+    check.size(function, "the number of columns of w_down", returned, x.shape[1], "it must return to H of x")
     b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+
+
+def _by_quantized(
+    options: Options,
+    back: Options,
+    experts: Experts,
+    x: Array,
+    weights: Array,
+    handle: Handle,
+    parts: ExpertWeights,
+) -> Array:
+    """`moe` of `QuantizedExperts`, one operation after another."""
+    rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
+    sizes, row_weights = handle.group_sizes, cast(Array, row_weights)
+    hidden = quantized_gemm.multiply(options, x.dtype, rows, parts.w_gate_up, sizes)
+    rows = activate(options, experts, parts.w_down.shape[2], hidden, row_weights, parts.b_gate_up, sizes)
+    products = quantized_gemm.multiply(options, x.dtype, rows, parts.w_down, sizes)
+    bias = _bias_of_result(experts, parts, row_weights)
+    if bias is not None:
+        products = add_bias(products, bias, sizes)
+    return exchange.combine_tokens(back, products, None, handle)[0]
 
 
 def _bias_of_result(experts: Experts, parts: ExpertWeights, row_weights: Array) -> Bias | None:

@@ -25,7 +25,7 @@ from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
-from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
+from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, QuantizedExperts, Tokens
 
 _REMEDY = (
     "an expert layer with forward_dtype=float8_e4m3fn has first derivatives only: for second ones, leave"
@@ -35,6 +35,11 @@ _REMEDY = (
 
 def checked(options: Options, forward_dtype: DTypeLike, experts: Experts, b_gate_up: Array | None, w: Array) -> bool:
     """True, after checking that the layer's products, the second by `w [L, I, H]`, can run in this dtype, FP8."""
+    if isinstance(w, QuantizedExperts):
+        raise ValueError(
+            f"{options.function}: forward_dtype={forward_dtype!r} with QuantizedExperts, which say how products run;"
+            " leave forward_dtype=None."
+        )
     intermediate, hidden = w.shape[1:]
     check_fp8.forward(options.function, forward_dtype, hidden, intermediate)
     if callable(experts.activation) or (experts.weight_on == "input" and b_gate_up is not None):

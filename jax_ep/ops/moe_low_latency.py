@@ -25,7 +25,16 @@ from jax_ep.ops.low_latency import (
     dispatch_tokens,
 )
 from jax_ep.ops.masked import activate, multiply
-from jax_ep.types import Array, AxisName, Experts, LowLatencyHandle, Options, Quantized, Schedule
+from jax_ep.types import (
+    Array,
+    AxisName,
+    Experts,
+    LowLatencyHandle,
+    Options,
+    Quantized,
+    QuantizedExperts,
+    Schedule,
+)
 
 
 @operation
@@ -33,8 +42,8 @@ def low_latency_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | Quantized,
-    w_down: Array | Quantized,
+    w_gate_up: Array | Quantized | QuantizedExperts,
+    w_down: Array | Quantized | QuantizedExperts,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -58,8 +67,9 @@ def low_latency_moe(
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
       w_gate_up: this rank's matrices, transposed: `[L, 2 * I, H]` in the dtype of x, gate in the first I rows; or in
-        FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`.
-      w_down: `[L, H, I]`, or such a pair.
+        FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`, with which tokens and
+        activated rows are quantised too; or `QuantizedExperts`, which are multiplied as matrices of the dtype of x.
+      w_down: `[L, H, I]`, or such a pair, or `QuantizedExperts`.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, with gates. Experts with their weights on the
         input get each token once for each of its experts, scaled and rounded to the dtype of x.
@@ -218,9 +228,10 @@ def low_latency_gemm_combine(
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, None, schedule)
-    operands = (topk_weights, handle, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    topk_weights, handle, lhs, rhs, *others = vary_alike(operands, over=options.axis)
-    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, None, lhs, rhs, *others)
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales, topk_weights, handle), over=options.axis)
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales, topk_weights, handle = operands
+    product = (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, None, *product)
 
 
 def _multiply_and_combine(
@@ -231,22 +242,20 @@ def _multiply_and_combine(
     handle: LowLatencyHandle,
     bias: Array | None,
     lhs: Array,
-    rhs: Array,
-    *others: Array | None,
+    rhs: Array | QuantizedExperts,
+    group_sizes: Array,
+    *scales: Array | None,
 ) -> Array:
-    """`low_latency_gemm_combine` of checked operands that vary alike, with a bias `[L, H]` of the product or None.
-
-    The others are those of `multiply`.
-    """
+    """`low_latency_gemm_combine` of checked operands that vary alike, with a bias `[L, H]` of the product or None."""
     layout = handle.layout
     name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
     run = registry.get("low_latency", name)
-    if not run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1]):
-        product = multiply(options, out_dtype, expected_rows, lhs, rhs, *others)
+    fuses = run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1])
+    if isinstance(rhs, QuantizedExperts) or not fuses:
+        product = multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
         if bias is not None:
             product = add_bias_of_blocks(product, bias)
         return combine_tokens(options, product, topk_weights, handle)
     fused = partial(run.low_latency_gemm_combine, options, out_dtype=out_dtype, expected_rows=expected_rows)
-    group_sizes, *scales = others
     operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales, bias)
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", fused, *operands)

@@ -32,6 +32,7 @@ _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla"),
     "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
     "grouped_gemm": ("triton", "pallas", "xla"),
+    "quantized_gemm": ("triton", "xla"),
     "activation": ("triton", "xla"),
     "low_latency": ("triton", "xla"),
     "masked": ("triton", "xla"),

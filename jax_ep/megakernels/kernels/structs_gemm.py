@@ -41,6 +41,41 @@ class GroupedGemm(Product):
 
 
 @dataclasses.dataclass(frozen=True)
+class QuantizedTile:
+    """How a product with quantised matrices is covered.
+
+    Attributes:
+      BM, BN, BK, GROUP_M: as those of `GemmTile`.
+      SWAP: the product is turned.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    GROUP_M: int
+    SWAP: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedGemm(Product):
+    """Static sizes of a product with quantised matrices, `[., M, K]` times `[G, N, K]`.
+
+    Attributes:
+      FORMAT: of the matrices, as `jax_ep.QuantizedExperts` names it.
+      PER_BYTE: elements in a byte.
+      SHARING: elements of a column that share a scale, which is a factor of each; 0: scales are factors of sums.
+      TMA_PARTS: 0, as tiles are stored through a pointer.
+      tile: blocks.
+    """
+
+    FORMAT: str
+    PER_BYTE: int
+    SHARING: int
+    TMA_PARTS: int
+    tile: QuantizedTile
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightGradientTile:
     """How the gradient of a group's matrix is covered.
 

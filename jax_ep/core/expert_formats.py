@@ -1,0 +1,124 @@
+"""The arithmetic of `QuantizedExperts`: matrices in 8 and 4 bits and back. All formats are symmetric around zero."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_ep.core import fp8
+from jax_ep.core.dtypes import FP8
+from jax_ep.types import Array, QuantizedExperts
+
+MX_GROUP = 32
+"""Elements that share an exponent in MXFP4."""
+_FP8_MAX, _INT8_MAX, _INT4_MAX = 448.0, 127.0, 7.0
+_MIN_SCALE = 2.0**-120  # of zeros, or of what float32 cannot divide by
+_EXPONENT_BIAS, _LARGEST_EXPONENT = 127, 2  # of e8m0, and of e2m1, whose largest value is 1.5 * 2**2
+_NAN_EXPONENT = 255
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by their codes
+
+
+def quantize(w: Array, expert_format: str, group_size: int) -> QuantizedExperts:
+    """`[..., K, N]` in a format; `group_size` is that of "int4"."""
+    if expert_format == "fp8":
+        return QuantizedExperts(*fp8.quantize_matrices(w), expert_format)
+    rows = jnp.swapaxes(w, -1, -2).astype(jnp.float32)
+    if expert_format == "mxfp4":
+        return QuantizedExperts(*_to_mxfp4(rows), expert_format)
+    if expert_format == "int4":
+        groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // group_size, group_size)
+        values, scales = _scaled(groups, _INT4_MAX)
+        codes = (jnp.round(values).astype(jnp.int8) + 8).astype(jnp.uint8)
+        return QuantizedExperts(_packed(codes.reshape(rows.shape)), scales, expert_format)
+    values, scales = _scaled(rows, _FP8_MAX if expert_format == "fp8_channel" else _INT8_MAX)
+    values = values.astype(FP8) if expert_format == "fp8_channel" else jnp.round(values).astype(jnp.int8)
+    # Without a barrier XLA may drop the rounding where both directions meet in one program.
+    values, scales = lax.optimization_barrier((values, scales))
+    return QuantizedExperts(values, scales, expert_format)
+
+
+def dequantize(values: Array, scales: Array, expert_format: str, dtype: DTypeLike) -> Array:
+    """`[..., N, K]` of `dtype`, multiplied in float32."""
+    if expert_format == "fp8":
+        return fp8.dequantize_matrices(values, scales, dtype)
+    if expert_format in ("fp8_channel", "int8"):
+        return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+    codes = _unpacked(values)
+    if expert_format == "int4":
+        numbers = codes.astype(jnp.float32) - 8
+    else:
+        numbers, scales = _numbers(codes), _powers(scales)
+    groups = numbers.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1])
+    return (groups * scales[..., None]).astype(dtype).reshape(codes.shape)
+
+
+def matrix_at(rhs: QuantizedExperts, group: Array, dtype: DTypeLike) -> Array:
+    """The matrix of a group, of those `[G, N, K]`, as `dtype`."""
+    values, scales = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rhs.values, rhs.scales))
+    return dequantize(values, scales, rhs.format, dtype)
+
+
+def _largest(groups: Array) -> Array:
+    """The largest magnitude along the last axis; NaN is the largest of all."""
+    bits = lax.bitcast_convert_type(groups, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
+
+
+def _scaled(groups: Array, limit: float) -> tuple[Array, Array]:
+    """Numbers up to `limit`, and the scale of each group along the last axis; NaN and infinity spoil their group."""
+    scales = jnp.maximum(_largest(groups) * jnp.float32(1 / limit), jnp.float32(_MIN_SCALE))
+    values = groups * (1 / scales)[..., None]
+    return jnp.clip(jnp.where(jnp.isnan(values), 0, values), -limit, limit), scales
+
+
+def _to_mxfp4(rows: Array) -> tuple[Array, Array]:
+    """Codes, two a byte, and exponents.
+
+    Source: OCP Microscaling Formats 1.0, section 6.3: the exponent is that of the largest magnitude, less the largest
+    of e2m1; what is then beyond e2m1 saturates. Rounding is to nearest, and to the even code between two.
+    """
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // MX_GROUP, MX_GROUP)
+    largest = _largest(groups)
+    exponents = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - _LARGEST_EXPONENT
+    exponents = jnp.where(jnp.isfinite(largest), jnp.maximum(exponents, 0), _NAN_EXPONENT).astype(jnp.uint8)
+    # The inverse of a power of two is exact: exponents stay below 253.
+    inverse = lax.bitcast_convert_type((2 * _EXPONENT_BIAS - exponents.astype(jnp.int32)) << 23, jnp.float32)
+    numbers = groups * jnp.where(exponents == _NAN_EXPONENT, 0, inverse)[..., None]
+    size = jnp.abs(numbers)
+    code = jnp.zeros(size.shape, jnp.uint8)
+    for below, (low, high) in enumerate(itertools.pairwise(_MAGNITUDES)):
+        middle = jnp.float32((low + high) / 2)
+        code = code + ((size > middle) if below % 2 == 0 else (size >= middle)).astype(jnp.uint8)
+    codes = code | (jnp.signbit(numbers).astype(jnp.uint8) << 3)
+    return _packed(codes.reshape(rows.shape)), exponents
+
+
+def _numbers(codes: Array) -> Array:
+    """Codes of e2m1 as float32."""
+    magnitude = codes & 7
+    exponent = (magnitude >> 1).astype(jnp.int32)
+    mantissa = (magnitude & 1).astype(jnp.int32)
+    halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+    return jnp.where(codes >= 8, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
+
+
+def _powers(exponents: Array) -> Array:
+    """2 to the power of exponents less their bias, in float32; 255 is NaN."""
+    bits = exponents.astype(jnp.int32) << 23
+    bits = jnp.where(exponents == 0, 0x00400000, bits)  # 2**-127 is subnormal
+    return lax.bitcast_convert_type(jnp.where(exponents == _NAN_EXPONENT, 0x7FC00000, bits), jnp.float32)
+
+
+def _packed(codes: Array) -> Array:
+    """Codes of 4 bits `[..., K]` as bytes `[..., K / 2]`, the first of two in the lower half."""
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return lax.optimization_barrier(pairs[..., 0] | (pairs[..., 1] << 4))
+
+
+def _unpacked(values: Array) -> Array:
+    """The reverse."""
+    pairs = jnp.stack([values & 15, values >> 4], axis=-1)
+    return pairs.reshape(*values.shape[:-1], 2 * values.shape[-1])

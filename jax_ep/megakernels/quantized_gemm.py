@@ -1,0 +1,138 @@
+"""Launches of products with quantised matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
+from jax_ep.megakernels.kernels.structs_gemm import QuantizedGemm, QuantizedTile
+from jax_ep.megakernels.launch import launch
+from jax_ep.types import Array, QuantizedExperts
+from jax_ep.xla import quantized_gemm as xla
+
+_GROUPED = Kernel("quantized_gemm", "grouped_gemm")
+_MASKED = Kernel("quantized_gemm", "masked_grouped_gemm")
+_DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
+SHARING = (16, 32, 64, 128)
+"""Elements that may share a scale in the kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTiles:
+    """How a product covers its rows.
+
+    Attributes:
+      block_m: rows of a tile; below 64, the product is turned.
+      block_n: columns of a tile.
+      num_warps: of a program.
+      num_stages: blocks in flight, the one in use included.
+      programs: per multiprocessor.
+    """
+
+    block_m: int
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+    programs: int = 2
+
+
+def quantized_tiles(rows_of_group: int) -> QuantizedTiles:
+    """Tiles for groups of about so many rows: room for twice as many, as counts scatter, but at most 128."""
+    block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
+    if block_m < 64:
+        return QuantizedTiles(block_m)
+    return QuantizedTiles(block_m, block_n=128, num_warps=8, num_stages=3, programs=1)
+
+
+def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
+    """What the kernels are compiled for; `num_rows` are those of a block where groups are masked."""
+    groups, columns, depth = rhs.shape
+    in_4_bits = rhs.format in ("int4", "mxfp4")
+    return QuantizedGemm(
+        **common_sizes(num_rows, columns, depth, groups),
+        FORMAT=rhs.format,
+        PER_BYTE=2 if in_4_bits else 1,
+        SHARING=depth // rhs.scales.shape[-1] if in_4_bits else 0,
+        TMA_PARTS=0,
+        tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=tiles.block_m < 64),
+    )
+
+
+def _has_kernel(lhs: Array, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool:
+    """Whether the kernels take these operands; the portable loop takes all."""
+    shares = rhs.shape[2] // rhs.scales.shape[-1] in SHARING if rhs.format in ("int4", "mxfp4") else True
+    return (
+        lhs.dtype in (jnp.bfloat16, jnp.float16)
+        and jnp.dtype(out_dtype) != jnp.float64
+        and 0 not in (*lhs.shape, *rhs.shape)
+        and rhs.shape[0] <= MAX_GROUPS
+        and lhs.shape[-2] <= BOUND
+        and lhs.shape[-1] * lhs.dtype.itemsize % 16 == 0
+        and rhs.values.shape[-1] % 16 == 0
+        and shares
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
+def grouped_gemm(
+    lhs: Array, rhs: QuantizedExperts, group_sizes: Array, *, out_dtype: DTypeLike, tiles: QuantizedTiles | None = None
+) -> Array:
+    """See xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
+    if not _has_kernel(lhs, rhs, out_dtype):
+        return xla.grouped_gemm(lhs, rhs, group_sizes, out_dtype=out_dtype)
+    num_rows, (groups, columns, _) = lhs.shape[0], rhs.shape
+    tiles = tiles or quantized_tiles(-(-num_rows // groups))
+    most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
+    result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
+    return _launch(_GROUPED, lhs[None], rhs, group_sizes, result, tiles, most_tasks)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
+def masked_grouped_gemm(
+    lhs: Array,
+    rhs: QuantizedExperts,
+    group_sizes: Array,
+    *,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+    tiles: QuantizedTiles | None = None,
+) -> Array:
+    """See xla/quantized_gemm.py; rows past the sizes hold anything here. `tiles` as for `grouped_gemm`."""
+    if not _has_kernel(lhs, rhs, out_dtype):
+        return xla.masked_grouped_gemm(lhs, rhs, group_sizes, out_dtype=out_dtype, expected_rows=expected_rows)
+    groups, most_rows, _ = lhs.shape
+    tiles = tiles or quantized_tiles(min(most_rows, expected_rows or 32))
+    most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[1] // tiles.block_n)
+    result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[1]), out_dtype)
+    return _launch(_MASKED, lhs, rhs, group_sizes, result, tiles, most_tasks)
+
+
+def _launch(
+    kernel: Kernel,
+    lhs: Array,
+    rhs: QuantizedExperts,
+    group_sizes: Array,
+    result: jax.ShapeDtypeStruct,
+    tiles: QuantizedTiles,
+    most_tasks: int,
+) -> Array:
+    """`lhs` is `[1, M, K]`, or `[G, M, K]` where groups are masked."""
+    lhs, rhs, group_sizes = vary_alike((lhs, rhs, group_sizes))
+    sizes = sizes_of(lhs.shape[1], rhs, tiles)
+    operands = (
+        Descriptor(lhs, (1, tiles.block_m, _DEPTH)),
+        Descriptor(rhs.values, (1, tiles.block_n, _DEPTH // sizes.PER_BYTE)),
+        rhs.scales,
+        group_sizes,
+    )
+    config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
+    return launch(kernel, operands, (result,), config, {"S": sizes})[0]

@@ -1,0 +1,38 @@
+"""Products of rows and `QuantizedExperts`, for inference: of groups one after another, or of masked blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jax.typing import DTypeLike
+
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.ops import registry
+from jax_ep.types import Array, Options, QuantizedExperts
+
+
+def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
+    """`[M, K]` rows times the `[N, K]` matrix of their group, checked; zero past the groups."""
+    name = registry.choose(options, "quantized_gemm", lhs.dtype, rhs.format, lhs.shape[1])
+    run = partial(registry.get("quantized_gemm", name).grouped_gemm, out_dtype=out_dtype)
+    return call_without_gradient(_remedy(options), run, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def multiply_masked(
+    options: Options,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
+    lhs: Array,
+    rhs: QuantizedExperts,
+    group_sizes: Array,
+) -> Array:
+    """`[G, M, K]` rows, of which the first of each group count, times its `[N, K]` matrix, checked."""
+    name = registry.choose(options, "quantized_gemm", lhs.dtype, rhs.format, lhs.shape[2])
+    run = registry.get("quantized_gemm", name).masked_grouped_gemm
+    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
+    return call_without_gradient(_remedy(options), run, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def _remedy(options: Options) -> str:
+    return f"{options.function} with QuantizedExperts has no gradient: train with the matrices as they are."

@@ -1,0 +1,63 @@
+"""Products of rows and quantised matrices in plain XLA: each matrix is dequantised where its group has rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ep.core.expert_formats import matrix_at
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.types import Array, QuantizedExperts
+from jax_ep.xla import grouped_gemm as loops
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype",))  # one compilation for eager callers
+def grouped_gemm(lhs: Array, rhs: QuantizedExperts, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, of matrices in the dtype of lhs.
+
+    Args:
+      lhs: `[M, K]`.
+      rhs: `[G, N, K]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+
+    Returns:
+      `[M, N]`, zero past the groups.
+    """
+    groups = loops.locate_groups(group_sizes, lhs.shape[0])
+    return _multiply(lhs, rhs, groups, out_dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows"))
+def masked_grouped_gemm(
+    lhs: Array, rhs: QuantizedExperts, group_sizes: Array, *, out_dtype: DTypeLike, expected_rows: int | None
+) -> Array:
+    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes.
+
+    Args:
+      lhs: `[G, M, K]`.
+      rhs: `[G, N, K]`.
+      group_sizes: `[G]` int32.
+      out_dtype: dtype of the result.
+      expected_rows: not used here.
+
+    Returns:
+      `[G, M, N]`, zero past the sizes.
+    """
+    num_groups, num_rows, depth = lhs.shape
+    starts = jnp.arange(num_groups, dtype=jnp.int32) * num_rows
+    groups = loops.order_groups(starts, starts + jnp.clip(group_sizes, 0, num_rows))
+    product = _multiply(lhs.reshape(num_groups * num_rows, depth), rhs, groups, out_dtype)
+    return product.reshape(num_groups, num_rows, rhs.shape[1])
+
+
+def _multiply(rows: Array, rhs: QuantizedExperts, groups: loops.Groups, out_dtype: DTypeLike) -> Array:
+    out = jnp.zeros((rows.shape[0], rhs.shape[1]), out_dtype)
+    rows, rhs, groups, out = vary_alike((rows, rhs, groups, out))
+    if 0 in (*rows.shape, *rhs.shape):
+        return out
+    matrix_of = functools.partial(matrix_at, rhs, dtype=rows.dtype)
+    return loops.multiply_groups(groups, lambda tile: tile.rows(rows), matrix_of, out, transpose_rhs=True)

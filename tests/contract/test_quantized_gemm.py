@@ -1,0 +1,150 @@
+"""Products of rows and matrices in 8 and 4 bits, and the layers that are made of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle
+import oracle_quantized
+from cases import BF16, F16, F32, Shape, assert_close, reals
+from harness import compiled, to_numpy
+from jax_ep.quantization import quantize_experts
+from jax_ep.types import EXPERT_FORMATS
+from layers import Layer
+
+OPERATION = "quantized_gemm"
+FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+# Rows, sizes of groups: empty groups, tiles that are cut, rows past the groups.
+GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0, 0]), "few": (3, [1, 2])}
+
+
+class Problem:
+    """Rows that are NaN where they belong to no group, and quantised matrices with the float64 that they stand for."""
+
+    def __init__(self, rng: Any, name: str, expert_format: str, dtype: Any, depth: int, columns: int) -> None:
+        rows, sizes = GROUPS[name]
+        self.used, self.sizes = sum(sizes), np.array(sizes, np.int32)
+        self.lhs = reals(rng, rows, depth, dtype=dtype)
+        self.lhs[self.used :] = np.nan
+        w = reals(rng, len(sizes), depth, columns) * 10.0 ** rng.uniform(-2, 0, (len(sizes), 1, columns))
+        self.rhs = jax.jit(partial(quantize_experts, format=expert_format))(w.astype(np.float32))
+        parts = np.asarray(self.rhs.values), np.asarray(self.rhs.scales)
+        self.matrices = np.swapaxes(oracle_quantized.dequantize(*parts, expert_format), -1, -2)
+
+    def want(self) -> np.ndarray:
+        return oracle.grouped_gemm(np.nan_to_num(self.lhs.astype(np.float64)), self.matrices, self.sizes)
+
+
+def tolerance(dtype: Any) -> float | None:
+    """Elements are rounded to the dtype of rows, which sums of many make less of."""
+    return {BF16: 8e-3, F16: 2e-3}.get(np.dtype(dtype))
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.slow(unless={"groups": ["uneven"], "dtype": [BF16]})
+def test_grouped_gemm(implementation: str, groups: str, dtype: Any, expert_format: str, rng: Any) -> None:
+    depth = 256 if expert_format in ("fp8", "int4") else 160
+    problem = Problem(rng, groups, expert_format, dtype, depth, columns=72)
+    call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
+    got = to_numpy(jax.jit(call)(problem.lhs, problem.rhs, problem.sizes))
+    assert got.dtype == F32
+    assert_close(got, problem.want(), tolerance=tolerance(dtype))
+    assert not np.any(got[problem.used :])
+
+
+@FORMATS
+@pytest.mark.parametrize("expected_rows", [None, 40])
+@pytest.mark.slow(unless={"expected_rows": [None]})
+def test_masked(implementation: str, expected_rows: int | None, expert_format: str, rng: np.random.Generator) -> None:
+    problem = Problem(rng, "uneven", expert_format, BF16, 256, columns=40)
+    counts = np.array([5, 0, 33, 40], np.int32)
+    lhs = reals(rng, 4, 40, 256, dtype=BF16)
+    real = np.arange(40) < counts[:, None]
+    lhs[~real] = np.nan
+    call = partial(jax_ep.masked_grouped_gemm, implementation=implementation, expected_rows=expected_rows)
+    got = to_numpy(jax.jit(partial(call, preferred_element_type=jnp.float32))(lhs, problem.rhs, counts))
+    want = np.einsum("gmk,gkn->gmn", np.nan_to_num(lhs.astype(np.float64)), problem.matrices)
+    assert_close(got[real], want[real], tolerance=tolerance(BF16))
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 256])
+def test_groups_of_int4(implementation: str, group_size: int, rng: np.random.Generator) -> None:
+    lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
+    q = quantize_experts(jnp.asarray(w), "int4", group_size=group_size)
+    sizes = np.array([4, 5], np.int32)
+    got = to_numpy(jax_ep.grouped_gemm(lhs, q, sizes, implementation=implementation))
+    matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), "int4")
+    want = oracle.grouped_gemm(lhs.astype(np.float64), np.swapaxes(matrices, -1, -2), sizes)
+    assert got.dtype == BF16
+    assert_close(got, want)
+
+
+def stands_for(layer: Layer, expert_format: str, dtype: Any) -> Layer:
+    """The layer of the matrices that its quantised ones stand for."""
+    for name in ("w_gate_up", "w_down"):
+        q = quantize_experts(jnp.asarray(getattr(layer, name)), expert_format)
+        found = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
+        setattr(layer, name, np.swapaxes(found, -1, -2).astype(F32))
+    return layer
+
+
+@FORMATS
+@pytest.mark.parametrize("which", ["moe", "low latency"])
+@pytest.mark.slow(unless={"expert_format": ["mxfp4", "int8"]})
+def test_layers(implementation: str, which: str, expert_format: str, expert_mesh: Any, rng: Any) -> None:
+    shape = Shape(num_tokens=5, hidden=128, intermediate=128)
+    layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)
+    x, ids, weights, w_gate_up, w_down = layer.args
+
+    def fn(x, ids, weights, w_gate_up, w_down):
+        matrices = (quantize_experts(w, expert_format) for w in (w_gate_up, w_down))
+        call = jax_ep.moe if which == "moe" else jax_ep.low_latency_moe
+        return call(x, ids, weights, *matrices, num_experts=8, implementation=implementation)
+
+    got = compiled(fn, expert_mesh(2))(x, ids, weights, w_gate_up, w_down)
+    assert got.dtype == BF16
+    assert_close(got, stands_for(layer, expert_format, BF16).oracle().forward(), tolerance=2.5e-2)
+
+
+def test_biases_capacity_and_counts(implementation: str, rng: np.random.Generator) -> None:
+    """As `fused_moe` has them for other matrices."""
+    w = [reals(rng, 4, 128, n, dtype=BF16) / 11 for n in (256, 128)]
+    x, ids = reals(rng, 6, 128, dtype=BF16), rng.integers(-1, 4, (6, 2), dtype=np.int32)
+    biases = {"b_gate_up": reals(rng, 4, 256, dtype=BF16), "b_down": reals(rng, 4, 128, dtype=BF16)}
+    experts = jax_ep.Experts("silu", clamp=7.0, alpha=1.702, up_offset=1.0, interleaved=True)
+    call = partial(jax_ep.fused_moe, implementation=implementation, experts=experts, num_tokens=4, **biases)
+    quantised = [quantize_experts(jnp.asarray(a), "int8") for a in w]
+    dense = [jnp.swapaxes(jax_ep.quantization.dequantize_experts(q, jnp.bfloat16), -1, -2) for q in quantised]
+    weights = np.full((6, 2), 0.5, F32)
+    got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (quantised, dense))
+    assert_close(got, want.astype(np.float64), tolerance=2e-2)
+    assert not np.any(got[4:])
+
+
+def test_mistakes(implementation: str) -> None:
+    q = quantize_experts(jnp.ones((2, 128, 256)), "int8")
+    x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
+    down = quantize_experts(jnp.ones((2, 128, 128)), "int8")
+    layer = partial(jax_ep.fused_moe, implementation=implementation)
+    with pytest.raises(TypeError, match="w_gate_up is QuantizedExperts and w_down is an array, expected two of a kind"):
+        layer(x, ids, weights, q, jnp.ones((2, 128, 128)))
+    with pytest.raises(ValueError, match=r"mode='fused' with QuantizedExperts"):
+        layer(x, ids, weights, q, down, schedule=jax_ep.Schedule(dispatch_mode="fused"))
+    with pytest.raises(ValueError, match="with QuantizedExperts, which say how products run"):
+        layer(x, ids, weights, q, down, forward_dtype=jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
+        jax.grad(lambda x: layer(x, ids, weights, q, down).sum())(x)
+    gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
+    with pytest.raises(TypeError, match="rhs_scales beside QuantizedExperts"):
+        gemm(x, q, jnp.array([1, 2]), rhs_scales=q.scales)
+    with pytest.raises(ValueError, match="the last axis of rhs, K,"):
+        gemm(x[:, :64], q, jnp.array([1, 2]))

@@ -1,0 +1,48 @@
+"""Products of quantised matrices compile to PTX without a GPU: tensor cores, TMA, no spilled registers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiling import build
+
+from jax_ep.megakernels import quantized_gemm
+from jax_ep.quantization import quantize_experts
+from jax_ep.types import EXPERT_FORMATS, QuantizedExperts
+
+G, M, K, N = 128, 4096, 2048, 1536
+SHARED_BYTES = 227 << 10  # of a multiprocessor
+TYPES = {"float8_e4m3fn": "fp8e4nv", "int8": "i8", "uint8": "u8", "float32": "fp32"}
+
+
+def matrices(expert_format: str, depth: int = K) -> QuantizedExperts:
+    return jax.eval_shape(
+        lambda w: quantize_experts(w, expert_format), jax.ShapeDtypeStruct((G, depth, N), jnp.float32)
+    )
+
+
+def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict, quantized_gemm.QuantizedTiles]:
+    tiles = quantized_gemm.quantized_tiles(rows)
+    sizes = quantized_gemm.sizes_of(M, rhs, tiles)
+    types: dict[str, Any] = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}
+    types["scales_ptr"] = f"*{TYPES[rhs.scales.dtype.name]}"
+    types["lhs"] = f"tensordesc<bf16[1,{tiles.block_m},{sizes.tile.BK}]>"
+    types["rhs"] = f"tensordesc<{TYPES[rhs.values.dtype.name]}[1,{tiles.block_n},{sizes.tile.BK // sizes.PER_BYTE}]>"
+    return build("quantized_gemm", function, types, {"S": sizes}, tiles.num_warps, tiles.num_stages, 90), tiles
+
+
+@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("function", ["grouped_gemm", "masked_grouped_gemm"])
+@pytest.mark.slow(unless={"function": ["masked_grouped_gemm"], "expert_format": ["mxfp4", "int8"]})
+def test_kernels(function: str, rows: int, expert_format: str) -> None:
+    built, tiles = compile_gemm(function, matrices(expert_format), rows)
+    assert re.search(r"wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
+    assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"
+    assert not re.search(r"mul\.ftz", built["ptx"]), "subnormal numbers, as those of e2m1 are on their way, are lost"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's

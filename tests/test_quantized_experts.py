@@ -1,0 +1,115 @@
+"""Expert matrices in 8 and 4 bits: the error that each format may have, what spoils a group, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle_quantized
+from cases import BF16, F32, reals
+from jax_ep.huggingface.decoded import dequantize_mxfp4
+from jax_ep.quantization import dequantize_experts, quantize_experts
+from jax_ep.types import EXPERT_FORMATS
+
+FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+
+
+def quantized(w: Any, expert_format: str, **options: Any) -> jax_ep.QuantizedExperts:
+    return jax.jit(partial(quantize_experts, format=expert_format, **options))(w)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("leading", "columns"), [((3,), 200), ((), 1), ((2, 2), 8)])
+def test_error(leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_format: str, rng: Any) -> None:
+    depth, group_size = 256, 64
+    w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
+    q = quantized(w, expert_format, group_size=group_size)
+    want = np.swapaxes(w, -1, -2).astype(np.float64)
+    assert q.shape == want.shape
+    stands_for = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
+    bound = oracle_quantized.largest_error(want, expert_format, group_size)
+    assert np.all(np.abs(stands_for - want) <= bound)
+    assert np.any(stands_for != want)
+    got = jax.jit(partial(dequantize_experts, dtype=jnp.float32))(q)
+    np.testing.assert_allclose(got, stands_for, rtol=1e-6)
+    in_bits = {"int4": 4 + 32 / group_size, "mxfp4": 4.25}.get(expert_format)
+    if in_bits is not None:
+        assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == in_bits * w.size
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**100])
+def test_rounding_of_mxfp4_is_to_the_nearest_and_even(scale: float) -> None:
+    """All codes, and what is in the middle between two."""
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    nearest = np.array([0, 1, 1, 2, 2, 4, 4])
+    w = np.zeros((32, 1), F32)
+    w[:30, 0] = scale * np.concatenate([oracle_quantized.E2M1, middles, -middles])
+    want = np.concatenate([oracle_quantized.E2M1, nearest, -nearest, [0, 0]])
+    np.testing.assert_array_equal(dequantize_experts(quantized(w, "mxfp4"), jnp.float32)[0] / scale, want)
+
+
+def test_mxfp4_saturates_and_loses_what_float32_does() -> None:
+    for value, want in ((7.9, 6), (-7.9, -6), (2.0**-130, 0)):
+        w = quantized(np.full((32, 1), value, F32), "mxfp4")
+        assert np.all(np.abs(dequantize_experts(w, jnp.float32) - np.float32(want)) < 2.0**-126)
+
+
+def test_mxfp4_is_that_of_checkpoints(rng: np.random.Generator) -> None:
+    q = quantized(reals(rng, 4, 96, 5), "mxfp4")
+    values, scales = np.asarray(q.values), np.asarray(q.scales)
+    blocks = values.reshape(*scales.shape, 16)
+    np.testing.assert_array_equal(dequantize_mxfp4(blocks, scales), dequantize_experts(q, jnp.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@FORMATS
+def test_what_is_not_finite_spoils_what_shares_its_scale(expert_format: str, bad: float, rng: Any) -> None:
+    w = reals(rng, 256, 256)
+    w[3, 5] = bad
+    got = np.asarray(dequantize_experts(quantized(w, expert_format), jnp.float32))
+    rows, depth = {"fp8": (128, 128), "int4": (1, 128), "mxfp4": (1, 32)}.get(expert_format, (1, 256))
+    spoilt = np.zeros(got.shape, bool)
+    spoilt[5 // rows * rows : (5 // rows + 1) * rows, :depth] = True
+    np.testing.assert_array_equal(~np.isfinite(got), spoilt)
+
+
+@FORMATS
+def test_zeros_stay_zeros(expert_format: str) -> None:
+    assert not np.any(dequantize_experts(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
+
+
+def test_mistakes() -> None:
+    w = jnp.ones((2, 96, 4))
+    with pytest.raises(ValueError, match="format='int3', expected one of"):
+        quantize_experts(w, "int3")
+    with pytest.raises(
+        ValueError, match="K, is 96, expected a multiple of 128, the elements that share a scale of 'int4'"
+    ):
+        quantize_experts(w, "int4")
+    with pytest.raises(ValueError, match="K, is 48, expected a multiple of 32"):
+        quantize_experts(w[:, :48], "mxfp4")
+    with pytest.raises(ValueError, match="group_size=3, expected an even number"):
+        quantize_experts(w, "int4", group_size=3)
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
+    with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
+        dequantize_experts(w, jnp.float32)
+    q = quantize_experts(w, "int8")
+    with pytest.raises(TypeError, match="values of int8 and scales of float16, expected int8 and float32"):
+        dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales.astype(jnp.float16), "int8"), jnp.float32)
+    with pytest.raises(ValueError, match="do not belong together"):
+        dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales[:, :3], "int8"), jnp.float32)
+
+
+def test_a_pytree_of_arrays() -> None:
+    q = quantize_experts(jnp.ones((5, 2, 64, 4)), "mxfp4")
+    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(5, 2, 4, 32), (5, 2, 4, 2)]
+    shapes = jax.lax.map(lambda layer: jnp.asarray(layer.shape), q)
+    np.testing.assert_array_equal(shapes, [[2, 4, 64]] * 5)

@@ -13,8 +13,9 @@ from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.grouped_gemm import grouped_gemm
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.masked import masked_gated_activation, masked_grouped_gemm
-from jax_ep.ops.moe import fused_moe, moe, moe_sort
+from jax_ep.ops.moe import fused_moe, moe
 from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
+from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.routing import identity_experts, load_balancing_loss, router_z_loss, sparsemixer_router, topk_router
 from jax_ep.types import (
     Dispatched,

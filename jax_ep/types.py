@@ -374,9 +374,9 @@ class SortedTokens(NamedTuple):
     Attributes:
       slots: `[P]` int32, `token * K + k` of each row; -1 marks padding.
       weights: `[P]` router weights (0 for padding), or None.
-      block_expert: `[P // block_size]` int32, the expert of each block; -1 past the last used block.
-      group_sizes: `[E]` int32, rows of each expert, padding included.
-      num_rows: `[]` int32, the sum of `group_sizes`.
+      block_expert: `[P // block_size]` int32, the local expert of each block; -1 past the last used block.
+      group_sizes: `[L]` int32, rows of each local expert, padding included.
+      num_rows: `[]` int32, the sum of `group_sizes`; `num_rows // block_size` blocks are in use.
     """
 
     slots: Array

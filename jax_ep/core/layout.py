@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.types import Array, Handle, Layout, SortedTokens
+from jax_ep.types import Array, Handle, Layout
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -130,19 +130,12 @@ def make_handle(
     return Handle(rows.row_slot, slot_row, rows.group_sizes, ids, group, num_invalid, rows.dropped, layout)
 
 
-def sort_tokens(topk_idx: Array, topk_weights: Array | None, num_experts: int, block_size: int) -> SortedTokens:
-    """`moe_sort` after validation: `[T, K]` ids of one device to block-aligned expert-major rows."""
-    capacity = dropless_capacity(topk_idx.size, num_experts, block_size)
-    rows = map_rows(local_groups(topk_idx, 0, num_experts), num_experts, capacity, block_size)
-    ends = jnp.cumsum(rows.group_sizes, dtype=jnp.int32)
-    num_blocks = capacity // block_size
-    # A block belongs to the first expert that ends after it begins.
+def block_owners(group_sizes: Array, num_blocks: int, block_size: int) -> Array:
+    """`[num_blocks]` int32 group of each block of rows, groups of whole blocks one after another; -1 past them."""
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    # A block belongs to the first group that ends after it begins.
     owner = _count_up(ends // block_size, num_blocks)
-    block_expert = jnp.where(jnp.arange(num_blocks, dtype=jnp.int32) < ends[-1] // block_size, owner, -1)
-    weights = None
-    if topk_weights is not None:
-        weights = gather_rows(topk_weights.reshape(-1), rows.row_slot)
-    return SortedTokens(rows.row_slot, weights, block_expert, rows.group_sizes, ends[-1])
+    return jnp.where(jnp.arange(num_blocks, dtype=jnp.int32) < ends[-1] // block_size, owner, -1)
 
 
 def row_groups(group_sizes: Array, num_rows: int) -> Array:

@@ -51,7 +51,7 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
         return _refusal_of_quantized(dtype)
     if operation == "grouped_gemm":
         return _refusal_of_products(dtype)
-    if operation == "activation":
+    if operation in ("activation", "moe_sort"):
         return None
     if operation == "low_latency" and (reason := _refusal_of_low_latency(options, dtype, *facts)) is not None:
         return reason

@@ -1,4 +1,4 @@
-"""The whole expert layer, over a mesh axis (`moe`) and on one device (`fused_moe`), and the sorting step alone."""
+"""The whole expert layer, over a mesh axis (`moe`) and on one device (`fused_moe`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_quantized
 from jax_ep.core.bias import Bias, add_bias
-from jax_ep.core.layout import dropless_capacity, sort_tokens
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, exchange_gemm, moe_fp8, quantized_gemm, registry
@@ -31,7 +30,6 @@ from jax_ep.types import (
     Options,
     QuantizedExperts,
     Schedule,
-    SortedTokens,
 )
 
 _MATRICES = ("w_gate_up", "w_down")
@@ -248,44 +246,6 @@ def fused_moe(
         schedule=schedule,
         implementation=implementation,
     )
-
-
-@operation
-def moe_sort(topk_idx: Array, topk_weights: Array | None = None, *, num_experts: int, block_size: int) -> SortedTokens:
-    """Sorts the slots of one device by expert and pads every expert to whole blocks, for block-wise kernels.
-
-    Args:
-      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
-      topk_weights: `[T, K]` float32 router weights, or None.
-      num_experts: E.
-      block_size: rows per block.
-
-    Returns:
-      `SortedTokens(slots [P] int32, weights [P] or None, block_expert [P // block_size] int32, group_sizes [E] int32,
-      num_rows [] int32)` with `P = round_up(T * K + min(E, T * K) * (block_size - 1), block_size)`, which holds any
-      routing.
-
-    Raises:
-      ValueError: shapes or sizes that do not fit, or ids out of range where they are known.
-      TypeError: unsupported dtypes.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_ep
-      >>> jax_ep.moe_sort(jnp.array([[1], [0], [1]]), num_experts=2, block_size=2).slots.tolist()
-      [1, -1, 0, 2, -1, -1]
-
-    Source: the block-aligned sort that vLLM's fused MoE kernel takes as its input.
-    """
-    function = "moe_sort"
-    num_experts = check.positive(function, "num_experts", num_experts)
-    block_size = check.positive(function, "block_size", block_size)
-    topk_idx = check.expert_ids(function, topk_idx, None, num_experts)
-    num_rows = dropless_capacity(topk_idx.size, num_experts, block_size)
-    sizes = f"topk_idx of shape {topk_idx.shape} with {num_experts=} and {block_size=}"
-    check.countable(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
-    if topk_weights is not None:
-        topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
-    return sort_tokens(topk_idx, topk_weights, num_experts, block_size)
 
 
 class ExpertWeights(NamedTuple):

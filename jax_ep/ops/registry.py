@@ -34,6 +34,7 @@ _IMPLEMENTATIONS = {
     "grouped_gemm": ("triton", "pallas", "xla"),
     "quantized_gemm": ("triton", "xla"),
     "activation": ("triton", "xla"),
+    "moe_sort": ("triton", "xla"),
     "low_latency": ("triton", "xla"),
     "masked": ("triton", "xla"),
 }

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 import jax_ep
 import oracle
-import oracle_serving
-from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close, assert_same_bits, probabilities, reals
+from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, in_turn, run
 from layers import Layer
 from routings import FEW_ROUTINGS, ROUTINGS
@@ -145,25 +144,3 @@ def test_fused_moe(implementation: str, rng: np.random.Generator, subtests: pyte
                 with subtests.test(f"{dtype} {routing} {activation} gated {gated}"):
                     assert out.dtype == dtype
                     assert_close(np.asarray(out), layers[gated].oracle(activation).forward()[0], "fused_moe")
-
-
-@pytest.mark.parametrize(("shape", "block_size"), [(BASE, 1), (BASE, 8), (Shape(37, 2, 6), 16), (Shape(1, 1, 64), 4)])
-def test_moe_sort(shape: Shape, block_size: int, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
-    @jax.jit
-    def fn(topk_idx, topk_weights):
-        options = {"num_experts": shape.num_experts, "block_size": block_size}
-        return jax_ep.moe_sort(topk_idx, topk_weights, **options), jax_ep.moe_sort(topk_idx, **options)
-
-    for name, routing in ROUTINGS.items():
-        with subtests.test(name):
-            topk_idx = routing(rng, 1, shape)[0]
-            topk_weights = probabilities(rng, *topk_idx.shape)
-            got, bare = fn(topk_idx, topk_weights)
-            want = oracle_serving.moe_sort(topk_idx, topk_weights, shape.num_experts, block_size)
-            assert_same_bits(np.asarray(got.slots), want.slots, "slots")
-            assert_same_bits(np.asarray(got.weights), want.weights, "weights")
-            assert_same_bits(np.asarray(got.block_expert), want.block_expert, "block_expert")
-            assert_same_bits(np.asarray(got.group_sizes), want.group_sizes, "group_sizes")
-            assert got.num_rows == want.num_rows
-            assert bare.weights is None
-            assert_same_bits(np.asarray(bare.slots), want.slots, "slots without weights")

@@ -239,6 +239,33 @@ class LowLatencyGemmCombine(LowLatency):
 
 
 @dataclasses.dataclass(frozen=True)
+class Sort:
+    """Static sizes of the sort of slots by expert.
+
+    Attributes:
+      N: slots.
+      K: slots of a token.
+      FIRST: the first local expert.
+      L: local experts.
+      R: rows.
+      BLOCK_SIZE: rows of a block of one expert.
+      BLOCK: slots of a program, whole LANES.
+      LANES: slots at a time.
+      BINS: a power of two that covers the experts.
+    """
+
+    N: int
+    K: int
+    FIRST: int
+    L: int
+    R: int
+    BLOCK_SIZE: int
+    BLOCK: int
+    LANES: int
+    BINS: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RowPass:
     """Static sizes of a pass over the rows in use of `[R, H]`.
 

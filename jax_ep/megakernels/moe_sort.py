@@ -1,0 +1,66 @@
+"""Launch of the sort of one device's slots by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.core.kernel import Config, Kernel
+from jax_ep.core.layout import power_of_two
+from jax_ep.megakernels.grid import all_programs
+from jax_ep.megakernels.kernels.structs_serving import Sort
+from jax_ep.megakernels.launch import launch
+from jax_ep.types import Array, SortedTokens
+from jax_ep.xla import moe_sort as xla
+
+_SORT = Kernel("moe_sort", "moe_sort")
+_LANES = 256
+MOST_EXPERTS = 1 << 10
+
+
+def moe_sort(
+    topk_idx: Array,
+    topk_weights: Array | None,
+    num_tokens: Array | None,
+    *,
+    first_expert: int,
+    num_local_experts: int,
+    block_size: int,
+) -> SortedTokens:
+    """See xla/moe_sort.py."""
+    if topk_idx.size == 0 or num_local_experts > MOST_EXPERTS:
+        experts = {"first_expert": first_expert, "num_local_experts": num_local_experts}
+        return xla.moe_sort(topk_idx, topk_weights, num_tokens, **experts, block_size=block_size)
+    config, sizes = sort_sizes(topk_idx.shape, first_expert, num_local_experts, block_size)
+    given = {"weights_ptr": topk_weights, "num_tokens_ptr": num_tokens}
+    operands = (topk_idx, *(value for value in given.values() if value is not None))
+    constants: dict[str, Any] = {name: None for name, value in given.items() if value is None} | {"S": sizes}
+    results = (
+        jax.ShapeDtypeStruct((sizes.R,), jnp.int32),
+        jax.ShapeDtypeStruct((1 if topk_weights is None else sizes.R,), jnp.float32),
+        jax.ShapeDtypeStruct((sizes.R // block_size,), jnp.int32),
+        jax.ShapeDtypeStruct((num_local_experts,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    slots, weights, block_expert, group_sizes, num_rows = launch(_SORT, operands, results, config, constants)
+    return SortedTokens(slots, None if topk_weights is None else weights, block_expert, group_sizes, num_rows)
+
+
+def sort_sizes(shape: tuple[int, ...], first_expert: int, num_experts: int, block_size: int) -> tuple[Config, Sort]:
+    """Config and sizes for ids `[T, K]`: a block of slots for each program, of as many as run at a time."""
+    num_slots = shape[0] * shape[1]
+    block = _LANES * -(-num_slots // (_LANES * all_programs()))
+    sizes = Sort(
+        N=num_slots,
+        K=shape[1],
+        FIRST=first_expert,
+        L=num_experts,
+        R=xla.num_rows(num_slots, num_experts, block_size),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        LANES=_LANES,
+        BINS=max(32, power_of_two(num_experts)),
+    )
+    return Config(-(-num_slots // block), num_warps=8), sizes

@@ -1,0 +1,131 @@
+"""The slots of one device sorted by expert, in whole blocks: what block-wise kernels begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.core import check
+from jax_ep.core.layout import dropless_capacity
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.named_scopes import operation
+from jax_ep.ops import registry
+from jax_ep.types import Array, Options, SortedTokens
+
+
+@operation
+def moe_sort(
+    topk_idx: Array,
+    topk_weights: Array | None = None,
+    *,
+    num_experts: int,
+    block_size: int,
+    first_expert: int = 0,
+    num_local_experts: int | None = None,
+    num_tokens: Array | int | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> SortedTokens:
+    """Sorts the slots of one device by expert and pads every expert to whole blocks, for block-wise kernels.
+
+    Differentiable in `topk_weights`. Needs no mesh axis.
+
+    Args:
+      topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
+      topk_weights: `[T, K]` float32 router weights, or None.
+      num_experts: E.
+      block_size: rows per block.
+      first_expert: with num_local_experts, the experts of this device: slots of others have no row.
+      num_local_experts: L; None: all from first_expert on.
+      num_tokens: `[]` int32, tokens at and past this index have no row; None: all T count.
+      implementation: see `dispatch`.
+
+    Returns:
+      `SortedTokens(slots [P] int32, weights [P] or None, block_expert [P // block_size] int32, group_sizes [L] int32,
+      num_rows [] int32)` with `P = round_up(T * K + min(L, T * K) * (block_size - 1), block_size)`, which holds any
+      routing. Experts are counted from first_expert on.
+
+    Raises:
+      ValueError: shapes or sizes that do not fit, or ids out of range where they are known.
+      TypeError: unsupported dtypes.
+      NotImplementedError: none of the implementations asked for can serve the call.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_ep
+      >>> jax_ep.moe_sort(jnp.array([[1], [0], [1]]), num_experts=2, block_size=2).slots.tolist()
+      [1, -1, 0, 2, -1, -1]
+      >>> jax_ep.moe_sort(jnp.array([[1], [0], [1]]), num_experts=2, block_size=2, first_expert=1).slots.tolist()
+      [0, 2, -1, -1]
+
+    Source: the block-aligned sort that vLLM's fused MoE kernel takes as its input.
+    """
+    function = "moe_sort"
+    num_experts = check.positive(function, "num_experts", num_experts)
+    block_size = check.positive(function, "block_size", block_size)
+    first_expert, num_local = _local_experts(num_experts, first_expert, num_local_experts)
+    topk_idx = check.expert_ids(function, topk_idx, None, num_experts, all_count=num_tokens is None)
+    num_rows = dropless_capacity(topk_idx.size, num_local, block_size)
+    sizes = f"topk_idx of shape {topk_idx.shape} with num_local_experts={num_local} and {block_size=}"
+    check.countable(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
+    if num_tokens is not None:
+        num_tokens = check.token_count(function, num_tokens, topk_idx.shape[0])
+    options = registry.options(function, implementation=implementation)
+    arrays = vary_alike((topk_weights, topk_idx, num_tokens))
+    return sort_slots(options, first_expert, num_local, block_size, *arrays)
+
+
+def _local_experts(num_experts: int, first_expert: int, num_local_experts: int | None) -> tuple[int, int]:
+    """The first of this device's experts, and how many there are."""
+    function = "moe_sort"
+    if first_expert != 0:
+        first_expert = check.positive(function, "first_expert", first_expert)
+    if num_local_experts is None:
+        num_local_experts = max(1, num_experts - first_expert)
+    num_local_experts = check.positive(function, "num_local_experts", num_local_experts)
+    if first_expert + num_local_experts > num_experts:
+        raise ValueError(
+            f"{function}: {first_expert=} and {num_local_experts=} reach past {num_experts=}; expected experts among"
+            " these: change one of them."
+        )
+    return first_expert, num_local_experts
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def sort_slots(
+    options: Options,
+    first_expert: int,
+    num_local: int,
+    block_size: int,
+    topk_weights: Array | None,
+    topk_idx: Array,
+    num_tokens: Array | None,
+) -> SortedTokens:
+    """`moe_sort` of checked arguments."""
+    name = registry.choose(options, "moe_sort", jnp.int32)
+    run = registry.get("moe_sort", name).moe_sort
+    sizes = {"first_expert": first_expert, "num_local_experts": num_local, "block_size": block_size}
+    return run(topk_idx, topk_weights, num_tokens, **sizes)
+
+
+def _forward(*arguments: Any) -> tuple[SortedTokens, tuple[Array | None, Array]]:
+    found = sort_slots(*arguments)
+    return found, (arguments[4], found.slots)
+
+
+def _backward(
+    options: Options, first_expert: int, num_local: int, block_size: int, residuals: Any, cotangents: SortedTokens
+) -> tuple[Array | None, None, None]:
+    weights, slots = residuals
+    if weights is None:
+        return None, None, None
+    index = jnp.where(slots < 0, weights.size, slots)
+    d_weights = jnp.zeros_like(weights).reshape(-1).at[index].add(cotangents.weights, mode="drop")
+    return d_weights.reshape(weights.shape), None, None
+
+
+sort_slots.defvjp(_forward, _backward)

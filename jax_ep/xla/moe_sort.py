@@ -1,0 +1,48 @@
+"""The slots of one device sorted by expert, in plain XLA."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.core.layout import block_owners, dropless_capacity, gather_rows, local_groups, map_rows
+from jax_ep.types import Array, SortedTokens
+
+
+def num_rows(num_slots: int, num_experts: int, block_size: int) -> int:
+    """Rows that hold any routing."""
+    return dropless_capacity(num_slots, num_experts, block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("first_expert", "num_local_experts", "block_size"))
+def moe_sort(
+    topk_idx: Array,
+    topk_weights: Array | None,
+    num_tokens: Array | None,
+    *,
+    first_expert: int,
+    num_local_experts: int,
+    block_size: int,
+) -> SortedTokens:
+    """`[T, K]` ids of one device to block-aligned expert-major rows.
+
+    Args:
+      topk_idx: `[T, K]` int32.
+      topk_weights: `[T, K]` float32, or None.
+      num_tokens: `[]` int32, tokens at and past this index have no row; None: all have.
+      first_expert: the first expert that counts.
+      num_local_experts: how many do.
+      block_size: rows of a block.
+    """
+    if num_tokens is not None:
+        counts = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < num_tokens
+        topk_idx = jnp.where(counts, topk_idx, -1)
+    capacity = num_rows(topk_idx.size, num_local_experts, block_size)
+    groups = local_groups(topk_idx, first_expert, num_local_experts)
+    rows = map_rows(groups, num_local_experts, capacity, block_size)
+    block_expert = block_owners(rows.group_sizes, capacity // block_size, block_size)
+    weights = None if topk_weights is None else gather_rows(topk_weights.reshape(-1), rows.row_slot)
+    used = jnp.sum(rows.group_sizes, dtype=jnp.int32)
+    return SortedTokens(rows.row_slot, weights, block_expert, rows.group_sizes, used)

@@ -61,6 +61,8 @@ class Schedule:
       tokens_per_block: of dispatch and combine, tokens that share a flag, a power of two: fewer tell of arrivals
         sooner, more cost fewer flags.
       rows_in_flight: rows on their way to each program of combine while it adds others, 1 to 10.
+      single_launch: True: the whole layer of one device, `fused_moe`, is one launch; False, and the package's choice:
+        several. True exists in `triton`, for up to 1024 slots of tokens of 16 bits. Its gradient is that of the others.
 
     Raises:
       ValueError: an unknown mode, or a number out of its range.
@@ -81,6 +83,7 @@ class Schedule:
     num_warps: int | None = None
     tokens_per_block: int | None = None
     rows_in_flight: int | None = None
+    single_launch: bool | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("dispatch_mode", DISPATCH_MODES), ("combine_mode", COMBINE_MODES)):
@@ -89,12 +92,13 @@ class Schedule:
                 raise ValueError(
                     f"Schedule: {name}={mode!r}, expected one of {known}, or None for what should be fastest."
                 )
-        fuse = self.fuse_weight_gradients
-        if fuse is not None and not isinstance(fuse, bool):
-            raise TypeError(
-                f"Schedule: fuse_weight_gradients={fuse!r} is a {type(fuse).__name__}, expected True, False, or None"
-                " for what should be faster."
-            )
+        for name in ("fuse_weight_gradients", "single_launch"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(
+                    f"Schedule: {name}={value!r} is a {type(value).__name__}, expected True, False, or None for what"
+                    " should be faster."
+                )
         for name in ("num_communicating_programs", "num_combining_programs", "num_summing_programs"):
             self._check_number(name, 1, 1 << 16)
         self._check_number("num_warps", 1, 16, power_of_two=True)

@@ -21,6 +21,7 @@ def launch_kernel(
     shared_bytes: int,
     alignment: int,
     parameters: Sequence[Sequence[int]],
+    written: dict[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs machine code of Triton on the CUDA device of this shard; its parameters are the operands and results.
 
@@ -37,12 +38,15 @@ def launch_kernel(
       shared_bytes: dynamic shared memory of a program.
       alignment: bytes that all addresses are a multiple of. Running the program fails where one is not.
       parameters: how the kernel takes each operand and each result, as `by_address()` or `by_descriptor(...)` says.
+      written: operands that the kernel writes in place, by their positions, and the results that they become.
 
     Returns:
       One array per entry of `results`, typed as the same on all devices.
     """
     library.load()
-    call = jax.ffi.ffi_call(library.LAUNCH_KERNEL, tuple(results), vmap_method="sequential")
+    call = jax.ffi.ffi_call(
+        library.LAUNCH_KERNEL, tuple(results), vmap_method="sequential", input_output_aliases=written
+    )
     numbers = {"num_programs": num_programs, "num_threads": num_threads}
     numbers |= {"shared_bytes": shared_bytes, "alignment": alignment}
     attributes = {key: np.int32(value) for key, value in numbers.items()}

@@ -35,6 +35,7 @@ def launch(
     *,
     group: Array | None = None,
     uses_data: bool = True,
+    written: dict[int, int] | None = None,
 ) -> tuple[Any, ...]:
     """Runs a kernel on the device of this shard.
 
@@ -53,6 +54,8 @@ def launch(
       constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
       uses_data: the data area of the heap; else the low-latency buffers.
+      written: arrays among the operands, by their positions, that the kernel writes in place, and among the results
+        what they become, which nobody must read: the interpreter's kernels write a copy.
 
     Returns:
       One array, or NamedTuple of arrays, per entry of `results`.
@@ -68,6 +71,7 @@ def launch(
             **_compiled(kernel, (*operands, *results), config, dict(constants)),
             operands=flat_arrays(operands),
             results=flat_arrays(results),
+            written=written,
         )
     axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
     outputs = tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)

@@ -53,6 +53,8 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
         return _refusal_of_products(dtype)
     if operation in ("activation", "moe_sort"):
         return None
+    if operation == "fused_moe":
+        return capability.missing_tma("its layer in one launch")
     if operation == "low_latency" and (reason := _refusal_of_low_latency(options, dtype, *facts)) is not None:
         return reason
     if on == "gpu" and (reason := context.concurrent_launches()) is not None:

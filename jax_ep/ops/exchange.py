@@ -235,7 +235,7 @@ def prepare(
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
-        topk_idx = _ids_that_count(function, topk_idx, num_tokens, handle)
+        topk_idx = ids_that_count(function, topk_idx, num_tokens, handle)
         check.expert_ids(function, topk_idx, None, num_experts)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
@@ -250,7 +250,7 @@ def prepare(
     return Prepared(options, x, topk_weights, handle)
 
 
-def _ids_that_count(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Handle | None) -> Array:
+def ids_that_count(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Handle | None) -> Array:
     """Ids without those of tokens at and past `num_tokens`."""
     if handle is not None or topk_idx is None:
         raise ValueError(

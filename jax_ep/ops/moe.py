@@ -17,6 +17,7 @@ from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, exchange_gemm, moe_fp8, quantized_gemm, registry
+from jax_ep.ops import fused_moe as fused_moe_in_one
 from jax_ep.ops.activation import activate
 from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
 from jax_ep.types import (
@@ -125,6 +126,9 @@ def moe(
         options, forward_dtype, experts, parts.b_gate_up, parts.w_down
     )
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
+    kept = {"forward_dtype": forward_dtype, "wire_dtype": wire_dtype, "capacity": capacity}
+    if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts.w_down, kept):
+        return _in_one_launch(options, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
     columns = parts.w_gate_up.shape[1 if isinstance(parts.w_gate_up, QuantizedExperts) else 2]
     prepare = functools.partial(
         exchange.prepare,
@@ -283,6 +287,46 @@ def _check_experts(
     b_gate_up = check.bias(function, "b_gate_up", parts.b_gate_up, (num_local, columns))
     b_down = check.bias(function, "b_down", parts.b_down, (num_local, x.shape[1]))
     return experts, ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
+
+
+def _in_one_launch(
+    options: Options,
+    experts: Experts,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    parts: ExpertWeights,
+    num_tokens: Array | int | None,
+    sum_dtype: DTypeLike,
+) -> Array:
+    """`moe` on one device by the launch that is all of it."""
+    num_experts = parts.w_down.shape[0]
+    all_count = num_tokens is None
+    topk_idx = check.expert_ids(options.function, topk_idx, x.shape[0], num_experts, all_count=all_count)
+    topk_weights = check.router_weights(options.function, topk_weights, topk_idx.shape, x)
+    if num_tokens is not None:
+        topk_idx = exchange.ids_that_count(options.function, topk_idx, num_tokens, None)
+    apart = dataclasses.replace(options.schedule, single_launch=None)
+
+    def unfused(topk_idx: Array, x: Array, topk_weights: Array, matrices: Any, biases: Any) -> Array:
+        return moe(
+            x,
+            topk_idx,
+            topk_weights,
+            *matrices,
+            num_experts=num_experts,
+            experts=experts,
+            b_gate_up=biases[0],
+            b_down=biases[1],
+            axis_name=(),
+            preferred_element_type=sum_dtype,
+            schedule=apart,
+            implementation=options.implementation,
+        )
+
+    operands = (topk_idx, x, topk_weights, tuple(parts[:2]), tuple(parts[2:]))
+    y = fused_moe_in_one.run(options, experts, sum_dtype, unfused, *vary_alike(operands))
+    return checkpoint_name(y, OUTPUT_NAME)
 
 
 def _by_quantized(

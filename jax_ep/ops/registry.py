@@ -32,6 +32,7 @@ _IMPLEMENTATIONS = {
     "exchange": ("triton", "xla"),
     "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
     "grouped_gemm": ("triton", "pallas", "xla"),
+    "fused_moe": ("triton",),  # others run the layer one operation after another
     "quantized_gemm": ("triton", "xla"),
     "activation": ("triton", "xla"),
     "moe_sort": ("triton", "xla"),

@@ -265,6 +265,70 @@ class Sort:
     BINS: int
 
 
+class LayerTensors(NamedTuple):
+    """What an expert layer on one device is made of.
+
+    Attributes:
+      x_ptr: `[T, H]` tokens.
+      gate_up: descriptor of `[E, H, 2 * I]`, or of `[E, H, I]` without gates.
+      down: descriptor of `[E, I, H]`.
+      ids_ptr: `[T, K]` experts.
+      weights_ptr: `[T, K]` float32.
+    """
+
+    x_ptr: Any
+    gate_up: Any
+    down: Any
+    ids_ptr: Any
+    weights_ptr: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedTile:
+    """Blocks of the expert layer in one launch.
+
+    Attributes:
+      BM: slots of a block.
+      BN: columns of I of a tile of hidden rows.
+      BN2: columns of H of a tile of the result.
+      BK: depth of one step.
+      BT: tokens whose sums are one task.
+    """
+
+    BM: int
+    BN: int
+    BN2: int
+    BK: int
+    BT: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedMoE:
+    """Static sizes of the expert layer in one launch.
+
+    Attributes:
+      T: tokens.
+      K: experts of a token.
+      H: columns of tokens.
+      INNER: columns of activated rows.
+      E: experts.
+      SLOTS: a power of two that covers T * K.
+      BINS: a power of two that covers the experts.
+      MOST_BLOCKS: blocks of slots that there may be.
+      tile: blocks.
+    """
+
+    T: int
+    K: int
+    H: int
+    INNER: int
+    E: int
+    SLOTS: int
+    BINS: int
+    MOST_BLOCKS: int
+    tile: FusedTile
+
+
 @dataclasses.dataclass(frozen=True)
 class RowPass:
     """Static sizes of a pass over the rows in use of `[R, H]`.

@@ -1,0 +1,89 @@
+"""The expert layer of few tokens on one device in one launch, where an implementation has it.
+
+Its gradient is that of the same layer in several launches, which computes the layer once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ep.ops import registry
+from jax_ep.types import Array, Experts, Options, QuantizedExperts
+
+Layer = Callable[..., Array]
+
+
+def is_wanted(options: Options, experts: Experts, x: Array, topk_idx: Array, w_down: Any, kept: dict[str, Any]) -> bool:
+    """Whether a layer is one launch: where the schedule says so, as none has been measured to be faster.
+
+    `kept` are the keywords of `moe` that such a launch has no use for.
+
+    Raises:
+      ValueError: the schedule wants it, and there is none.
+      NotImplementedError: likewise, with none of the implementations asked for.
+    """
+    if not options.schedule.single_launch:
+        return False
+    reason = _reason_against(options, experts, x, topk_idx, w_down, kept)
+    if reason is not None:
+        raise ValueError(f"{options.function}: single_launch=True, but {reason}; leave it None in the schedule.")
+    return True
+
+
+def _reason_against(
+    options: Options, experts: Experts, x: Array, topk_idx: Array, w_down: Any, kept: dict[str, Any]
+) -> str | None:
+    if options.axis:
+        return f"experts are spread over {options.axis}, and one launch serves one device"
+    given = [name for name, value in kept.items() if value is not None]
+    if given:
+        return f"there is no such launch with {', '.join(given)}"
+    if isinstance(w_down, QuantizedExperts):
+        return "there is no such launch with QuantizedExperts"
+    name = registry.choose(options, "fused_moe", x.dtype)
+    sizes = topk_idx.size, x.dtype, x.shape[1], w_down.shape[1]
+    if registry.get("fused_moe", name).fuses(experts, *sizes):
+        return None
+    return (
+        f"{name!r} has no such launch for {topk_idx.size} slots of {x.dtype} tokens with H={x.shape[1]},"
+        f" I={w_down.shape[1]} and {experts}: it takes up to 1024 slots of 16 bits and multiples of 8, without a"
+        " function of the caller's"
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def run(
+    options: Options,
+    experts: Experts,
+    out_dtype: DTypeLike,
+    unfused: Layer,
+    topk_idx: Array,
+    x: Array,
+    topk_weights: Array,
+    matrices: tuple[Array, Array],
+    biases: tuple[Array | None, Array | None],
+) -> Array:
+    """`moe` of checked arguments on one device; `unfused(topk_idx, x, topk_weights, matrices, biases)` is the same."""
+    name = registry.choose(options, "fused_moe", x.dtype)
+    launch = registry.get("fused_moe", name).fused_moe
+    return launch(experts, x, topk_idx, topk_weights, *matrices, biases, out_dtype=out_dtype)
+
+
+def _forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
+    return run(*arguments), arguments[4:]
+
+
+def _backward(
+    options: Options, experts: Experts, out_dtype: DTypeLike, unfused: Layer, residuals: Any, cotangent: Array
+) -> tuple[Any, ...]:
+    topk_idx, *operands = residuals
+    _, pull = jax.vjp(partial(unfused, topk_idx), *operands)
+    return None, *pull(cotangent)
+
+
+run.defvjp(_forward, _backward)

@@ -1,0 +1,111 @@
+"""The expert layer of one device in one launch, against the oracle and against the layer in several."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
+from harness import to_numpy
+from layers import Layer
+from oracle_experts import GPT_OSS
+from routings import ROUTINGS
+
+OPERATION = "fused_moe"
+ONE = jax_ep.Schedule(single_launch=True)
+SHAPES = {
+    "one token": Shape(num_tokens=1, top_k=2, num_experts=4, hidden=64, intermediate=48),
+    "cut tiles": Shape(num_tokens=13, top_k=3, num_experts=6, hidden=72, intermediate=40),
+    "several blocks": Shape(num_tokens=60, top_k=4, num_experts=3, hidden=136, intermediate=80),
+}
+EXPERTS = {
+    "silu": jax_ep.Experts(),
+    "up only": jax_ep.Experts("gelu", gated=False),
+    "gpt-oss": GPT_OSS,
+    "weights on the input": jax_ep.Experts(weight_on="input"),
+}
+
+
+def call(implementation: str, **options: Any) -> Any:
+    return partial(jax_ep.fused_moe, schedule=ONE, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow(unless={"name": ["cut tiles"]})
+def test_routings(implementation: str, name: str, rng: np.random.Generator, subtests: pytest.Subtests) -> None:
+    run = jax.jit(call(implementation))
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, 1, SHAPES[name], BF16)
+            x, ids, weights = (a[0] for a in (layer.x, layer.topk_idx, layer.topk_weights))
+            got = to_numpy(run(x, ids, weights, layer.w_gate_up, layer.w_down))
+            assert_close(got, layer.oracle().forward()[0], "layer")
+            assert_same_bits(to_numpy(run(x, ids, weights, layer.w_gate_up, layer.w_down)), got, "again")
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.slow(unless={"dtype": [BF16], "biased": [True]})
+def test_experts(implementation: str, kind: str, biased: bool, dtype: Any, rng: np.random.Generator) -> None:
+    """As the portable layer in float32 computes them."""
+    experts, shape = EXPERTS[kind], SHAPES["cut tiles"]
+    layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
+    biases = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": shape.hidden} if biased else {}
+    biases = {name: reals(rng, shape.num_experts, width, dtype=dtype) for name, width in biases.items()}
+    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands))
+    assert got.dtype == dtype
+    wide = [a.astype(F32) if a.dtype == dtype else a for a in operands]
+    biases = {name: b.astype(F32) for name, b in biases.items()}
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))(*wide)
+    assert_close(got, to_numpy(want))
+
+
+def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
+    run = jax.jit(
+        lambda count, *operands: call(implementation, preferred_element_type=F32)(*operands, num_tokens=count)
+    )
+    some, everything = (to_numpy(run(jnp.int32(count), *operands)) for count in (5, 99))
+    assert some.dtype == F32
+    assert_same_bits(some[:5], everything[:5])
+    assert not np.any(some[5:])
+    assert_close(everything, layer.oracle().forward()[0], tolerance=1.2e-2)
+
+
+def test_gradients_are_those_of_several_launches(implementation: str, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "duplicates", 1, SHAPES["cut tiles"], BF16)
+    ids, d_y = layer.topk_idx[0], reals(rng, *layer.x[0].shape, dtype=BF16)
+
+    def gradients(schedule: Any) -> Any:
+        def fn(x: Any, weights: Any, *matrices: Any) -> Any:
+            return jax_ep.fused_moe(x, ids, weights, *matrices, schedule=schedule, implementation=implementation)
+
+        return jax.jit(lambda *operands: jax.vjp(fn, *operands)[1](d_y))
+
+    operands = layer.x[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
+    for got, want in zip(gradients(ONE)(*operands), gradients(None)(*operands), strict=True):
+        assert_same_bits(to_numpy(got), to_numpy(want))
+
+
+def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
+    wide = [a.astype(F32) if a.dtype == BF16 else a for a in operands]
+    many = [np.repeat(a, 40, axis=0) for a in operands[:3]]
+    with pytest.raises(ValueError, match=r"single_launch=True, but .* float32 tokens"):
+        call(implementation)(*wide)
+    with pytest.raises(ValueError, match="up to 1024 slots"):
+        call(implementation)(*many, *operands[3:])
+    with pytest.raises(ValueError, match="there is no such launch with capacity"):
+        partial(jax_ep.moe, schedule=ONE, num_experts=6, axis_name=(), capacity=4)(*operands)
+    with pytest.raises(NotImplementedError, match="xla: it has no fused_moe"):
+        call("xla")(*operands)

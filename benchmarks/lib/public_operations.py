@@ -11,32 +11,22 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import jax_ep
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 from jax_ep.serving import serving_weights
 from lib import harness
 from lib.inputs import AXIS, MODELS, expert_mesh, make_weights, on_ranks, routing
-from lib.waiting import zero_after
+from lib.touched_chains import Operation, chain
 
 LENGTHS = (2, 8)
 FP8 = jnp.float8_e4m3fn
-
-
-class Operation(NamedTuple):
-    """What is timed: a function of one rank, and its arguments on all ranks.
-
-    Of the first argument, or of its first part, one element is written anew before each call.
-    """
-
-    step: Callable[..., Any]
-    arguments: tuple[Any, ...]
 
 
 def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: int) -> dict[str, Operation]:
@@ -132,28 +122,6 @@ def _tokens(mesh: jax.sharding.Mesh, name: str, tokens: int, seed: int) -> tuple
 def _on_all(mesh: jax.sharding.Mesh, sizes: np.ndarray) -> Array:
     """The same sizes on every rank."""
     return jax.device_put(np.tile(sizes.astype(np.int32), mesh.size), jax.NamedSharding(mesh, jax.P(*AXIS)))
-
-
-def chain(mesh: jax.sharding.Mesh, operation: Operation, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """So many calls of an operation, each of which waits for the one before, and the arguments."""
-
-    def body(*arguments: Any) -> Array:
-        leaves, tree = jax.tree.flatten(arguments)
-
-        def once(touched: Array, _: None) -> tuple[Array, None]:
-            results = operation.step(*jax.tree.unflatten(tree, [touched, *leaves[1:]]))
-            # The barrier keeps XLA from computing only the elements that are looked at.
-            zero = sum(map(zero_after, lax.optimization_barrier(jax.tree.leaves(results))))
-            origin = (0,) * touched.ndim
-            first = lax.slice(touched, origin, (1,) * touched.ndim)
-            return lax.dynamic_update_slice(touched, first + zero.astype(first.dtype), origin), None
-
-        touched = lax.scan(once, leaves[0], None, length=length)[0]
-        return touched.reshape(-1)[:1]
-
-    specs = (jax.P(*AXIS),) * len(operation.arguments)
-    sharded = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=jax.P(*AXIS), check_vma=False)
-    return jax.jit(sharded), operation.arguments
 
 
 def main() -> None:

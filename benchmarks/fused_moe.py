@@ -1,0 +1,217 @@
+"""The expert layer of one GPU, from one token to thousands, by weight type, beside what else there is and its bounds.
+
+    python benchmarks/fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 16 4096
+    python benchmarks/fused_moe.py --formats none mxfp4 --routing zipf --tensor-parallel 2
+
+Variants, each forward, without gradients:
+
+  fused_moe                as the package chooses, in bfloat16
+  fused_moe, one launch    where there is one
+  fused_moe, FORMAT        with `QuantizedExperts`
+  moe_sort                 the sort alone
+  ragged_dot               sort, two `lax.ragged_dot` and the sums: what JAX offers
+  batched einsum           the products alone, of as many rows in equal groups of all experts, by cuBLAS
+
+With few tokens the matrices of the experts that have rows are most of what is read. So each row has the bytes of these,
+as they are stored, and what part of the rate at which XLA reads memory that is; with many, operations per second.
+Writes results/fused_moe.json. `--shard N` takes the experts of one of N ranks, `--tensor-parallel N` an Nth of I.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import jax_ep
+from jax_ep.quantization import quantize_experts
+from jax_ep.types import EXPERT_FORMATS
+from lib import baselines, harness
+from lib.harness import Report, Timing
+from lib.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
+from lib.touched_chains import Operation, chain
+
+TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
+MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
+ROUTINGS = ("uniform", "balanced", "zipf")
+LENGTHS, QUICK_LENGTHS = (4, 24), (1, 3)
+READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
+ONE_LAUNCH = jax_ep.Schedule(single_launch=True)
+
+
+def make_ids(kind: str, tokens: int, model: Model, seed: int) -> np.ndarray:
+    """`[T, K]` experts; "balanced": in turn, so that all have as many slots."""
+    if kind == "balanced":
+        return (np.arange(tokens * model.top_k, dtype=np.int32) % model.experts).reshape(tokens, model.top_k)
+    return routing(kind, tokens, model, np.random.default_rng(seed))
+
+
+def ragged(x: Array, ids: Array, weights: Array, w_gate_up: Array, w_down: Array) -> Array:
+    """The layer of JAX's own operations; slots without an expert here are sorted behind all groups."""
+    num_experts = w_down.shape[0]
+    groups = jnp.where(ids < 0, num_experts, ids).reshape(-1)
+    order = jnp.argsort(groups, stable=True)
+    sizes = jnp.bincount(groups, length=num_experts)[:num_experts].astype(jnp.int32)
+    rows = lax.ragged_dot(x[order // ids.shape[1]], w_gate_up, sizes)
+    rows = lax.ragged_dot(baselines.swiglu(rows), w_down, sizes)
+    scaled = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    scaled = jnp.where((groups[order] < num_experts)[:, None], scaled, 0)
+    return jnp.zeros((x.shape[0], x.shape[1]), jnp.float32).at[order // ids.shape[1]].add(scaled).astype(x.dtype)
+
+
+def batched(x: Array, w_gate_up: Array, w_down: Array) -> Array:
+    """`[E, M, H]` rows by both products."""
+    return jnp.einsum("emi,eih->emh", baselines.swiglu(jnp.einsum("emh,ehf->emf", x, w_gate_up)), w_down)
+
+
+def sort(ids: Array, weights: Array, num_experts: int) -> Any:
+    """The slots by expert, in blocks of 64."""
+    return jax_ep.moe_sort(ids, weights, num_experts=num_experts, block_size=64)
+
+
+def bytes_of(matrices: Any, num_experts: int, active: int) -> int:
+    """Of the matrices of so many experts, as they are stored."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(matrices)) // num_experts * active
+
+
+def operations(
+    args: argparse.Namespace, model: Model, tokens: int, matrices: tuple[Array, Array], stored: dict[str, Any]
+) -> tuple[dict[str, Operation], dict[str, int], float]:
+    """What is timed, the bytes of matrices that each variant reads, and the operations of the products."""
+    mesh, num_experts = expert_mesh(1), matrices[1].shape[0]
+    ids = make_ids(args.routing, tokens, model, args.seed)
+    ids = np.where(ids < num_experts, ids, -1)  # those of the other shards
+    slots, active = int((ids >= 0).sum()), len(np.unique(ids[ids >= 0]))
+    x = on_ranks(mesh, (tokens, model.hidden), 2)
+    layer = (x, jnp.asarray(ids), jnp.full(ids.shape, 1 / model.top_k, jnp.float32))
+    fused: Callable[..., Array] = partial(jax_ep.fused_moe, implementation=args.implementation)
+    found = {"fused_moe": Operation(fused, (*layer, *matrices)), "ragged_dot": Operation(ragged, (*layer, *matrices))}
+    read = dict.fromkeys(found, bytes_of(matrices, num_experts, active))
+    if ids.size <= 1024:
+        found["fused_moe, one launch"] = Operation(partial(fused, schedule=ONE_LAUNCH), (*layer, *matrices))
+        read["fused_moe, one launch"] = read["fused_moe"]
+    for name, quantized in stored.items():
+        found[f"fused_moe, {name}"] = Operation(fused, (*layer, *quantized))
+        read[f"fused_moe, {name}"] = bytes_of(quantized, num_experts, active)
+    found["moe_sort"] = Operation(partial(sort, num_experts=num_experts), layer[1:])
+    rows = max(1, slots // num_experts)
+    if slots >= num_experts:
+        batches = on_ranks(mesh, (num_experts, rows, model.hidden), 3)
+        found["batched einsum"] = Operation(batched, (batches, *matrices))
+        read["batched einsum"] = bytes_of(matrices, num_experts, num_experts)
+    return found, read, 6.0 * slots * model.hidden * model.intermediate
+
+
+def check(found: dict[str, Operation]) -> None:
+    """Refuses to time what computes another layer: beside JAX's own operations, within what bits are left."""
+    want = jax.jit(found["ragged_dot"].step)(*found["ragged_dot"].arguments).astype(jnp.float32)
+    for name, operation in found.items():
+        if name.startswith("fused_moe"):
+            try:
+                got = jax.jit(operation.step)(*operation.arguments).astype(jnp.float32)
+            except NotImplementedError:
+                continue  # measured as a failure
+            error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+            if not error < (0.02 if name in ("fused_moe", "fused_moe, one launch") else 0.3):
+                raise RuntimeError(f"{name} is wrong: error {error:.2g} in the norm.")
+
+
+def read_memory(args: argparse.Namespace) -> float:
+    """Bytes that XLA reads in a second, to find the largest of many numbers."""
+    count = (QUICK_READ_BYTES if args.quick else READ_BYTES) // 2
+    x = on_ranks(expert_mesh(1), (count // 1024, 1024), 7)
+    operation = Operation(lambda x: jnp.max(x, keepdims=True), (x,))
+    times = harness.measure_chained({READ: partial(chain, expert_mesh(1), operation)}, args.rounds, title=READ)
+    return x.nbytes / max(times[READ].median, 1e-9)
+
+
+def measure(report: Report, args: argparse.Namespace, name: str, rate: float) -> None:
+    """All numbers of tokens of one model."""
+    full = MODELS[name]
+    model = full._replace(intermediate=full.intermediate // args.tensor_parallel)
+    matrices = make_weights(expert_mesh(1), model._replace(experts=model.experts // args.shard))
+    stored = {}
+    for expert_format in args.formats:
+        try:
+            stored[expert_format] = tuple(jax.jit(partial(quantize_experts, format=expert_format))(w) for w in matrices)
+        except ValueError as error:
+            report.failed(f"fused_moe, {expert_format}", {"model": name, "dtype": "bfloat16"}, str(error))
+    for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS):
+        found, read, flops = operations(args, model, tokens, matrices, stored)
+        check(found)
+        chosen = {n: o for n, o in found.items() if not args.only or any(part in n for part in args.only)}
+        failures: dict[str, str] = {}
+        times = harness.measure_chained(
+            {variant: partial(chain, expert_mesh(1), operation) for variant, operation in chosen.items()},
+            args.rounds,
+            lengths=QUICK_LENGTHS if args.quick else LENGTHS,
+            title=f"{name}, {tokens} tokens",
+            workers=harness.WORKERS,
+            failures=failures,
+        )
+        show(report, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, times, failures, read, flops, rate)
+
+
+def show(
+    report: Report,
+    shape: dict[str, Any],
+    times: dict[str, Timing],
+    failures: dict[str, str],
+    read: dict[str, int],
+    flops: float,
+    rate: float,
+) -> None:
+    """Adds one case to the report, and prints it."""
+    table = []
+    for variant, timing in times.items():
+        seconds, details = max(timing.median, 1e-9), dict[str, float]()
+        if variant in read:
+            details = {"matrix_bytes": read[variant], "of_read_rate": read[variant] / seconds / rate}
+            details["flops_per_s"] = flops / seconds
+        report.add(variant, shape, timing, **details)
+        cells = [f"{details['of_read_rate']:.0%}", f"{details['flops_per_s'] / 1e12:.0f}"] if details else ["", ""]
+        table.append([variant, *timing.microseconds(1), *cells])
+    for variant, reason in failures.items():
+        report.failed(variant, shape, reason)
+        table.append([variant, "failed", reason[:60], "", ""])
+    columns = ["variant", "us", "quartiles", "matrices, of read rate", "TFLOP/s"]
+    harness.show_table(f"{shape['model']}, {shape['tokens']} tokens", columns, table)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=8, tokens=str(TOKENS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {MODELS_BY_DEFAULT}")
+    parser.add_argument("--formats", nargs="*", choices=EXPERT_FORMATS, default=["fp8", "int8", "mxfp4"])
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    parser.add_argument("--seed", type=int, default=0, help="of the routing")
+    parser.add_argument("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="an Nth of I")
+    parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
+    parser.add_argument("--implementation", help="of jax_ep's variants; default: its choice")
+    return parser
+
+
+def main() -> None:
+    """Measures all models asked for."""
+    args = harness.parse(options())
+    if not harness.can_measure("fused_moe", args, num_devices=1):
+        return
+    models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
+    kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation")
+    report = Report(f"fused_moe{args.suffix}", args.out, {name: getattr(args, name) for name in kept})
+    rate = read_memory(args)
+    report.summarise(read_bytes_per_s=rate)
+    for name in models:
+        measure(report, args, name, rate)
+    print(report.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The benchmark of the layer of one GPU runs on a small shape, and computes what it says."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reports import check_report, run_quickly
+
+import fused_moe
+from lib.inputs import MODELS
+from lib.touched_chains import Operation
+
+TINY = MODELS["tiny"]
+
+
+def test_balanced_ids_give_all_experts_as_many_slots() -> None:
+    ids = fused_moe.make_ids("balanced", 16, TINY, 0)
+    assert set(np.bincount(ids.reshape(-1), minlength=TINY.experts)) == {16 * TINY.top_k // TINY.experts}
+
+
+def test_wrong_layers_are_not_timed() -> None:
+    right = Operation(lambda: jnp.ones(4), ())
+    found = {"ragged_dot": right, "fused_moe": right}
+    fused_moe.check(found)
+    with pytest.raises(RuntimeError, match="fused_moe is wrong: error 0.1"):
+        fused_moe.check(found | {"fused_moe": Operation(lambda: jnp.full(4, 1.1), ())})
+
+
+@pytest.mark.slow
+def test_quick_run(tmp_path) -> None:
+    output = run_quickly("fused_moe.py", tmp_path, "--shard", "2", "--routing", "zipf", "--formats", "mxfp4")
+    content = json.loads((tmp_path / "fused_moe.json").read_text())
+    check_report(content)
+    variants = {row["variant"] for row in content["rows"]}
+    assert {"fused_moe", "fused_moe, mxfp4", "ragged_dot", "moe_sort", "batched einsum"} <= variants
+    assert content["summary"]["read_bytes_per_s"] > 0
+    assert "tiny, 16 tokens" in output

@@ -117,7 +117,8 @@ def check(found: dict[str, Operation]) -> None:
                 got = jax.jit(operation.step)(*operation.arguments).astype(jnp.float32)
             except NotImplementedError:
                 continue  # measured as a failure
-            error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+            # No token may have an expert of this shard.
+            error = float(jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30))
             if not error < (0.02 if name in ("fused_moe", "fused_moe, one launch") else 0.3):
                 raise RuntimeError(f"{name} is wrong: error {error:.2g} in the norm.")
 

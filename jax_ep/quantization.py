@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_quantized, expert_formats, fp8
@@ -130,7 +132,14 @@ def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Ar
 
 
 @operation
-def quantize_experts(w: Array, format: str, *, group_size: int = GROUP_SIZE) -> QuantizedExperts:
+def quantize_experts(
+    w: Array,
+    format: str,
+    *,
+    group_size: int = GROUP_SIZE,
+    activations: str | None = None,
+    smooth: Array | None = None,
+) -> QuantizedExperts:
     """Expert matrices in 8 or 4 bits, for products with tokens that keep their dtype.
 
     All formats are symmetric. Each has one scale for
@@ -145,6 +154,11 @@ def quantize_experts(w: Array, format: str, *, group_size: int = GROUP_SIZE) -> 
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them.
       format: one of these.
       group_size: of "int4", even.
+      activations: "int8": tokens are quantised too where they are multiplied, each by its largest element, with format
+        "int8"; None: they keep their dtype.
+      smooth: `[..., E, K]` positive floats, by which the rows of w are multiplied before they are quantised, and by
+        which the columns of tokens are divided before they are, so that columns with large elements cost other elements
+        fewer bits; only with `activations`. None: 1.
 
     Returns:
       `QuantizedExperts`, transposed: it stands for matrices `[..., E, N, K]`. Half the step of a format times the scale
@@ -163,7 +177,8 @@ def quantize_experts(w: Array, format: str, *, group_size: int = GROUP_SIZE) -> 
       >>> w.values.shape, w.scales.shape, dequantize_experts(w, jnp.float32)[0, 0, 0].item()
       ((4, 6, 32), (4, 6, 2), 3.0)
 
-    Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); OCP Microscaling Formats 1.0, section 6.3.
+    Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); OCP Microscaling Formats 1.0, section 6.3; SmoothQuant
+    (arXiv:2211.10438, section 4).
     """
     function = "quantize_experts"
     w = check_matrices(function, "w", w, whole=False)
@@ -174,12 +189,19 @@ def quantize_experts(w: Array, format: str, *, group_size: int = GROUP_SIZE) -> 
     check_quantized.depth(function, "axis -2 of w, K,", format, w.shape[-2], group_size)
     if format == "fp8":
         whole_blocks_per_device(function, "w", w)
+    smooth = check_quantized.activations(function, format, activations, smooth, w.shape[:-1])
     remedy = "quantize_experts has no gradient: train with the weights as they are."
-    return call_without_gradient(remedy, partial(_quantize_experts, format, group_size), w)
+    quantize = partial(_quantize_experts, format, group_size, activations)
+    return call_without_gradient(remedy, quantize, w, smooth)
 
 
-def _quantize_experts(expert_format: str, group_size: int, w: Array) -> QuantizedExperts:
-    return expert_formats.quantize(w, expert_format, group_size)
+def _quantize_experts(
+    expert_format: str, group_size: int, activations: str | None, w: Array, smooth: Array | None
+) -> QuantizedExperts:
+    if smooth is not None:
+        w = w.astype(jnp.float32) * smooth[..., None]
+    found = expert_formats.quantize(w, expert_format, group_size)
+    return dataclasses.replace(found, smooth=smooth, activations=activations)
 
 
 @operation
@@ -191,7 +213,7 @@ def dequantize_experts(w: QuantizedExperts, dtype: DTypeLike) -> Array:
       dtype: dtype of the result.
 
     Returns:
-      `[..., E, N, K]` array of `dtype`, multiplied in float32: transposed, as they are kept.
+      `[..., E, N, K]` array of `dtype`, multiplied in float32: transposed, as they are kept, and divided by `smooth`.
 
     Raises:
       ValueError: parts that do not belong together.
@@ -208,4 +230,7 @@ def dequantize_experts(w: QuantizedExperts, dtype: DTypeLike) -> Array:
         raise TypeError(f"{function}: w is a {type(w).__name__}, expected QuantizedExperts; see quantize_experts.")
     w = check_quantized.experts(function, "w", w)
     dtype = check.dtype(function, "dtype", dtype, "one of the result, as jnp.bfloat16")
-    return expert_formats.dequantize(w.values, w.scales, w.format, dtype)
+    if w.smooth is None:
+        return expert_formats.dequantize(w.values, w.scales, w.format, dtype)
+    wide = expert_formats.dequantize(w.values, w.scales, w.format, jnp.float32)
+    return (wide / w.smooth[..., None, :]).astype(dtype)

@@ -262,11 +262,17 @@ class QuantizedExperts:
       scales: float32 `[..., E, ceil(N / 128), K / 128]` ("fp8"), `[..., E, N]` ("fp8_channel", "int8") or
         `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4").
       format: one of `EXPERT_FORMATS`.
+      smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
+        them; None: 1. Only with `activations`.
+      activations: "int8": each token is quantised too, by its largest element, where it is multiplied; None: tokens
+        keep their dtype.
     """
 
     values: Array
     scales: Array
     format: str = dataclasses.field(metadata={"static": True})
+    smooth: Array | None = None
+    activations: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -101,11 +101,27 @@ def test_mistakes() -> None:
         jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
     with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
         dequantize_experts(w, jnp.float32)
+    with pytest.raises(ValueError, match="activations='int8' with format='mxfp4', expected format='int8'"):
+        quantize_experts(w, "mxfp4", activations="int8")
+    with pytest.raises(ValueError, match="smooth without activations='int8'"):
+        quantize_experts(w, "int8", smooth=jnp.ones((2, 96)))
+    with pytest.raises(ValueError, match=r"smooth has shape \(2, 4\), expected \(2, 96\)"):
+        quantize_experts(w, "int8", activations="int8", smooth=jnp.ones((2, 4)))
     q = quantize_experts(w, "int8")
     with pytest.raises(TypeError, match="values of int8 and scales of float16, expected int8 and float32"):
         dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales.astype(jnp.float16), "int8"), jnp.float32)
     with pytest.raises(ValueError, match="do not belong together"):
         dequantize_experts(jax_ep.QuantizedExperts(q.values, q.scales[:, :3], "int8"), jnp.float32)
+
+
+def test_smooth_columns_lose_less(rng: np.random.Generator) -> None:
+    """Rows of w are multiplied before they are rounded, and divided by as much where they are dequantised."""
+    w, smooth = reals(rng, 2, 64, 8), (2.0 ** rng.uniform(-4, 4, (2, 64))).astype(F32)
+    q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
+    got = np.asarray(dequantize_experts(q, jnp.float32))
+    step = np.abs(w * smooth[..., None]).max(axis=1)[..., None] / 127
+    assert np.all(np.abs(got - np.swapaxes(w, 1, 2)) <= 0.51 * step / smooth[:, None])
+    assert len(jax.tree.leaves(q)) == 3
 
 
 def test_a_pytree_of_arrays() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import MX_GROUP
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import EXPERT_FORMATS, Options, QuantizedExperts
+from jax_ep.types import EXPERT_FORMATS, Array, Options, QuantizedExperts
 
 _REMEDY = "make it with jax_ep.quantization.quantize_experts"
 # Of values and scales.
@@ -47,6 +48,25 @@ def depth(function: str, name: str, expert_format: str, size: int, group_size: i
         )
 
 
+def activations(function: str, expert_format: str, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
+    """Checks how tokens are quantised; what their columns are divided by, `[..., E, K]` as `shape`, or None."""
+    if kind not in (None, "int8"):
+        raise ValueError(f"{function}: activations={kind!r}, expected 'int8' or None; pass one of them.")
+    if kind is not None and expert_format != "int8":
+        raise ValueError(
+            f"{function}: activations={kind!r} with format={expert_format!r}, expected format='int8', whose products"
+            " with them are of integers; leave activations None."
+        )
+    if smooth is None:
+        return None
+    if kind is None:
+        raise ValueError(f"{function}: smooth without activations='int8', which it is for; leave it None.")
+    smooth = check.floating(function, "smooth", check.array(function, "smooth", smooth, len(shape), str(list(shape))))
+    if smooth.shape != shape:
+        raise ValueError(f"{function}: smooth has shape {smooth.shape}, expected {shape}; pass one value per row of w.")
+    return smooth.astype(jnp.float32)
+
+
 def experts(function: str, name: str, value: QuantizedExperts, leading: int | None = None) -> QuantizedExperts:
     """Quantised matrices whose parts fit together, of rank 3 with `leading` experts unless that is None."""
     expert_format(function, value.format)
@@ -71,7 +91,13 @@ def experts(function: str, name: str, value: QuantizedExperts, leading: int | No
         )
     if leading is not None:
         check.size(function, f"axis 0 of {name}", value.shape[0], leading, "pass one matrix per local expert")
-    return QuantizedExperts(jnp.asarray(value.values), jnp.asarray(value.scales), value.format)
+    smooth = activations(function, value.format, value.activations, value.smooth, _rows_of(value.shape))
+    return dataclasses.replace(value, values=jnp.asarray(value.values), scales=jnp.asarray(value.scales), smooth=smooth)
+
+
+def _rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`[..., E, N, K]` without N."""
+    return (*shape[:-2], shape[-1])
 
 
 def _scales_fit(value: QuantizedExperts) -> bool:

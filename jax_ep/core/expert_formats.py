@@ -55,6 +55,15 @@ def dequantize(values: Array, scales: Array, expert_format: str, dtype: DTypeLik
     return (groups * scales[..., None]).astype(dtype).reshape(codes.shape)
 
 
+def quantize_tokens(rows: Array, groups: Array, smooth: Array | None) -> tuple[Array, Array]:
+    """`[M, K]` rows to int8 and their scales `[M]`, once divided by `smooth [G, K]` of their groups `[M]`; -1: none."""
+    wide = rows.astype(jnp.float32)
+    if smooth is not None:
+        wide = wide / jnp.where((groups < 0)[:, None], 1, smooth[jnp.maximum(groups, 0)])
+    values, scales = _scaled(wide, _INT8_MAX)
+    return lax.optimization_barrier((jnp.round(values).astype(jnp.int8), scales))
+
+
 def matrix_at(rhs: QuantizedExperts, group: Array, dtype: DTypeLike) -> Array:
     """The matrix of a group, of those `[G, N, K]`, as `dtype`."""
     values, scales = (lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rhs.values, rhs.scales))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def _has_kernel(lhs: Array, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool
     """Whether the kernels take these operands; the portable loop takes all."""
     shares = rhs.shape[2] // rhs.scales.shape[-1] in SHARING if rhs.format in ("int4", "mxfp4") else True
     return (
-        lhs.dtype in (jnp.bfloat16, jnp.float16)
+        lhs.dtype in (jnp.bfloat16, jnp.float16, jnp.int8)
         and jnp.dtype(out_dtype) != jnp.float64
         and 0 not in (*lhs.shape, *rhs.shape)
         and rhs.shape[0] <= MAX_GROUPS
@@ -84,16 +85,22 @@ def _has_kernel(lhs: Array, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def grouped_gemm(
-    lhs: Array, rhs: QuantizedExperts, group_sizes: Array, *, out_dtype: DTypeLike, tiles: QuantizedTiles | None = None
+    lhs: Array,
+    rhs: QuantizedExperts,
+    group_sizes: Array,
+    row_scales: Array | None,
+    *,
+    out_dtype: DTypeLike,
+    tiles: QuantizedTiles | None = None,
 ) -> Array:
     """See xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
     if not _has_kernel(lhs, rhs, out_dtype):
-        return xla.grouped_gemm(lhs, rhs, group_sizes, out_dtype=out_dtype)
+        return xla.grouped_gemm(lhs, rhs, group_sizes, row_scales, out_dtype=out_dtype)
     num_rows, (groups, columns, _) = lhs.shape[0], rhs.shape
     tiles = tiles or quantized_tiles(-(-num_rows // groups))
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
-    return _launch(_GROUPED, lhs[None], rhs, group_sizes, result, tiles, most_tasks)
+    return _launch(_GROUPED, (lhs[None], rhs, group_sizes, row_scales), result, tiles, most_tasks)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows", "tiles"))
@@ -101,6 +108,7 @@ def masked_grouped_gemm(
     lhs: Array,
     rhs: QuantizedExperts,
     group_sizes: Array,
+    row_scales: Array | None,
     *,
     out_dtype: DTypeLike,
     expected_rows: int | None,
@@ -108,31 +116,28 @@ def masked_grouped_gemm(
 ) -> Array:
     """See xla/quantized_gemm.py; rows past the sizes hold anything here. `tiles` as for `grouped_gemm`."""
     if not _has_kernel(lhs, rhs, out_dtype):
-        return xla.masked_grouped_gemm(lhs, rhs, group_sizes, out_dtype=out_dtype, expected_rows=expected_rows)
+        options = {"out_dtype": out_dtype, "expected_rows": expected_rows}
+        return xla.masked_grouped_gemm(lhs, rhs, group_sizes, row_scales, **options)
     groups, most_rows, _ = lhs.shape
     tiles = tiles or quantized_tiles(min(most_rows, expected_rows or 32))
     most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[1] // tiles.block_n)
     result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[1]), out_dtype)
-    return _launch(_MASKED, lhs, rhs, group_sizes, result, tiles, most_tasks)
+    return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, most_tasks)
 
 
 def _launch(
-    kernel: Kernel,
-    lhs: Array,
-    rhs: QuantizedExperts,
-    group_sizes: Array,
-    result: jax.ShapeDtypeStruct,
-    tiles: QuantizedTiles,
-    most_tasks: int,
+    kernel: Kernel, arrays: tuple[Any, ...], result: jax.ShapeDtypeStruct, tiles: QuantizedTiles, most_tasks: int
 ) -> Array:
-    """`lhs` is `[1, M, K]`, or `[G, M, K]` where groups are masked."""
-    lhs, rhs, group_sizes = vary_alike((lhs, rhs, group_sizes))
+    """The arrays: `[1, M, K]` rows, or `[G, M, K]` where groups are masked, matrices, sizes, scales of rows or None."""
+    lhs, rhs, group_sizes, row_scales = vary_alike(arrays)
     sizes = sizes_of(lhs.shape[1], rhs, tiles)
-    operands = (
+    operands: tuple[Any, ...] = (
         Descriptor(lhs, (1, tiles.block_m, _DEPTH)),
         Descriptor(rhs.values, (1, tiles.block_n, _DEPTH // sizes.PER_BYTE)),
         rhs.scales,
         group_sizes,
     )
+    operands += () if row_scales is None else (row_scales,)
+    constants: dict[str, Any] = {"S": sizes} | ({"row_scales_ptr": None} if row_scales is None else {})
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
-    return launch(kernel, operands, (result,), config, {"S": sizes})[0]
+    return launch(kernel, operands, (result,), config, constants)[0]

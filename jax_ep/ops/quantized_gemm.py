@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.expert_formats import quantize_tokens
+from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
@@ -14,9 +17,16 @@ from jax_ep.types import Array, Options, QuantizedExperts
 
 def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
     """`[M, K]` rows times the `[N, K]` matrix of their group, checked; zero past the groups."""
-    name = registry.choose(options, "quantized_gemm", lhs.dtype, rhs.format, lhs.shape[1])
+    name = registry.choose(options, "quantized_gemm", lhs.dtype)
     run = partial(registry.get("quantized_gemm", name).grouped_gemm, out_dtype=out_dtype)
-    return call_without_gradient(_remedy(options), run, *vary_alike((lhs, rhs, group_sizes)))
+
+    def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
+        if rhs.activations is None:
+            return run(lhs, rhs, group_sizes, None)
+        rows, scales = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
+        return run(rows, rhs, group_sizes, scales)
+
+    return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
 
 
 def multiply_masked(
@@ -28,10 +38,19 @@ def multiply_masked(
     group_sizes: Array,
 ) -> Array:
     """`[G, M, K]` rows, of which the first of each group count, times its `[N, K]` matrix, checked."""
-    name = registry.choose(options, "quantized_gemm", lhs.dtype, rhs.format, lhs.shape[2])
+    name = registry.choose(options, "quantized_gemm", lhs.dtype)
     run = registry.get("quantized_gemm", name).masked_grouped_gemm
     run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
-    return call_without_gradient(_remedy(options), run, *vary_alike((lhs, rhs, group_sizes)))
+
+    def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
+        if rhs.activations is None:
+            return run(lhs, rhs, group_sizes, None)
+        num_groups, num_rows, depth = lhs.shape
+        groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
+        rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
+        return run(rows.reshape(lhs.shape), rhs, group_sizes, scales.reshape(num_groups, num_rows))
+
+    return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
 
 
 def _remedy(options: Options) -> str:

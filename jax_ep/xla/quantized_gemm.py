@@ -15,25 +15,34 @@ from jax_ep.xla import grouped_gemm as loops
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))  # one compilation for eager callers
-def grouped_gemm(lhs: Array, rhs: QuantizedExperts, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
+def grouped_gemm(
+    lhs: Array, rhs: QuantizedExperts, group_sizes: Array, row_scales: Array | None, *, out_dtype: DTypeLike
+) -> Array:
     """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, of matrices in the dtype of lhs.
 
     Args:
-      lhs: `[M, K]`.
+      lhs: `[M, K]`; of int8 where rows have scales.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
+      row_scales: `[M]` float32, or None. Then products are those of float32.
       out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
 
     Returns:
       `[M, N]`, zero past the groups.
     """
     groups = loops.locate_groups(group_sizes, lhs.shape[0])
-    return _multiply(lhs, rhs, groups, out_dtype)
+    return _multiply(lhs, rhs, groups, row_scales, out_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "expected_rows"))
 def masked_grouped_gemm(
-    lhs: Array, rhs: QuantizedExperts, group_sizes: Array, *, out_dtype: DTypeLike, expected_rows: int | None
+    lhs: Array,
+    rhs: QuantizedExperts,
+    group_sizes: Array,
+    row_scales: Array | None,
+    *,
+    out_dtype: DTypeLike,
+    expected_rows: int | None,
 ) -> Array:
     """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes.
 
@@ -41,6 +50,7 @@ def masked_grouped_gemm(
       lhs: `[G, M, K]`.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
+      row_scales: `[G, M]`, or None; see `grouped_gemm`.
       out_dtype: dtype of the result.
       expected_rows: not used here.
 
@@ -50,14 +60,23 @@ def masked_grouped_gemm(
     num_groups, num_rows, depth = lhs.shape
     starts = jnp.arange(num_groups, dtype=jnp.int32) * num_rows
     groups = loops.order_groups(starts, starts + jnp.clip(group_sizes, 0, num_rows))
-    product = _multiply(lhs.reshape(num_groups * num_rows, depth), rhs, groups, out_dtype)
+    rows, scales = lhs.reshape(num_groups * num_rows, depth), None if row_scales is None else row_scales.reshape(-1)
+    product = _multiply(rows, rhs, groups, scales, out_dtype)
     return product.reshape(num_groups, num_rows, rhs.shape[1])
 
 
-def _multiply(rows: Array, rhs: QuantizedExperts, groups: loops.Groups, out_dtype: DTypeLike) -> Array:
+def _multiply(
+    rows: Array, rhs: QuantizedExperts, groups: loops.Groups, row_scales: Array | None, out_dtype: DTypeLike
+) -> Array:
     out = jnp.zeros((rows.shape[0], rhs.shape[1]), out_dtype)
-    rows, rhs, groups, out = vary_alike((rows, rhs, groups, out))
+    rows, rhs, groups, row_scales, out = vary_alike((rows, rhs, groups, row_scales, out))
     if 0 in (*rows.shape, *rhs.shape):
         return out
-    matrix_of = functools.partial(matrix_at, rhs, dtype=rows.dtype)
-    return loops.multiply_groups(groups, lambda tile: tile.rows(rows), matrix_of, out, transpose_rhs=True)
+    matrix_of = functools.partial(matrix_at, rhs, dtype=rows.dtype if row_scales is None else jnp.float32)
+
+    def rows_of(tile: loops.Tile) -> Array:
+        if row_scales is None:
+            return tile.rows(rows)
+        return tile.rows(rows).astype(jnp.float32) * tile.rows(row_scales)[:, None]
+
+    return loops.multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)

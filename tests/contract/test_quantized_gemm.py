@@ -88,6 +88,61 @@ def test_groups_of_int4(implementation: str, group_size: int, rng: np.random.Gen
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_tokens_in_int8(implementation: str, masked: bool, smoothed: bool, rng: np.random.Generator) -> None:
+    """Products of integers: what is left are the roundings of rows and matrices, which are those of the oracle."""
+    sizes, depth = np.array([5, 0, 30], np.int32), 160
+    w = reals(rng, 3, depth, 40)
+    smooth = (2.0 ** rng.uniform(-3, 3, (3, depth))).astype(F32) if smoothed else None
+    q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=smooth)
+    groups = np.repeat(np.arange(3), sizes)
+    rows = reals(rng, 35, depth, dtype=BF16) * (4 * np.arange(depth) % 7).astype(BF16)
+    wide = rows.astype(np.float64) / (smooth[groups].astype(np.float64) if smoothed else 1)
+    scales = np.abs(wide).max(axis=1, keepdims=True) / 127
+    matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), "int8")
+    want = oracle.grouped_gemm(np.round(wide / scales) * scales, np.swapaxes(matrices, -1, -2), sizes)
+    options = {"preferred_element_type": jnp.float32, "implementation": implementation}
+    if masked:
+        lhs = np.full((3, 32, depth), np.nan, BF16)
+        real = np.arange(32) < sizes[:, None]
+        lhs[real] = rows
+        got = to_numpy(jax.jit(partial(jax_ep.masked_grouped_gemm, **options))(lhs, q, sizes))[real]
+    else:
+        got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, **options))(rows, q, sizes))
+    # One in some thousands of elements lies so close to the middle of two integers that float32 rounds it otherwise.
+    assert_close(got, want, tolerance=1e-2)
+    assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+    if smooth is None:
+        exact = oracle.grouped_gemm(rows.astype(np.float64), w, sizes)
+        assert np.linalg.norm(got - exact) < 0.05 * np.linalg.norm(exact)
+
+
+def test_smoothing_is_for_columns_that_stand_out(implementation: str, rng: np.random.Generator) -> None:
+    """Of tokens some of whose columns are a hundred times the others, as SmoothQuant finds them in models."""
+    x, w, sizes = reals(rng, 64, 256), reals(rng, 2, 256, 32), np.array([40, 24], np.int32)
+    x[:, ::32] *= 100
+    smooth = np.broadcast_to(np.sqrt(np.abs(x).max(0)) / np.sqrt(np.abs(w).max((0, 2))), (2, 256)).astype(F32)
+    want = oracle.grouped_gemm(x.astype(np.float64), w, sizes)
+    errors = []
+    for factors in (None, smooth):
+        q = quantize_experts(jnp.asarray(w), "int8", activations="int8", smooth=factors)
+        got = to_numpy(jax_ep.grouped_gemm(x.astype(BF16), q, sizes, implementation=implementation))
+        errors.append(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_a_layer_of_int8_tokens(implementation: str, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
+    want = layer.oracle().forward()[0]
+    q = [quantize_experts(jnp.asarray(w), "int8", activations="int8") for w in (layer.w_gate_up, layer.w_down)]
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+    for call in (jax_ep.fused_moe, partial(jax_ep.low_latency_moe, num_experts=8, axis_name=())):
+        got = to_numpy(jax.jit(partial(call, implementation=implementation))(*operands, *q))
+        assert got.dtype == BF16
+        assert np.linalg.norm(got.astype(np.float64) - want) < 0.05 * np.linalg.norm(want)
+
+
 def stands_for(layer: Layer, expert_format: str, dtype: Any) -> Layer:
     """The layer of the matrices that its quantised ones stand for."""
     for name in ("w_gate_up", "w_down"):

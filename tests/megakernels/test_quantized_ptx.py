@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,20 +20,32 @@ SHARED_BYTES = 227 << 10  # of a multiprocessor
 TYPES = {"float8_e4m3fn": "fp8e4nv", "int8": "i8", "uint8": "u8", "float32": "fp32"}
 
 
-def matrices(expert_format: str, depth: int = K) -> QuantizedExperts:
-    return jax.eval_shape(
-        lambda w: quantize_experts(w, expert_format), jax.ShapeDtypeStruct((G, depth, N), jnp.float32)
-    )
+def matrices(expert_format: str, activations: str | None = None) -> QuantizedExperts:
+    quantize = partial(quantize_experts, format=expert_format, activations=activations)
+    return jax.eval_shape(quantize, jax.ShapeDtypeStruct((G, K, N), jnp.float32))
 
 
 def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict, quantized_gemm.QuantizedTiles]:
     tiles = quantized_gemm.quantized_tiles(rows)
     sizes = quantized_gemm.sizes_of(M, rhs, tiles)
     types: dict[str, Any] = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}
+    constants: dict[str, Any] = {"S": sizes}
+    if rhs.activations is None:
+        constants["row_scales_ptr"] = None
+    else:
+        types["row_scales_ptr"] = "*fp32"
+    rows_type = "bf16" if rhs.activations is None else "i8"
     types["scales_ptr"] = f"*{TYPES[rhs.scales.dtype.name]}"
-    types["lhs"] = f"tensordesc<bf16[1,{tiles.block_m},{sizes.tile.BK}]>"
+    types["lhs"] = f"tensordesc<{rows_type}[1,{tiles.block_m},{sizes.tile.BK}]>"
     types["rhs"] = f"tensordesc<{TYPES[rhs.values.dtype.name]}[1,{tiles.block_n},{sizes.tile.BK // sizes.PER_BYTE}]>"
-    return build("quantized_gemm", function, types, {"S": sizes}, tiles.num_warps, tiles.num_stages, 90), tiles
+    return build("quantized_gemm", function, types, constants, tiles.num_warps, tiles.num_stages, 90), tiles
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_rows_in_int8(rows: int) -> None:
+    built, _ = compile_gemm("grouped_gemm", matrices("int8", "int8"), rows)
+    assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", built["ptx"]), "integers are not multiplied as such"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)

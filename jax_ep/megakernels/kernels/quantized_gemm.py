@@ -87,7 +87,7 @@ def multiply_quantized(lhs, rhs, scales_ptr, block, group, row, column, S: tl.co
     BK: tl.constexpr = S.tile.BK
     SWAP: tl.constexpr = S.tile.SWAP
     dtype: tl.constexpr = lhs.dtype
-    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.int32 if dtype == tl.int8 else tl.float32)
     block_scales = scales_ptr
     if S.FORMAT == "fp8":
         tl.static_assert(BK == GROUP and GROUP % BN == 0, "a block has one scale of the matrix")
@@ -103,6 +103,7 @@ def multiply_quantized(lhs, rhs, scales_ptr, block, group, row, column, S: tl.co
             total = tl.dot(b, tl.trans(a), total)
         else:
             total = tl.dot(a, tl.trans(b), total)
+    total = total.to(tl.float32)
     if SWAP:
         total = tl.trans(total)
     if S.SHARING == 0 and S.FORMAT != "fp8":
@@ -113,25 +114,42 @@ def multiply_quantized(lhs, rhs, scales_ptr, block, group, row, column, S: tl.co
 
 
 @triton.jit
-def grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, out_ptr, S: tl.constexpr):
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; `lhs` describes `[1, M, K]`."""
+def scale_rows(total, row_scales_ptr, rows, end):
+    """Sums `[BM, BN]` times the scales of their rows, if they have some."""
+    if row_scales_ptr is not None:
+        total *= tl.load(row_scales_ptr + rows, mask=rows < end, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
+    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; `lhs` describes `[1, M, K]`.
+
+    Rows of int8 have scales `[M]`.
+    """
     group_ends = number_tasks(locate_groups(sizes_ptr, S), S)
     for turn in tl.range(0, num_turns(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
         tile = find_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
         total = multiply_quantized(lhs, rhs, scales_ptr, 0, tile.group, tile.row, tile.column, S)
+        total = scale_rows(total, row_scales_ptr, tile.row + tl.arange(0, S.tile.BM), tile.end)
         store_tile(out_ptr, total, tile, S)
     zero_rest(out_ptr, group_ends, S)
 
 
 @triton.jit
-def masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, out_ptr, S: tl.constexpr):
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written."""
+def masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
+    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
+
+    Rows of int8 have scales `[G, M]`.
+    """
     group_ends = number_masked_tasks(sizes_ptr, S)
     for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
         group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
         column = column_tile * S.tile.BN
         total = multiply_quantized(lhs, rhs, scales_ptr, group, group, row, column, S)
         rows = row + tl.arange(0, S.tile.BM)
+        before = group.to(tl.int64) * S.M
+        total = scale_rows(total, row_scales_ptr, before + rows, before + size)
         columns = column + tl.arange(0, S.tile.BN)
-        target = out_ptr + (group.to(tl.int64) * S.M + rows)[:, None] * S.N + columns[None, :]
+        target = out_ptr + (before + rows)[:, None] * S.N + columns[None, :]
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])

@@ -28,11 +28,10 @@ import oracle_serving
 from cases import BF16, F16, F32, assert_same_bits
 from harness import STRICT_PYTHON, make_mesh
 from hub_checkpoints import EXPERTS, FP8, HIDDEN, HUB, WIDTH, assert_equal, fp8_checkpoint, written
-from jax_ep.checkpoints import Checkpoint, download, save
-from jax_ep.huggingface import shards
-from jax_ep.huggingface.decoded import dequantize_mxfp4
-from jax_ep.huggingface.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
-from jax_ep.huggingface.files import TensorFiles
+from jax_ep.checkpoints import Checkpoint, download, save, shards
+from jax_ep.checkpoints.decoded import dequantize_mxfp4
+from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
+from jax_ep.checkpoints.files import TensorFiles
 from jax_ep.quantization import dequantize_fp8_weights
 from jax_ep.types import Experts
 

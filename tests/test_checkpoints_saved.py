@@ -18,8 +18,7 @@ pytest.importorskip("safetensors")
 from cases import BF16, F32, assert_same_bits
 from harness import make_mesh
 from hub_checkpoints import HUB, assert_equal, fp8_checkpoint, written
-from jax_ep.checkpoints import Checkpoint, save
-from jax_ep.huggingface import shards
+from jax_ep.checkpoints import Checkpoint, save, shards
 
 every_family = pytest.mark.parametrize("name", HUB)
 

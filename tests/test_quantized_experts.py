@@ -13,7 +13,7 @@ import pytest
 import jax_ep
 import oracle_quantized
 from cases import BF16, F32, reals
-from jax_ep.huggingface.decoded import dequantize_mxfp4
+from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.quantization import dequantize_experts, quantize_experts
 from jax_ep.types import EXPERT_FORMATS
 

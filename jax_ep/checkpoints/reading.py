@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_ep.checkpoints.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
+from jax_ep.checkpoints.families import Family, Form, Stored
+from jax_ep.checkpoints.files import TensorFiles
+from jax_ep.checkpoints.shards import Part, swapped
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.huggingface.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
-from jax_ep.huggingface.families import Family, Form, Stored
-from jax_ep.huggingface.files import TensorFiles
-from jax_ep.huggingface.shards import Part, swapped
 
 
 class Plan(NamedTuple):

@@ -24,12 +24,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jax_ep.checkpoints import families, reading, writing
+from jax_ep.checkpoints.files import INDEX, TensorFiles, read_json
+from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
-from jax_ep.huggingface import families, reading, writing
-from jax_ep.huggingface.files import INDEX, TensorFiles, read_json
-from jax_ep.huggingface.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.sharding import moe_specs
 from jax_ep.types import Array, AxisName, Quantized
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jax_ep.huggingface.shards import Region, whole
+from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.types import Experts
 
 ACTIVATIONS = {

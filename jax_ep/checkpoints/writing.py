@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ep.checkpoints import families
+from jax_ep.checkpoints.decoded import FP8, SCALES, blocks, num_blocks
+from jax_ep.checkpoints.families import Stored
+from jax_ep.checkpoints.files import SINGLE
+from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.huggingface import families
-from jax_ep.huggingface.decoded import FP8, SCALES, blocks, num_blocks
-from jax_ep.huggingface.families import Stored
-from jax_ep.huggingface.files import SINGLE
-from jax_ep.huggingface.shards import HostCopy, Region, swapped, whole
 from jax_ep.types import Array, Quantized
 
 

@@ -1,0 +1,1 @@
+"""What `python -m jax_ep` runs: a look at the machine."""

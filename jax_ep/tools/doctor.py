@@ -1,0 +1,271 @@
+"""Is this machine set up: versions, devices, what is compiled, how tokens travel, and whether each part computes.
+
+Every finding that is not ok has a remedy. Nothing is changed, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "nvshmem4py-cu13", "numpy", "flax")
+_COPY_BYTES, _COPIES = 64 << 20, 4
+_LARGEST_ERROR = 0.02  # of bfloat16, in the norm
+_SLOW_LINK = 100e9  # NVLink of any generation is faster, PCI Express is not
+_TUNED_FOR = "H200"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What has been looked at, and what was found.
+
+    Attributes:
+      topic: what it is about.
+      state: "ok", "warning" (it works, but not as it could) or "error" (it does not work).
+      text: what was found.
+      remedy: what to do about it, where it is not ok.
+      data: the same for programs, as JSON has it; or None.
+    """
+
+    topic: str
+    state: str
+    text: str
+    remedy: str = ""
+    data: Any = None
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, one after another as they are made."""
+    parts: list[Callable[[], Iterable[Finding]]] = [_versions, _devices, _library, _transport, _links, _computations]
+    for part in parts:
+        try:
+            yield from part()
+        except Exception as error:
+            topic = part.__name__.removeprefix("_")
+            yield Finding(topic, ERROR, _in_one_line(error), "report it, with the output of jax-ep doctor --json")
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _versions() -> Iterator[Finding]:
+    found = {"python": platform.python_version()}
+    for package in ("jax-ep", *_PACKAGES):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    yield Finding("versions", OK, ", ".join(f"{name} {version}" for name, version in found.items()), data=found)
+
+
+def _on_gpus() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _devices() -> Iterator[Finding]:
+    devices = jax.devices()
+    kinds = {
+        kind: sum(d.device_kind == kind for d in devices) for kind in dict.fromkeys(d.device_kind for d in devices)
+    }
+    text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    data = {"platform": jax.default_backend(), "kinds": kinds, "processes": jax.process_count()}
+    if not _on_gpus():
+        yield Finding("devices", OK, f"{text}: `xla` serves every function; kernels are for NVIDIA GPUs", data=data)
+        return
+    from jax_ep.megakernels import capability
+
+    data["compute_capability"] = devices[0].compute_capability
+    if (reason := capability.missing()) is not None:
+        yield Finding("devices", WARNING, f"{text}: {reason}", "`xla` serves these GPUs", data)
+    elif not capability.has_tma():
+        reason = f"fused products need GPUs of compute capability {capability.TMA_MODELS}"
+        yield Finding("devices", WARNING, f"{text}: {reason}", "the exchange runs on kernels, products on `xla`", data)
+    elif not all(_TUNED_FOR in kind for kind in kinds):
+        reason = f"tiles and the model of times are those of the {_TUNED_FOR}"
+        yield Finding("devices", WARNING, f"{text}: {reason}", "compare schedules with benchmarks/layer.py", data)
+    else:
+        yield Finding("devices", OK, text, data=data)
+
+
+def _library() -> Iterator[Finding]:
+    from jax_ep import ffi
+    from jax_ep.ffi import library
+
+    path = next((path for path in library.candidates() if path.exists()), None)
+    try:
+        ffi.load()
+    except ffi.LibraryError as error:
+        lines = str(error).splitlines()
+        state = ERROR if _on_gpus() else WARNING  # on CPU devices only tests need it
+        yield Finding("compiled library", state, " ".join(line.strip() for line in lines[:-1]), lines[-1])
+        return
+    stamp = None if path is None else library.read_stamp(path)
+    data = None if stamp is None else dataclasses.asdict(stamp)
+    built = "" if stamp is None else f", of sources {stamp.source_hash[:12]}"
+    yield Finding("compiled library", OK, f"{path}{built}", data=data)
+
+
+def _transport() -> Iterator[Finding]:
+    from jax_ep.heap import check, nvshmem, peer_access, transports
+
+    chosen = transports.best()
+    text = f"{chosen}: {transports.REASONS[chosen]}"
+    if _on_gpus() and importlib.util.find_spec("triton") is None:
+        remedy = "pip install 'jax-ep[cuda13]'"
+        yield Finding("triton", WARNING, "not installed: kernels are not used", remedy)
+    if _on_gpus() and jax.process_count() == 1 and (reason := peer_access.missing()) is not None:
+        remedy = "`xla` serves such machines; for kernels use GPUs of one NVLink domain"
+        yield Finding("transport", WARNING, reason, remedy, {"transport": chosen})
+        return
+    if chosen == "xla" and _on_gpus():
+        reason = check.concurrent_launches() or nvshmem.missing() or "kernels are not used"
+        yield Finding("transport", WARNING, f"{text}; {reason}", "see docs/sharding.md", {"transport": chosen})
+        return
+    yield Finding("transport", OK, text, data={"transport": chosen})
+    if _on_gpus() and jax.process_count() == 1:
+        reason = nvshmem.missing()
+        text = "found" if reason is None else f"{reason} (needed with one process per GPU only)"
+        yield Finding("nvshmem", OK, text, data={"missing": reason})
+
+
+def _links() -> Iterator[Finding]:
+    devices = jax.local_devices()
+    if not _on_gpus() or len(devices) < 2:
+        return
+    rates = {pair: _rate(*(devices[i] for i in pair)) for pair in itertools.permutations(range(len(devices)), 2)}
+    (source, target), slowest = min(rates.items(), key=lambda item: item[1])
+    matrix = [[rates.get((i, j)) for j in range(len(devices))] for i in range(len(devices))]
+    fastest = max(rates.values())
+    text = f"copies between GPUs at {slowest / 1e9:.0f} to {fastest / 1e9:.0f} GB/s"
+    if slowest < min(_SLOW_LINK, fastest / 2):
+        where = f"{text}; the slowest is from GPU {source} to GPU {target}"
+        remedy = "spread experts over GPUs of one NVLink domain: nvidia-smi topo -m shows them"
+        yield Finding("links", WARNING, where, remedy, {"bytes_per_s": matrix})
+    else:
+        yield Finding("links", OK, text, data={"bytes_per_s": matrix})
+
+
+def _rate(source: jax.Device, target: jax.Device) -> float:
+    """Bytes per second of copies from one device to another."""
+    data = jax.device_put(jnp.zeros((_COPY_BYTES,), jnp.uint8), source)
+    jax.block_until_ready(jax.device_put(data, target))
+    start = time.perf_counter()
+    jax.block_until_ready([jax.device_put(data, target) for _ in range(_COPIES)])
+    return _COPIES * _COPY_BYTES / (time.perf_counter() - start)
+
+
+def _computations() -> Iterator[Finding]:
+    """A small layer on all devices by each implementation, against NumPy in float64."""
+    from jax_ep.ops import registry
+
+    if jax.process_count() > 1:
+        yield Finding("computation", OK, "not tried: there are several processes, and each would have to take part")
+        return
+    for name in registry.available():
+        topic = f"computation, {name}"
+        if name != "xla" and not _on_gpus():
+            yield Finding(topic, OK, "not tried: it is for NVIDIA GPUs; `xla` serves these devices")
+            continue
+        try:
+            start = time.perf_counter()
+            error = _error_of(name)
+        except NotImplementedError as refusal:
+            yield Finding(topic, WARNING, _in_one_line(refusal), "`xla` serves what it does not")
+        except Exception as failure:
+            yield Finding(
+                topic, ERROR, _in_one_line(failure), "see docs/errors.md; until then pass implementation='xla'"
+            )
+        else:
+            text = f"relative error {error:.1e}, in {time.perf_counter() - start:.1f} s with compilation"
+            state, remedy = (OK, "") if error < _LARGEST_ERROR else (ERROR, "do not use it here, and report it")
+            yield Finding(topic, state, text, remedy, {"relative_error": error})
+
+
+def _error_of(name: str) -> float:
+    """The relative error of `moe`, or of the products alone where an implementation has no exchange."""
+    from jax_ep.ops import registry
+    from jax_ep.ops.grouped_gemm import grouped_gemm
+
+    num_ranks, top_k, hidden, inner = len(jax.local_devices()), 2, 128, 128
+    tokens, experts, rng = 32 * num_ranks, 4 * num_ranks, np.random.default_rng(0)
+    x, w_down = rng.normal(size=(tokens, hidden)), rng.normal(size=(experts, inner, hidden)) / inner**0.5
+    w_gate_up = rng.normal(size=(experts, hidden, 2 * inner)) / hidden**0.5
+    x, w_gate_up, w_down = (np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in (x, w_gate_up, w_down))
+    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
+    exact = [a.astype(np.float64) for a in (x, w_gate_up, w_down)]
+    if name not in registry.available("exchange"):
+        sizes = jnp.asarray(np.bincount(ids[:, 0], minlength=experts), jnp.int32)
+        rows = np.argsort(ids[:, 0], kind="stable")
+        got = grouped_gemm(jnp.asarray(x[rows]), jnp.asarray(w_gate_up), sizes, implementation=name)
+        want = np.einsum("th,thf->tf", exact[0][rows], exact[1][ids[rows, 0]])
+    else:
+        got = _layer(name, num_ranks, (x, ids, np.full(ids.shape, 0.5, np.float32), w_gate_up, w_down))
+        want = np.zeros(x.shape)
+        for k in range(top_k):
+            gate, up = np.split(np.einsum("th,thf->tf", exact[0], exact[1][ids[:, k]]), 2, axis=1)
+            want += 0.5 * np.einsum("ti,tih->th", gate / (1 + np.exp(-gate)) * up, exact[2][ids[:, k]])
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+
+
+def _layer(name: str, num_ranks: int, arrays: tuple[Any, ...]) -> Any:
+    from jax_ep.sharding import sharded_moe
+
+    mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer = sharded_moe(mesh, num_experts=len(arrays[-1]), implementation=name)
+    sharding = jax.NamedSharding(mesh, jax.P("expert"))
+    return jax.jit(layer)(*(jax.device_put(array, sharding) for array in arrays))
+
+
+def add_command(commands: Any) -> None:
+    """Adds `doctor` to the command line."""
+    summary = "look at this machine: versions, devices, links, and whether each implementation computes"
+    parser = commands.add_parser("doctor", help=summary, description=f"{summary}. Exit status 1 after an error.")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows all findings; 1 if one of them is an error."""
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not args.json:
+            _show(finding)
+    status = int(any(finding.state == ERROR for finding in findings))
+    if args.json:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"date": date, "status": status, "findings": found}, indent=1))
+    else:
+        counts = {state: sum(finding.state == state for finding in findings) for state in (OK, WARNING, ERROR)}
+        print(", ".join(f"{count} {state}" for state, count in counts.items() if count or state == OK))
+    return status
+
+
+def _show(finding: Finding) -> None:
+    """One finding on the terminal, in colour where there is one."""
+    colour = {OK: 32, WARNING: 33, ERROR: 31}[finding.state]
+    state = f"{finding.state:>7}"
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        state = f"\033[{colour}m{state}\033[0m"
+    print(f"{state}  {finding.topic}: {finding.text}", flush=True)
+    if finding.remedy:
+        print(f"         -> {finding.remedy}", flush=True)

@@ -1,0 +1,122 @@
+"""`jax-ep doctor`: what it finds here, and what it says where something is missing or wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import harness
+from jax_ep import __main__, ffi
+from jax_ep.ops import registry
+from jax_ep.tools import doctor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def of(findings: list[doctor.Finding], topic: str) -> doctor.Finding:
+    return next(finding for finding in findings if finding.topic == topic)
+
+
+@pytest.mark.slow
+def test_this_machine() -> None:
+    """As a user runs it; four devices make a mesh."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    command = [*harness.STRICT_PYTHON, "-m", "jax_ep", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(done.stdout)
+    assert content["status"] == 0
+    states = {finding["topic"]: finding["state"] for finding in content["findings"]}
+    assert set(states.values()) == {"ok"}
+    assert {"versions", "devices", "compiled library", "transport", "computation, xla"} <= set(states)
+    error = next(f["data"] for f in content["findings"] if f["topic"] == "computation, xla")["relative_error"]
+    assert 1e-4 < error < 0.02
+    assert next(f["data"] for f in content["findings"] if f["topic"] == "devices")["kinds"] == {"cpu": 4}
+
+
+def test_the_terminal_and_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_error_of", lambda name: 0.004)
+    assert __main__.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "     ok  versions: python " in output
+    assert "relative error 4.0e-03" in output
+    assert output.rstrip().endswith(" ok")
+    monkeypatch.setattr(doctor, "_error_of", lambda name: 0.5)
+    assert __main__.main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "  error  computation, xla: relative error 5.0e-01" in output
+    assert "-> do not use it here, and report it" in output
+    assert "1 error" in output.splitlines()[-1]
+
+
+def test_what_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> float:
+        raise RuntimeError("the device\nhas gone")
+
+    def vanish() -> list[doctor.Finding]:
+        raise OSError("no such bus")
+
+    vanish.__name__ = "_links"
+    monkeypatch.setattr(doctor, "_error_of", fail)
+    monkeypatch.setattr(doctor, "_links", vanish)
+    findings = list(doctor.examine())
+    assert of(findings, "computation, xla").state == doctor.ERROR
+    assert of(findings, "computation, xla").text == "RuntimeError: the device has gone"
+    assert of(findings, "links").text == "OSError: no such bus"
+    assert all(finding.remedy for finding in findings if finding.state != doctor.OK)
+
+
+def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ffi.LibraryError("it is missing:\n  /there: does not exist\nBuild it with make ffi.")
+
+    monkeypatch.setattr(ffi, "load", fail)
+    monkeypatch.setattr(doctor, "_error_of", lambda name: 0.004)
+    finding = of(list(doctor.examine()), "compiled library")
+    assert (finding.state, finding.remedy) == (doctor.WARNING, "Build it with make ffi.")
+    assert finding.text == "it is missing: /there: does not exist"
+
+
+def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were some: implementations that refuse are a warning, whatever else they do an error."""
+
+    def computes(name: str) -> float:
+        if name == "triton":
+            raise NotImplementedError("triton: no peer access")
+        return 0.003
+
+    monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
+    monkeypatch.setattr(doctor, "_error_of", computes)
+    monkeypatch.setattr(doctor, "_rate", lambda source, target: 2e10 if target.id == 1 else 3e11)
+    for part in ("_devices", "_transport"):
+        monkeypatch.setattr(doctor, part, list)
+    findings = list(doctor.examine())
+    assert of(findings, "computation, triton").state == doctor.WARNING
+    assert of(findings, "computation, pallas").state == doctor.OK
+    links = of(findings, "links")
+    assert links.state == doctor.WARNING
+    assert "20 to 300 GB/s; the slowest is from GPU 0 to GPU 1" in links.text
+    assert links.data["bytes_per_s"][0][:2] == [None, 2e10]
+
+
+def test_every_implementation_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(doctor, "_on_gpus", lambda: True)
+    monkeypatch.setattr(doctor, "_error_of", lambda name: tried.append(name) or 0.001)
+    list(doctor._computations())
+    assert tried == list(registry.available())
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
+def test_an_unknown_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(arguments)
+    assert "COMMAND" in capsys.readouterr().err

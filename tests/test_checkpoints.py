@@ -32,7 +32,7 @@ from jax_ep.checkpoints import Checkpoint, download, save, shards
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
 from jax_ep.checkpoints.files import TensorFiles
-from jax_ep.quantization import dequantize_fp8_weights
+from jax_ep.quantization import dequantize_experts, dequantize_fp8_weights
 from jax_ep.types import Experts
 
 every_family = pytest.mark.parametrize("name", HUB)
@@ -424,8 +424,19 @@ def test_mxfp4(tmp_path: Path, rng: np.random.Generator, expert_mesh: Callable[[
         assert_equal(checkpoint.moe_weights(0, mesh=mesh), want)
     up = checkpoint.read(f"{prefix}experts.gate_up_proj_blocks", dtype=F32)
     np.testing.assert_array_equal(np.asarray(up), want["w_gate_up"].swapaxes(1, 2).astype(F32))
-    with pytest.raises(ValueError, match="not stored in FP8"):
-        checkpoint.moe_weights(0, quantized=True)
+    for mesh in (None, expert_mesh(2)):
+        as_stored = checkpoint.moe_weights(0, mesh=mesh, quantized=True)
+        for parameter, name in (("w_gate_up", "gate_up_proj"), ("w_down", "down_proj")):
+            matrices = as_stored[parameter]
+            assert matrices.format == "mxfp4"
+            blocks, scales = (tensors[f"{prefix}experts.{name}_{part}"] for part in ("blocks", "scales"))
+            assert_same_bits(np.asarray(matrices.values), blocks.reshape(*blocks.shape[:2], -1))
+            assert_same_bits(np.asarray(matrices.scales), scales)
+            same = np.asarray(dequantize_experts(matrices, BF16)).swapaxes(1, 2)
+            normal = np.abs(want[parameter].astype(F32)) >= np.finfo(F32).tiny  # XLA's products lose others on the CPU
+            np.testing.assert_array_equal(same[normal], want[parameter][normal])
+            assert mesh is None or matrices.values.sharding.spec == P("expert")
+        assert_same_bits(np.asarray(as_stored["b_down"]), want["b_down"])
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

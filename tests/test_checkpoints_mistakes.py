@@ -18,6 +18,7 @@ from cases import BF16, F16, F32
 from harness import make_mesh
 from hub_checkpoints import FP8, FP8_CONFIG, HUB, assert_equal, fp8_checkpoint, written
 from jax_ep.checkpoints import Checkpoint, save
+from jax_ep.quantization import quantize_experts
 
 
 def reading(change: Callable[[Path], Any], call: Callable[[Checkpoint], Any] = lambda checkpoint: None) -> Any:
@@ -298,6 +299,15 @@ def test_mistakes_in_writing(mistake: str, tmp_path: Path, rng: np.random.Genera
     arguments["config"] = dict(HUB["mixtral"].config) | {"num_hidden_layers": 1} | arguments.get("config", {})
     with pytest.raises(error, match=text):
         save(tmp_path / "new", **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_matrices_in_4_bits_are_not_written(tmp_path: Path, rng: np.random.Generator) -> None:
+    _, weights = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
+    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 1}
+    quantized = quantize_experts(jnp.asarray(weights["w_down"]), "int8")
+    with pytest.raises(TypeError, match="w_down of layer 0 is QuantizedExperts, expected an array"):
+        save(tmp_path / "new", config, {0: weights | {"w_down": quantized}})
     assert not (tmp_path / "new").exists()
 
 

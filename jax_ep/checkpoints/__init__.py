@@ -28,10 +28,10 @@ from jax_ep.checkpoints import families, reading, writing
 from jax_ep.checkpoints.files import INDEX, TensorFiles, read_json
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
-from jax_ep.core.dtypes import TOKEN_DTYPES
+from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.sharding import moe_specs
-from jax_ep.types import Array, AxisName, Quantized
+from jax_ep.types import Array, AxisName, Quantized, QuantizedExperts
 
 MAX_SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
@@ -39,7 +39,7 @@ _IN_FLOAT32 = ("router", "b_router", "router_bias")
 _OVER_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 _QUANTIZED = ("w_gate_up", "w_down")
 Weights = dict[str, Any]
-"""Arrays by the names of parameters of `jax_ep.flax.MoE`; of FP8 matrices a pair `(values, scales)`."""
+"""Arrays by the names of parameters of `jax_ep.flax.MoE`; of FP8 matrices pairs, of MXFP4 `QuantizedExperts`."""
 
 
 class Checkpoint:
@@ -155,8 +155,9 @@ class Checkpoint:
           axis_name: mesh axis, or axes, over which experts are spread; everything else is on every device.
           dtype: of the result, a floating dtype of 16 bits or more; None: as stored, and bfloat16 for what is stored
             in FP8 or MXFP4. Router and biases of the router are float32 in any case.
-          quantized: give the experts' matrices as stored in FP8, as `jax_ep.quantization.quantize_fp8_weights` does:
-            pairs of float8_e4m3fn `[E, N, K]` and float32 `[E, ceil(N / 128), K / 128]`.
+          quantized: give the experts' matrices as stored: in FP8 as `jax_ep.quantization.quantize_fp8_weights` does,
+            pairs of float8_e4m3fn `[E, N, K]` and float32 `[E, ceil(N / 128), K / 128]`; in MXFP4 as
+            `jax_ep.QuantizedExperts`.
 
         Returns:
           `router [H, E]`, `w_gate_up [E, H, 2I]`, `w_down [E, I, H]`, and where the model has them `b_router [E]`,
@@ -165,8 +166,8 @@ class Checkpoint:
 
         Raises:
           ValueError: a layer that is not MoE; tensors that are missing, of other shapes or of several dtypes; experts
-            that do not divide over the axis; with `quantized`, matrices that are not stored in FP8 by blocks of 128,
-            or whose I or H is not a multiple of 128.
+            that do not divide over the axis; with `quantized`, matrices that are stored neither in MXFP4 nor in FP8 by
+            blocks of 128, or in FP8 with an I or H that is not a multiple of 128.
           TypeError: another dtype.
           NotImplementedError: this model has weights that `jax_ep.flax.MoE` has not.
         """
@@ -195,8 +196,16 @@ class Checkpoint:
             for name, some in plans.items():
                 sharding = shardings[name]
                 arrays = tuple(make_array(*plan, memory=memory, sharding=sharding, advance=advance) for plan in some)
-                weights[name] = arrays if len(arrays) > 1 else arrays[0]
+                weights[name] = _together(arrays)
         return weights
+
+
+def _together(arrays: tuple[Array, ...]) -> Any:
+    """A parameter of one array, or of quantised values and their scales."""
+    if len(arrays) == 1:
+        return arrays[0]
+    values, scales = arrays
+    return arrays if values.dtype == FP8 else QuantizedExperts(values, scales, "mxfp4")
 
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax_ep.checkpoints.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
 from jax_ep.checkpoints.families import Family, Form, Stored
 from jax_ep.checkpoints.files import TensorFiles
-from jax_ep.checkpoints.shards import Part, swapped
+from jax_ep.checkpoints.shards import Part, Region, swapped
 from jax_ep.core.fp8 import GROUP_SIZE
 
 
@@ -80,16 +80,20 @@ def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, .
 
 
 def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...]) -> tuple[Plan, Plan]:
-    """A parameter as it is stored in FP8: values `[E, N, K]`, and their scales."""
+    """A parameter as it is stored in FP8 or MXFP4: values `[E, N, K]`, or `[E, N, K / 2]` of two a byte, and scales."""
     plan(files, parameter, stored, shape, None)  # checks the shapes
     values, scales = [], []
     as_stored = swapped(shape)
     for name, region in stored.places(as_stored):
         source = decoded(files, name)
+        if isinstance(source, MXFP4) and stored.transposed:
+            values.append(Part(source.blocks.reshape(*source.shape[:-1], -1), _columns(region, 2)))
+            scales.append(Part(source.scales.view(np.uint8), _columns(region, 2 * MXFP4_BYTES)))
+            continue
         if not isinstance(source, BlockFP8) or not stored.transposed:
             raise ValueError(
-                f"Checkpoint: {name!r} is not stored in FP8 by blocks of 128 by 128, expected that for quantized=True;"
-                " leave it out, and quantise with jax_ep.serving.serving_weights."
+                f"Checkpoint: {name!r} is not stored in FP8 by blocks of 128 by 128, nor in MXFP4, expected one of them"
+                " for quantized=True; leave it out, and quantise with jax_ep.serving.serving_weights."
             )
         if region[-2].start % GROUP_SIZE or as_stored[-1] % GROUP_SIZE:
             raise ValueError(
@@ -99,4 +103,14 @@ def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: t
             )
         values.append(Part(source.values, region))
         scales.append(Part(source.scales, (region[0], *(blocks(part) for part in region[-2:]))))
+    if values[0].source.dtype != FP8:
+        *leading, depth = as_stored
+        byte = np.dtype(np.uint8)
+        return Plan((*leading, depth // 2), byte, values), Plan((*leading, depth // (2 * MXFP4_BYTES)), byte, scales)
     return Plan(as_stored, FP8, values), Plan(num_blocks(as_stored), np.dtype(np.float32), scales)
+
+
+def _columns(region: Region, per: int) -> Region:
+    """A region of all columns, in an array that has one column for so many."""
+    last = region[-1]
+    return (*region[:-1], slice(last.start // per, last.stop // per))

@@ -15,7 +15,7 @@ from jax_ep.checkpoints.families import Stored
 from jax_ep.checkpoints.files import SINGLE
 from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Quantized, QuantizedExperts
 
 
 class Tensor(NamedTuple):
@@ -70,6 +70,11 @@ def tensors_of(
 
 def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: tuple[int, ...]) -> Iterator[Tensor]:
     """The tensors of one parameter."""
+    if isinstance(value, QuantizedExperts):
+        raise TypeError(
+            f"{function}: {what} is QuantizedExperts, expected an array, or a pair in FP8; pass what"
+            " jax_ep.quantization.dequantize_experts makes of it, with its last two axes swapped."
+        )
     if isinstance(value, tuple):
         yield from _of_pair(function, what, value, stored, shape)
         return

@@ -33,6 +33,8 @@ from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.sharding import moe_specs
 from jax_ep.types import Array, AxisName, Quantized, QuantizedExperts
 
+__all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "save"]
+
 MAX_SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
 _IN_FLOAT32 = ("router", "b_router", "router_bias")

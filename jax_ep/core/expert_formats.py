@@ -50,7 +50,9 @@ def dequantize(values: Array, scales: Array, expert_format: str, dtype: DTypeLik
     if expert_format == "int4":
         numbers = codes.astype(jnp.float32) - 8
     else:
-        numbers, scales = _numbers(codes), _powers(scales)
+        # 2**-127 is subnormal, and XLA's products on the CPU take such factors for zero.
+        numbers = _numbers(codes).reshape(*scales.shape, MX_GROUP) * jnp.where(scales == 0, 0.5, 1.0)[..., None]
+        scales = _powers(jnp.maximum(scales, 1))
     groups = numbers.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1])
     return (groups * scales[..., None]).astype(dtype).reshape(codes.shape)
 
@@ -115,9 +117,8 @@ def _numbers(codes: Array) -> Array:
 
 
 def _powers(exponents: Array) -> Array:
-    """2 to the power of exponents less their bias, in float32; 255 is NaN."""
+    """2 to the power of positive exponents less their bias, in float32; 255 is NaN."""
     bits = exponents.astype(jnp.int32) << 23
-    bits = jnp.where(exponents == 0, 0x00400000, bits)  # 2**-127 is subnormal
     return lax.bitcast_convert_type(jnp.where(exponents == _NAN_EXPONENT, 0x7FC00000, bits), jnp.float32)
 
 

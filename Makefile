@@ -7,7 +7,7 @@
 #   CONSTRAINTS  the file of versions to install (default: constraints.txt; empty: whatever pyproject.toml allows)
 #   PIP_ARGS     more arguments for pip install, such as versions: CONSTRAINTS= PIP_ARGS='jax==0.11.2'
 #   PYTEST_ARGS  more arguments for pytest
-#   RESULTS      folder for the outcome of test-gpu (default: benchmarks/results)
+#   RESULTS      folder for the outcome of test-gpu and evidence (default: benchmarks/results)
 #   PARTS        of test-gpu, see tools/test_gpu.sh (default: all but sharing)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -33,7 +33,7 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-rest test-all test-gpu lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-gpu evidence lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -91,6 +91,9 @@ test test-rest test-all: $(INSTALLED)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)
+
+evidence: $(INSTALLED) ## what this machine's NVIDIA GPUs can show: tests, then benchmarks, in pieces that are remembered
+	RESULTS='$(RESULTS)' tools/evidence.sh "$(BIN)/python"
 
 lint: $(INSTALLED) ## formatting, lint rules and types
 	"$(BIN)/ruff" format --check .

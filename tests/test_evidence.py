@@ -1,0 +1,65 @@
+"""tools/evidence.sh: which pieces there are for so many GPUs, what is remembered, and what becomes of failures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "tools" / "evidence.sh"
+
+if not SCRIPT.exists():  # an installation has no tools
+    pytest.skip("needs a source checkout", allow_module_level=True)
+
+
+def run(folder: Path, *arguments: str, python: str = "true", gpus: int = 1) -> subprocess.CompletedProcess[str]:
+    """With a Python that does nothing, successfully or not."""
+    environment = os.environ | {"GPUS": str(gpus), "RESULTS": str(folder)}
+    command = [str(SCRIPT), python, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def listed(folder: Path, *arguments: str, gpus: int = 1) -> dict[str, str]:
+    """Pieces, and whether they are done."""
+    lines = run(folder, "--list", *arguments, gpus=gpus).stdout.splitlines()
+    return {line[6:].split()[0]: line[:4].strip() for line in lines}
+
+
+def test_pieces(tmp_path: Path) -> None:
+    one, four = listed(tmp_path), listed(tmp_path, gpus=4)
+    assert {"tests-contract", "tests-gpu", "bench-fused-moe", "bench-grouped-gemm"} <= set(one)
+    assert set(four) - set(one) == {
+        *("tests-products", "tests-processes", "bench-layer", "bench-exchange", "bench-low-latency")
+    }
+    assert set((one | four).values()) == {""}
+    assert list(listed(tmp_path, "bench-fused-moe")) == ["bench-fused-moe"]
+    scripts = run(tmp_path, "--list", gpus=4).stdout.split()
+    assert all((ROOT / word).exists() for word in scripts if word.startswith(("benchmarks/", "tools/")))
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    first = run(tmp_path, "bench-grouped-gemm", "bench-decode-experts")
+    assert first.returncode == 0, first.stderr
+    states = listed(tmp_path)
+    assert [name for name, state in states.items() if state] == ["bench-grouped-gemm", "bench-decode-experts"]
+    everything = run(tmp_path)
+    assert everything.returncode == 0, everything.stderr
+    assert "== bench-grouped-gemm: done at " in everything.stdout
+    assert set(listed(tmp_path).values()) == {"done"}
+    assert "" in listed(tmp_path, gpus=2).values(), "what one GPU has shown, two have not"
+
+
+def test_failures(tmp_path: Path) -> None:
+    failed = run(tmp_path, "bench-fused-moe", "bench-grouped-gemm", python="false")
+    assert failed.returncode == 1
+    assert failed.stderr.count("exit status 1") == 2, "the second runs, too"
+    assert not any(listed(tmp_path).values())
+
+
+def test_no_gpu(tmp_path: Path) -> None:
+    nothing = run(tmp_path, gpus=0)
+    assert nothing.returncode == 2
+    assert "no NVIDIA GPU" in nothing.stderr

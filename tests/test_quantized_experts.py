@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.quantization import dequantize_experts, quantize_experts
 from jax_ep.types import EXPERT_FORMATS
 
+NUMERICS = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
 FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 
 
@@ -83,6 +85,60 @@ def test_what_is_not_finite_spoils_what_shares_its_scale(expert_format: str, bad
 @FORMATS
 def test_zeros_stay_zeros(expert_format: str) -> None:
     assert not np.any(dequantize_experts(quantized(np.zeros((2, 128, 3), F32), expert_format), jnp.float32))
+
+
+# --- the errors that docs/numerics.md states, of a layer of normally distributed matrices ----------------------------
+
+
+class TableLayer(NamedTuple):
+    """Tokens in bfloat16, ids and weights; matrices in float32; what the layer is in float64."""
+
+    operands: tuple[Any, ...]
+    w_gate_up: np.ndarray
+    w_down: np.ndarray
+    want: np.ndarray
+
+    def error(self, *matrices: Any) -> float:
+        """Of the layer of these matrices, in the norm."""
+        got = np.asarray(jax.jit(jax_ep.fused_moe)(*self.operands, *matrices), np.float64)
+        return float(np.linalg.norm(got - self.want) / np.linalg.norm(self.want))
+
+
+@cache
+def table_layer() -> TableLayer:
+    rng, experts, size, top_k = np.random.default_rng(1), 8, 512, 2
+    w_gate_up, w_down = (reals(rng, experts, size, n) / np.float32(size**0.5) for n in (2 * size, size))
+    x = reals(rng, 64, size)
+    ids = np.stack([rng.permutation(experts)[:top_k] for _ in x]).astype(np.int32)
+    want = np.zeros(x.shape)
+    for k in range(top_k):
+        hidden = np.einsum("th,thf->tf", x.astype(np.float64), w_gate_up[ids[:, k]].astype(np.float64))
+        gate, up = np.split(hidden, 2, axis=1)
+        want += 0.5 * np.einsum("ti,tih->th", gate / (1 + np.exp(-gate)) * up, w_down[ids[:, k]].astype(np.float64))
+    return TableLayer((x.astype(BF16), ids, np.full(ids.shape, 0.5, F32)), w_gate_up, w_down, want)
+
+
+@FORMATS
+def test_the_table_of_the_docs(expert_format: str) -> None:
+    row = next(line for line in NUMERICS.splitlines() if line.startswith(f'| "{expert_format}"'))
+    bits, of_matrix, of_layer = (float(cell) for cell in row.split("|")[3:6])
+    layer = table_layer()
+    first, second = (quantized(w, expert_format) for w in (layer.w_gate_up, layer.w_down))
+    stored = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves((first, second)))
+    assert stored / (layer.w_gate_up.size + layer.w_down.size) == pytest.approx(bits, abs=0.005)
+    found = np.asarray(dequantize_experts(first, jnp.float32)).swapaxes(1, 2)
+    error = np.linalg.norm(found - layer.w_gate_up) / np.linalg.norm(layer.w_gate_up)
+    assert error == pytest.approx(of_matrix, rel=0.06)
+    assert layer.error(first, second) == pytest.approx(of_layer, rel=0.06)
+
+
+def test_what_the_docs_say_beside_the_table() -> None:
+    layer, text = table_layer(), NUMERICS.replace("\n", " ")
+    assert "which alone makes 0.005" in text
+    assert layer.error(*(w.astype(BF16) for w in layer[1:3])) == pytest.approx(0.005, abs=0.0005)
+    assert "times both scales: 0.025 of the layer above" in text
+    both = (quantized(w, "int8", activations="int8") for w in layer[1:3])
+    assert layer.error(*both) == pytest.approx(0.025, abs=0.001)
 
 
 def test_mistakes() -> None:

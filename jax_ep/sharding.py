@@ -162,10 +162,12 @@ def sharded_moe(
             topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, all_count=False)
             arrays["topk_idx"] = topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
+        num_shards = _num_shards(the_mesh, axis_tuple(axis_name))
+        check.divisible_experts(_FUNCTION, num_experts, num_shards, axis_name)
         if isinstance(w_gate_up, QuantizedExperts):
             columns = _check_quantized(w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
         else:
-            columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, axis_name, tensor_axis)
+            columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, tensor_axis)
         check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *columns))
         check.bias(_FUNCTION, "b_down", b_down, (num_experts, x.shape[1]))
         if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
@@ -178,8 +180,8 @@ def sharded_moe(
         for name, argument in given.items():
             if isinstance(argument, QuantizedExperts):
                 in_specs[name] = P(specs.w_down[0])
-                continue
-            _check_explicit(the_mesh, name, argument, in_specs[name])
+            for part in jax.tree.leaves(argument):
+                _check_explicit(the_mesh, name, part, in_specs[name])
         body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
 
         def per_shard(arrays: dict[str, Any]) -> Array:
@@ -272,11 +274,9 @@ def _check_matrices(
     w_gate_up: Any,
     w_down: Any,
     num_experts: int,
-    axis_name: AxisName,
     tensor_axis: str | None,
 ) -> tuple[int, ...]:
     """The axes of columns of w_gate_up, after checks of both matrices."""
-    check.divisible_experts(_FUNCTION, num_experts, _num_shards(mesh, axis_tuple(axis_name)), axis_name)
     rank, shape = 3, "[E, H, 2 * I]"
     if tensor_axis is not None:
         rank, shape = 4, "[E, H, 2, I], so that gate and up are split alike"

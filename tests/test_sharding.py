@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jax_ep
 from jax_ep.core.mesh_axes import platform
+from jax_ep.quantization import quantize_experts
 from jax_ep.sharding import moe_specs, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
@@ -222,3 +223,22 @@ def test_a_mesh_of_cpu_devices_in_a_program_with_gpus(monkeypatch):
     jax.eval_shape(body, jnp.ones((2, 8)))
     jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P()), jnp.ones((2, 8)))
     assert platforms == ["gpu", "cpu"]
+
+
+def test_quantised_experts_are_checked_as_others_are() -> None:
+    """That experts divide over their axis, and on explicit axes that they lie there already."""
+    x, ids, weights = jnp.ones((8, 64)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
+
+    def call(kind: AxisType, num_experts: int) -> None:
+        mesh = harness.make_mesh((2,), ("expert",), kind)
+        matrices = [quantize_experts(jnp.ones((num_experts, 64, n)), "int8") for n in (128, 64)]
+        put = [jax.device_put(a, NamedSharding(mesh, P("expert"))) for a in (x, ids, weights)]
+        with jax.set_mesh(mesh):
+            held = [jax.device_put(w, NamedSharding(mesh, P())) for w in matrices]
+            jax.eval_shape(sharded_moe(mesh, num_experts=num_experts), *put, *held)
+
+    with pytest.raises(ValueError, match="num_experts=3"):
+        call(AxisType.Auto, 3)
+    call(AxisType.Auto, 4)
+    with pytest.raises(ValueError, match=r"w_gate_up is sharded as .*expected .*'expert'"):
+        call(AxisType.Explicit, 4)

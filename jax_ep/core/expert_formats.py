@@ -9,13 +9,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.core.dtypes import FP8
 from jax_ep.types import Array, QuantizedExperts
 
 MX_GROUP = 32
 """Elements that share an exponent in MXFP4."""
-_FP8_MAX, _INT8_MAX, _INT4_MAX = 448.0, 127.0, 7.0
-_MIN_SCALE = 2.0**-120  # of zeros, or of what float32 cannot divide by
+_INT8_MAX, _INT4_MAX = 127.0, 7.0
 _EXPONENT_BIAS, _LARGEST_EXPONENT = 127, 2  # of e8m0, and of e2m1, whose largest value is 1.5 * 2**2
 _NAN_EXPONENT = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by their codes
@@ -33,11 +31,10 @@ def quantize(w: Array, expert_format: str, group_size: int) -> QuantizedExperts:
         values, scales = _scaled(groups, _INT4_MAX)
         codes = (jnp.round(values).astype(jnp.int8) + 8).astype(jnp.uint8)
         return QuantizedExperts(_packed(codes.reshape(rows.shape)), scales, expert_format)
-    values, scales = _scaled(rows, _FP8_MAX if expert_format == "fp8_channel" else _INT8_MAX)
-    values = values.astype(FP8) if expert_format == "fp8_channel" else jnp.round(values).astype(jnp.int8)
-    # Without a barrier XLA may drop the rounding where both directions meet in one program.
-    values, scales = lax.optimization_barrier((values, scales))
-    return QuantizedExperts(values, scales, expert_format)
+    if expert_format == "fp8_channel":
+        values, scales = fp8.quantize_rows(rows, rows.shape[-1])
+        return QuantizedExperts(values, scales[..., 0], expert_format)
+    return QuantizedExperts(*_to_int8(rows), expert_format)
 
 
 def dequantize(values: Array, scales: Array, expert_format: str, dtype: DTypeLike) -> Array:
@@ -62,8 +59,7 @@ def quantize_tokens(rows: Array, groups: Array, smooth: Array | None) -> tuple[A
     wide = rows.astype(jnp.float32)
     if smooth is not None:
         wide = wide / jnp.where((groups < 0)[:, None], 1, smooth[jnp.maximum(groups, 0)])
-    values, scales = _scaled(wide, _INT8_MAX)
-    return lax.optimization_barrier((jnp.round(values).astype(jnp.int8), scales))
+    return _to_int8(wide)
 
 
 def matrix_at(rhs: QuantizedExperts, group: Array, dtype: DTypeLike) -> Array:
@@ -72,17 +68,18 @@ def matrix_at(rhs: QuantizedExperts, group: Array, dtype: DTypeLike) -> Array:
     return dequantize(values, scales, rhs.format, dtype)
 
 
-def _largest(groups: Array) -> Array:
-    """The largest magnitude along the last axis; NaN is the largest of all."""
-    bits = lax.bitcast_convert_type(groups, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
-
-
 def _scaled(groups: Array, limit: float) -> tuple[Array, Array]:
     """Numbers up to `limit`, and the scale of each group along the last axis; NaN and infinity spoil their group."""
-    scales = jnp.maximum(_largest(groups) * jnp.float32(1 / limit), jnp.float32(_MIN_SCALE))
-    values = groups * (1 / scales)[..., None]
-    return jnp.clip(jnp.where(jnp.isnan(values), 0, values), -limit, limit), scales
+    scales = fp8.scales_of(groups, (-1,), limit)
+    values = groups * (1 / scales)
+    return jnp.clip(jnp.where(jnp.isnan(values), 0, values), -limit, limit), scales[..., 0]
+
+
+def _to_int8(rows: Array) -> tuple[Array, Array]:
+    """Integers, and a scale for each row."""
+    values, scales = _scaled(rows, _INT8_MAX)
+    # Without a barrier XLA may drop the rounding where both directions meet in one program.
+    return lax.optimization_barrier((jnp.round(values).astype(jnp.int8), scales))
 
 
 def _to_mxfp4(rows: Array) -> tuple[Array, Array]:
@@ -92,7 +89,7 @@ def _to_mxfp4(rows: Array) -> tuple[Array, Array]:
     of e2m1; what is then beyond e2m1 saturates. Rounding is to nearest, and to the even code between two.
     """
     groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // MX_GROUP, MX_GROUP)
-    largest = _largest(groups)
+    largest = fp8.largest_magnitudes(groups, (-1,))[..., 0]
     exponents = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - _LARGEST_EXPONENT
     exponents = jnp.where(jnp.isfinite(largest), jnp.maximum(exponents, 0), _NAN_EXPONENT).astype(jnp.uint8)
     # The inverse of a power of two is exact: exponents stay below 253.

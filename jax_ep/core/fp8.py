@@ -56,13 +56,22 @@ def dequantize_matrices(values: Array, scales: Array, dtype: DTypeLike) -> Array
 def _quantize(groups: Array, axes: tuple[int, ...]) -> Quantized:
     """FP8 values and one scale for all elements along `axes`, which the scales lack."""
     groups = groups.astype(jnp.float32)
-    # As integers, magnitudes keep their order and NaN is the largest. As floats, XLA's maximum on the CPU loses NaN.
-    bits = lax.bitcast_convert_type(groups, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    largest = lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
-    scales = jnp.maximum(largest * jnp.float32(1 / _FP8_MAX), jnp.float32(_MIN_SCALE))
+    scales = scales_of(groups, axes, _FP8_MAX)
     # One division per group: kernels do the same, for the same bits. The product may round just past 448, which the
     # cast would turn into NaN; NaN inputs stay NaN through the clip.
     values = jnp.clip(groups * (1 / scales), -_FP8_MAX, _FP8_MAX).astype(FP8)
     # Without a barrier XLA may drop the rounding where both directions meet in one program: it counts as excess
     # precision.
     return lax.optimization_barrier((values, jnp.squeeze(scales, axes)))
+
+
+def largest_magnitudes(groups: Array, axes: tuple[int, ...]) -> Array:
+    """Of float32 numbers along axes, which stay with one element; NaN is the largest of all."""
+    # As integers, magnitudes keep their order and NaN is the largest. As floats, XLA's maximum on the CPU loses NaN.
+    bits = lax.bitcast_convert_type(groups, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
+
+
+def scales_of(groups: Array, axes: tuple[int, ...], limit: float) -> Array:
+    """Scales by which float32 numbers along axes, which stay with one element, are at most `limit`."""
+    return jnp.maximum(largest_magnitudes(groups, axes) * jnp.float32(1 / limit), jnp.float32(_MIN_SCALE))

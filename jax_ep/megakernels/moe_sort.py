@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.core.layout import power_of_two
+from jax_ep.core.layout import dropless_capacity, power_of_two
 from jax_ep.megakernels.grid import all_programs
 from jax_ep.megakernels.kernels.structs_serving import Sort
 from jax_ep.megakernels.launch import launch
@@ -57,7 +57,7 @@ def sort_sizes(shape: tuple[int, ...], first_expert: int, num_experts: int, bloc
         K=shape[1],
         FIRST=first_expert,
         L=num_experts,
-        R=xla.num_rows(num_slots, num_experts, block_size),
+        R=dropless_capacity(num_slots, num_experts, block_size),
         BLOCK_SIZE=block_size,
         BLOCK=block,
         LANES=_LANES,

@@ -149,33 +149,34 @@ def moe(
     tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
     if isinstance(parts.w_gate_up, QuantizedExperts):
         return _by_quantized(options, back, experts, tokens, row_weights, handle, parts)
-    first, second, sizes = parts.w_gate_up, parts.w_down, handle.group_sizes
+    w_gate_up, w_down = cast(Array, parts.w_gate_up), cast(Array, parts.w_down)
+    sizes = handle.group_sizes
     if in_fp8:
-        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, first, handle)
+        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, w_gate_up, handle)
         bias = _bias_of_result(experts, parts, row_weights)
         between = moe_fp8.Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-        y = moe_fp8.multiply_and_combine(back, experts, between, second, handle)
+        y = moe_fp8.multiply_and_combine(back, experts, between, w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
-    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, first)
-    if exchange_gemm.fuses(options, tokens, first.shape[2], handle):
-        operands = (tokens, row_weights, first, handle)
+    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
+    if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
+        operands = (tokens, row_weights, w_gate_up, handle)
         hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
     else:
         rows, row_weights = exchange.dispatch_tokens(options, tokens, row_weights, handle)
-        hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), first, sizes)
+        hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), w_gate_up, sizes)
     hidden, row_weights = checkpoint_name(hidden, HIDDEN_NAME), cast(Array, row_weights)
-    rows = activate(options, experts, second.shape[1], hidden, row_weights, parts.b_gate_up, sizes)
+    rows = activate(options, experts, w_down.shape[1], hidden, row_weights, parts.b_gate_up, sizes)
     bias = _bias_of_result(experts, parts, row_weights)
-    if exchange_gemm.fuses(options, rows, second.shape[2], handle):
+    if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
         if bias is None:
-            y, _ = exchange_gemm.multiply_and_combine(back, False, rows, None, second, handle)
+            y, _ = exchange_gemm.multiply_and_combine(back, False, rows, None, w_down, handle)
         else:
-            y = exchange_gemm.multiply_and_combine_with_bias(back, rows, second, handle, bias)
+            y = exchange_gemm.multiply_and_combine_with_bias(back, rows, w_down, handle, bias)
         return checkpoint_name(y, OUTPUT_NAME)
     if bias is None:
-        products = multiply(options, False, x.dtype, rows, second, sizes)
+        products = multiply(options, False, x.dtype, rows, w_down, sizes)
     else:
-        products = multiply_with_bias(options, x.dtype, rows, second, sizes, bias)
+        products = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
     y, _ = exchange.combine_tokens(back, products, None, handle)
     return checkpoint_name(y, OUTPUT_NAME)
 

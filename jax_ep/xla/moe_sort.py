@@ -11,11 +11,6 @@ from jax_ep.core.layout import block_owners, dropless_capacity, gather_rows, loc
 from jax_ep.types import Array, SortedTokens
 
 
-def num_rows(num_slots: int, num_experts: int, block_size: int) -> int:
-    """Rows that hold any routing."""
-    return dropless_capacity(num_slots, num_experts, block_size)
-
-
 @functools.partial(jax.jit, static_argnames=("first_expert", "num_local_experts", "block_size"))
 def moe_sort(
     topk_idx: Array,
@@ -39,7 +34,7 @@ def moe_sort(
     if num_tokens is not None:
         counts = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < num_tokens
         topk_idx = jnp.where(counts, topk_idx, -1)
-    capacity = num_rows(topk_idx.size, num_local_experts, block_size)
+    capacity = dropless_capacity(topk_idx.size, num_local_experts, block_size)
     groups = local_groups(topk_idx, first_expert, num_local_experts)
     rows = map_rows(groups, num_local_experts, capacity, block_size)
     block_expert = block_owners(rows.group_sizes, capacity // block_size, block_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -36,12 +36,17 @@ class Wait(Protocol):
         """What was waited for has come."""
 
 
-def apply(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], None]) -> None:
+def apply(
+    begin_wait: Callable[[int | None], Wait],
+    check_aborted: Callable[[], None],
+    run_asm: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndarray]],
+) -> None:
     """Changes Triton's interpreter in place.
 
     Args:
       begin_wait: called by each poll, with its time limit in nanoseconds.
       check_aborted: called between the looks of a poll; may raise.
+      run_asm: see inline_asm.py.
     """
     builder = interpreter.InterpreterBuilder
     builder.cast_impl = _cast
@@ -50,6 +55,7 @@ def apply(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], 
     builder.unary_op = _decoded(builder.unary_op, num_operands=1)
     builder.create_fma = _decoded(builder.create_fma, num_operands=3)
     builder.create_dot = _decoded(builder.create_dot, num_operands=2)
+    builder.create_inline_asm = _inline_asm(run_asm)
     builder.create_splat = _keep_booleans(builder.create_splat)
     builder.create_atomic_poll = _poll(begin_wait, check_aborted)
     # tl.device_assert works; what Triton checks of its own accord in debug builds stays off.
@@ -108,6 +114,30 @@ def _decoded(original: Callable[..., Any], num_operands: int) -> Callable[..., A
         return _cast(self, result, dtype) if is_own else result
 
     return operation
+
+
+class _Results(list[Any]):
+    """What an inline assembler returns."""
+
+    get_result = list.__getitem__
+
+
+def _inline_asm(run: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndarray]]) -> Callable[..., _Results]:
+    def inline_asm(
+        self: Any, asm: str, constraints: str, values: Sequence[Any], dtypes: Sequence[Any], is_pure: bool, pack: int
+    ) -> _Results:
+        """Elements of a pack lie in as many registers of 32 bits as they need, the first one lowest."""
+        packs = [np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint32) for value in values]
+        registers = iter(run(asm, constraints, [words[:, i] for words in packs for i in range(words.shape[1])]))
+        results = _Results()
+        for dtype in dtypes:
+            scalar = dtype.scalar
+            words = np.stack([next(registers) for _ in range(pack * scalar.primitive_bitwidth // 32)], axis=1)
+            data = words.view(interpreter._get_np_dtype(scalar)).reshape(values[0].data.shape)
+            results.append(interpreter.TensorHandle(data, scalar))
+        return results
+
+    return inline_asm
 
 
 def _keep_booleans(original: Callable[..., Any]) -> Callable[..., Any]:

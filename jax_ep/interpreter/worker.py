@@ -193,7 +193,8 @@ class Runner:
     def _prepare(self) -> None:
         """Before the first launch: what loads Triton, and what needs the memory of all workers."""
         if self._activity is None:
-            load(_HERE / "patches.py").apply(self._begin_wait, self._check_aborted)
+            run_asm = load(_HERE / "inline_asm.py").run
+            load(_HERE / "patches.py").apply(self._begin_wait, self._check_aborted, run_asm)
             load(_HERE / "cached.py").apply()
             self._activity = load(_HERE / "activity.py")
             self._words = self._memory.words("activity", self._activity.NUM_WORDS)

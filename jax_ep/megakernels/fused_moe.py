@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,24 +15,53 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import all_programs
-from jax_ep.megakernels.kernels.structs_serving import FusedMoE, FusedTile, LayerTensors
+from jax_ep.megakernels.kernels.structs_serving import FusedMoE, FusedProduct, FusedTile, LayerTensors
 from jax_ep.megakernels.launch import launch
-from jax_ep.types import Array, Experts
+from jax_ep.megakernels.quantized_gemm import is_readable, storage_of
+from jax_ep.types import Array, Experts, QuantizedExperts
 
 _FUSED = Kernel("fused_moe", "fused_moe")
 MOST_SLOTS = 1 << 10
 """Every program looks at all slots for each of its tasks."""
-_PROGRAMS = 2  # of a multiprocessor
-_BLOCK_ROWS = 16  # the fewest that tensor cores multiply without turning the product
+Matrices = Array | QuantizedExperts
 
 
-def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, hidden: int, intermediate: int) -> bool:
+@dataclasses.dataclass(frozen=True)
+class FusedTiles:
+    """How the layer is cut into tasks.
+
+    Attributes:
+      block_m: slots of a block.
+      hidden_columns: columns of I of a task of the first product.
+      columns: columns of H of a task of the second.
+      splits: parts of I that are tasks of the second product of their own.
+      depth: of one step of either product.
+      num_warps: of a program.
+      num_stages: steps in flight, the one in use included.
+      programs: of a multiprocessor.
+    """
+
+    block_m: int = 16  # the fewest that tensor cores multiply without turning the product
+    hidden_columns: int = 64
+    columns: int = 64
+    splits: int = 1
+    depth: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 2
+
+
+def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
     """Whether the layer of so many slots is one launch."""
-    whole_words = hidden % 8 == 0 and intermediate % 8 == 0
     few = 0 < num_slots <= MOST_SLOTS
-    return (
-        few and dtype in (jnp.bfloat16, jnp.float16) and whole_words and not callable(experts.activation) and has_tma()
-    )
+    taken = few and dtype in (jnp.bfloat16, jnp.float16) and not callable(experts.activation) and has_tma()
+    return taken and _is_read(w_gate_up) and _is_read(w_down)
+
+
+def _is_read(w: Matrices) -> bool:
+    if isinstance(w, QuantizedExperts):
+        return w.activations is None and is_readable(w)
+    return all(size % 8 == 0 for size in w.shape[1:])
 
 
 def fused_moe(
@@ -39,11 +69,12 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array,
-    w_down: Array,
+    w_gate_up: Matrices,
+    w_down: Matrices,
     biases: tuple[Array | None, Array | None],
     *,
     out_dtype: DTypeLike,
+    tiles: FusedTiles | None = None,
 ) -> Array:
     """The expert layer of one device: `jax_ep.moe` without a mesh axis, of checked arguments.
 
@@ -52,34 +83,32 @@ def fused_moe(
       x: `[T, H]`.
       topk_idx: `[T, K]`; what is no expert has no row.
       topk_weights: `[T, K]` float32.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` without gates.
-      w_down: `[E, I, H]`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` without gates; or `QuantizedExperts` of them.
+      w_down: `[E, I, H]`; or `QuantizedExperts`.
       biases: of both products, `[E, 2 * I]` or `[E, I]`, and `[E, H]`; or None.
       out_dtype: of the result.
+      tiles: how it is cut; None: as suits its sizes.
 
     Returns:
       `[T, H]`.
     """
     everything = vary_alike((x, topk_idx, topk_weights, w_gate_up, w_down, biases))
     x, topk_idx, topk_weights, w_gate_up, w_down, biases = everything
-    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_down.shape)
-    tile, wide = sizes.tile, 2 if experts.interleaved else 1
-    tensors = LayerTensors(
-        x,
-        Descriptor(w_gate_up, (1, tile.BK, wide * tile.BN)),
-        Descriptor(w_down, (1, tile.BK, tile.BN2)),
-        topk_idx,
-        topk_weights,
+    config, sizes = fused_sizes(experts, x.shape, topk_idx.shape[1], w_gate_up, w_down, tiles)
+    (gate_up, gate_up_scales), (down, down_scales) = (
+        _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
-    named = dict(zip(("gate_up_bias_ptr", "down_bias_ptr"), biases, strict=True))
+    tensors = LayerTensors(x, gate_up, down, topk_idx, topk_weights)
+    named = {"gate_up_scales_ptr": gate_up_scales, "down_scales_ptr": down_scales}
+    named |= dict(zip(("gate_up_bias_ptr", "down_bias_ptr"), biases, strict=True))
     counters = jnp.zeros((num_counters(sizes),), jnp.int32)
-    operands = (tensors, *(bias for bias in biases if bias is not None), counters)
-    constants: dict[str, Any] = {name: None for name, bias in named.items() if bias is None}
+    operands = (tensors, *(value for value in named.values() if value is not None), counters)
+    constants: dict[str, Any] = {name: None for name, value in named.items() if value is None}
     constants |= {"KIND": kind_of(experts), "S": sizes}
     slots = sizes.T * sizes.K
     results = (
         jax.ShapeDtypeStruct((slots, sizes.INNER), x.dtype),
-        jax.ShapeDtypeStruct((slots, sizes.H), jnp.float32),
+        jax.ShapeDtypeStruct((slots, sizes.down.SPLITS, sizes.H), jnp.float32),
         jax.ShapeDtypeStruct(x.shape, out_dtype),
         jax.ShapeDtypeStruct(counters.shape, counters.dtype),
     )
@@ -87,22 +116,33 @@ def fused_moe(
     return launch(_FUSED, operands, results, config, constants, written=written)[2]
 
 
+def _operands(w: Matrices, product: FusedProduct) -> tuple[Descriptor, Array | None]:
+    """Matrices as the kernel reads them, and their scales."""
+    columns, depth = product.tile.BN, product.tile.BK
+    if isinstance(w, QuantizedExperts):
+        return Descriptor(w.values, (1, columns, depth // product.PER_BYTE)), w.scales
+    return Descriptor(w, (1, depth, columns)), None
+
+
 def num_counters(sizes: FusedMoE) -> int:
     """The queue, and counts of tiles and of blocks."""
-    return 1 + sizes.MOST_BLOCKS + -(-sizes.H // sizes.tile.BN2)
+    return 1 + sizes.MOST_BLOCKS + -(-sizes.H // sizes.down.tile.BN)
 
 
 def fused_sizes(
-    experts: Experts, shape: tuple[int, ...], top_k: int, w_down: tuple[int, ...]
+    experts: Experts,
+    shape: tuple[int, ...],
+    top_k: int,
+    w_gate_up: Matrices,
+    w_down: Matrices,
+    tiles: FusedTiles | None = None,
 ) -> tuple[Config, FusedMoE]:
-    """Config and sizes for tokens `[T, H]` and matrices `[E, I, H]`.
-
-    Tiles are as wide as leaves most programs one: few slots have as many blocks.
-    """
-    (num_tokens, hidden), (num_experts, intermediate, _) = shape, w_down
-    slots, programs = num_tokens * top_k, all_programs(_PROGRAMS)
-    blocks = min(slots, num_experts + slots // _BLOCK_ROWS)
-    likely = min(slots, num_experts)
+    """Config and sizes for tokens `[T, H]`; of the matrices, only shapes and formats count."""
+    num_tokens, hidden = shape
+    num_experts = w_down.shape[0]
+    intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
+    slots, wide = num_tokens * top_k, 2 if experts.interleaved else 1
+    tiles = tiles or fused_tiles(slots, num_experts, hidden, intermediate)
     sizes = FusedMoE(
         T=num_tokens,
         K=top_k,
@@ -111,16 +151,28 @@ def fused_sizes(
         E=num_experts,
         SLOTS=max(16, power_of_two(slots)),
         BINS=max(32, power_of_two(num_experts)),
-        MOST_BLOCKS=blocks,
-        tile=FusedTile(
-            BM=_BLOCK_ROWS,
-            BN=_columns(intermediate, likely, programs),
-            BN2=_columns(hidden, likely, programs),
-            BK=128,
-            BT=min(16, power_of_two(num_tokens)),
-        ),
+        MOST_BLOCKS=min(slots, num_experts + slots // tiles.block_m),
+        BT=min(16, power_of_two(num_tokens)),
+        BN=tiles.hidden_columns,
+        gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1),
+        down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
-    return Config(programs, num_warps=4, num_stages=3), sizes
+    return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages), sizes
+
+
+def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int) -> FusedProduct:
+    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
+    if isinstance(w, QuantizedExperts):
+        return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), splits, tile)
+    return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, splits, tile)
+
+
+def fused_tiles(slots: int, num_experts: int, hidden: int, intermediate: int) -> FusedTiles:
+    """Tiles as wide as leaves most programs one: few slots have as many blocks."""
+    blocks, programs = min(slots, num_experts), all_programs(FusedTiles.programs)
+    return FusedTiles(
+        hidden_columns=_columns(intermediate, blocks, programs), columns=_columns(hidden, blocks, programs)
+    )
 
 
 def _columns(columns: int, blocks: int, programs: int) -> int:

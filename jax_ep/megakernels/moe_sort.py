@@ -9,14 +9,15 @@ import jax.numpy as jnp
 
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two
-from jax_ep.megakernels.grid import all_programs
+from jax_ep.megakernels.grid import all_programs, num_programs
 from jax_ep.megakernels.kernels.structs_serving import Sort
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, SortedTokens
 from jax_ep.xla import moe_sort as xla
 
 _SORT = Kernel("moe_sort", "moe_sort")
-_LANES = 256
+_LANES, _MOST_COUNTED = 256, 2048
+_EXPERTS_OF_PROGRAM = 4  # whose empty rows it fills, where slots need fewer programs
 MOST_EXPERTS = 1 << 10
 
 
@@ -61,6 +62,8 @@ def sort_sizes(shape: tuple[int, ...], first_expert: int, num_experts: int, bloc
         BLOCK_SIZE=block_size,
         BLOCK=block,
         LANES=_LANES,
+        COUNTED=min(_MOST_COUNTED, max(_LANES, power_of_two(num_slots))),
         BINS=max(32, power_of_two(num_experts)),
     )
-    return Config(-(-num_slots // block), num_warps=8), sizes
+    programs = max(-(-num_slots // block), num_programs(-(-num_experts // _EXPERTS_OF_PROGRAM)))
+    return Config(programs, num_warps=8), sizes

@@ -57,29 +57,43 @@ def quantized_tiles(rows_of_group: int) -> QuantizedTiles:
 def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
     """What the kernels are compiled for; `num_rows` are those of a block where groups are masked."""
     groups, columns, depth = rhs.shape
-    in_4_bits = rhs.format in ("int4", "mxfp4")
+    expert_format, per_byte, sharing = storage_of(rhs)
     return QuantizedGemm(
         **common_sizes(num_rows, columns, depth, groups),
-        FORMAT=rhs.format,
-        PER_BYTE=2 if in_4_bits else 1,
-        SHARING=depth // rhs.scales.shape[-1] if in_4_bits else 0,
+        FORMAT=expert_format,
+        PER_BYTE=per_byte,
+        SHARING=sharing,
         TMA_PARTS=0,
         tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=tiles.block_m < 64),
     )
 
 
+def storage_of(rhs: QuantizedExperts) -> tuple[str, int, int]:
+    """FORMAT, PER_BYTE and SHARING of `QuantizedGemm`: how the kernels find elements and scales."""
+    if rhs.format not in ("int4", "mxfp4"):
+        return rhs.format, 1, 0
+    return rhs.format, 2, rhs.shape[2] // rhs.scales.shape[-1]
+
+
+def is_readable(rhs: QuantizedExperts) -> bool:
+    """Whether kernels take such matrices."""
+    return (
+        0 not in rhs.shape
+        and rhs.shape[0] <= MAX_GROUPS
+        and rhs.values.shape[-1] % 16 == 0
+        and storage_of(rhs)[2] in (0, *SHARING)
+    )
+
+
 def _has_kernel(lhs: Array, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool:
     """Whether the kernels take these operands; the portable loop takes all."""
-    shares = rhs.shape[2] // rhs.scales.shape[-1] in SHARING if rhs.format in ("int4", "mxfp4") else True
     return (
-        lhs.dtype in (jnp.bfloat16, jnp.float16, jnp.int8)
+        is_readable(rhs)
+        and lhs.dtype in (jnp.bfloat16, jnp.float16, jnp.int8)
         and jnp.dtype(out_dtype) != jnp.float64
-        and 0 not in (*lhs.shape, *rhs.shape)
-        and rhs.shape[0] <= MAX_GROUPS
+        and 0 not in lhs.shape
         and lhs.shape[-2] <= BOUND
         and lhs.shape[-1] * lhs.dtype.itemsize % 16 == 0
-        and rhs.values.shape[-1] % 16 == 0
-        and shares
     )
 
 

@@ -12,16 +12,19 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jax_ep.ops import registry
+from jax_ep.ops import quantized_gemm, registry
 from jax_ep.types import Array, Experts, Options, QuantizedExperts
 
 Layer = Callable[..., Array]
+Matrices = tuple[Array, Array] | tuple[QuantizedExperts, QuantizedExperts]
 
 
-def is_wanted(options: Options, experts: Experts, x: Array, topk_idx: Array, w_down: Any, kept: dict[str, Any]) -> bool:
+def is_wanted(
+    options: Options, experts: Experts, x: Array, topk_idx: Array, matrices: Matrices, kept: dict[str, Any]
+) -> bool:
     """Whether a layer is one launch: where the schedule says so, as none has been measured to be faster.
 
-    `kept` are the keywords of `moe` that such a launch has no use for.
+    `matrices` are those of both products, and `kept` the keywords of `moe` that such a launch has no use for.
 
     Raises:
       ValueError: the schedule wants it, and there is none.
@@ -29,30 +32,28 @@ def is_wanted(options: Options, experts: Experts, x: Array, topk_idx: Array, w_d
     """
     if not options.schedule.single_launch:
         return False
-    reason = _reason_against(options, experts, x, topk_idx, w_down, kept)
+    reason = _reason_against(options, experts, x, topk_idx, matrices, kept)
     if reason is not None:
         raise ValueError(f"{options.function}: single_launch=True, but {reason}; leave it None in the schedule.")
     return True
 
 
 def _reason_against(
-    options: Options, experts: Experts, x: Array, topk_idx: Array, w_down: Any, kept: dict[str, Any]
+    options: Options, experts: Experts, x: Array, topk_idx: Array, matrices: Matrices, kept: dict[str, Any]
 ) -> str | None:
     if options.axis:
         return f"experts are spread over {options.axis}, and one launch serves one device"
     given = [name for name, value in kept.items() if value is not None]
     if given:
         return f"there is no such launch with {', '.join(given)}"
-    if isinstance(w_down, QuantizedExperts):
-        return "there is no such launch with QuantizedExperts"
     name = registry.choose(options, "fused_moe", x.dtype)
-    sizes = topk_idx.size, x.dtype, x.shape[1], w_down.shape[1]
-    if registry.get("fused_moe", name).fuses(experts, *sizes):
+    if registry.get("fused_moe", name).fuses(experts, topk_idx.size, x.dtype, *matrices):
         return None
+    shapes = " and ".join(str(tuple(w.shape)) for w in matrices)
     return (
-        f"{name!r} has no such launch for {topk_idx.size} slots of {x.dtype} tokens with H={x.shape[1]},"
-        f" I={w_down.shape[1]} and {experts}: it takes up to 1024 slots of 16 bits and multiples of 8, without a"
-        " function of the caller's"
+        f"{name!r} has no such launch for {topk_idx.size} slots of {x.dtype} tokens with matrices {shapes} and"
+        f" {experts}: it takes up to 1024 slots of 16 bits, sizes that are multiples of 8, or of 32 where matrices have"
+        " 4 bits, no tokens in int8, and no function of the caller's"
     )
 
 
@@ -65,7 +66,7 @@ def run(
     topk_idx: Array,
     x: Array,
     topk_weights: Array,
-    matrices: tuple[Array, Array],
+    matrices: Matrices,
     biases: tuple[Array | None, Array | None],
 ) -> Array:
     """`moe` of checked arguments on one device; `unfused(topk_idx, x, topk_weights, matrices, biases)` is the same."""
@@ -82,6 +83,7 @@ def _backward(
     options: Options, experts: Experts, out_dtype: DTypeLike, unfused: Layer, residuals: Any, cotangent: Array
 ) -> tuple[Any, ...]:
     topk_idx, *operands = residuals
+    quantized_gemm.refuse_gradient(options, operands[2])
     _, pull = jax.vjp(partial(unfused, topk_idx), *operands)
     return None, *pull(cotangent)
 

@@ -127,7 +127,7 @@ def moe(
     )
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
     kept = {"forward_dtype": forward_dtype, "wire_dtype": wire_dtype, "capacity": capacity}
-    if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts.w_down, kept):
+    if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts[:2], kept):
         return _in_one_launch(options, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
     columns = parts.w_gate_up.shape[1 if isinstance(parts.w_gate_up, QuantizedExperts) else 2]
     prepare = functools.partial(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax.numpy as jnp
@@ -55,3 +56,9 @@ def multiply_masked(
 
 def _remedy(options: Options) -> str:
     return f"{options.function} with QuantizedExperts has no gradient: train with the matrices as they are."
+
+
+def refuse_gradient(options: Options, matrices: Sequence[Array | QuantizedExperts]) -> None:
+    """Raises the `TypeError` of a derivative, where matrices are quantised."""
+    if any(isinstance(w, QuantizedExperts) for w in matrices):
+        raise TypeError(_remedy(options))

@@ -13,6 +13,8 @@ import pytest
 import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
+from jax_ep.quantization import dequantize_experts, quantize_experts
+from jax_ep.types import EXPERT_FORMATS
 from layers import Layer
 from oracle_experts import GPT_OSS
 from routings import ROUTINGS
@@ -68,6 +70,28 @@ def test_experts(implementation: str, kind: str, biased: bool, dtype: Any, rng: 
     assert_close(got, to_numpy(want))
 
 
+@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.slow(unless={"kind": ["gpt-oss", "silu"], "dtype": [BF16]})
+def test_quantised(implementation: str, expert_format: str, kind: str, dtype: Any, rng: np.random.Generator) -> None:
+    """As the portable layer computes in float32 with the matrices for which the quantised ones stand."""
+    experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
+    layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+    widths = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": shape.hidden}
+    biases = {name: reals(rng, shape.num_experts, width, dtype=dtype) for name, width in widths.items()}
+    stored = [quantize_experts(jnp.asarray(w), expert_format) for w in (layer.w_gate_up, layer.w_down)]
+    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands, *stored))
+    assert got.dtype == dtype
+    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in stored]
+    biases = {name: b.astype(F32) for name, b in biases.items()}
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))
+    assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
+    with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
+        jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *stored).sum())(operands[0])
+
+
 def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
@@ -103,6 +127,9 @@ def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) ->
     many = [np.repeat(a, 40, axis=0) for a in operands[:3]]
     with pytest.raises(ValueError, match=r"single_launch=True, but .* float32 tokens"):
         call(implementation)(*wide)
+    in_int8 = [quantize_experts(jnp.ones((6, 128, 128)), "int8", activations="int8")] * 2
+    with pytest.raises(ValueError, match="no tokens in int8"):
+        call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *in_int8, experts=EXPERTS["up only"])
     with pytest.raises(ValueError, match="up to 1024 slots"):
         call(implementation)(*many, *operands[3:])
     with pytest.raises(ValueError, match="there is no such launch with capacity"):

@@ -2,10 +2,11 @@
 
 A slot is a token's choice of an expert. Every program reads the ids of all slots and numbers the tasks for itself:
 blocks of up to BM slots of one expert, times tiles of columns. There are three kinds: (1) hidden rows of a block and a
-tile of their columns, activated and weighted; (2) a block's rows of the result, once all tiles of its hidden rows are
-there; (3) the sums of some tokens' rows, once all blocks have that tile. Programs take tasks in this order from one
-queue, and a task waits only for tasks of earlier kinds, which other programs have taken before: so no order and no
-number of programs can stop, and waits are bounded all the same. What a wait that expires would have read is NaN.
+tile of their columns, activated and weighted; (2) a block's rows of the result, or what a part of the hidden columns
+adds to them, once all tiles of its hidden rows are there; (3) the sums of some tokens' rows, once all blocks have that
+tile. Programs take tasks in this order from one queue, and a task waits only for tasks of earlier kinds, which other
+programs have taken before: so no order and no number of programs can stop, and waits are bounded all the same. What a
+wait that expires would have read is NaN.
 
 With few tokens the matrices are nearly all that is read, each once, by as many programs as there are tiles. The rows
 are found in `[slots]`, where tokens and sums need no other order, so nothing is sorted or moved. Sums are made in order
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate, factor_of, limit_gate
+from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
@@ -27,10 +29,10 @@ def find_block(block, experts, block_ends, S: tl.constexpr):
     """Expert of a block, its slots `[BM]`, and which of these exist; `experts [SLOTS]` are those of the slots."""
     before = block_ends <= block
     expert = tl.sum(before.to(tl.int32), axis=0)
-    first = (block - tl.max(tl.where(before, block_ends, 0), axis=0)) * S.tile.BM
+    first = (block - tl.max(tl.where(before, block_ends, 0), axis=0)) * S.down.tile.BM
     here = experts == expert
     place = tl.cumsum(here.to(tl.int32), axis=0) - 1
-    rows = first + tl.arange(0, S.tile.BM)
+    rows = first + tl.arange(0, S.down.tile.BM)
     is_slot = here[:, None] & (place[:, None] == rows[None, :])
     slots = tl.sum(tl.where(is_slot, tl.arange(0, S.SLOTS)[:, None], 0), axis=0)
     return expert, slots, rows < tl.sum(here.to(tl.int32), axis=0)
@@ -45,39 +47,52 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(w, expert, k, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`[ROWS, COLUMNS]` of an expert's matrix, through a descriptor of such blocks."""
-    return tl.reshape(w.load([expert, k, column]), (ROWS, COLUMNS))
+def add_step(total, rows, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
+    """`total [BM, BN]` and the product of `rows [BM, BK]` with the block of an expert's matrix at (k, column)."""
+    if S.FORMAT == "":
+        block = tl.reshape(matrix.load([expert, k, column]), (S.tile.BK, S.tile.BN))
+        total = tl.dot(rows, block, total)
+    else:
+        block = load_bytes(matrix, expert, column, k, S)
+        total = add_product(total, rows, block, scales, scales_ptr, expert, column, k, S)
+    return total
 
 
 @triton.jit
-def multiply_hidden(x_ptr, gate_up, tokens, exist, expert, column, KIND: tl.constexpr, S: tl.constexpr):
+def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl.constexpr, S: tl.constexpr):
     """float32 `[BM, BN]` gates and what they multiply, of columns of I from `column` on; twice the same without."""
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
-    BK: tl.constexpr = S.tile.BK
-    WIDE: tl.constexpr = 2 * BN if KIND.INTERLEAVED else BN
-    first = tl.zeros((BM, WIDE), tl.float32)
-    second = tl.zeros((BM, WIDE), tl.float32)
-    for k in range(0, S.H, BK):
-        rows = load_rows(x_ptr, tokens, exist, k, S.H, BK)
-        if KIND.INTERLEAVED:
-            first = tl.dot(rows, load_tile(gate_up, expert, k, 2 * column, BK, WIDE), first)
-        else:
-            first = tl.dot(rows, load_tile(gate_up, expert, k, column, BK, WIDE), first)
-            if KIND.GATED:
-                second = tl.dot(rows, load_tile(gate_up, expert, k, S.INNER + column, BK, WIDE), second)
+    P: tl.constexpr = S.gate_up
+    BM: tl.constexpr = P.tile.BM
+    BK: tl.constexpr = P.tile.BK
+    TWICE: tl.constexpr = KIND.GATED and not KIND.INTERLEAVED
     if KIND.INTERLEAVED:
-        gate, up = tl.split(tl.reshape(first, (BM, BN, 2)))
+        column *= 2
+    first = tl.zeros((BM, P.tile.BN), tl.float32)
+    second = tl.zeros((BM, P.tile.BN), tl.float32)
+    ahead = load_group_scales(scales_ptr, expert, column, 0, P)
+    ahead_second = load_group_scales(scales_ptr, expert, S.INNER + column, 0, P)
+    for k in range(0, S.H, BK):
+        rows = load_rows(tensors.x_ptr, tokens, exist, k, S.H, BK)
+        scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
+        first = add_step(first, rows, tensors.gate_up, scales, scales_ptr, expert, column, k, P)
+        if TWICE:
+            up = S.INNER + column
+            scales, ahead_second = ahead_second, load_group_scales(scales_ptr, expert, up, k + BK, P)
+            second = add_step(second, rows, tensors.gate_up, scales, scales_ptr, expert, up, k, P)
+    first = scale_columns(first, scales_ptr, expert, column, P)
+    if KIND.INTERLEAVED:
+        gate, up = tl.split(tl.reshape(first, (BM, S.BN, 2)))
     else:
-        gate, up = first, second if KIND.GATED else first
+        gate, up = first, first
+        if TWICE:
+            up = scale_columns(second, scales_ptr, expert, S.INNER + column, P)
     return gate, up
 
 
 @triton.jit
 def load_bias(bias_ptr, expert, column, KIND: tl.constexpr, S: tl.constexpr):
     """`[1, BN]` biases of gates and of what they multiply."""
-    columns = column + tl.arange(0, S.tile.BN)
+    columns = column + tl.arange(0, S.BN)
     inside = columns < S.INNER
     width: tl.constexpr = 2 * S.INNER if KIND.GATED else S.INNER
     stride: tl.constexpr = 2 if KIND.INTERLEAVED else 1
@@ -90,9 +105,11 @@ def load_bias(bias_ptr, expert, column, KIND: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def make_hidden(tensors, bias_ptr, hidden_ptr, expert, slots, exist, column, KIND: tl.constexpr, S: tl.constexpr):
+def make_hidden(
+    tensors, scales_ptr, bias_ptr, hidden_ptr, expert, slots, exist, column, KIND: tl.constexpr, S: tl.constexpr
+):
     """Task (1): a tile of the activated and weighted hidden rows of a block."""
-    gate, up = multiply_hidden(tensors.x_ptr, tensors.gate_up, slots // S.K, exist, expert, column, KIND, S)
+    gate, up = multiply_hidden(tensors, scales_ptr, slots // S.K, exist, expert, column, KIND, S)
     weights = tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None]
     if KIND.ON_INPUT:
         gate, up = gate * weights, up * weights
@@ -104,49 +121,62 @@ def make_hidden(tensors, bias_ptr, hidden_ptr, expert, slots, exist, column, KIN
         values *= factor_of(up, KIND)
     if not KIND.ON_INPUT:
         values *= weights
-    columns = column + tl.arange(0, S.tile.BN)[None, :]
+    columns = column + tl.arange(0, S.BN)[None, :]
     target = hidden_ptr + slots.to(tl.int64)[:, None] * S.INNER + columns
     tl.store(target, values.to(hidden_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.INNER))
 
 
 @triton.jit
-def make_rows(
-    tensors, bias_ptr, hidden_ptr, rows_ptr, expert, slots, exist, column, arrived, KIND: tl.constexpr, S: tl.constexpr
+def multiply_part(tensors, scales_ptr, hidden_ptr, slots, exist, expert, column, part, S: tl.constexpr):
+    """float32 `[BM, BN]`: what a part of the hidden columns adds to rows of the result."""
+    P: tl.constexpr = S.down
+    BK: tl.constexpr = P.tile.BK
+    DEPTH: tl.constexpr = (P.K + P.SPLITS * BK - 1) // (P.SPLITS * BK) * BK
+    start = part * DEPTH
+    total = tl.zeros((P.tile.BM, P.tile.BN), tl.float32)
+    ahead = load_group_scales(scales_ptr, expert, column, start, P)
+    for k in range(start, tl.minimum(start + DEPTH, P.K), BK):
+        rows = load_rows(hidden_ptr, slots, exist, k, P.K, BK)
+        scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
+        total = add_step(total, rows, tensors.down, scales, scales_ptr, expert, column, k, P)
+    return scale_columns(total, scales_ptr, expert, column, P)
+
+
+@triton.jit
+def finish_rows(
+    total, tensors, bias_ptr, rows_ptr, expert, slots, exist, column, part, KIND: tl.constexpr, S: tl.constexpr
 ):
-    """Task (2): a tile of a block's rows of the result, NaN if its hidden rows have not arrived."""
-    BN: tl.constexpr = S.tile.BN2
-    BK: tl.constexpr = S.tile.BK
-    total = tl.zeros((S.tile.BM, BN), tl.float32)
-    for k in range(0, S.INNER, BK):
-        rows = load_rows(hidden_ptr, slots, exist, k, S.INNER, BK)
-        total = tl.dot(rows, load_tile(tensors.down, expert, k, column, BK, BN), total)
-    columns = column + tl.arange(0, BN)
+    """Stores a tile of a block's rows, or a part of them; the first one has the bias."""
+    columns = column + tl.arange(0, S.down.tile.BN)
     if bias_ptr is not None:
         source = bias_ptr + expert.to(tl.int64) * S.H + columns
-        bias = tl.load(source, mask=columns < S.H, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(source, mask=(columns < S.H) & (part == 0), other=0.0).to(tl.float32)[None, :]
         if KIND.ON_INPUT:
             total += bias
         else:
             total += tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None] * bias
-    total = tl.where(arrived, total, float("nan"))
-    target = rows_ptr + slots.to(tl.int64)[:, None] * S.H + columns[None, :]
+    target = rows_ptr + (slots.to(tl.int64) * S.down.SPLITS + part)[:, None] * S.H + columns[None, :]
     tl.store(target, total, mask=exist[:, None] & (columns < S.H)[None, :])
 
 
 @triton.jit
 def add_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
-    """Task (3): the sums of a block of tokens, in order of k."""
+    """Task (3): the sums of a block of tokens, in order of k and of the parts."""
     K: tl.constexpr = S.K
-    tokens = first + tl.arange(0, S.tile.BT)
-    columns = column + tl.arange(0, S.tile.BN2)
+    SPLITS: tl.constexpr = S.down.SPLITS
+    BN: tl.constexpr = S.down.tile.BN
+    tokens = first + tl.arange(0, S.BT)
+    columns = column + tl.arange(0, BN)
     inside = (tokens < S.T)[:, None] & (columns < S.H)[None, :]
-    total = tl.zeros((S.tile.BT, S.tile.BN2), tl.float32)
+    BT: tl.constexpr = S.BT
+    total = tl.zeros((BT, BN), tl.float32)
     for k in tl.static_range(K):
         slots = tokens * K + k
         expert = tl.load(ids_ptr + slots, mask=tokens < S.T, other=-1)
         exists = ((expert >= 0) & (expert < S.E))[:, None] & inside
-        source = rows_ptr + slots.to(tl.int64)[:, None] * S.H + columns[None, :]
-        total += tl.load(source, mask=exists, other=0.0)
+        for part in tl.static_range(SPLITS):
+            source = rows_ptr + (slots.to(tl.int64) * SPLITS + part)[:, None] * S.H + columns[None, :]
+            total += tl.load(source, mask=exists, other=0.0)
     total = tl.where(arrived, total, float("nan"))
     target = out_ptr + tokens.to(tl.int64)[:, None] * S.H + columns[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -172,6 +202,8 @@ def await_count(counter_ptr, count):
 @triton.jit
 def fused_moe(
     tensors,
+    gate_up_scales_ptr,
+    down_scales_ptr,
     gate_up_bias_ptr,
     down_bias_ptr,
     counters_ptr,
@@ -186,38 +218,46 @@ def fused_moe(
 
     `counters` are zero: the queue, the tiles of hidden rows that each of MOST_BLOCKS blocks has, the blocks that each
     tile of columns has. They are written in place, which `written_counters` is there to say. `hidden [T * K, I]` and
-    `rows [T * K, H]` are scratch.
+    `rows [T * K, SPLITS, H]` are scratch.
     """
+    BM: tl.constexpr = S.down.tile.BM
+    BN: tl.constexpr = S.down.tile.BN
     lanes = tl.arange(0, S.SLOTS)
     ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.T * S.K, other=-1)
     valid = (ids >= 0) & (ids < S.E)
     experts = tl.where(valid, ids, S.BINS)
-    block_ends = tl.cumsum((tl.histogram(experts, S.BINS, mask=valid) + S.tile.BM - 1) // S.tile.BM, axis=0)
+    block_ends = tl.cumsum((tl.histogram(experts, S.BINS, mask=valid) + BM - 1) // BM, axis=0)
     num_blocks = tl.max(block_ends, axis=0)
-    hidden_tiles: tl.constexpr = (S.INNER + S.tile.BN - 1) // S.tile.BN
-    row_tiles: tl.constexpr = (S.H + S.tile.BN2 - 1) // S.tile.BN2
-    token_blocks: tl.constexpr = (S.T + S.tile.BT - 1) // S.tile.BT
+    hidden_tiles: tl.constexpr = (S.INNER + S.BN - 1) // S.BN
+    row_tiles: tl.constexpr = (S.H + BN - 1) // BN
+    row_tasks: tl.constexpr = row_tiles * S.down.SPLITS
+    token_blocks: tl.constexpr = (S.T + S.BT - 1) // S.BT
     hidden_counts_ptr = counters_ptr + 1
     row_counts_ptr = hidden_counts_ptr + S.MOST_BLOCKS
     first_rows = num_blocks * hidden_tiles
-    first_sums = first_rows + num_blocks * row_tiles
+    first_sums = first_rows + num_blocks * row_tasks
     task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
     while task < first_sums + row_tiles * token_blocks:
         if task < first_rows:
             block, tile = task // hidden_tiles, task % hidden_tiles
             expert, slots, exist = find_block(block, experts, block_ends, S)
-            column = tile * S.tile.BN
-            make_hidden(tensors, gate_up_bias_ptr, hidden_ptr, expert, slots, exist, column, KIND, S)
+            column = tile * S.BN
+            make_hidden(
+                tensors, gate_up_scales_ptr, gate_up_bias_ptr, hidden_ptr, expert, slots, exist, column, KIND, S
+            )
             count_up(hidden_counts_ptr + block)
         elif task < first_sums:
-            block, tile = (task - first_rows) // row_tiles, (task - first_rows) % row_tiles
+            block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
+            part, tile = inside // row_tiles, inside % row_tiles
             expert, slots, exist = find_block(block, experts, block_ends, S)
             arrived = await_count(hidden_counts_ptr + block, hidden_tiles)
-            column = tile * S.tile.BN2
-            make_rows(tensors, down_bias_ptr, hidden_ptr, rows_ptr, expert, slots, exist, column, arrived, KIND, S)
+            column = tile * BN
+            total = multiply_part(tensors, down_scales_ptr, hidden_ptr, slots, exist, expert, column, part, S)
+            total = tl.where(arrived, total, float("nan"))
+            finish_rows(total, tensors, down_bias_ptr, rows_ptr, expert, slots, exist, column, part, KIND, S)
             count_up(row_counts_ptr + tile)
         else:
             tile, block = (task - first_sums) % row_tiles, (task - first_sums) // row_tiles
-            arrived = await_count(row_counts_ptr + tile, num_blocks)
-            add_rows(tensors.ids_ptr, rows_ptr, out_ptr, block * S.tile.BT, tile * S.tile.BN2, arrived, S)
+            arrived = await_count(row_counts_ptr + tile, num_blocks * S.down.SPLITS)
+            add_rows(tensors.ids_ptr, rows_ptr, out_ptr, block * S.BT, tile * BN, arrived, S)
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

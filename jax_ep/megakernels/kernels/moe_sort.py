@@ -2,8 +2,8 @@
 
 Every program counts all slots for itself, by expert, and those before its own block of slots: a few kilobytes that it
 reads from the cache, for which no program has to wait for another. So the launch needs no memory but its results, and
-no order of its programs. Then it gives the slots of its block their rows, and fills its share of the rows that no slot
-has. The same ids give the same rows.
+no order of its programs. Then it gives the slots of its block their rows, and fills the rows that no slot has, of some
+experts and of what is behind them all. The same ids give the same rows.
 """
 
 import triton
@@ -25,18 +25,32 @@ def count_slots(ids_ptr, first, num_slots, S: tl.constexpr):
     """`[BINS]` slots of each expert, of all and of those before `first`."""
     total = tl.zeros((S.BINS,), tl.int32)
     before = tl.zeros((S.BINS,), tl.int32)
-    for start in range(0, num_slots, S.LANES):
-        expert, here = local_experts(ids_ptr, start + tl.arange(0, S.LANES), num_slots, S)
+    for start in range(0, num_slots, S.COUNTED):
+        slots = start + tl.arange(0, S.COUNTED)
+        expert, here = local_experts(ids_ptr, slots, num_slots, S)
         counts = tl.histogram(expert, S.BINS, mask=here)
         total += counts
-        before += tl.where(start < first, counts, 0)
+        if start + S.COUNTED <= first:
+            before += counts
+        elif start < first:
+            before += tl.histogram(expert, S.BINS, mask=here & (slots < first))
     return total, before
 
 
 @triton.jit
-def owners(rows, ends):
-    """The expert of each row, of which `ends [BINS]` are the ends: how many end at or before it."""
-    return tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), axis=1)
+def fill(target_ptr, first, end, value, LANES: tl.constexpr):
+    """Stores a number at places `[first, end)`."""
+    for start in range(first, end, LANES):
+        places = start + tl.arange(0, LANES)
+        tl.store(target_ptr + places, tl.zeros((LANES,), target_ptr.dtype.element_ty) + value, mask=places < end)
+
+
+@triton.jit
+def fill_rows(slots_ptr, row_weights_ptr, weights_ptr, first, end, LANES: tl.constexpr):
+    """Rows that no slot has."""
+    fill(slots_ptr, first, end, -1, LANES)
+    if weights_ptr is not None:
+        fill(row_weights_ptr, first, end, 0.0, LANES)
 
 
 @triton.jit
@@ -76,16 +90,16 @@ def moe_sort(
         if weights_ptr is not None:
             tl.store(row_weights_ptr + rows, tl.load(weights_ptr + slots, mask=here, other=0.0), mask=here)
         bases += tl.histogram(expert, BINS, mask=here)
-    for start in range(tl.program_id(0) * LANES, S.R, tl.num_programs(0) * LANES):
-        rows = start + tl.arange(0, LANES)
-        owner = owners(rows, ends) & (BINS - 1)  # past the last one: any, as such rows are all filled
-        empty = (rows >= num_rows) | (rows - tl.gather(starts, owner, 0) >= tl.gather(total, owner, 0))
-        empty = empty & (rows < S.R)
-        tl.store(slots_ptr + rows, tl.full((LANES,), -1, tl.int32), mask=empty)
-        if weights_ptr is not None:
-            tl.store(row_weights_ptr + rows, tl.zeros((LANES,), tl.float32), mask=empty)
+    for expert in range(tl.program_id(0), S.L, tl.num_programs(0)):
+        mine = tl.arange(0, BINS) == expert
+        start = tl.sum(tl.where(mine, starts, 0), axis=0)
+        end = tl.sum(tl.where(mine, ends, 0), axis=0)
+        used = start + tl.sum(tl.where(mine, total, 0), axis=0)
+        fill_rows(slots_ptr, row_weights_ptr, weights_ptr, used, end, LANES)
+        fill(block_expert_ptr, start // S.BLOCK_SIZE, end // S.BLOCK_SIZE, expert, LANES)
     num_blocks: tl.constexpr = S.R // S.BLOCK_SIZE
-    for start in range(tl.program_id(0) * LANES, num_blocks, tl.num_programs(0) * LANES):
-        blocks = start + tl.arange(0, LANES)
-        owner = tl.where(blocks * S.BLOCK_SIZE < num_rows, owners(blocks * S.BLOCK_SIZE, ends), -1)
-        tl.store(block_expert_ptr + blocks, owner, mask=blocks < num_blocks)
+    rows = tl.cdiv(S.R - num_rows, tl.num_programs(0))
+    first = tl.minimum(num_rows + tl.program_id(0) * rows, S.R)
+    fill_rows(slots_ptr, row_weights_ptr, weights_ptr, first, tl.minimum(first + rows, S.R), LANES)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        fill(block_expert_ptr, num_rows // S.BLOCK_SIZE, num_blocks, -1, LANES)

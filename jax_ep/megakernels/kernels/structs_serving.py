@@ -250,7 +250,8 @@ class Sort:
       R: rows.
       BLOCK_SIZE: rows of a block of one expert.
       BLOCK: slots of a program, whole LANES.
-      LANES: slots at a time.
+      LANES: slots that get their rows at a time.
+      COUNTED: slots that are counted at a time.
       BINS: a power of two that covers the experts.
     """
 
@@ -262,6 +263,7 @@ class Sort:
     BLOCK_SIZE: int
     BLOCK: int
     LANES: int
+    COUNTED: int
     BINS: int
 
 
@@ -285,21 +287,42 @@ class LayerTensors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FusedTile:
-    """Blocks of the expert layer in one launch.
+    """Blocks of a product of the expert layer in one launch.
 
     Attributes:
       BM: slots of a block.
-      BN: columns of I of a tile of hidden rows.
-      BN2: columns of H of a tile of the result.
+      BN: columns of the matrix.
       BK: depth of one step.
-      BT: tokens whose sums are one task.
+      SWAP: False; the product is not turned.
     """
 
     BM: int
     BN: int
-    BN2: int
     BK: int
-    BT: int
+    SWAP: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedProduct:
+    """Static sizes of a product of the expert layer in one launch.
+
+    Attributes:
+      N: columns of a matrix.
+      K: its depth.
+      FORMAT: as `jax_ep.QuantizedExperts` names it; "": matrices are `[E, K, N]` in the dtype of tokens.
+      PER_BYTE: elements in a byte, of `[E, N, K]`.
+      SHARING: see `QuantizedGemm`.
+      SPLITS: parts of the depth that are tasks of their own.
+      tile: blocks.
+    """
+
+    N: int
+    K: int
+    FORMAT: str
+    PER_BYTE: int
+    SHARING: int
+    SPLITS: int
+    tile: FusedTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +338,10 @@ class FusedMoE:
       SLOTS: a power of two that covers T * K.
       BINS: a power of two that covers the experts.
       MOST_BLOCKS: blocks of slots that there may be.
-      tile: blocks.
+      BT: tokens whose sums are one task.
+      BN: columns of I of a tile of hidden rows.
+      gate_up: the first product.
+      down: the second product.
     """
 
     T: int
@@ -326,7 +352,10 @@ class FusedMoE:
     SLOTS: int
     BINS: int
     MOST_BLOCKS: int
-    tile: FusedTile
+    BT: int
+    BN: int
+    gate_up: FusedProduct
+    down: FusedProduct
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""Inline assembler in the interpreter: the few instructions of PTX that the kernels use, on arrays of registers.
+
+Source: the PTX ISA, sections 9.7.8 (logic and shift) and 9.7.9 (prmt), and 9.7.4 for halves of a register.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import ml_dtypes
+import numpy as np
+
+
+def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Runs the instructions once for each pack.
+
+    Args:
+      asm: instructions of 32-bit registers, in which `$0`, `$1`, ... are first the results, then the arguments.
+      constraints: `=r` for each register of the results, then `r` for each of the arguments.
+      packs: `[packs]` uint32, the registers of the arguments.
+
+    Returns:
+      `[packs]` uint32 for each register of the results.
+
+    Raises:
+      NotImplementedError: an instruction or constraint that is none of those here.
+    """
+    kinds = constraints.replace(" ", "").split(",")
+    num_results = kinds.count("=r")
+    if kinds != ["=r"] * num_results + ["r"] * len(packs):
+        raise NotImplementedError(f"constraints {constraints!r} for {len(packs)} registers: only =r, then r")
+    registers = {f"${num_results + i}": pack for i, pack in enumerate(packs)}
+
+    def value(operand: str) -> np.ndarray:
+        return registers[operand] if operand in registers else np.asarray(int(operand, 0), np.uint32)
+
+    for line in filter(None, (line.strip() for line in re.sub(r"[{}]", "", asm).split(";"))):
+        name, operands = line.split(maxsplit=1)
+        if name == ".reg":
+            continue
+        target, *sources = (operand.strip() for operand in operands.split(","))
+        if name not in _INSTRUCTIONS:
+            raise NotImplementedError(f"{line!r}: the interpreter knows {', '.join(_INSTRUCTIONS)}")
+        registers[target] = _INSTRUCTIONS[name](*map(value, sources))
+    shape = packs[0].shape
+    return [np.broadcast_to(registers[f"${i}"], shape) for i in range(num_results)]
+
+
+def _permute(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    pool = np.stack(
+        [(word >> np.uint32(8 * i)) & np.uint32(255) for word in np.broadcast_arrays(low, high) for i in range(4)]
+    )
+    result = np.zeros(pool.shape[1:], np.uint32)
+    for place in range(4):
+        which = int(selector) >> (4 * place) & 15
+        if which > 7:
+            raise NotImplementedError("prmt of signs")
+        result |= pool[which] << np.uint32(8 * place)
+    return result
+
+
+def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Each bit of the result is that of the table which the three bits of the operands number, a's the highest."""
+    result = np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)), np.uint32)
+    for row in range(8):
+        if int(table) >> row & 1:
+            picked = (x if row & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
+            result |= np.bitwise_and.reduce([*np.broadcast_arrays(*picked)])
+    return result
+
+
+def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., np.ndarray]:
+    """Of both halves of two registers; float32 holds products and differences of bfloat16 closely enough to round."""
+
+    def both_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        wide = [
+            x.astype(np.uint32)[..., None].view(ml_dtypes.bfloat16).astype(np.float32) for x in map(np.asarray, (a, b))
+        ]
+        return operation(*wide).astype(ml_dtypes.bfloat16).view(np.uint32)[..., 0]
+
+    return both_halves
+
+
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "shl.b32": np.left_shift,
+    "shr.b32": np.right_shift,
+    "lop3.b32": _logic,
+    "prmt.b32": _permute,
+    "mul.bf16x2": _in_bfloat16(np.multiply),
+    "sub.bf16x2": _in_bfloat16(np.subtract),
+}

@@ -5,10 +5,10 @@
 
 Variants, each forward, without gradients:
 
-  fused_moe                as the package chooses, in bfloat16
-  fused_moe, one launch    where there is one
-  fused_moe, FORMAT        with `QuantizedExperts`
-  one launch, TILES        that, cut in other ways, with `--tiles`
+  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedExperts`
+  one launch, FORMAT       as the schedule may choose
+  several launches, FORMAT likewise
+  TILES, FORMAT            one launch, cut in other ways, with `--tiles`
   moe_sort                 the sort alone
   a step of the chain      what each measurement here holds beside its variant
   ragged_dot               sort, two `lax.ragged_dot` and the sums: what JAX offers
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ import jax_ep
 from jax_ep.quantization import quantize_experts
 from jax_ep.types import EXPERT_FORMATS
 from lib import baselines, harness
-from lib.fused_tiles import CANDIDATES, cut, label
+from lib.fused_tiles import candidates, cut, label
 from lib.harness import Report, Timing
 from lib.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
 from lib.touched_chains import Operation, chain
@@ -44,9 +45,14 @@ from lib.touched_chains import Operation, chain
 TOKENS, QUICK_TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384], [1, 16]
 MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"], "tiny"
 ROUTINGS = ("uniform", "balanced", "zipf")
-LENGTHS, QUICK_LENGTHS = (4, 24), (1, 3)
+LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; of more:
+LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
-ONE_LAUNCH = jax_ep.Schedule(single_launch=True)
+WAYS = [
+    ("fused_moe", None),
+    ("one launch", jax_ep.Schedule(single_launch=True)),
+    ("several launches", jax_ep.Schedule(single_launch=False)),
+]
 
 
 def make_ids(kind: str, tokens: int, model: Model, seed: int) -> np.ndarray:
@@ -94,21 +100,15 @@ def operations(
     slots, active = int((ids >= 0).sum()), len(np.unique(ids[ids >= 0]))
     x = on_ranks(mesh, (tokens, model.hidden), 2)
     layer = (x, jnp.asarray(ids), jnp.full(ids.shape, 1 / model.top_k, jnp.float32))
-    fused: Callable[..., Array] = partial(jax_ep.fused_moe, implementation=args.implementation)
-    found = {"fused_moe": Operation(fused, (*layer, *matrices)), "ragged_dot": Operation(ragged, (*layer, *matrices))}
-    read = dict.fromkeys(found, bytes_of(matrices, num_experts, active))
-    if ids.size <= 1024:
-        found["fused_moe, one launch"] = Operation(partial(fused, schedule=ONE_LAUNCH), (*layer, *matrices))
-        read["fused_moe, one launch"] = read["fused_moe"]
-    for name, quantized in stored.items():
-        found[f"fused_moe, {name}"] = Operation(fused, (*layer, *quantized))
-        read[f"fused_moe, {name}"] = bytes_of(quantized, num_experts, active)
-    if args.tiles:
-        for expert_format, quantized in {"bfloat16": matrices, **stored}.items():
-            for tiles in CANDIDATES:
-                name = f"one launch, {expert_format}, {label(tiles)}"
-                found[name] = Operation(partial(cut, tiles), (*layer, *quantized))
-                read[name] = bytes_of(quantized, num_experts, active)
+    found, read = {"ragged_dot": Operation(ragged, (*layer, *matrices))}, dict[str, int]()
+    for expert_format, held in {"bfloat16": matrices, **stored}.items():
+        ways = {way: partial(jax_ep.fused_moe, schedule=one, implementation=args.implementation) for way, one in WAYS}
+        if args.tiles:
+            ways |= {label(tiles): partial(cut, tiles) for tiles in candidates(ids.size, num_experts)}
+        for way, function in ways.items():
+            found[f"{way}, {expert_format}"] = Operation(function, (*layer, *held))
+            read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)
+    read["ragged_dot"] = bytes_of(matrices, num_experts, active)
     found["a step of the chain"] = Operation(lambda x: x[:1], (x,))
     found["moe_sort"] = Operation(partial(sort, num_experts=num_experts), layer[1:])
     rows = max(1, slots // num_experts)
@@ -122,33 +122,45 @@ def operations(
 def check(found: dict[str, Operation], stored: Collection[str], chosen: Collection[str]) -> None:
     """Refuses to time what computes another layer: beside JAX's own operations, within what bits are left."""
     want = jax.jit(found["ragged_dot"].step)(*found["ragged_dot"].arguments).astype(jnp.float32)
-    for name, operation in found.items():
-        if name.startswith(("fused_moe", "one launch")) and name in chosen:
-            try:
-                got = jax.jit(operation.step)(*operation.arguments).astype(jnp.float32)
-            except (NotImplementedError, ValueError):
-                continue  # measured as a failure
+
+    def result_of(name: str) -> Array | None:
+        try:
+            return jax.jit(found[name].step)(*found[name].arguments).astype(jnp.float32)
+        except (NotImplementedError, ValueError):
+            return None  # measured as a failure
+
+    layers = [name for name in chosen if name.rpartition(", ")[2] in ("bfloat16", *stored)]
+    with ThreadPoolExecutor(harness.WORKERS) as pool:
+        results = dict(zip(layers, pool.map(result_of, layers), strict=True))
+    for name, got in results.items():
+        if got is not None:
             # No token may have an expert of this shard.
             error = float(jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30))
-            if not error < (0.3 if any(part in name for part in stored) else 0.02):
+            if not error < (0.02 if name.endswith("bfloat16") else 0.3):
                 raise RuntimeError(f"{name} is wrong: error {error:.2g} in the norm.")
 
 
 def read_memory(args: argparse.Namespace) -> float:
     """Bytes that XLA moves in a second, at best: it adds up rows, copies, or finds the largest."""
     count = (QUICK_READ_BYTES if args.quick else READ_BYTES) // 2
-    x = on_ranks(expert_mesh(1), (count // 4096, 4096), 7)
+    x, zero = on_ranks(expert_mesh(1), (count // 4096, 4096), 7), jnp.zeros((1,), jnp.bfloat16)
     moved = {"sums of rows": x.nbytes, "sums of columns": x.nbytes, "copy": 2 * x.nbytes}
-    functions: dict[str, Callable[[Array], Array]] = {
-        "sums of rows": lambda x: jnp.sum(x, axis=1, dtype=jnp.float32),
-        "sums of columns": lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
-        "copy": lambda x: -x,
+    # Each call needs `zero`, of which a new value is written before it; writing into x might copy it.
+    functions: dict[str, Callable[[Array, Array], Array]] = {
+        "sums of rows": lambda zero, x: jnp.sum(x + zero, axis=1, dtype=jnp.float32),
+        "sums of columns": lambda zero, x: jnp.sum(x + zero, axis=0, dtype=jnp.float32),
+        "copy": lambda zero, x: x + zero,
     }
-    chains = {name: partial(chain, expert_mesh(1), Operation(function, (x,))) for name, function in functions.items()}
+    chains = {n: partial(chain, expert_mesh(1), Operation(function, (zero, x))) for n, function in functions.items()}
     times = harness.measure_chained(chains, args.rounds, title=READ)
     rates = {name: moved[name] / max(timing.median, 1e-9) for name, timing in times.items()}
     print(READ, *(f"{name} {rate / 1e12:.2f} TB/s" for name, rate in rates.items()), sep=", ")
     return max(rates.values())
+
+
+def lengths(tokens: int) -> tuple[int, int]:
+    """Of chains: long where calls are short."""
+    return next((both for most, both in LENGTHS.items() if tokens <= most), LENGTHS_OF_MANY)
 
 
 def measure(report: Report, args: argparse.Namespace, name: str, rate: float) -> None:
@@ -170,7 +182,7 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
         times = harness.measure_chained(
             {variant: partial(chain, expert_mesh(1), operation) for variant, operation in chosen.items()},
             args.rounds,
-            lengths=QUICK_LENGTHS if args.quick else LENGTHS,
+            lengths=QUICK_LENGTHS if args.quick else lengths(tokens),
             title=f"{name}, {tokens} tokens",
             workers=harness.WORKERS,
             failures=failures,

@@ -61,8 +61,8 @@ class Schedule:
       tokens_per_block: of dispatch and combine, tokens that share a flag, a power of two: fewer tell of arrivals
         sooner, more cost fewer flags.
       rows_in_flight: rows on their way to each program of combine while it adds others, 1 to 10.
-      single_launch: True: the whole layer of one device, `fused_moe`, is one launch; False, and the package's choice:
-        several. True exists in `triton`, for up to 1024 slots of tokens of 16 bits. Its gradient is that of the others.
+      single_launch: True: the whole layer of one device, `fused_moe`, is one launch; False: several. True exists in
+        `triton`, for tokens of 16 bits. Where a gradient is wanted, the layer runs in several in any case.
 
     Raises:
       ValueError: an unknown mode, or a number out of its range.

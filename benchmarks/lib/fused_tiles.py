@@ -7,27 +7,40 @@ from jax import Array
 from jax_ep import Experts
 from jax_ep.megakernels.fused_moe import FusedTiles, Matrices, fused_moe
 
-CANDIDATES = [
+_FEW_ROWS = [
     FusedTiles(),
     FusedTiles(splits=2),
     FusedTiles(splits=4),
-    FusedTiles(hidden_columns=32, splits=2),
-    FusedTiles(hidden_columns=16, splits=4),
-    FusedTiles(hidden_columns=32, columns=32),
-    FusedTiles(num_stages=4),
-    FusedTiles(programs=3),
-    FusedTiles(programs=3, hidden_columns=32, splits=2),
-    FusedTiles(programs=4),
-    FusedTiles(columns=128),
-    FusedTiles(hidden_columns=128, columns=128),
-    FusedTiles(hidden_columns=128, columns=128, num_warps=8, programs=1),
-    FusedTiles(block_m=32),
+    FusedTiles(columns=128, programs=3),
+    FusedTiles(columns=256, programs=3),
+    FusedTiles(hidden_columns=128, columns=128, programs=3),
+    FusedTiles(hidden_columns=128, columns=128, num_warps=8),
+    FusedTiles(hidden_columns=128, columns=256, num_warps=8),
+    FusedTiles(hidden_columns=128, columns=128, num_warps=8, programs=3),
+    FusedTiles(columns=128, depth=256, num_stages=2, programs=3),
+    FusedTiles(block_m=32, columns=128, programs=3),
+    FusedTiles(block_m=64),
 ]
+_MANY_ROWS = [
+    FusedTiles(128, 128, 128, depth=64, num_warps=8, num_stages=4, programs=1),
+    FusedTiles(128, 128, 128, depth=128, num_warps=8, num_stages=2, programs=1),
+    FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1),
+    FusedTiles(128, 64, 128, depth=64, num_warps=8, num_stages=3, programs=2),
+    FusedTiles(128, 64, 128, depth=128, num_warps=8, num_stages=3, programs=1),
+    FusedTiles(128, 64, 128, depth=64, num_warps=4, num_stages=3, programs=2),
+    FusedTiles(64, 64, 128, depth=64, num_warps=4, num_stages=4, programs=2),
+    FusedTiles(64, 64, 128, depth=128, num_warps=4, num_stages=2, programs=2),
+]
+
+
+def candidates(slots: int, num_experts: int) -> list[FusedTiles]:
+    """Those that may be fastest for so many slots."""
+    return _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS
 
 
 def label(tiles: FusedTiles) -> str:
     """What differs between candidates."""
-    cut_as = f"{tiles.block_m}x{tiles.hidden_columns}x{tiles.columns}/{tiles.splits}"
+    cut_as = f"{tiles.block_m}x{tiles.hidden_columns}x{tiles.columns}x{tiles.depth}/{tiles.splits}"
     return f"{cut_as}, {tiles.programs}x{tiles.num_warps} warps, {tiles.num_stages} stages"
 
 

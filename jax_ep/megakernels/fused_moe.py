@@ -1,8 +1,9 @@
-"""Launch of the whole expert layer of few tokens on one device."""
+"""Launch of the whole expert layer on one device."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,15 +15,23 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.capability import has_tma
+from jax_ep.megakernels.cost_model import serves_in_one_launch
 from jax_ep.megakernels.grid import all_programs
-from jax_ep.megakernels.kernels.structs_serving import FusedMoE, FusedProduct, FusedTile, LayerTensors
+from jax_ep.megakernels.kernels.structs_serving import (
+    FusedMoE,
+    FusedProduct,
+    FusedTile,
+    LayerTensors,
+    SortedLayerTensors,
+)
 from jax_ep.megakernels.launch import launch
+from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import is_readable, storage_of
 from jax_ep.types import Array, Experts, QuantizedExperts
 
 _FUSED = Kernel("fused_moe", "fused_moe")
-MOST_SLOTS = 1 << 10
-"""Every program looks at all slots for each of its tasks."""
+_MOST_UNSORTED = 512  # slots, at which every program looks for each of its tasks
+_FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
 Matrices = Array | QuantizedExperts
 
 
@@ -39,6 +48,7 @@ class FusedTiles:
       num_warps: of a program.
       num_stages: steps in flight, the one in use included.
       programs: of a multiprocessor.
+      sorts: slots are sorted in a launch before; None: where they are many.
     """
 
     block_m: int = 16  # the fewest that tensor cores multiply without turning the product
@@ -49,13 +59,20 @@ class FusedTiles:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 2
+    sorts: bool | None = None
 
 
 def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
     """Whether the layer of so many slots is one launch."""
-    few = 0 < num_slots <= MOST_SLOTS
-    taken = few and dtype in (jnp.bfloat16, jnp.float16) and not callable(experts.activation) and has_tma()
+    in_16_bits = dtype in (jnp.bfloat16, jnp.float16)
+    taken = num_slots > 0 and in_16_bits and not callable(experts.activation) and has_tma()
     return taken and _is_read(w_gate_up) and _is_read(w_down)
+
+
+def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
+    """Whether it should be faster than several launches; see cost_model.py."""
+    (num_experts, *sizes), quantized = w_down.shape, isinstance(w_down, QuantizedExperts)
+    return serves_in_one_launch(num_slots, num_experts, sizes[0] * sizes[1], quantized)
 
 
 def _is_read(w: Matrices) -> bool:
@@ -98,17 +115,22 @@ def fused_moe(
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
-    tensors = LayerTensors(x, gate_up, down, topk_idx, topk_weights)
+    tensors: tuple[Any, ...] = LayerTensors(x, gate_up, down, topk_idx, topk_weights)
+    if sizes.SORTED:
+        order = {"first_expert": 0, "num_local_experts": sizes.E, "block_size": sizes.down.tile.BM}
+        found = moe_sort(topk_idx, None, None, **order)
+        tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
     named = {"gate_up_scales_ptr": gate_up_scales, "down_scales_ptr": down_scales}
     named |= dict(zip(("gate_up_bias_ptr", "down_bias_ptr"), biases, strict=True))
-    counters = jnp.zeros((num_counters(sizes),), jnp.int32)
+    counters = jnp.zeros((2 + sizes.MOST_BLOCKS,), jnp.int32)
     operands = (tensors, *(value for value in named.values() if value is not None), counters)
     constants: dict[str, Any] = {name: None for name, value in named.items() if value is None}
     constants |= {"KIND": kind_of(experts), "S": sizes}
     slots = sizes.T * sizes.K
+    rows = (slots, sizes.down.SPLITS, sizes.H)
     results = (
         jax.ShapeDtypeStruct((slots, sizes.INNER), x.dtype),
-        jax.ShapeDtypeStruct((slots, sizes.down.SPLITS, sizes.H), jnp.float32),
+        jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else x.dtype),
         jax.ShapeDtypeStruct(x.shape, out_dtype),
         jax.ShapeDtypeStruct(counters.shape, counters.dtype),
     )
@@ -124,11 +146,6 @@ def _operands(w: Matrices, product: FusedProduct) -> tuple[Descriptor, Array | N
     return Descriptor(w, (1, depth, columns)), None
 
 
-def num_counters(sizes: FusedMoE) -> int:
-    """The queue, and counts of tiles and of blocks."""
-    return 1 + sizes.MOST_BLOCKS + -(-sizes.H // sizes.down.tile.BN)
-
-
 def fused_sizes(
     experts: Experts,
     shape: tuple[int, ...],
@@ -142,7 +159,8 @@ def fused_sizes(
     num_experts = w_down.shape[0]
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
     slots, wide = num_tokens * top_k, 2 if experts.interleaved else 1
-    tiles = tiles or fused_tiles(slots, num_experts, hidden, intermediate)
+    quantized = isinstance(w_down, QuantizedExperts)
+    tiles = tiles or fused_tiles(slots, num_experts, hidden, intermediate, quantized)
     sizes = FusedMoE(
         T=num_tokens,
         K=top_k,
@@ -152,7 +170,9 @@ def fused_sizes(
         SLOTS=max(16, power_of_two(slots)),
         BINS=max(32, power_of_two(num_experts)),
         MOST_BLOCKS=min(slots, num_experts + slots // tiles.block_m),
-        BT=min(16, power_of_two(num_tokens)),
+        SORTED=(slots > _MOST_UNSORTED or tiles.block_m > 32) if tiles.sorts is None else tiles.sorts,
+        BT=min(8, power_of_two(num_tokens)),
+        BH=256,
         BN=tiles.hidden_columns,
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
@@ -167,17 +187,19 @@ def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int) -> Fused
     return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, splits, tile)
 
 
-def fused_tiles(slots: int, num_experts: int, hidden: int, intermediate: int) -> FusedTiles:
-    """Tiles as wide as leaves most programs one: few slots have as many blocks."""
-    blocks, programs = min(slots, num_experts), all_programs(FusedTiles.programs)
-    return FusedTiles(
-        hidden_columns=_columns(intermediate, blocks, programs), columns=_columns(hidden, blocks, programs)
-    )
-
-
-def _columns(columns: int, blocks: int, programs: int) -> int:
-    """Columns of a tile: 64, or fewer where so many blocks would leave programs without one."""
-    width = 64
-    while width > 16 and blocks * -(-columns // width) < programs:
-        width //= 2
-    return width
+def fused_tiles(slots: int, num_experts: int, hidden: int, intermediate: int, quantized: bool) -> FusedTiles:
+    """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles)."""
+    blocks = min(slots, num_experts)
+    rows = slots / blocks
+    if rows > 48:
+        if quantized:
+            return FusedTiles(128, 64, 128, depth=128, num_warps=8, num_stages=3, programs=1)
+        return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
+    block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
+    if blocks * -(-hidden // 128) >= all_programs(3):
+        return FusedTiles(block_m, columns=128, programs=3)
+    # So that all programs read from the start, and each enough at a time.
+    splits = 1
+    while 2 * splits * blocks * -(-hidden // 64) <= all_programs(4) and intermediate >= 1024 * splits:
+        splits *= 2
+    return FusedTiles(block_m, splits=splits)

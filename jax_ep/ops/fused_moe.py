@@ -1,6 +1,6 @@
-"""The expert layer of few tokens on one device in one launch, where an implementation has it.
+"""The expert layer on one device in one launch, where an implementation has it.
 
-Its gradient is that of the same layer in several launches, which computes the layer once more.
+Where a gradient is wanted, the layer runs in several launches, which keep what the gradient needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Matrices = tuple[Array, Array] | tuple[QuantizedExperts, QuantizedExperts]
 def is_wanted(
     options: Options, experts: Experts, x: Array, topk_idx: Array, matrices: Matrices, kept: dict[str, Any]
 ) -> bool:
-    """Whether a layer is one launch: where the schedule says so, as none has been measured to be faster.
+    """Whether a layer is one launch: as the schedule says, or where one should be faster than several.
 
     `matrices` are those of both products, and `kept` the keywords of `moe` that such a launch has no use for.
 
@@ -30,29 +30,37 @@ def is_wanted(
       ValueError: the schedule wants it, and there is none.
       NotImplementedError: likewise, with none of the implementations asked for.
     """
-    if not options.schedule.single_launch:
+    schedule = options.schedule
+    if schedule.single_launch is None:
+        modes = schedule.dispatch_mode, schedule.combine_mode, schedule.fuse_weight_gradients
+        name = registry.first_choice(options, "fused_moe", x.dtype)
+        if modes != (None, None, None) or name is None:
+            return False
+        reason = _reason_against(options, name, experts, x, topk_idx, matrices, kept)
+        return reason is None and registry.get("fused_moe", name).is_fastest(topk_idx.size, *matrices)
+    if not schedule.single_launch:
         return False
-    reason = _reason_against(options, experts, x, topk_idx, matrices, kept)
+    name = registry.choose(options, "fused_moe", x.dtype)
+    reason = _reason_against(options, name, experts, x, topk_idx, matrices, kept)
     if reason is not None:
         raise ValueError(f"{options.function}: single_launch=True, but {reason}; leave it None in the schedule.")
     return True
 
 
 def _reason_against(
-    options: Options, experts: Experts, x: Array, topk_idx: Array, matrices: Matrices, kept: dict[str, Any]
+    options: Options, name: str, experts: Experts, x: Array, topk_idx: Array, matrices: Matrices, kept: dict[str, Any]
 ) -> str | None:
     if options.axis:
         return f"experts are spread over {options.axis}, and one launch serves one device"
     given = [name for name, value in kept.items() if value is not None]
     if given:
         return f"there is no such launch with {', '.join(given)}"
-    name = registry.choose(options, "fused_moe", x.dtype)
     if registry.get("fused_moe", name).fuses(experts, topk_idx.size, x.dtype, *matrices):
         return None
     shapes = " and ".join(str(tuple(w.shape)) for w in matrices)
     return (
         f"{name!r} has no such launch for {topk_idx.size} slots of {x.dtype} tokens with matrices {shapes} and"
-        f" {experts}: it takes up to 1024 slots of 16 bits, sizes that are multiples of 8, or of 32 where matrices have"
+        f" {experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 32 where matrices have"
         " 4 bits, no tokens in int8, and no function of the caller's"
     )
 
@@ -75,16 +83,24 @@ def run(
     return launch(experts, x, topk_idx, topk_weights, *matrices, biases, out_dtype=out_dtype)
 
 
-def _forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
-    return run(*arguments), arguments[4:]
+def _forward(
+    options: Options,
+    experts: Experts,
+    out_dtype: DTypeLike,
+    unfused: Layer,
+    topk_idx: Array,
+    x: Array,
+    topk_weights: Array,
+    matrices: Matrices,
+    biases: tuple[Array | None, Array | None],
+) -> tuple[Array, Any]:
+    quantized_gemm.refuse_gradient(options, matrices)
+    return jax.vjp(partial(unfused, topk_idx), x, topk_weights, matrices, biases)
 
 
 def _backward(
-    options: Options, experts: Experts, out_dtype: DTypeLike, unfused: Layer, residuals: Any, cotangent: Array
+    options: Options, experts: Experts, out_dtype: DTypeLike, unfused: Layer, pull: Any, cotangent: Array
 ) -> tuple[Any, ...]:
-    topk_idx, *operands = residuals
-    quantized_gemm.refuse_gradient(options, operands[2])
-    _, pull = jax.vjp(partial(unfused, topk_idx), *operands)
     return None, *pull(cotangent)
 
 

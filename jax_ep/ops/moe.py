@@ -307,7 +307,7 @@ def _in_one_launch(
     topk_weights = check.router_weights(options.function, topk_weights, topk_idx.shape, x)
     if num_tokens is not None:
         topk_idx = exchange.ids_that_count(options.function, topk_idx, num_tokens, None)
-    apart = dataclasses.replace(options.schedule, single_launch=None)
+    apart = dataclasses.replace(options.schedule, single_launch=False)
 
     def unfused(topk_idx: Array, x: Array, topk_weights: Array, matrices: Any, biases: Any) -> Array:
         return moe(

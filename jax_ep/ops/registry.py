@@ -128,3 +128,11 @@ def choose(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> s
         f"{options.function}: no implementation of {tuple(names)} can serve this call: {reasons}. Leave"
         " implementation=None, or name one that can."
     )
+
+
+def first_choice(options: Options, operation: str, dtype: DTypeLike) -> str | None:
+    """The first of the implementations asked for (None: of those with `operation`), if it can serve that; else None."""
+    known = _IMPLEMENTATIONS[operation]
+    name = (options.implementation or known)[0]
+    refused = name not in known or requirements(name).refusal(options, operation, dtype) is not None
+    return None if refused else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +24,13 @@ def test_balanced_ids_give_all_experts_as_many_slots() -> None:
 
 def test_wrong_layers_are_not_timed() -> None:
     right = Operation(lambda: jnp.ones(4), ())
-    found = {"ragged_dot": right, "fused_moe": right}
-    fused_moe.check(found)
-    with pytest.raises(RuntimeError, match=r"fused_moe is wrong: error 0\.1"):
-        fused_moe.check(found | {"fused_moe": Operation(lambda: jnp.full(4, 1.1), ())})
+    names = ["fused_moe, bfloat16", "fused_moe, mxfp4"]
+    found = {"ragged_dot": right} | dict.fromkeys(names, right)
+    fused_moe.check(found, ["mxfp4"], names)
+    for name in names:
+        wrong = Operation(partial(jnp.full, 4, 1.1 if name == names[0] else 1.4), ())
+        with pytest.raises(RuntimeError, match=rf"{name} is wrong: error 0\.[14]"):
+            fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
 
 
 @pytest.mark.slow
@@ -35,6 +39,6 @@ def test_quick_run(tmp_path) -> None:
     content = json.loads((tmp_path / "fused_moe.json").read_text())
     check_report(content)
     variants = {row["variant"] for row in content["rows"]}
-    assert {"fused_moe", "fused_moe, mxfp4", "ragged_dot", "moe_sort", "batched einsum"} <= variants
+    assert {"fused_moe, bfloat16", "several launches, mxfp4", "ragged_dot", "moe_sort", "batched einsum"} <= variants
     assert content["summary"]["read_bytes_per_s"] > 0
     assert "tiny, 16 tokens" in output

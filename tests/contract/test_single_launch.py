@@ -20,11 +20,13 @@ from oracle_experts import GPT_OSS
 from routings import ROUTINGS
 
 OPERATION = "fused_moe"
-ONE = jax_ep.Schedule(single_launch=True)
+ONE, SEVERAL = (jax_ep.Schedule(single_launch=one) for one in (True, False))
 SHAPES = {
     "one token": Shape(num_tokens=1, top_k=2, num_experts=4, hidden=64, intermediate=48),
     "cut tiles": Shape(num_tokens=13, top_k=3, num_experts=6, hidden=72, intermediate=40),
-    "several blocks": Shape(num_tokens=60, top_k=4, num_experts=3, hidden=136, intermediate=80),
+    "several blocks": Shape(num_tokens=60, top_k=4, num_experts=16, hidden=136, intermediate=80),
+    "sorted": Shape(num_tokens=90, top_k=6, num_experts=64, hidden=72, intermediate=40),
+    "wide blocks": Shape(num_tokens=260, top_k=2, num_experts=3, hidden=136, intermediate=80),
 }
 EXPERTS = {
     "silu": jax_ep.Experts(),
@@ -116,7 +118,7 @@ def test_gradients_are_those_of_several_launches(implementation: str, rng: np.ra
         return jax.jit(lambda *operands: jax.vjp(fn, *operands)[1](d_y))
 
     operands = layer.x[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
-    for got, want in zip(gradients(ONE)(*operands), gradients(None)(*operands), strict=True):
+    for got, want in zip(gradients(ONE)(*operands), gradients(SEVERAL)(*operands), strict=True):
         assert_same_bits(to_numpy(got), to_numpy(want))
 
 
@@ -124,14 +126,14 @@ def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) ->
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
     wide = [a.astype(F32) if a.dtype == BF16 else a for a in operands]
-    many = [np.repeat(a, 40, axis=0) for a in operands[:3]]
+    odd = [operands[0][:, :68], *operands[1:3], operands[3][:, :68], operands[4][..., :68]]
     with pytest.raises(ValueError, match=r"single_launch=True, but .* float32 tokens"):
         call(implementation)(*wide)
     in_int8 = [quantize_experts(jnp.ones((6, 128, 128)), "int8", activations="int8")] * 2
     with pytest.raises(ValueError, match="no tokens in int8"):
         call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *in_int8, experts=EXPERTS["up only"])
-    with pytest.raises(ValueError, match="up to 1024 slots"):
-        call(implementation)(*many, *operands[3:])
+    with pytest.raises(ValueError, match="sizes that are multiples of 8"):
+        call(implementation)(*odd)
     with pytest.raises(ValueError, match="there is no such launch with capacity"):
         partial(jax_ep.moe, schedule=ONE, num_experts=6, axis_name=(), capacity=4)(*operands)
     with pytest.raises(NotImplementedError, match="xla: it has no fused_moe"):

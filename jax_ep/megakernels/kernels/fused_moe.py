@@ -1,16 +1,16 @@
-"""The expert layer of few tokens on one device in one launch: both products, the activation between them, the sums.
+"""The expert layer on one device in one launch: both products, the activation between them, the sums.
 
-A slot is a token's choice of an expert. Every program reads the ids of all slots and numbers the tasks for itself:
-blocks of up to BM slots of one expert, times tiles of columns. There are three kinds: (1) hidden rows of a block and a
-tile of their columns, activated and weighted; (2) a block's rows of the result, or what a part of the hidden columns
-adds to them, once all tiles of its hidden rows are there; (3) the sums of some tokens' rows, once all blocks have that
-tile. Programs take tasks in this order from one queue, and a task waits only for tasks of earlier kinds, which other
-programs have taken before: so no order and no number of programs can stop, and waits are bounded all the same. What a
-wait that expires would have read is NaN.
+A slot is a token's choice of an expert, and slots of one expert make blocks of up to BM. Of few slots, every program
+reads all ids and numbers the blocks for itself; many have been sorted. There are three kinds of tasks: (1) a tile of
+columns of a block's hidden rows, activated and weighted; (2) a tile of a block's rows of the result, or what a part of
+the hidden columns adds to them, once all its hidden rows are there; (3) the sums of some tokens' rows, once all are
+there. Programs take tasks in this order from one queue, and a task waits only for tasks of earlier kinds, which have
+been taken before: so no order and no number of programs can stop, and waits are bounded all the same. What a wait that
+expires would have read is NaN.
 
-With few tokens the matrices are nearly all that is read, each once, by as many programs as there are tiles. The rows
-are found in `[slots]`, where tokens and sums need no other order, so nothing is sorted or moved. Sums are made in order
-of k: the same input gives the same bits.
+With few tokens the matrices are nearly all that is read, each once, by as many programs as there are tiles. Rows are
+read where tokens are, and the hidden and resulting rows lie in the order of slots, so none are moved. Sums are made in
+order of k: the same input gives the same bits.
 
 Source: one launch with a queue of tasks and flags between two products, as in Composable Kernel's fused MoE.
 """
@@ -25,17 +25,45 @@ TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
 
 @triton.jit
-def find_block(block, experts, block_ends, S: tl.constexpr):
-    """Expert of a block, its slots `[BM]`, and which of these exist; `experts [SLOTS]` are those of the slots."""
-    before = block_ends <= block
-    expert = tl.sum(before.to(tl.int32), axis=0)
-    first = (block - tl.max(tl.where(before, block_ends, 0), axis=0)) * S.down.tile.BM
-    here = experts == expert
-    place = tl.cumsum(here.to(tl.int32), axis=0) - 1
-    rows = first + tl.arange(0, S.down.tile.BM)
-    is_slot = here[:, None] & (place[:, None] == rows[None, :])
-    slots = tl.sum(tl.where(is_slot, tl.arange(0, S.SLOTS)[:, None], 0), axis=0)
-    return expert, slots, rows < tl.sum(here.to(tl.int32), axis=0)
+def number_blocks(tensors, S: tl.constexpr):
+    """The experts of slots `[SLOTS]`, the first block behind each expert `[BINS]`, and how many blocks there are.
+
+    Of sorted slots only the last is known, and needed.
+    """
+    BM: tl.constexpr = S.down.tile.BM
+    if S.SORTED:
+        num_blocks = tl.load(tensors.num_rows_ptr) // BM
+        experts, block_ends = num_blocks, num_blocks
+    else:
+        lanes = tl.arange(0, S.SLOTS)
+        ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.T * S.K, other=-1)
+        valid = (ids >= 0) & (ids < S.E)
+        experts = tl.where(valid, ids, S.BINS)
+        block_ends = tl.cumsum((tl.histogram(experts, S.BINS, mask=valid) + BM - 1) // BM, axis=0)
+        num_blocks = tl.max(block_ends, axis=0)
+    return experts, block_ends, num_blocks
+
+
+@triton.jit
+def find_block(block, experts, block_ends, tensors, S: tl.constexpr):
+    """Expert of a block, its slots `[BM]`, and which of these exist; the rest is of `number_blocks`."""
+    BM: tl.constexpr = S.down.tile.BM
+    if S.SORTED:
+        expert = tl.load(tensors.block_expert_ptr + block)
+        slots = tl.load(tensors.slots_ptr + block * BM + tl.arange(0, BM))
+        exist = slots >= 0
+        slots = tl.maximum(slots, 0)
+    else:
+        before = block_ends <= block
+        expert = tl.sum(before.to(tl.int32), axis=0)
+        first = (block - tl.max(tl.where(before, block_ends, 0), axis=0)) * BM
+        here = experts == expert
+        place = tl.cumsum(here.to(tl.int32), axis=0) - 1
+        rows = first + tl.arange(0, BM)
+        is_slot = here[:, None] & (place[:, None] == rows[None, :])
+        slots = tl.sum(tl.where(is_slot, tl.arange(0, S.SLOTS)[:, None], 0), axis=0)
+        exist = rows < tl.sum(here.to(tl.int32), axis=0)
+    return expert, slots, exist
 
 
 @triton.jit
@@ -156,7 +184,7 @@ def finish_rows(
         else:
             total += tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None] * bias
     target = rows_ptr + (slots.to(tl.int64) * S.down.SPLITS + part)[:, None] * S.H + columns[None, :]
-    tl.store(target, total, mask=exist[:, None] & (columns < S.H)[None, :])
+    tl.store(target, total.to(rows_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.H)[None, :])
 
 
 @triton.jit
@@ -164,19 +192,19 @@ def add_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr
     """Task (3): the sums of a block of tokens, in order of k and of the parts."""
     K: tl.constexpr = S.K
     SPLITS: tl.constexpr = S.down.SPLITS
-    BN: tl.constexpr = S.down.tile.BN
-    tokens = first + tl.arange(0, S.BT)
-    columns = column + tl.arange(0, BN)
-    inside = (tokens < S.T)[:, None] & (columns < S.H)[None, :]
     BT: tl.constexpr = S.BT
-    total = tl.zeros((BT, BN), tl.float32)
+    BH: tl.constexpr = S.BH
+    tokens = first + tl.arange(0, BT)
+    columns = column + tl.arange(0, BH)
+    inside = (tokens < S.T)[:, None] & (columns < S.H)[None, :]
+    total = tl.zeros((BT, BH), tl.float32)
     for k in tl.static_range(K):
         slots = tokens * K + k
         expert = tl.load(ids_ptr + slots, mask=tokens < S.T, other=-1)
         exists = ((expert >= 0) & (expert < S.E))[:, None] & inside
         for part in tl.static_range(SPLITS):
             source = rows_ptr + (slots.to(tl.int64) * SPLITS + part)[:, None] * S.H + columns[None, :]
-            total += tl.load(source, mask=exists, other=0.0)
+            total += tl.load(source, mask=exists, other=0.0).to(tl.float32)
     total = tl.where(arrived, total, float("nan"))
     target = out_ptr + tokens.to(tl.int64)[:, None] * S.H + columns[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -216,31 +244,28 @@ def fused_moe(
 ):
     """Tokens `[T, H]` to `out [T, H]`.
 
-    `counters` are zero: the queue, the tiles of hidden rows that each of MOST_BLOCKS blocks has, the blocks that each
-    tile of columns has. They are written in place, which `written_counters` is there to say. `hidden [T * K, I]` and
-    `rows [T * K, SPLITS, H]` are scratch.
+    `counters` are zero: the queue, the tiles of rows of the result that are there, the tiles of hidden rows of each of
+    MOST_BLOCKS blocks that are. They are written in place, which `written_counters` is there to say. `hidden
+    [T * K, I]` and `rows [T * K, SPLITS, H]` are scratch.
     """
-    BM: tl.constexpr = S.down.tile.BM
     BN: tl.constexpr = S.down.tile.BN
-    lanes = tl.arange(0, S.SLOTS)
-    ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.T * S.K, other=-1)
-    valid = (ids >= 0) & (ids < S.E)
-    experts = tl.where(valid, ids, S.BINS)
-    block_ends = tl.cumsum((tl.histogram(experts, S.BINS, mask=valid) + BM - 1) // BM, axis=0)
-    num_blocks = tl.max(block_ends, axis=0)
+    experts, block_ends, num_blocks = number_blocks(tensors, S)
     hidden_tiles: tl.constexpr = (S.INNER + S.BN - 1) // S.BN
     row_tiles: tl.constexpr = (S.H + BN - 1) // BN
     row_tasks: tl.constexpr = row_tiles * S.down.SPLITS
-    token_blocks: tl.constexpr = (S.T + S.BT - 1) // S.BT
-    hidden_counts_ptr = counters_ptr + 1
-    row_counts_ptr = hidden_counts_ptr + S.MOST_BLOCKS
+    sum_tiles: tl.constexpr = (S.H + S.BH - 1) // S.BH
+    sum_tasks: tl.constexpr = (S.T + S.BT - 1) // S.BT * sum_tiles
+    done_ptr = counters_ptr + 1
+    hidden_counts_ptr = counters_ptr + 2
     first_rows = num_blocks * hidden_tiles
     first_sums = first_rows + num_blocks * row_tasks
-    task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-    while task < first_sums + row_tiles * token_blocks:
+    following = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    while following < first_sums + sum_tasks:
+        # The number of the next task is under way meanwhile. All that it waits for have been taken before.
+        task, following = following, tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
         if task < first_rows:
             block, tile = task // hidden_tiles, task % hidden_tiles
-            expert, slots, exist = find_block(block, experts, block_ends, S)
+            expert, slots, exist = find_block(block, experts, block_ends, tensors, S)
             column = tile * S.BN
             make_hidden(
                 tensors, gate_up_scales_ptr, gate_up_bias_ptr, hidden_ptr, expert, slots, exist, column, KIND, S
@@ -248,16 +273,14 @@ def fused_moe(
             count_up(hidden_counts_ptr + block)
         elif task < first_sums:
             block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
-            part, tile = inside // row_tiles, inside % row_tiles
-            expert, slots, exist = find_block(block, experts, block_ends, S)
+            part, column = inside // row_tiles, inside % row_tiles * BN
+            expert, slots, exist = find_block(block, experts, block_ends, tensors, S)
             arrived = await_count(hidden_counts_ptr + block, hidden_tiles)
-            column = tile * BN
             total = multiply_part(tensors, down_scales_ptr, hidden_ptr, slots, exist, expert, column, part, S)
             total = tl.where(arrived, total, float("nan"))
             finish_rows(total, tensors, down_bias_ptr, rows_ptr, expert, slots, exist, column, part, KIND, S)
-            count_up(row_counts_ptr + tile)
+            count_up(done_ptr)
         else:
-            tile, block = (task - first_sums) % row_tiles, (task - first_sums) // row_tiles
-            arrived = await_count(row_counts_ptr + tile, num_blocks * S.down.SPLITS)
-            add_rows(tensors.ids_ptr, rows_ptr, out_ptr, block * S.BT, tile * BN, arrived, S)
-        task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+            token, column = (task - first_sums) // sum_tiles * S.BT, (task - first_sums) % sum_tiles * S.BH
+            arrived = await_count(done_ptr, num_blocks * row_tasks)
+            add_rows(tensors.ids_ptr, rows_ptr, out_ptr, token, column, arrived, S)

@@ -272,8 +272,8 @@ class LayerTensors(NamedTuple):
 
     Attributes:
       x_ptr: `[T, H]` tokens.
-      gate_up: descriptor of `[E, H, 2 * I]`, or of `[E, H, I]` without gates.
-      down: descriptor of `[E, I, H]`.
+      gate_up: descriptor of `[E, H, 2 * I]`, or of `[E, H, I]` without gates; in 8 or 4 bits of `[E, ., H]`.
+      down: descriptor of `[E, I, H]`; in 8 or 4 bits of `[E, H, I]`.
       ids_ptr: `[T, K]` experts.
       weights_ptr: `[T, K]` float32.
     """
@@ -283,6 +283,26 @@ class LayerTensors(NamedTuple):
     down: Any
     ids_ptr: Any
     weights_ptr: Any
+
+
+class SortedLayerTensors(NamedTuple):
+    """The same, and the slots sorted by expert, as `jax_ep.SortedTokens` has them for blocks of BM.
+
+    Attributes:
+      x_ptr, gate_up, down, ids_ptr, weights_ptr: as those of `LayerTensors`.
+      slots_ptr: `[R]` slots.
+      block_expert_ptr: `[R / BM]` experts.
+      num_rows_ptr: `[]` rows in use.
+    """
+
+    x_ptr: Any
+    gate_up: Any
+    down: Any
+    ids_ptr: Any
+    weights_ptr: Any
+    slots_ptr: Any
+    block_expert_ptr: Any
+    num_rows_ptr: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +358,9 @@ class FusedMoE:
       SLOTS: a power of two that covers T * K.
       BINS: a power of two that covers the experts.
       MOST_BLOCKS: blocks of slots that there may be.
+      SORTED: slots are sorted by expert; else every program looks at them all.
       BT: tokens whose sums are one task.
+      BH: columns of that.
       BN: columns of I of a tile of hidden rows.
       gate_up: the first product.
       down: the second product.
@@ -352,7 +374,9 @@ class FusedMoE:
     SLOTS: int
     BINS: int
     MOST_BLOCKS: int
+    SORTED: bool
     BT: int
+    BH: int
     BN: int
     gate_up: FusedProduct
     down: FusedProduct

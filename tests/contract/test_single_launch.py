@@ -122,6 +122,36 @@ def test_gradients_are_those_of_several_launches(implementation: str, rng: np.ra
         assert_same_bits(to_numpy(got), to_numpy(want))
 
 
+@pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])
+def test_overflow_in_float16_is_infinite(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
+    """Gates times what they multiply may be beyond float16, which ends at 65504; a large number never looks small."""
+    layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], F16)
+    call = jax.jit(partial(jax_ep.fused_moe, activation="relu", schedule=schedule, implementation=implementation))
+    large = np.abs(layer.w_gate_up) * 100
+    for dtype, is_finite in ((F16, False), (BF16, True)):
+        operands = [
+            np.abs(layer.x[0]) * 10,
+            layer.topk_idx[0],
+            np.ones(layer.topk_idx[0].shape, F32),
+            large,
+            layer.w_down,
+        ]
+        operands = [a.astype(dtype) if a.dtype == F16 else a for a in operands]
+        got = to_numpy(call(*operands)).astype(np.float32)
+        assert np.array_equal(np.isfinite(got), np.full(got.shape, is_finite))
+
+
+def test_workspace(implementation: str, rng: np.random.Generator) -> None:
+    """Beside operands and result: the hidden rows, those of the result, and some counters; no gathered tokens."""
+    tokens, top_k, hidden, inner = 1200, 4, 1024, 512
+    shapes = [(tokens, hidden), (tokens, top_k), (tokens, top_k), (4, hidden, 2 * inner), (4, inner, hidden)]
+    dtypes = [BF16, np.int32, F32, BF16, BF16]
+    operands = [jax.ShapeDtypeStruct(*both) for both in zip(shapes, dtypes, strict=True)]
+    found = jax.jit(call(implementation)).lower(*operands).compile().memory_analysis()
+    rows = tokens * top_k * 2 * (inner + hidden)
+    assert found.temp_size_in_bytes < 1.02 * rows + (1 << 17)
+
+
 def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down

@@ -102,6 +102,7 @@ def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> Non
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8, tokens="128 1024 4096 32768")
+    parser.add_argument("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
     parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
     parser.add_argument(
@@ -135,7 +136,7 @@ def main() -> None:
     if (peak := processes.enter(args.processes, figure)) is None:
         return
     ranks = [jax.device_count()] if together else [n for n in args.ranks if n <= jax.device_count()]
-    model = inputs.MODELS[inputs.QUICK if args.quick else inputs.DEFAULT]
+    model = inputs.MODELS[args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)]
     report, engines = make_report(args, model, ranks, peak), {}
     for num_ranks in ranks:
         mesh = inputs.expert_mesh(num_ranks)

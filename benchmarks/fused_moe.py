@@ -12,6 +12,7 @@ Variants, each forward, without gradients:
   moe_sort                 the sort alone
   a step of the chain      what each measurement here holds beside its variant
   ragged_dot               sort, two `lax.ragged_dot` and the sums: what JAX offers
+  PyTorch, _grouped_mm     the layer of its grouped products, as a CUDA graph, where it is installed
   batched einsum           the products alone, of as many rows in equal groups of all experts, by cuBLAS
 
 With few tokens the matrices of the experts that have rows are most of what is read. So each row has the bytes of these,
@@ -36,7 +37,7 @@ from jax import Array, lax
 import jax_ep
 from jax_ep.quantization import quantize_experts
 from jax_ep.types import EXPERT_FORMATS
-from lib import baselines, harness
+from lib import baselines, harness, plots, torch_layer
 from lib.fused_tiles import candidates, cut, label
 from lib.harness import Report, Timing
 from lib.inputs import MODELS, Model, expert_mesh, make_weights, on_ranks, routing
@@ -47,6 +48,7 @@ MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss
 ROUTINGS = ("uniform", "balanced", "zipf")
 LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; of more:
 LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
+TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 WAYS = [
     ("fused_moe", None),
@@ -186,7 +188,14 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
             title=f"{name}, {tokens} tokens",
             workers=harness.WORKERS,
             failures=failures,
+            compiler_options=harness.GRAPHS if args.graphs else None,
         )
+        if torch_layer.is_here() and args.shard == 1:
+            try:
+                times[TORCH] = torch_layer.measure(found["ragged_dot"].arguments, args.rounds)
+                read[TORCH] = read["ragged_dot"]
+            except RuntimeError as error:
+                failures[TORCH] = str(error)
         show(report, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, times, failures, read, flops, rate)
 
 
@@ -225,6 +234,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the routing")
     parser.add_argument("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="an Nth of I")
+    parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, as short calls need")
     parser.add_argument("--tiles", action="store_true", help="time the one launch in many tilings, too")
     parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
     parser.add_argument("--implementation", help="of jax_ep's variants; default: its choice")
@@ -237,7 +247,7 @@ def main() -> None:
     if not harness.can_measure("fused_moe", args, num_devices=1):
         return
     models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
-    kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation")
+    kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation", "graphs")
     report = Report(f"fused_moe{args.suffix}", args.out, {name: getattr(args, name) for name in kept})
     if args.tiles:
         # What goes past the public operations asks for no context of its own.
@@ -247,6 +257,8 @@ def main() -> None:
     for name in models:
         measure(report, args, name, rate)
     print(report.path)
+    if image := plots.draw(report.path):
+        print(image)
 
 
 if __name__ == "__main__":

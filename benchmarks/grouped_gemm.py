@@ -32,6 +32,7 @@ from lib import gemm_kernels, gemm_sweep, harness, plots
 from lib.exchange_by_experts import NUM_DEVICES, measure_exchange
 from lib.gemm_inputs import check, make_operands, make_sample
 from lib.harness import Report, Timing
+from lib.inputs import MODELS, Model
 
 type Gemm = Callable[[Array, Array, Array], Array]
 
@@ -39,6 +40,7 @@ MAX_RATIO = 1.5  # required of 64 groups to 8 groups at the same rows
 RAGGED_DOT_GROUPS = 32  # on the CPU ragged_dot multiplies all rows by every matrix: more groups take seconds and GBs
 FLAT_GROUPS = 64  # and the flat loop computes a surplus tile for every group
 VARIANT = "jax_ep.grouped_gemm"
+RANKS, TOKENS = 4, 4096  # of each rank, where a model is measured
 
 
 # --- formulations ---------------------------------------------------------------------------------------------------
@@ -264,6 +266,13 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def shapes_of(model: Model) -> list[tuple[int, ...]]:
+    """Both products of one rank of several, rows,K,N,groups, of 4096 tokens per rank."""
+    groups = max(1, model.experts // RANKS)
+    rows = TOKENS * model.top_k // groups * groups
+    return [(rows, model.hidden, 2 * model.intermediate, groups), (rows, model.intermediate, model.hidden, groups)]
+
+
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=15)
@@ -271,6 +280,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
     parser.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
     parser.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
+    parser.add_argument("--model", choices=MODELS, help=f"kernels, sweep: the shapes of {RANKS} GPUs' rank instead")
     directions = gemm_kernels.DIRECTIONS
     parser.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
     settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
@@ -283,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the parts, each with the devices it needs."""
     args = harness.parse(options(), arguments)
     args.parts = ["sweep"] if args.sweep else args.parts
+    if args.model:
+        args.shapes = [*(args.shapes or []), *shapes_of(MODELS[args.model])]
     platform = jax.default_backend()
     default = ["kernels"] if platform == "gpu" else ["groups", "exchange", *(["throughput"] if args.quick else [])]
     name = f"grouped_gemm_{'sweep_' if args.parts == ['sweep'] else ''}{platform}"

@@ -1,7 +1,7 @@
 """The whole expert layer and its fused halves on GPUs, beside what plain JAX offers: device time inside jit.
 
-    python benchmarks/layer.py --shapes deepseek-v3 --tokens 4096 --routing uniform     # one case
-    python benchmarks/layer.py --shapes mixtral-8x7b --add                              # more, to the same file
+    python benchmarks/layer.py --models deepseek-v3 --tokens 4096 --routing uniform     # one case
+    python benchmarks/layer.py --models mixtral-8x7b --add                              # more, to the same file
 
 Writes results/moe_layer.json, and draws layer_by_model.png of all such reports. `--quick` without GPUs runs the layers
 in plain XLA, and parts, if asked for, in Triton's interpreter.
@@ -49,7 +49,7 @@ from lib.layer_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS
 
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
-DEFAULT_SHAPES = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b"]
+DEFAULT_MODELS = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b"]
 DEFAULT_LAYERS = ["moe", "xla", "capacity", "ragged"]
 DIRECTIONS = {"forward": False, "forward + backward": True}
 
@@ -157,7 +157,7 @@ def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, in
 def measure_all(run: Run, args: argparse.Namespace) -> None:
     """All cases, and then the ragged baseline."""
     mesh = expert_mesh(jax.device_count())
-    wanted = list(itertools.product(args.shapes, args.routing, args.tokens))
+    wanted = list(itertools.product(args.models, args.routing, args.tokens))
     chosen = [name for name in args.layers if name != "ragged"]
     if args.parts or chosen:
         for case in cases(run, mesh, wanted, args.minutes):
@@ -184,7 +184,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8, tokens="4096 1024 16384")
     parser.add_argument(
-        "--shapes", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_SHAPES)}; --quick: tiny"
+        "--models", nargs="+", choices=MODELS, help=f"default: {' '.join(DEFAULT_MODELS)}; --quick: tiny"
     )
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not harness.can_measure("layer", args):
         return
     on_gpus = jax.default_backend() == "gpu"
-    args.shapes = args.shapes or (["tiny"] if args.quick else DEFAULT_SHAPES)
+    args.models = args.models or (["tiny"] if args.quick else DEFAULT_MODELS)
     args.tokens = args.tokens or ([16, 48] if args.quick else [4096, 1024, 16384])
     args.routing = args.routing or (["uniform"] if args.quick else ["uniform", "zipf"])
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts

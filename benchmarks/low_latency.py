@@ -156,6 +156,7 @@ PARTS = {"exchange": measure_exchange, "experts": measure_experts, "layer": meas
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8, tokens=f"{DECODE_TOKENS}; exchange, by ranks: {TOKENS}")
+    parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     ranks = "GPUs, the first of the machine (default: 2 4 of the exchange, all of the layer); experts: as many as would"
     parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
@@ -173,7 +174,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     for part in args.parts:
         if harness.can_measure(f"low_latency, {part}", args, num_devices=1 if part == "experts" else 2):
-            report = PARTS[part](args, MODELS[QUICK if args.quick else DEFAULT])
+            report = PARTS[part](args, MODELS[args.model or (QUICK if args.quick else DEFAULT)])
             plots.draw(report.path)
             print(report.path)
 

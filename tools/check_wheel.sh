@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs a wheel as a user would, into an empty environment where no compiler can be found, and runs the README's
-# quick start and the compiled library there.
+# quick start, a benchmark and the compiled library there.
 # Usage: tools/check_wheel.sh PYTHON WHEEL. CONSTRAINTS names a file of versions to install; default: what pip finds.
 set -eu
 python=${1:?usage: tools/check_wheel.sh PYTHON WHEEL}
@@ -16,6 +16,7 @@ alone() { # with the environment's own programs, and no others
     PIP_NO_COMPILE=1 "$folder/env/bin/python" "$@"
 }
 alone -m pip install --disable-pip-version-check -q --only-binary :all: ${constraints:+-c "$constraints"} "$wheel"
+alone -m jax_ep bench fused-moe --quick --tokens 4 --formats --only fused_moe >/dev/null
 alone - "$readme" <<'PROGRAM'
 import importlib.util, re, shutil, sys
 from pathlib import Path

@@ -50,6 +50,7 @@ if ((gpus > 1)); then
   bench low-latency "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
 fi
 bench fused-moe "fused_moe.py --models qwen3-30b"
+bench fused-moe-graphs "fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 4 16 --graphs --suffix _graphs"
 bench fused-moe-mixtral "fused_moe.py --models mixtral-8x7b --suffix _mixtral"
 bench fused-moe-large "fused_moe.py --models deepseek-v3 --shard 8 --suffix _deepseek_shard"
 bench grouped-gemm "grouped_gemm.py --parts kernels"

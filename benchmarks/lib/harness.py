@@ -30,6 +30,11 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they never replace the published ones
 QUICK_DEVICES = 4
 WORKERS = 8  # compilers at a time
+# Short calls would be measured as long as their launches take from the host.
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 _MIN_ROUNDS = 3
 _BUDGET_S = 15.0
 
@@ -116,6 +121,7 @@ def measure_chained(
     title: str = "measuring",
     workers: int = 1,
     failures: dict[str, str] | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> dict[str, Timing]:
     """Device time of one call inside jit: a chain of n2 calls less one of n1, divided by n2 - n1.
 
@@ -130,9 +136,10 @@ def measure_chained(
       title: for the progress bar.
       workers: variants compiled at a time; one where compilation runs candidates on the device to choose among them.
       failures: where given, a variant that cannot be compiled or run is left out, and its error put here.
+      compiler_options: of XLA, for all variants; such as `GRAPHS`.
     """
     short, long = lengths
-    compiled = _compile_chains(factories, lengths, workers, failures)
+    compiled = _compile_chains(factories, lengths, workers, failures, compiler_options)
     runs = {(name, n): run for name, both in compiled.items() for n, run in zip(lengths, both, strict=True)}
     times = measure_interleaved(runs, rounds, warmup=1, budget_s=budget_s, title=title)  # and once to try it
     result = {}
@@ -154,6 +161,7 @@ def _compile_chains(
     lengths: tuple[int, int],
     workers: int,
     failures: dict[str, str] | None,
+    compiler_options: dict[str, Any] | None,
 ) -> dict[str, list[Callable[[], Any]]]:
     """The chains of both lengths, compiled, then tried one after another."""
 
@@ -162,7 +170,7 @@ def _compile_chains(
         for n in lengths:
             fn, args = factories[name](n)
             jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-            runs.append(partial(jitted.lower(*args).compile(), *args))
+            runs.append(partial(jitted.lower(*args).compile(compiler_options), *args))
         return runs
 
     # Processes must compile, and enlarge what they share, in one order; and no program may run meanwhile.

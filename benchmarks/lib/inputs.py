@@ -31,6 +31,7 @@ MODELS = {
     "qwen3-30b": Model(2048, 768, 128, 8),
     "gpt-oss-120b": Model(2880, 2880, 128, 4),
     "glm-4.5": Model(5120, 1536, 160, 8),
+    "glm-4.5-air": Model(4096, 1408, 128, 8),
     "llama-4-maverick": Model(5120, 8192, 128, 1),
     "deepseek-v2-lite": Model(2048, 1408, 64, 6),
     "tiny": Model(128, 128, 8, 2),

@@ -32,6 +32,7 @@ NAMES = {
     "qwen3-30b": "Qwen3-30B",
     "gpt-oss-120b": "gpt-oss-120b",
     "glm-4.5": "GLM-4.5",
+    "glm-4.5-air": "GLM-4.5-Air",
     "llama-4-maverick": "Llama 4 Maverick",
     "deepseek-v2-lite": "DeepSeek-V2-Lite",
 }
@@ -71,6 +72,9 @@ def _title_of_groups(row: Row) -> str | None:
 
 
 REPORTS = {
+    "fused_moe": Axes(
+        lambda row: NAMES.get(row["shape"]["model"], row["shape"]["model"]), _variant, lambda row: "tokens"
+    ),
     "dispatch_combine": Axes(
         lambda row: f"{row['shape']['routing']} routing, {row['shape']['ranks']} ranks",
         _variant,

@@ -1,0 +1,68 @@
+"""`jax-ep bench`: the benchmarks of the source tree, each of which measures the package beside what else there is."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = {
+    "exchange": (
+        "exchange.py",
+        "dispatch and combine, beside XLA's collectives and the copy engines; two GPUs or more",
+    ),
+    "grouped-gemm": ("grouped_gemm.py", "products of groups and their gradients, beside cuBLAS"),
+    "moe": ("layer.py", "the expert layer over several GPUs, forward and backward, beside what JAX offers"),
+    "low-latency": ("low_latency.py", "exchange, experts and layer of decode-sized batches"),
+    "fused-moe": (
+        "fused_moe.py",
+        "the expert layer of one GPU, by weight type, beside `ragged_dot`, cuBLAS and PyTorch",
+    ),
+}
+_OUT = Path("runs/benchmarks")
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def add_command(commands: Any) -> None:
+    """Adds `bench` to the command line."""
+    summary = "measure an operation, or a layer in the sizes of a model, beside its alternatives"
+    listed = "\n".join(f"  {name:13} {what}" for name, (_, what) in BENCHMARKS.items())
+    parser = commands.add_parser(
+        "bench",
+        help=summary,
+        description=f"{summary}.\n\n{listed}\n\nOptions are those of the benchmark: jax-ep bench fused-moe --help.",
+        epilog="A table is printed; JSON, and where matplotlib is installed a PNG, go to --out.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=f"such as --model, --tokens, --out (default: {_OUT})")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark in this process, as its script."""
+    script = folder() / BENCHMARKS[args.what][0]
+    call(script, args.options)
+    return 0
+
+
+def folder() -> Path:
+    """Of the scripts: those of the source tree where the package is imported from there, else those of the wheel."""
+    in_tree = _PACKAGE.parent / "benchmarks"
+    return in_tree if (in_tree / "lib" / "harness.py").is_file() else _PACKAGE / "tools" / "benchmarks"
+
+
+def call(script: Path, options: Sequence[str]) -> None:
+    """The script with these options, which write to the current folder unless they say where."""
+    given = any(option == "--out" or option.startswith("--out=") for option in options)
+    arguments = [str(script), *options, *([] if given else ["--out", str(_OUT)])]
+    before = sys.argv, list(sys.path)
+    sys.argv = arguments
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before

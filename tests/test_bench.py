@@ -1,0 +1,75 @@
+"""`jax-ep bench`: the benchmarks of the source tree from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import harness
+from jax_ep import __main__
+from jax_ep.tools import bench
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)
+    command = [*harness.STRICT_PYTHON, "-m", "jax_ep", "bench", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_benchmark_is_there_and_takes_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.folder() == ROOT / "benchmarks"
+    for name, (script, _) in bench.BENCHMARKS.items():
+        source = (bench.folder() / script).read_text()
+        assert '"--model' in source, name
+        assert "harness.parser(" in source, name
+
+
+def test_options_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "exchange.py"
+    script.write_text(
+        "import json, pathlib, sys\npathlib.Path('seen.json').write_text(json.dumps([sys.argv, sys.path[0]]))\n"
+    )
+    monkeypatch.setattr(bench, "folder", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.argv), list(sys.path)
+    assert __main__.main(["bench", "exchange", "--model", "qwen3-30b", "--tokens", "8", "16"]) == 0
+    arguments, folder = json.loads((tmp_path / "seen.json").read_text())
+    assert arguments == [str(script), "--model", "qwen3-30b", "--tokens", "8", "16", "--out", "runs/benchmarks"]
+    assert folder == str(tmp_path)
+    assert (sys.argv, sys.path) == before
+    assert __main__.main(["bench", "exchange", "--out=there"]) == 0
+    assert json.loads((tmp_path / "seen.json").read_text())[0][1:] == ["--out=there"]
+
+
+def test_what_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["bench", "exchanges"])
+    assert "invalid choice: 'exchanges'" in capsys.readouterr().err
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """As a user without a GPU tries it out."""
+    done = run(tmp_path, "fused-moe", "--quick", "--tokens", "4", "--formats", "--only", "fused_moe")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tiny, 4 tokens" in done.stdout
+    content = json.loads((tmp_path / "runs/benchmarks/fused_moe.json").read_text())
+    assert {row["variant"] for row in content["rows"]} == {"fused_moe, bfloat16"}
+    assert content["script"] == "benchmarks/fused_moe.py"
+
+
+def test_a_model_by_its_name(tmp_path: Path) -> None:
+    """Without GPUs there is nothing to measure in the size of a model, which is said."""
+    done = run(tmp_path, "moe", "--model", "qwen3-30b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "needs two or more GPUs; nothing measured" in done.stdout
+    wrong = run(tmp_path, "moe", "--model", "qwen")
+    assert wrong.returncode == 2
+    assert "invalid choice: 'qwen'" in wrong.stderr

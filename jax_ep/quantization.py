@@ -154,11 +154,12 @@ def quantize_experts(
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them.
       format: one of these.
       group_size: of "int4", even.
-      activations: "int8": tokens are quantised too where they are multiplied, each by its largest element, with format
-        "int8"; None: they keep their dtype.
+      activations: tokens are quantised too where they are multiplied. "int8", with that format: each by its largest
+        element, and products are of integers. "fp8", with that format: as `quantize_fp8` does, and products are those
+        of DeepSeek-V3. None: tokens keep their dtype.
       smooth: `[..., E, K]` positive floats, by which the rows of w are multiplied before they are quantised, and by
         which the columns of tokens are divided before they are, so that columns with large elements cost other elements
-        fewer bits; only with `activations`. None: 1.
+        fewer bits; only with `activations="int8"`. None: 1.
 
     Returns:
       `QuantizedExperts`, transposed: it stands for matrices `[..., E, N, K]`. Half the step of a format times the scale

@@ -264,8 +264,8 @@ class QuantizedExperts:
       format: one of `EXPERT_FORMATS`.
       smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
         them; None: 1. Only with `activations`.
-      activations: "int8": each token is quantised too, by its largest element, where it is multiplied; None: tokens
-        keep their dtype.
+      activations: tokens are quantised too, where they are multiplied: "int8", each by its largest element; "fp8", by
+        that of each 128 columns. None: they keep their dtype.
     """
 
     values: Array

@@ -159,6 +159,12 @@ def test_mistakes() -> None:
         dequantize_experts(w, jnp.float32)
     with pytest.raises(ValueError, match="activations='int8' with format='mxfp4', expected format='int8'"):
         quantize_experts(w, "mxfp4", activations="int8")
+    with pytest.raises(ValueError, match="activations='fp8' with format='int8', expected format='fp8'"):
+        quantize_experts(w, "int8", activations="fp8")
+    with pytest.raises(ValueError, match="activations='int4', expected 'int8', 'fp8' or None"):
+        quantize_experts(w, "int8", activations="int4")
+    with pytest.raises(ValueError, match="smooth without activations='int8'"):
+        quantize_experts(jnp.ones((2, 128, 4)), "fp8", activations="fp8", smooth=jnp.ones((2, 128)))
     with pytest.raises(ValueError, match="smooth without activations='int8'"):
         quantize_experts(w, "int8", smooth=jnp.ones((2, 96)))
     with pytest.raises(ValueError, match=r"smooth has shape \(2, 4\), expected \(2, 96\)"):

@@ -50,16 +50,16 @@ def depth(function: str, name: str, expert_format: str, size: int, group_size: i
 
 def activations(function: str, expert_format: str, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
     """Checks how tokens are quantised; what their columns are divided by, `[..., E, K]` as `shape`, or None."""
-    if kind not in (None, "int8"):
-        raise ValueError(f"{function}: activations={kind!r}, expected 'int8' or None; pass one of them.")
-    if kind is not None and expert_format != "int8":
+    if kind not in (None, "int8", "fp8"):
+        raise ValueError(f"{function}: activations={kind!r}, expected 'int8', 'fp8' or None; pass one of them.")
+    if kind not in (None, expert_format):
         raise ValueError(
-            f"{function}: activations={kind!r} with format={expert_format!r}, expected format='int8', whose products"
-            " with them are of integers; leave activations None."
+            f"{function}: activations={kind!r} with format={expert_format!r}, expected format={kind!r}, as tensor cores"
+            " multiply two of a kind; leave activations None."
         )
     if smooth is None:
         return None
-    if kind is None:
+    if kind != "int8":
         raise ValueError(f"{function}: smooth without activations='int8', which it is for; leave it None.")
     smooth = check.floating(function, "smooth", check.array(function, "smooth", smooth, len(shape), str(list(shape))))
     if smooth.shape != shape:
@@ -143,6 +143,14 @@ def _kind(w: Any) -> str:
     if isinstance(w, QuantizedExperts):
         return "QuantizedExperts"
     return "a pair (values, scales)" if isinstance(w, tuple) else "an array"
+
+
+def as_pair(function: str, name: str, w: Any) -> Any:
+    """Matrices in FP8 that tokens in FP8 multiply, as values and scales; others as they are."""
+    if not isinstance(w, QuantizedExperts) or w.activations != "fp8":
+        return w
+    w = experts(function, name, w)
+    return w.values, w.scales
 
 
 def nothing_fused(options: Options) -> None:

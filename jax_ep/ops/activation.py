@@ -15,7 +15,7 @@ from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import row_groups
 from jax_ep.ops import registry
 from jax_ep.ops.grouped_gemm import sum_groups
-from jax_ep.types import Array, Experts, Options
+from jax_ep.types import Array, Experts, Options, Quantized
 
 
 def activate(
@@ -32,7 +32,7 @@ def activate(
     In float32 with one final rounding. Hidden rows and weights are kept for the backward pass. Rows past the groups may
     hold anything, as products do not read them.
     """
-    if not callable(experts.activation) and (experts.weight_on == "output" or bias is None):
+    if makes_fp8_rows(experts, bias):
         return _activate(options, experts, hidden, weights, bias, group_sizes)
     # One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left.
     in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
@@ -54,6 +54,20 @@ def activate(
     rows = experts.activation(jnp.where(in_use, hidden, usual))
     rows = check.own_rows(options.function, rows, hidden, intermediate)
     return (jnp.where(in_use, rows, 0).astype(wide) * factors).astype(hidden.dtype)
+
+
+def makes_fp8_rows(experts: Experts, bias: Array | None) -> bool:
+    """Whether one pass activates rows, and may round them to FP8; see `activate` for what needs another."""
+    return not callable(experts.activation) and (experts.weight_on == "output" or bias is None)
+
+
+def activate_to_fp8(
+    options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Quantized:
+    """`activate` to FP8 rows and their scales, rounded once, where `makes_fp8_rows`; without a gradient."""
+    run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_quantized
+    values, scales, _ = run(experts, hidden, weights, bias, group_sizes, keep=False)
+    return values, scales
 
 
 def _same(hidden: Array) -> Array:

@@ -337,6 +337,13 @@ for _function, _transpose in ((dispatch_tokens, combine_tokens), (dispatch_weigh
     _transposes(_transpose, _function)
 
 
+def dispatch_quantized(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Quantized, Array]:
+    """`[T, H]` tokens to `[R]` rows in FP8, as they travel, with scales; and `[T, K]` weights to `[R]`: no gradient."""
+    run = _run(options, x, handle)
+    values, scales = run.dispatch_quantized(options, x, handle)
+    return (values, scales), run.dispatch_weights(options, weights, handle, after=scales)
+
+
 def dispatch_pair(
     options: Options, pair: Quantized, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:

@@ -14,11 +14,12 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_quantized
 from jax_ep.core.bias import Bias, add_bias
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, exchange_gemm, moe_fp8, quantized_gemm, registry
 from jax_ep.ops import fused_moe as fused_moe_in_one
-from jax_ep.ops.activation import activate
+from jax_ep.ops.activation import activate, activate_to_fp8, makes_fp8_rows
 from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
 from jax_ep.types import (
     HIDDEN_NAME,
@@ -340,11 +341,26 @@ def _by_quantized(
     parts: ExpertWeights,
 ) -> Array:
     """`moe` of `QuantizedExperts`, one operation after another."""
-    rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
-    sizes, row_weights = handle.group_sizes, cast(Array, row_weights)
-    hidden = quantized_gemm.multiply(options, x.dtype, rows, parts.w_gate_up, sizes)
-    rows = activate(options, experts, parts.w_down.shape[2], hidden, row_weights, parts.b_gate_up, sizes)
-    products = quantized_gemm.multiply(options, x.dtype, rows, parts.w_down, sizes)
+    sizes = handle.group_sizes
+    first, second = (w.activations == "fp8" for w in (parts.w_gate_up, parts.w_down))
+    if first:
+        # What is multiplied in FP8 loses nothing by travelling so.
+        in_8_bits = dataclasses.replace(options, wire_dtype=FP8)
+        dispatch = functools.partial(exchange.dispatch_quantized, in_8_bits)
+        tokens, row_weights = quantized_gemm.without_gradient(options, dispatch, x, weights, handle)
+        hidden = quantized_gemm.multiply_fp8(options, x.dtype, tokens, parts.w_gate_up, sizes)
+    else:
+        rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
+        hidden = quantized_gemm.multiply(options, x.dtype, rows, parts.w_gate_up, sizes)
+    row_weights, inner = cast(Array, row_weights), parts.w_down.shape[2]
+    if second and makes_fp8_rows(experts, parts.b_gate_up):
+        between = functools.partial(activate_to_fp8, options, experts)
+        operands = (hidden, row_weights, parts.b_gate_up, sizes)
+        quantized = quantized_gemm.without_gradient(options, between, *operands)
+        products = quantized_gemm.multiply_fp8(options, x.dtype, quantized, parts.w_down, sizes)
+    else:
+        rows = activate(options, experts, inner, hidden, row_weights, parts.b_gate_up, sizes)
+        products = quantized_gemm.multiply(options, x.dtype, rows, parts.w_down, sizes)
     bias = _bias_of_result(experts, parts, row_weights)
     if bias is not None:
         products = add_bias(products, bias, sizes)

@@ -23,8 +23,9 @@ from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
-from jax_ep.ops.activation import activate_gradient
+from jax_ep.ops.activation import activate_gradient, makes_fp8_rows
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
+from jax_ep.ops.quantized_gemm import fp8_kernels
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, QuantizedExperts, Tokens
 
 _REMEDY = (
@@ -42,7 +43,7 @@ def checked(options: Options, forward_dtype: DTypeLike, experts: Experts, b_gate
         )
     intermediate, hidden = w.shape[1:]
     check_fp8.forward(options.function, forward_dtype, hidden, intermediate)
-    if callable(experts.activation) or (experts.weight_on == "input" and b_gate_up is not None):
+    if not makes_fp8_rows(experts, b_gate_up):
         raise ValueError(
             f"{options.function}: forward_dtype={forward_dtype!r} with a function of the caller's as activation, or"
             " with b_gate_up and weight_on='input': the pass that makes FP8 rows has neither; leave forward_dtype=None."
@@ -55,15 +56,9 @@ def checked(options: Options, forward_dtype: DTypeLike, experts: Experts, b_gate
     return True
 
 
-def _fp8(options: Options) -> tuple[Any, Any]:
-    """The functions of products in FP8, and of what makes their operands."""
-    name = registry.choose(options, "grouped_gemm", FP8)
-    return registry.get("grouped_gemm", name), registry.get("activation", name)
-
-
 def _multiply(options: Options, saved: Tokens, w: Array, handle: Handle) -> Array:
     """`[R, K]` rows, as they were saved or quantised here, times `w [L, K, N]`, quantised here."""
-    products, operands = _fp8(options)
+    products, operands = fp8_kernels(options)
     rows = _as_fp8(saved) if isinstance(saved, tuple) else operands.quantize_rows(saved, handle.group_sizes)
     matrices, scales = operands.quantize_matrices(w)
     return products.grouped_gemm_fp8(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=w.dtype)
@@ -78,12 +73,11 @@ def dispatch_and_multiply(options: Options, x: Array, weights: Array, w: Array, 
 
 def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Tokens, Array]:
     """Tokens by row, as they travel, which is what the backward pass needs; and the weights of rows."""
-    run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
     if options.wire_dtype is None:
+        run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
         tokens = run.dispatch_tokens(options, x, handle)
         return tokens, run.dispatch_weights(options, weights, handle, after=tokens)
-    values, scales = run.dispatch_quantized(options, x, handle)
-    row_weights = run.dispatch_weights(options, weights, handle, after=scales)
+    (values, scales), row_weights = exchange.dispatch_quantized(options, x, weights, handle)
     # As bytes: FP8 values that `jax.checkpoint` saves inside of a scan come back as NaN on the CPU (JAX 0.11.2).
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
 
@@ -110,7 +104,7 @@ def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array
         d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
     if isinstance(saved, tuple):
         values, scales = _as_fp8(saved)
-        saved = _fp8(options)[1].dequantize_rows(values, scales, handle.group_sizes, dtype=w.dtype)
+        saved = fp8_kernels(options)[1].dequantize_rows(values, scales, handle.group_sizes, dtype=w.dtype)
     return d_x, d_weights, weight_gradient(options, w.dtype, saved, d_hidden, handle.group_sizes), None
 
 
@@ -143,7 +137,7 @@ def _activate(
     options: Options, experts: Experts, between: Between, handle: Handle, *, keep: bool
 ) -> tuple[Quantized, Array | None]:
     """Activated and weighted rows in FP8 and, with `keep`, without that rounding."""
-    run, operands = _fp8(options)[1].activate_quantized, (between.hidden, between.row_weights, between.b_gate_up)
+    run, operands = fp8_kernels(options)[1].activate_quantized, (between.hidden, between.row_weights, between.b_gate_up)
     values, scales, rows = run(experts, *operands, handle.group_sizes, keep=keep)
     return (values, scales), rows
 

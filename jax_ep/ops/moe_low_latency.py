@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8
+from jax_ep.core import check, check_fp8, check_quantized
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE
@@ -115,6 +115,10 @@ def low_latency_moe(
         max_tokens_per_rank = max(1, x.shape[0])
     max_tokens_per_rank = checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
     num_local = num_experts // num_ranks
+    check_quantized.two_of_a_kind(function, w_gate_up, w_down)
+    w_gate_up, w_down = (
+        check_quantized.as_pair(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
+    )
     fp8, columns, inner = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_local)
     if experts is None and columns != 2 * inner:
         raise ValueError(

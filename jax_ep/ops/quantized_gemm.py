@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import quantize_tokens
+from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
-from jax_ep.types import Array, Options, QuantizedExperts
+from jax_ep.types import Array, Options, Quantized, QuantizedExperts
 
 
 def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
@@ -24,10 +27,34 @@ def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedE
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
         if rhs.activations is None:
             return run(lhs, rhs, group_sizes, None)
+        if rhs.activations == "fp8":
+            rows = fp8_kernels(options)[1].quantize_rows(lhs, group_sizes)
+            return _multiply_fp8(options, out_dtype, rows, rhs, group_sizes)
         rows, scales = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
         return run(rows, rhs, group_sizes, scales)
 
     return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def fp8_kernels(options: Options) -> tuple[Any, Any]:
+    """The functions of products in FP8, and of what makes their operands."""
+    name = registry.choose(options, "grouped_gemm", FP8)
+    return registry.get("grouped_gemm", name), registry.get("activation", name)
+
+
+def _multiply_fp8(
+    options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
+) -> Array:
+    run = fp8_kernels(options)[0].grouped_gemm_fp8
+    return run(rows[0], rhs.values, group_sizes, rows[1], rhs.scales, out_dtype=out_dtype)
+
+
+def multiply_fp8(
+    options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
+) -> Array:
+    """`multiply` of rows that are in FP8 already."""
+    product = partial(_multiply_fp8, options, out_dtype)
+    return call_without_gradient(_remedy(options), product, *vary_alike((rows, rhs, group_sizes)))
 
 
 def multiply_masked(
@@ -46,12 +73,22 @@ def multiply_masked(
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
         if rhs.activations is None:
             return run(lhs, rhs, group_sizes, None)
+        if rhs.activations == "fp8":
+            rows, scales = quantize_rows(lhs)
+            chosen = registry.choose(options, "masked", FP8, "grouped_gemm", lhs.shape[2])
+            masked = partial(registry.get("masked", chosen).masked_grouped_gemm, expected_rows=expected_rows)
+            return masked(rows, rhs.values, group_sizes, scales, rhs.scales, out_dtype=out_dtype)
         num_groups, num_rows, depth = lhs.shape
         groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
         rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
         return run(rows.reshape(lhs.shape), rhs, group_sizes, scales.reshape(num_groups, num_rows))
 
     return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def without_gradient(options: Options, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A step of a layer of `QuantizedExperts`, whose derivative is the `TypeError` that says so."""
+    return call_without_gradient(_remedy(options), function, *arguments)
 
 
 def _remedy(options: Options) -> str:

@@ -13,9 +13,9 @@ import pytest
 import jax_ep
 import oracle
 import oracle_quantized
-from cases import BF16, F16, F32, Shape, assert_close, reals
+from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, to_numpy
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize_experts, quantize_fp8
 from jax_ep.types import EXPERT_FORMATS
 from layers import Layer
 
@@ -143,6 +143,62 @@ def test_a_layer_of_int8_tokens(implementation: str, rng: np.random.Generator) -
         assert np.linalg.norm(got.astype(np.float64) - want) < 0.05 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens_in_fp8(implementation: str, masked: bool, rng: np.random.Generator) -> None:
+    """As products of the two FP8 operands, to the bit."""
+    sizes, depth = np.array([5, 0, 30], np.int32), 256
+    q = quantize_experts(jnp.asarray(reals(rng, 3, depth, 40)), "fp8", activations="fp8")
+    rows = reals(rng, 35, depth, dtype=BF16)
+    if masked:
+        rows, real = np.full((3, 32, depth), np.nan, BF16), np.arange(32) < sizes[:, None]
+        rows[real] = reals(rng, 35, depth, dtype=BF16)
+    product = partial(jax_ep.masked_grouped_gemm if masked else jax_ep.grouped_gemm, implementation=implementation)
+    values, scales = quantize_fp8(rows)
+    want = to_numpy(jax.jit(product)(values, q.values, sizes, lhs_scales=scales, rhs_scales=q.scales))
+    got = to_numpy(jax.jit(product)(rows, q, sizes))
+    assert_same_bits(got[real] if masked else got, want[real] if masked else want)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
+@pytest.mark.slow(unless={"kind": ["silu"]})
+def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, expert_mesh: Any, rng: Any) -> None:
+    """To the bit what the layer computes that quantises its matrices in each call, where there is one."""
+    layer = Layer(rng, "duplicates", num_ranks, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
+    own = jax_ep.Experts(lambda hidden: jnp.maximum(hidden[..., :128], 0) * hidden[..., 128:])
+    experts = {"silu": jax_ep.Experts(), "weights on the input": jax_ep.Experts(weight_on="input"), "function": own}[
+        kind
+    ]
+    options = {"num_experts": 8, "implementation": implementation, "experts": experts}
+
+    def stored(x, ids, weights, *matrices):
+        quantised = [quantize_experts(w, "fp8", activations="fp8") for w in matrices]
+        return jax_ep.moe(x, ids, weights, *quantised, **options)
+
+    def in_each_call(*operands):
+        return jax_ep.moe(*operands, forward_dtype=jnp.float8_e4m3fn, **options)
+
+    got = compiled(stored, expert_mesh(num_ranks))(*layer.args)
+    assert got.dtype == BF16
+    if kind == "function":
+        with pytest.raises(ValueError, match="a function of the caller's as activation"):
+            compiled(in_each_call, expert_mesh(num_ranks))(*layer.args)
+        want = layer.oracle("relu").forward()
+        assert np.linalg.norm(to_numpy(got).astype(np.float64) - want) < 0.08 * np.linalg.norm(want)
+    else:
+        assert_same_bits(to_numpy(got), to_numpy(compiled(in_each_call, expert_mesh(num_ranks))(*layer.args)))
+
+
+def test_low_latency_layer_of_fp8_tokens(implementation: str, rng: np.random.Generator) -> None:
+    """That of pairs."""
+    layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
+    quantised = [quantize_experts(jnp.asarray(w), "fp8", activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
+    pairs = [(q.values, q.scales) for q in quantised]
+    call = jax.jit(partial(jax_ep.low_latency_moe, num_experts=8, axis_name=(), implementation=implementation))
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+    assert_same_bits(to_numpy(call(*operands, *quantised)), to_numpy(call(*operands, *pairs)))
+
+
 def stands_for(layer: Layer, expert_format: str, dtype: Any) -> Layer:
     """The layer of the matrices that its quantised ones stand for."""
     for name in ("w_gate_up", "w_down"):
@@ -198,6 +254,9 @@ def test_mistakes(implementation: str) -> None:
         layer(x, ids, weights, q, down, forward_dtype=jnp.float8_e4m3fn)
     with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
         jax.grad(lambda x: layer(x, ids, weights, q, down).sum())(x)
+    both = (quantize_experts(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))
+    with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
+        jax.grad(lambda x, *both: layer(x, ids, weights, *both).sum())(x, *both)
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
     with pytest.raises(TypeError, match="rhs_scales beside QuantizedExperts"):
         gemm(x, q, jnp.array([1, 2]), rhs_scales=q.scales)

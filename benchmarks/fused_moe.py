@@ -5,7 +5,8 @@
 
 Variants, each forward, without gradients:
 
-  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedExperts`
+  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedExperts`; "fp8_tokens" and "int8_tokens"
+                           quantise tokens too
   one launch, FORMAT       as the schedule may choose
   several launches, FORMAT likewise
   TILES, FORMAT            one launch, cut in other ways, with `--tiles`
@@ -50,6 +51,8 @@ LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; of more:
 LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
 TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
+FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in EXPERT_FORMATS}
+FORMATS |= {f"{name}_tokens": {"format": name, "activations": name} for name in ("fp8", "int8")}
 WAYS = [
     ("fused_moe", None),
     ("one launch", jax_ep.Schedule(single_launch=True)),
@@ -108,6 +111,8 @@ def operations(
         if args.tiles:
             ways |= {label(tiles): partial(cut, tiles) for tiles in candidates(ids.size, num_experts)}
         for way, function in ways.items():
+            if way != "fused_moe" and "activations" in FORMATS.get(expert_format, {}):
+                continue  # several launches are all there is
             found[f"{way}, {expert_format}"] = Operation(function, (*layer, *held))
             read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)
     read["ragged_dot"] = bytes_of(matrices, num_experts, active)
@@ -172,8 +177,9 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
     matrices = make_weights(expert_mesh(1), model._replace(experts=model.experts // args.shard))
     stored = {}
     for expert_format in args.formats:
+        quantize = jax.jit(partial(quantize_experts, **FORMATS[expert_format]))
         try:
-            stored[expert_format] = tuple(jax.jit(partial(quantize_experts, format=expert_format))(w) for w in matrices)
+            stored[expert_format] = tuple(quantize(w) for w in matrices)
         except ValueError as error:
             report.failed(f"fused_moe, {expert_format}", {"model": name, "dtype": "bfloat16"}, str(error))
     for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS):
@@ -229,7 +235,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8, tokens=str(TOKENS))
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {MODELS_BY_DEFAULT}")
-    parser.add_argument("--formats", nargs="*", choices=EXPERT_FORMATS, default=["fp8", "int8", "mxfp4"])
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["fp8", "fp8_tokens", "int8", "mxfp4"])
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--seed", type=int, default=0, help="of the routing")
     parser.add_argument("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")

@@ -23,7 +23,6 @@ from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
-from jax_ep.quantization import dequantize_fp8_weights
 from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
@@ -39,6 +38,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # One fan per expert: the leading axis of [E, in, out] enumerates independent matrices.
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
+_LAUNCHES = ("dispatch_mode", "combine_mode", "fuse_weight_gradients")
 
 
 class RouterBias(nnx.Variable):
@@ -360,8 +360,8 @@ class MoE(nnx.Module):
     def to_serving(self, *, fp8: bool = True, format: str | None = None) -> MoE:
         """This layer with its experts as `serving_weights` makes them, and in no other form: it cannot train.
 
-        All other parameters are those of this layer. Batches too large for the low-latency path multiply by matrices in
-        `dtype`, made of those in FP8 in each call; those in a `format` are multiplied as they are.
+        All other parameters are those of this layer. Whatever the size of a batch, matrices are multiplied as they are:
+        by tokens in FP8, or, those in a `format`, by tokens in their own dtype.
         """
         arrays, tree = jax.tree.flatten(self.serving_weights(fp8=fp8, format=format))
         layer = nnx.merge(*nnx.split(self))
@@ -396,9 +396,16 @@ class MoE(nnx.Module):
         for name in ("w_gate_up", "w_down"):
             w = found[name]
             if isinstance(w, tuple):
-                w = dequantize_fp8_weights(w[0], w[1], self.dtype)
+                w = QuantizedExperts(w[0], w[1], "fp8", activations="fp8")  # as the low-latency path multiplies
             found[name] = w if isinstance(w, QuantizedExperts) else jnp.swapaxes(w, -1, -2)
         return found
+
+    def _products_of(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """How the products run; `QuantizedExperts` say that themselves, in launches of their own."""
+        if not isinstance(weights["w_gate_up"], QuantizedExperts):
+            return {"forward_dtype": self.forward_dtype, "schedule": self.schedule}
+        schedule = self.schedule or Schedule()
+        return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
 
     def _router_weights(self) -> RouterWeights:
         if self.router is None:
@@ -452,10 +459,9 @@ class MoE(nnx.Module):
                 routed.topk_idx,
                 routed.topk_weights,
                 experts=self.experts,
-                forward_dtype=self.forward_dtype,
                 preferred_element_type=self.preferred_element_type,
-                schedule=self.schedule,
                 implementation=self.implementation,
+                **self._products_of(weights),
                 **weights,
             )
         y = _with_identity(y, routed, tokens)
@@ -500,6 +506,7 @@ class MoE(nnx.Module):
             )
             y = experts(all_tokens, topk_idx, topk_weights, serving)
         else:
+            weights = self._weights(serving)
             run = sharded_moe(
                 self.mesh,
                 num_experts=self.num_experts,
@@ -510,12 +517,11 @@ class MoE(nnx.Module):
                 experts=self.experts,
                 capacity=self.capacity,
                 wire_dtype=self.wire_dtype,
-                forward_dtype=self.forward_dtype,
                 preferred_element_type=self.preferred_element_type,
-                schedule=self.schedule,
                 implementation=self.implementation,
+                **self._products_of(weights),
             )
-            y = run(all_tokens, topk_idx, topk_weights, **self._weights(serving))
+            y = run(all_tokens, topk_idx, topk_weights, **weights)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)

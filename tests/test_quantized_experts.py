@@ -139,6 +139,9 @@ def test_what_the_docs_say_beside_the_table() -> None:
     assert "times both scales: 0.025 of the layer above" in text
     both = (quantized(w, "int8", activations="int8") for w in layer[1:3])
     assert layer.error(*both) == pytest.approx(0.025, abs=0.001)
+    assert "need not be quantised in each call: 0.065 of that layer" in text
+    both = (quantized(w, "fp8", activations="fp8") for w in layer[1:3])
+    assert layer.error(*both) == pytest.approx(0.065, abs=0.001)
 
 
 def test_mistakes() -> None:

@@ -174,11 +174,11 @@ def _curves(axes: Any, panel: Panel, ticker: Any) -> None:
         line = lines[i // 10 % len(lines)]  # the colours repeat after ten
         axes.errorbar(x, middle, spread, marker="o", markersize=3, capsize=2, linestyle=line, label=name)
     axes.set(title=panel.title, xlabel=panel.xlabel, ylabel="ms", xscale="log")
-    medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds]
-    if max(medians) > 4 * min(medians):
+    medians = [s["median"] for _, seconds in panel.curves.values() for s in seconds if s["median"] > 0]
+    if medians and max(medians) > 4 * min(medians):
         axes.set_yscale("log", nonpositive="mask")
         axes.set_ylim(bottom=0.5e3 * min(medians))  # a quartile of noise must not set the scale
-    else:
+    elif medians:  # and not the noise of a quick run
         axes.set_ylim(0, 1.5e3 * max(medians))  # from zero: noise must not look like a trend
     axes.xaxis.set_major_locator(ticker.LogLocator(base=2))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

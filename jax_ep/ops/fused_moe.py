@@ -84,18 +84,10 @@ def run(
 
 
 def _forward(
-    options: Options,
-    experts: Experts,
-    out_dtype: DTypeLike,
-    unfused: Layer,
-    topk_idx: Array,
-    x: Array,
-    topk_weights: Array,
-    matrices: Matrices,
-    biases: tuple[Array | None, Array | None],
+    options: Options, experts: Experts, out_dtype: DTypeLike, unfused: Layer, topk_idx: Array, *operands: Any
 ) -> tuple[Array, Any]:
-    quantized_gemm.refuse_gradient(options, matrices)
-    return jax.vjp(partial(unfused, topk_idx), x, topk_weights, matrices, biases)
+    quantized_gemm.refuse_gradient(options, operands[2])
+    return jax.vjp(partial(unfused, topk_idx), *operands)
 
 
 def _backward(

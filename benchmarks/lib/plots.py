@@ -71,10 +71,14 @@ def _title_of_groups(row: Row) -> str | None:
     return f"{row['direction']}, {shape['rows']} rows, {shape['k']}x{shape['n']} f32"
 
 
+def _title_of_layer(row: Row) -> str | None:
+    if row["variant"].startswith(("one launch", "moe_sort", "a step of the chain")):
+        return None  # what the package chooses is shown, and no parts
+    return NAMES.get(row["shape"]["model"], row["shape"]["model"])
+
+
 REPORTS = {
-    "fused_moe": Axes(
-        lambda row: NAMES.get(row["shape"]["model"], row["shape"]["model"]), _variant, lambda row: "tokens"
-    ),
+    "fused_moe": Axes(_title_of_layer, _variant, lambda row: "tokens"),
     "dispatch_combine": Axes(
         lambda row: f"{row['shape']['routing']} routing, {row['shape']['ranks']} ranks",
         _variant,
@@ -101,6 +105,10 @@ def panels_of(rows: Iterable[Row], axes: Axes) -> list[Panel]:
         xs, seconds = panel.curves.setdefault(axes.curve(row), ([], []))
         xs.append(row["shape"][x])
         seconds.append(row["seconds"])
+    for panel in panels.values():
+        for xs, seconds in panel.curves.values():
+            order = np.argsort(xs, kind="stable")
+            xs[:], seconds[:] = [xs[i] for i in order], [seconds[i] for i in order]
     return list(panels.values())
 
 

@@ -78,7 +78,7 @@ def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
 def _is_read(w: Matrices) -> bool:
     if isinstance(w, QuantizedExperts):
         return w.activations is None and is_readable(w)
-    return all(size % 8 == 0 for size in w.shape[1:])
+    return 0 not in w.shape and all(size % 8 == 0 for size in w.shape[1:])
 
 
 def fused_moe(

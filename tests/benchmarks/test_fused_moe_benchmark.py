@@ -11,6 +11,7 @@ import pytest
 from reports import check_report, run_quickly
 
 import fused_moe
+from lib import plots
 from lib.inputs import MODELS
 from lib.touched_chains import Operation
 
@@ -31,6 +32,18 @@ def test_wrong_layers_are_not_timed() -> None:
         wrong = Operation(partial(jnp.full, 4, 1.1 if name == names[0] else 1.4), ())
         with pytest.raises(RuntimeError, match=rf"{name} is wrong: error 0\.[14]"):
             fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
+
+
+def test_the_plot_shows_layers_in_the_order_of_their_sizes() -> None:
+    seconds = [{"median": time, "q1": time, "q3": time} for time in (3.0, 1.0)]
+    rows = [
+        {"variant": variant, "shape": {"model": "qwen3-30b", "tokens": tokens}, "seconds": time}
+        for tokens, time in zip((16, 1), seconds, strict=True)
+        for variant in ("fused_moe, bfloat16", "one launch, bfloat16", "moe_sort")
+    ]
+    (panel,) = plots.panels_of(rows, plots.REPORTS["fused_moe"])
+    assert panel.title == "Qwen3-30B"
+    assert panel.curves == {"fused_moe, bfloat16": ([1, 16], seconds[::-1])}
 
 
 @pytest.mark.slow

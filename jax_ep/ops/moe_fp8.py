@@ -73,11 +73,12 @@ def dispatch_and_multiply(options: Options, x: Array, weights: Array, w: Array, 
 
 def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Tokens, Array]:
     """Tokens by row, as they travel, which is what the backward pass needs; and the weights of rows."""
+    run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
     if options.wire_dtype is None:
-        run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
         tokens = run.dispatch_tokens(options, x, handle)
         return tokens, run.dispatch_weights(options, weights, handle, after=tokens)
-    (values, scales), row_weights = exchange.dispatch_quantized(options, x, weights, handle)
+    values, scales = run.dispatch_quantized(options, x, handle)
+    row_weights = run.dispatch_weights(options, weights, handle, after=scales)
     # As bytes: FP8 values that `jax.checkpoint` saves inside of a scan come back as NaN on the CPU (JAX 0.11.2).
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
 

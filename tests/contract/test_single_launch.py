@@ -122,6 +122,41 @@ def test_gradients_are_those_of_several_launches(implementation: str, rng: np.ra
         assert_same_bits(to_numpy(got), to_numpy(want))
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow(unless={"seed": [0, 1]})
+def test_random_sizes(implementation: str, seed: int) -> None:
+    """Layers of any size, experts, format and dtype, as the portable one in float32 computes them."""
+    rng = np.random.default_rng(seed)
+    num_experts, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 7))
+    expert_format = rng.choice([None, *EXPERT_FORMATS])
+    unit = 8 if expert_format is None else 128
+    hidden, inner = (int(unit * rng.integers(1, 20 if unit == 8 else 4)) for _ in range(2))
+    shape = Shape(int(rng.integers(1, 90)), top_k, num_experts, hidden, inner)
+    dtype = (BF16, F16)[rng.integers(2)]
+    gated = bool(rng.integers(2))
+    experts = jax_ep.Experts(
+        str(rng.choice(["silu", "gelu", "gelu_exact", "relu", "relu_squared"])),
+        gated=gated,
+        interleaved=gated and bool(rng.integers(2)),
+        clamp=rng.choice([None, 1.5]),
+        weight_on=str(rng.choice(["input", "output"])),
+    )
+    layer = Layer(rng, "uniform", 1, shape, dtype, gated=gated)
+    ids = rng.integers(-1, num_experts, layer.topk_idx[0].shape, dtype=np.int32)
+    operands = layer.x[0], ids, layer.topk_weights[0]
+    matrices: Any = [jnp.asarray(w) for w in (layer.w_gate_up, layer.w_down)]
+    wide = [w.astype(F32) for w in matrices]
+    if expert_format is not None:
+        matrices = [quantize_experts(w, str(expert_format)) for w in matrices]
+        wide = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+    widths = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": hidden}
+    biases = {name: reals(rng, num_experts, width, dtype=dtype) for name, width in widths.items() if rng.integers(2)}
+    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands, *matrices))
+    biases = {name: b.astype(F32) for name, b in biases.items()}
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))
+    assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *wide)), tolerance=1.5e-2)
+
+
 @pytest.mark.parametrize("schedule", [ONE, SEVERAL], ids=["one", "several"])
 def test_overflow_in_float16_is_infinite(implementation: str, schedule: Any, rng: np.random.Generator) -> None:
     """Gates times what they multiply may be beyond float16, which ends at 65504; a large number never looks small."""

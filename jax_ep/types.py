@@ -251,7 +251,7 @@ EXPERT_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedExperts:
-    """Matrices of experts in 8 or 4 bits, transposed, with their scales; tokens that they multiply keep their dtype.
+    """Matrices of experts in 8 or 4 bits, transposed, with their scales; tokens keep their dtype unless they say else.
 
     A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
     `jax_ep.quantization.quantize_experts`, which says what each format is.

@@ -49,7 +49,7 @@ def grouped_gemm(
       lhs: `[M, K]` bfloat16, float16, float32, float64 or float8_e4m3fn.
       rhs: `[G, K, N]` of the same dtype. In FP8 `[G, N, K]`, the matrices transposed, so that both operands have K
         last, as FP8 tensor cores need it; `quantize_fp8_weights` makes it of `[G, K, N]`. Or `QuantizedExperts`, which
-        are multiplied as matrices of the dtype of lhs, and have no gradient either.
+        are multiplied as matrices of the dtype of lhs, or as their `activations` say, and have no gradient either.
       group_sizes: `[G]` int32, rows of each group; rows past their sum belong to none.
       lhs_scales: `[M, K / 128]` float32 of an FP8 lhs, as `quantize_fp8` makes it; else None.
       rhs_scales: `[G, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.

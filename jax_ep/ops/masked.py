@@ -45,7 +45,7 @@ def masked_grouped_gemm(
       lhs: `[L, M, K]` float8_e4m3fn, bfloat16, float16, float32 or float64.
       rhs: `[L, N, K]` of the same dtype: the matrices, transposed, so that both operands have K last, as FP8 tensor
         cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`. Or `QuantizedExperts`, for an lhs that is not
-        FP8, multiplied as matrices of its dtype.
+        FP8, multiplied as matrices of its dtype, or as their `activations` say.
       group_sizes: `[L]` int32, how many of the M rows count.
       lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, else None.
       rhs_scales: `[L, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.

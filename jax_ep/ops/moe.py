@@ -72,7 +72,8 @@ def moe(
         float32 before the second product.
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
         gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns. Or
-        `QuantizedExperts` of them, multiplied as matrices of the dtype of x, for inference: without a gradient.
+        `QuantizedExperts` of them, multiplied as matrices of the dtype of x, or as their `activations` say: for
+        inference, without a gradient. With "fp8" tokens travel in FP8 too, which then loses nothing.
       w_down: `[L, I, H]`, or `QuantizedExperts` of them.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, gated where w_gate_up has 2 * I columns.

@@ -68,7 +68,8 @@ def low_latency_moe(
       topk_weights: `[T, K]` router weights.
       w_gate_up: this rank's matrices, transposed: `[L, 2 * I, H]` in the dtype of x, gate in the first I rows; or in
         FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`, with which tokens and
-        activated rows are quantised too; or `QuantizedExperts`, which are multiplied as matrices of the dtype of x.
+        activated rows are quantised too; or `QuantizedExperts`, which are multiplied as matrices of the dtype of x, or
+        as their `activations` say: with "fp8" as such a pair.
       w_down: `[L, H, I]`, or such a pair, or `QuantizedExperts`.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, with gates. Experts with their weights on the

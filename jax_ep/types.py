@@ -263,7 +263,7 @@ class QuantizedExperts:
         `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4").
       format: one of `EXPERT_FORMATS`.
       smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
-        them; None: 1. Only with `activations`.
+        them; None: 1. Only with `activations="int8"`.
       activations: tokens are quantised too, where they are multiplied: "int8", each by its largest element; "fp8", by
         that of each 128 columns. None: they keep their dtype.
     """

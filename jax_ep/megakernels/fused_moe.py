@@ -48,7 +48,6 @@ class FusedTiles:
       num_warps: of a program.
       num_stages: steps in flight, the one in use included.
       programs: of a multiprocessor.
-      sorts: slots are sorted in a launch before; None: where they are many.
     """
 
     block_m: int = 16  # the fewest that tensor cores multiply without turning the product
@@ -59,7 +58,6 @@ class FusedTiles:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 2
-    sorts: bool | None = None
 
 
 def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrices, w_down: Matrices) -> bool:
@@ -170,7 +168,7 @@ def fused_sizes(
         SLOTS=max(16, power_of_two(slots)),
         BINS=max(32, power_of_two(num_experts)),
         MOST_BLOCKS=min(slots, num_experts + slots // tiles.block_m),
-        SORTED=(slots > _MOST_UNSORTED or tiles.block_m > 32) if tiles.sorts is None else tiles.sorts,
+        SORTED=slots > _MOST_UNSORTED or tiles.block_m > 32,
         BT=min(8, power_of_two(num_tokens)),
         BH=256,
         BN=tiles.hidden_columns,

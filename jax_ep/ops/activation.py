@@ -32,7 +32,7 @@ def activate(
     In float32 with one final rounding. Hidden rows and weights are kept for the backward pass. Rows past the groups may
     hold anything, as products do not read them.
     """
-    if makes_fp8_rows(experts, bias):
+    if is_one_pass(experts, bias):
         return _activate(options, experts, hidden, weights, bias, group_sizes)
     # One pass for the weights or the caller's function, with JAX's own derivatives, and one for what is left.
     in_use = (row_groups(group_sizes, hidden.shape[0]) >= 0)[:, None]
@@ -56,7 +56,7 @@ def activate(
     return (jnp.where(in_use, rows, 0).astype(wide) * factors).astype(hidden.dtype)
 
 
-def makes_fp8_rows(experts: Experts, bias: Array | None) -> bool:
+def is_one_pass(experts: Experts, bias: Array | None) -> bool:
     """Whether one pass activates rows, and may round them to FP8; see `activate` for what needs another."""
     return not callable(experts.activation) and (experts.weight_on == "output" or bias is None)
 
@@ -64,7 +64,7 @@ def makes_fp8_rows(experts: Experts, bias: Array | None) -> bool:
 def activate_to_fp8(
     options: Options, experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
 ) -> Quantized:
-    """`activate` to FP8 rows and their scales, rounded once, where `makes_fp8_rows`; without a gradient."""
+    """`activate` to FP8 rows and their scales, rounded once, where `is_one_pass`; without a gradient."""
     run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_quantized
     values, scales, _ = run(experts, hidden, weights, bias, group_sizes, keep=False)
     return values, scales

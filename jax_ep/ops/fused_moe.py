@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from jax_ep.core import check
 from jax_ep.ops import quantized_gemm, registry
 from jax_ep.types import Array, Experts, Options, QuantizedExperts
 
@@ -28,6 +29,7 @@ def is_wanted(
 
     Raises:
       ValueError: the schedule wants it, and there is none.
+      TypeError: ids that are no array, of which there are so many.
       NotImplementedError: likewise, with none of the implementations asked for.
     """
     schedule = options.schedule
@@ -55,11 +57,12 @@ def _reason_against(
     given = [name for name, value in kept.items() if value is not None]
     if given:
         return f"there is no such launch with {', '.join(given)}"
-    if registry.get("fused_moe", name).fuses(experts, topk_idx.size, x.dtype, *matrices):
+    slots = check.array(options.function, "topk_idx", topk_idx, 2, "[T, K]").size
+    if registry.get("fused_moe", name).fuses(experts, slots, x.dtype, *matrices):
         return None
     shapes = " and ".join(str(tuple(w.shape)) for w in matrices)
     return (
-        f"{name!r} has no such launch for {topk_idx.size} slots of {x.dtype} tokens with matrices {shapes} and"
+        f"{name!r} has no such launch for {slots} slots of {x.dtype} tokens with matrices {shapes} and"
         f" {experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 32 where matrices have"
         " 4 bits, no tokens in int8, and no function of the caller's"
     )

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_fp8, check_quantized, fp8
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.fp8 import GROUP_SIZE, quantize_rows
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
@@ -168,7 +168,11 @@ def multiply(
 ) -> Array:
     """`masked_grouped_gemm` of checked operands, with scales of lhs and of rhs or None."""
     if isinstance(rhs, QuantizedExperts):
-        return quantized_gemm.multiply_masked(options, out_dtype, expected_rows, lhs, rhs, group_sizes)
+        if rhs.activations != "fp8":
+            return quantized_gemm.multiply_masked(options, out_dtype, expected_rows, lhs, rhs, group_sizes)
+        lhs, lhs_scales = quantize_rows(lhs)
+        scales = (lhs_scales, rhs.scales)
+        rhs = rhs.values
     name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
     run = registry.get("masked", name).masked_grouped_gemm
     run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)

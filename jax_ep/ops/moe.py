@@ -19,7 +19,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, exchange_gemm, moe_fp8, quantized_gemm, registry
 from jax_ep.ops import fused_moe as fused_moe_in_one
-from jax_ep.ops.activation import activate, activate_to_fp8, makes_fp8_rows
+from jax_ep.ops.activation import activate, activate_to_fp8, is_one_pass
 from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
 from jax_ep.types import (
     HIDDEN_NAME,
@@ -354,7 +354,7 @@ def _by_quantized(
         rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
         hidden = quantized_gemm.multiply(options, x.dtype, rows, parts.w_gate_up, sizes)
     row_weights, inner = cast(Array, row_weights), parts.w_down.shape[2]
-    if second and makes_fp8_rows(experts, parts.b_gate_up):
+    if second and is_one_pass(experts, parts.b_gate_up):
         between = functools.partial(activate_to_fp8, options, experts)
         operands = (hidden, row_weights, parts.b_gate_up, sizes)
         quantized = quantized_gemm.without_gradient(options, between, *operands)

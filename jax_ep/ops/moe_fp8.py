@@ -23,7 +23,7 @@ from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
-from jax_ep.ops.activation import activate_gradient, makes_fp8_rows
+from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
 from jax_ep.ops.quantized_gemm import fp8_kernels
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, QuantizedExperts, Tokens
@@ -43,7 +43,7 @@ def checked(options: Options, forward_dtype: DTypeLike, experts: Experts, b_gate
         )
     intermediate, hidden = w.shape[1:]
     check_fp8.forward(options.function, forward_dtype, hidden, intermediate)
-    if not makes_fp8_rows(experts, b_gate_up):
+    if not is_one_pass(experts, b_gate_up):
         raise ValueError(
             f"{options.function}: forward_dtype={forward_dtype!r} with a function of the caller's as activation, or"
             " with b_gate_up and weight_on='input': the pass that makes FP8 rows has neither; leave forward_dtype=None."

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import quantize_tokens
-from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
@@ -73,11 +72,6 @@ def multiply_masked(
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
         if rhs.activations is None:
             return run(lhs, rhs, group_sizes, None)
-        if rhs.activations == "fp8":
-            rows, scales = quantize_rows(lhs)
-            chosen = registry.choose(options, "masked", FP8, "grouped_gemm", lhs.shape[2])
-            masked = partial(registry.get("masked", chosen).masked_grouped_gemm, expected_rows=expected_rows)
-            return masked(rows, rhs.values, group_sizes, scales, rhs.scales, out_dtype=out_dtype)
         num_groups, num_rows, depth = lhs.shape
         groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
         rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -199,6 +200,10 @@ def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) ->
         call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *in_int8, experts=EXPERTS["up only"])
     with pytest.raises(ValueError, match="sizes that are multiples of 8"):
         call(implementation)(*odd)
+    for schedule, ids in itertools.product((ONE, None), (None, [[0], [1]])):
+        run = partial(jax_ep.fused_moe, schedule=schedule, implementation=implementation)
+        with pytest.raises(TypeError, match=r"topk_idx is a (NoneType|list), not an array"):
+            run(operands[0], ids, *operands[2:])
     with pytest.raises(ValueError, match="there is no such launch with capacity"):
         partial(jax_ep.moe, schedule=ONE, num_experts=6, axis_name=(), capacity=4)(*operands)
     with pytest.raises(NotImplementedError, match="xla: it has no fused_moe"):

@@ -109,7 +109,7 @@ def operations(
     for expert_format, held in {"bfloat16": matrices, **stored}.items():
         ways = {way: partial(jax_ep.fused_moe, schedule=one, implementation=args.implementation) for way, one in WAYS}
         if args.tiles:
-            ways |= {label(tiles): partial(cut, tiles) for tiles in candidates(ids.size, num_experts)}
+            ways |= {label(tiles): partial(cut, tiles) for tiles in candidates(ids.size, num_experts, expert_format)}
         for way, function in ways.items():
             if way != "fused_moe" and "activations" in FORMATS.get(expert_format, {}):
                 continue  # several launches are all there is
@@ -148,7 +148,7 @@ def check(found: dict[str, Operation], stored: Collection[str], chosen: Collecti
 
 
 def read_memory(args: argparse.Namespace) -> float:
-    """Bytes that XLA moves in a second, at best: it adds up rows, copies, or finds the largest."""
+    """Bytes that XLA moves in a second, at best: it adds up rows or columns, or copies."""
     count = (QUICK_READ_BYTES if args.quick else READ_BYTES) // 2
     x, zero = on_ranks(expert_mesh(1), (count // 4096, 4096), 7), jnp.zeros((1,), jnp.bfloat16)
     moved = {"sums of rows": x.nbytes, "sums of columns": x.nbytes, "copy": 2 * x.nbytes}

@@ -33,9 +33,14 @@ _MANY_ROWS = [
 ]
 
 
-def candidates(slots: int, num_experts: int) -> list[FusedTiles]:
-    """Those that may be fastest for so many slots."""
-    return _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS
+def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTiles]:
+    """Those that may be fastest for so many slots, and that there are with matrices of a format."""
+    found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS
+    if expert_format == "bfloat16":
+        return found
+    found = [tiles for tiles in found if tiles.depth == 128]  # whole groups that share a scale
+    widest = 128 if expert_format == "fp8" else 256  # of which a block of 128 by 128 has one
+    return [tiles for tiles in found if max(tiles.hidden_columns, tiles.columns) <= widest]
 
 
 def label(tiles: FusedTiles) -> str:

@@ -11,7 +11,11 @@ import pytest
 from reports import check_report, run_quickly
 
 import fused_moe
-from lib import plots
+import jax_ep
+from jax_ep.megakernels.fused_moe import fused_sizes
+from jax_ep.quantization import quantize_experts
+from jax_ep.types import EXPERT_FORMATS
+from lib import fused_tiles, plots
 from lib.inputs import MODELS
 from lib.touched_chains import Operation
 
@@ -32,6 +36,21 @@ def test_wrong_layers_are_not_timed() -> None:
         wrong = Operation(partial(jnp.full, 4, 1.1 if name == names[0] else 1.4), ())
         with pytest.raises(RuntimeError, match=rf"{name} is wrong: error 0\.[14]"):
             fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
+
+
+@pytest.mark.parametrize("slots", [16, 100_000])
+def test_tilings_fit_their_format(slots: int) -> None:
+    """What a kernel refuses to compile would end the run."""
+    everything = fused_tiles.candidates(slots, 8, "bfloat16")
+    for expert_format in EXPERT_FORMATS:
+        fitting = fused_tiles.candidates(slots, 8, expert_format)
+        assert 1 < len(fitting) < len(everything)
+        w = quantize_experts(jnp.ones((8, 256, 256)), expert_format)
+        for tiles in fitting:
+            _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
+            for product in (sizes.gate_up, sizes.down):
+                assert product.tile.BK % max(1, product.SHARING) == 0
+                assert expert_format != "fp8" or (product.tile.BK == 128 and 128 % product.tile.BN == 0)
 
 
 def test_the_plot_shows_layers_in_the_order_of_their_sizes() -> None:

@@ -5,8 +5,8 @@
 
 Variants, each forward, without gradients:
 
-  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedExperts`; "fp8_tokens" and "int8_tokens"
-                           quantise tokens too
+  fused_moe, FORMAT        as the package chooses, of bfloat16 or of `QuantizedExperts`; "FORMAT_tokens" quantises
+                           tokens too, to int8 with "int8" and to FP8 with all others
   one launch, FORMAT       as the schedule may choose
   several launches, FORMAT likewise
   TILES, FORMAT            one launch, cut in other ways, with `--tiles`
@@ -52,7 +52,7 @@ LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
 TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in EXPERT_FORMATS}
-FORMATS |= {f"{name}_tokens": {"format": name, "activations": name} for name in ("fp8", "int8")}
+FORMATS |= {f"{name}_tokens": {"format": name, "activations": "int8" if name == "int8" else "fp8"} for name in FORMATS}
 WAYS = [
     ("fused_moe", None),
     ("one launch", jax_ep.Schedule(single_launch=True)),
@@ -111,7 +111,7 @@ def operations(
         if args.tiles:
             ways |= {label(tiles): partial(cut, tiles) for tiles in candidates(ids.size, num_experts, expert_format)}
         for way, function in ways.items():
-            if way != "fused_moe" and "activations" in FORMATS.get(expert_format, {}):
+            if way != "fused_moe" and expert_format == "int8_tokens":
                 continue  # several launches are all there is
             found[f"{way}, {expert_format}"] = Operation(function, (*layer, *held))
             read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)

@@ -155,8 +155,8 @@ def quantize_experts(
       format: one of these.
       group_size: of "int4", even.
       activations: tokens are quantised too where they are multiplied. "int8", with that format: each by its largest
-        element, and products are of integers. "fp8", with that format: as `quantize_fp8` does, and products are those
-        of DeepSeek-V3. None: tokens keep their dtype.
+        element, and products are of integers. "fp8", with all other formats: as `quantize_fp8` does, for which K is a
+        multiple of 128; with "fp8", products are those of DeepSeek-V3. None: tokens keep their dtype.
       smooth: `[..., E, K]` positive floats, by which the rows of w are multiplied before they are quantised, and by
         which the columns of tokens are divided before they are, so that columns with large elements cost other elements
         fewer bits; only with `activations="int8"`. None: 1.

@@ -139,9 +139,10 @@ def test_what_the_docs_say_beside_the_table() -> None:
     assert "times both scales: 0.025 of the layer above" in text
     both = (quantized(w, "int8", activations="int8") for w in layer[1:3])
     assert layer.error(*both) == pytest.approx(0.025, abs=0.001)
-    assert "need not be quantised in each call: 0.065 of that layer" in text
-    both = (quantized(w, "fp8", activations="fp8") for w in layer[1:3])
-    assert layer.error(*both) == pytest.approx(0.065, abs=0.001)
+    assert 'Of that layer: 0.065 in "fp8", 0.064 in "fp8_channel", 0.217 in "int4", 0.211 in "mxfp4".' in text
+    for expert_format, error in (("fp8", 0.065), ("fp8_channel", 0.064), ("int4", 0.217), ("mxfp4", 0.211)):
+        both = (quantized(w, expert_format, activations="fp8") for w in layer[1:3])
+        assert layer.error(*both) == pytest.approx(error, abs=0.0015), expert_format
 
 
 def test_mistakes() -> None:
@@ -160,10 +161,12 @@ def test_mistakes() -> None:
         jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
     with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
         dequantize_experts(w, jnp.float32)
-    with pytest.raises(ValueError, match="activations='int8' with format='mxfp4', expected format='int8'"):
+    with pytest.raises(ValueError, match="activations='int8' with format='mxfp4', but tensor cores multiply int8 with int8"):
         quantize_experts(w, "mxfp4", activations="int8")
-    with pytest.raises(ValueError, match="activations='fp8' with format='int8', expected format='fp8'"):
+    with pytest.raises(ValueError, match="activations='fp8' with format='int8', but tensor cores multiply int8 with int8"):
         quantize_experts(w, "int8", activations="fp8")
+    with pytest.raises(ValueError, match=r"activations='fp8' with K=96, expected a multiple of 128"):
+        quantize_experts(jnp.ones((2, 96, 4)), "mxfp4", activations="fp8")
     with pytest.raises(ValueError, match="activations='int4', expected 'int8', 'fp8' or None"):
         quantize_experts(w, "int8", activations="int4")
     with pytest.raises(ValueError, match="smooth without activations='int8'"):

@@ -21,6 +21,15 @@ _FEW_ROWS = [
     FusedTiles(block_m=32, columns=128, programs=3),
     FusedTiles(block_m=64),
 ]
+_FEW_ROWS_IN_FP8 = [
+    FusedTiles(16, 128, 128, num_stages=3, programs=3),
+    FusedTiles(16, 128, 128, num_stages=2, programs=3),
+    FusedTiles(16, 128, 128, num_stages=4, programs=2),
+    FusedTiles(16, 128, 64, num_stages=4, programs=3),
+    FusedTiles(16, 128, 64, splits=2, num_stages=4, programs=3),
+    FusedTiles(16, 128, 128, num_warps=8, num_stages=3, programs=2),
+    FusedTiles(32, 128, 128, num_stages=3, programs=2),
+]
 _MANY_ROWS = [
     FusedTiles(128, 128, 128, depth=64, num_warps=8, num_stages=4, programs=1),
     FusedTiles(128, 128, 128, depth=128, num_warps=8, num_stages=2, programs=1),
@@ -35,10 +44,13 @@ _MANY_ROWS = [
 
 def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTiles]:
     """Those that may be fastest for so many slots, and that there are with matrices of a format."""
-    found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS
+    in_fp8 = expert_format.endswith("_tokens")  # whose groups of 128 columns are of one task
+    found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS
     if expert_format == "bfloat16":
         return found
     found = [tiles for tiles in found if tiles.depth == 128]  # whole groups that share a scale
+    if in_fp8:
+        return [tiles for tiles in found if tiles.hidden_columns % 128 == 0]
     widest = 128 if expert_format == "fp8" else 256  # of which a block of 128 by 128 has one
     return [tiles for tiles in found if max(tiles.hidden_columns, tiles.columns) <= widest]
 

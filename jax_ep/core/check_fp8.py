@@ -162,8 +162,8 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
     return value
 
 
-def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[bool, int, int]:
-    """The matrices of an expert layer, transposed: whether they are pairs in FP8, columns of hidden rows, and I."""
+def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[int, int]:
+    """The matrices of an expert layer, transposed: columns of hidden rows, and I."""
     fp8 = isinstance(w_gate_up, tuple)
     check_quantized.two_of_a_kind(function, w_gate_up, w_down)
     hidden = x.shape[1]
@@ -184,4 +184,4 @@ def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_lo
     remedy = "matrices are transposed here: swap their last two axes, or quantise them, which does"
     check.size(function, "axis 2 of w_gate_up", up.shape[2], hidden, remedy)
     check.size(function, "axis 1 of w_down", down.shape[1], hidden, remedy)
-    return fp8, up.shape[1], down.shape[2]
+    return up.shape[1], down.shape[2]

@@ -52,10 +52,15 @@ def activations(function: str, expert_format: str, kind: Any, smooth: Any, shape
     """Checks how tokens are quantised; what their columns are divided by, `[..., E, K]` as `shape`, or None."""
     if kind not in (None, "int8", "fp8"):
         raise ValueError(f"{function}: activations={kind!r}, expected 'int8', 'fp8' or None; pass one of them.")
-    if kind not in (None, expert_format):
+    if (kind == "int8") != (expert_format == "int8") and kind is not None:
         raise ValueError(
-            f"{function}: activations={kind!r} with format={expert_format!r}, expected format={kind!r}, as tensor cores"
-            " multiply two of a kind; leave activations None."
+            f"{function}: activations={kind!r} with format={expert_format!r}, but tensor cores multiply int8 with int8"
+            " alone, and tokens in FP8 go with all other formats; leave activations None."
+        )
+    if kind == "fp8" and shape[-1] % GROUP_SIZE:
+        raise ValueError(
+            f"{function}: activations='fp8' with K={shape[-1]}, expected a multiple of {GROUP_SIZE}, the elements of a"
+            " token that share a scale; pad with zeros, or leave activations None."
         )
     if smooth is None:
         return None
@@ -113,10 +118,16 @@ def _scales_fit(value: QuantizedExperts) -> bool:
 
 
 def operands(function: str, lhs: Any, rhs: QuantizedExperts, group_sizes: Any) -> tuple[Any, QuantizedExperts, Any]:
-    """Floating `lhs [..., K]`, `rhs [G, N, K]` and `group_sizes [G]`, which fit together."""
+    """Floating `lhs [..., K]`, or FP8 where rhs takes it, `rhs [G, N, K]` and `group_sizes [G]`, which fit together."""
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = experts(function, "rhs", rhs, group_sizes.shape[0])
-    check.floating(function, "lhs", lhs)
+    if lhs.dtype != FP8:
+        check.floating(function, "lhs", lhs)
+    elif not takes_fp8(rhs):
+        raise TypeError(
+            f"{function}: lhs has dtype {lhs.dtype} and rhs is QuantizedExperts with activations={rhs.activations!r},"
+            " expected 'fp8'; pass dataclasses.replace(rhs, activations='fp8'), or an lhs that is not quantised."
+        )
     remedy = "matrices are quantised along K, the axis that is summed over"
     check.size(function, "the last axis of rhs, K,", rhs.shape[2], lhs.shape[-1], remedy)
     return lhs, rhs, group_sizes
@@ -145,9 +156,14 @@ def _kind(w: Any) -> str:
     return "a pair (values, scales)" if isinstance(w, tuple) else "an array"
 
 
+def takes_fp8(w: Any) -> bool:
+    """Whether rows are in FP8 where they meet these matrices."""
+    return isinstance(w, tuple) or (isinstance(w, QuantizedExperts) and w.activations == "fp8")
+
+
 def as_pair(function: str, name: str, w: Any) -> Any:
-    """Matrices in FP8 that tokens in FP8 multiply, as values and scales; others as they are."""
-    if not isinstance(w, QuantizedExperts) or w.activations != "fp8":
+    """Matrices in FP8 that tokens in FP8 multiply by blocks, as values and scales; others as they are."""
+    if not isinstance(w, QuantizedExperts) or w.activations != "fp8" or w.format != "fp8":
         return w
     w = experts(function, name, w)
     return w.values, w.scales

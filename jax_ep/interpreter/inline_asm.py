@@ -48,15 +48,15 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
 
 
 def _permute(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    pool = np.stack(
-        [(word >> np.uint32(8 * i)) & np.uint32(255) for word in np.broadcast_arrays(low, high) for i in range(4)]
-    )
-    result = np.zeros(pool.shape[1:], np.uint32)
+    """Four bytes out of eight, each by four bits of the selector: its number, and whether only its sign counts."""
+    low, high, selector = np.broadcast_arrays(low, high, selector)
+    pool = np.stack([(word >> np.uint32(8 * i)) & np.uint32(255) for word in (low, high) for i in range(4)])
+    result = np.zeros(selector.shape, np.uint32)
     for place in range(4):
-        which = int(selector) >> (4 * place) & 15
-        if which > 7:
-            raise NotImplementedError("prmt of signs")
-        result |= pool[which] << np.uint32(8 * place)
+        which = selector >> np.uint32(4 * place) & np.uint32(15)
+        byte = np.take_along_axis(pool, (which & np.uint32(7)).astype(np.intp)[None], axis=0)[0]
+        byte = np.where(which > 7, np.where(byte > 127, 255, 0), byte).astype(np.uint32)
+        result |= byte << np.uint32(8 * place)
     return result
 
 
@@ -85,6 +85,7 @@ def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> C
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
     "lop3.b32": _logic,

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.megakernels.activation import kind_of
+from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import serves_in_one_launch
 from jax_ep.megakernels.grid import all_programs
@@ -21,6 +23,7 @@ from jax_ep.megakernels.kernels.structs_serving import (
     FusedMoE,
     FusedProduct,
     FusedTile,
+    LayerScratch,
     LayerTensors,
     SortedLayerTensors,
 )
@@ -75,7 +78,8 @@ def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
 
 def _is_read(w: Matrices) -> bool:
     if isinstance(w, QuantizedExperts):
-        return w.activations is None and is_readable(w)
+        whole = w.activations is None or (w.activations == "fp8" and w.shape[2] % GROUP_SIZE == 0)
+        return whole and is_readable(w)
     return 0 not in w.shape and all(size % 8 == 0 for size in w.shape[1:])
 
 
@@ -113,7 +117,10 @@ def fused_moe(
     (gate_up, gate_up_scales), (down, down_scales) = (
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
-    tensors: tuple[Any, ...] = LayerTensors(x, gate_up, down, topk_idx, topk_weights)
+    tokens, token_scales = x, topk_weights
+    if sizes.gate_up.TOKENS == "fp8":
+        tokens, token_scales = quantize_rows(x, jnp.full((1,), sizes.T, jnp.int32))
+    tensors: tuple[Any, ...] = LayerTensors(tokens, token_scales, gate_up, down, topk_idx, topk_weights)
     if sizes.SORTED:
         order = {"first_expert": 0, "num_local_experts": sizes.E, "block_size": sizes.down.tile.BM}
         found = moe_sort(topk_idx, None, None, **order)
@@ -124,16 +131,21 @@ def fused_moe(
     operands = (tensors, *(value for value in named.values() if value is not None), counters)
     constants: dict[str, Any] = {name: None for name, value in named.items() if value is None}
     constants |= {"KIND": kind_of(experts), "S": sizes}
-    slots = sizes.T * sizes.K
+    scratch = _scratch(sizes, x.dtype)
+    results = (scratch, jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct(counters.shape, counters.dtype))
+    written = {len(tensors) + len(operands) - 2: len(scratch) + 1}
+    return launch(_FUSED, operands, results, config, constants, written=written)[1]
+
+
+def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
+    """Shapes and dtypes, for tokens of `dtype`."""
+    slots, in_fp8 = sizes.T * sizes.K, sizes.down.TOKENS == "fp8"
     rows = (slots, sizes.down.SPLITS, sizes.H)
-    results = (
-        jax.ShapeDtypeStruct((slots, sizes.INNER), x.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else x.dtype),
-        jax.ShapeDtypeStruct(x.shape, out_dtype),
-        jax.ShapeDtypeStruct(counters.shape, counters.dtype),
+    return LayerScratch(
+        jax.ShapeDtypeStruct((slots, sizes.INNER), FP8 if in_fp8 else dtype),
+        jax.ShapeDtypeStruct((slots, sizes.INNER // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
+        jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else dtype),
     )
-    written = {len(tensors) + len(operands) - 2: len(results) - 1}
-    return launch(_FUSED, operands, results, config, constants, written=written)[2]
 
 
 def _operands(w: Matrices, product: FusedProduct) -> tuple[Descriptor, Array | None]:
@@ -158,7 +170,10 @@ def fused_sizes(
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
     slots, wide = num_tokens * top_k, 2 if experts.interleaved else 1
     quantized = isinstance(w_down, QuantizedExperts)
-    tiles = tiles or fused_tiles(slots, num_experts, hidden, intermediate, quantized)
+    bits = 0
+    if isinstance(w_down, QuantizedExperts) and w_down.activations == "fp8":
+        bits = 8 // storage_of(w_down)[1]
+    tiles = tiles or fused_tiles(slots, num_experts, hidden, intermediate, quantized, bits)
     sizes = FusedMoE(
         T=num_tokens,
         K=top_k,
@@ -175,25 +190,40 @@ def fused_sizes(
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
-    return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages), sizes
+    # The compiler gives a thread more than leave room for so many programs.
+    registers = 168 if bits and tiles.programs * tiles.num_warps == 12 else None
+    return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 
 def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int) -> FusedProduct:
-    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
+    tokens = (w.activations or "") if isinstance(w, QuantizedExperts) else ""
+    # Tensor cores multiply FP8 in 64 rows at the least, of which few rows of tokens would leave most empty.
+    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=tokens == "fp8" and tiles.block_m < 64)
     if isinstance(w, QuantizedExperts):
-        return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), splits, tile)
-    return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, splits, tile)
+        return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), tokens, splits, tile)
+    return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, tokens, splits, tile)
 
 
-def fused_tiles(slots: int, num_experts: int, hidden: int, intermediate: int, quantized: bool) -> FusedTiles:
-    """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles)."""
+def fused_tiles(
+    slots: int, num_experts: int, hidden: int, intermediate: int, quantized: bool, bits_beside_fp8: int = 0
+) -> FusedTiles:
+    """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles).
+
+    Rows in FP8 share a scale in 128 columns, which are of one task then. Without such rows, no bits are beside them.
+    """
     blocks = min(slots, num_experts)
     rows = slots / blocks
     if rows > 48:
         if quantized:
-            return FusedTiles(128, 64, 128, depth=128, num_warps=8, num_stages=3, programs=1)
+            return FusedTiles(
+                128, 128 if bits_beside_fp8 else 64, 128, depth=128, num_warps=8, num_stages=3, programs=1
+            )
         return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
     block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
+    if bits_beside_fp8 == 4 and blocks * -(-intermediate // 128) <= all_programs(5):
+        return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
+    if bits_beside_fp8:
+        return FusedTiles(block_m, 128, 128, programs=3)
     if blocks * -(-hidden // 128) >= all_programs(3):
         return FusedTiles(block_m, columns=128, programs=3)
     # So that all programs read from the start, and each enough at a time.

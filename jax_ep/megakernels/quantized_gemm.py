@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
@@ -89,7 +90,7 @@ def _has_kernel(lhs: Array, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool
     """Whether the kernels take these operands; the portable loop takes all."""
     return (
         is_readable(rhs)
-        and lhs.dtype in (jnp.bfloat16, jnp.float16, jnp.int8)
+        and lhs.dtype in (jnp.bfloat16, jnp.float16, jnp.int8, FP8)
         and jnp.dtype(out_dtype) != jnp.float64
         and 0 not in lhs.shape
         and lhs.shape[-2] <= BOUND

@@ -106,7 +106,7 @@ def _refusal_of_products(dtype: jnp.dtype) -> str | None:
 
 def _refusal_of_quantized(dtype: jnp.dtype) -> str | None:
     """Likewise for float32 and float64."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
+    if dtype not in (FP8, jnp.bfloat16, jnp.float16):
         return None
     return capability.missing_tma("its products of quantised matrices")
 

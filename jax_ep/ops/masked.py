@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_fp8, check_quantized, fp8
 from jax_ep.core.bias import add_bias_of_blocks
-from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.fp8 import GROUP_SIZE, quantize_rows
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
@@ -44,8 +44,8 @@ def masked_grouped_gemm(
     Args:
       lhs: `[L, M, K]` float8_e4m3fn, bfloat16, float16, float32 or float64.
       rhs: `[L, N, K]` of the same dtype: the matrices, transposed, so that both operands have K last, as FP8 tensor
-        cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`. Or `QuantizedExperts`, for an lhs that is not
-        FP8, multiplied as matrices of its dtype, or as their `activations` say.
+        cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`. Or `QuantizedExperts`, multiplied as matrices of
+        the dtype of lhs, or as their `activations` say: with "fp8", lhs may be FP8 already.
       group_sizes: `[L]` int32, how many of the M rows count.
       lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, else None.
       rhs_scales: `[L, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
@@ -77,8 +77,9 @@ def masked_grouped_gemm(
     function = "masked_grouped_gemm"
     if isinstance(rhs, QuantizedExperts):
         lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
-        check_quantized.no_scales(function, lhs_scales, rhs_scales)
+        check_quantized.no_scales(function, None if lhs.dtype == FP8 else lhs_scales, rhs_scales)
         lhs, rhs, group_sizes = check_quantized.operands(function, lhs, rhs, group_sizes)
+        lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
         check.size(function, "axis 0 of lhs", lhs.shape[0], rhs.shape[0], "pass one block of rows per local expert")
     else:
         lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
@@ -168,11 +169,12 @@ def multiply(
 ) -> Array:
     """`masked_grouped_gemm` of checked operands, with scales of lhs and of rhs or None."""
     if isinstance(rhs, QuantizedExperts):
-        if rhs.activations != "fp8":
-            return quantized_gemm.multiply_masked(options, out_dtype, expected_rows, lhs, rhs, group_sizes)
-        lhs, lhs_scales = quantize_rows(lhs)
-        scales = (lhs_scales, rhs.scales)
-        rhs = rhs.values
+        (lhs_scales, _), pair = scales, check_quantized.as_pair(options.function, "rhs", rhs)
+        if isinstance(pair, QuantizedExperts):
+            return quantized_gemm.multiply_masked(options, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales)
+        if lhs_scales is None:
+            lhs, lhs_scales = quantize_rows(lhs)
+        rhs, scales = pair[0], (lhs_scales, pair[1])
     name = registry.choose(options, "masked", lhs.dtype, "grouped_gemm", lhs.shape[2])
     run = registry.get("masked", name).masked_grouped_gemm
     run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)

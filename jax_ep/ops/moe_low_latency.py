@@ -69,7 +69,7 @@ def low_latency_moe(
       w_gate_up: this rank's matrices, transposed: `[L, 2 * I, H]` in the dtype of x, gate in the first I rows; or in
         FP8, as `quantize_fp8_weights` makes them of `[L, H, 2 * I]`, a pair `(values, scales)`, with which tokens and
         activated rows are quantised too; or `QuantizedExperts`, which are multiplied as matrices of the dtype of x, or
-        as their `activations` say: with "fp8" as such a pair.
+        as their `activations` say: with "fp8" tokens travel in FP8, too.
       w_down: `[L, H, I]`, or such a pair, or `QuantizedExperts`.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, with gates. Experts with their weights on the
@@ -120,7 +120,7 @@ def low_latency_moe(
     w_gate_up, w_down = (
         check_quantized.as_pair(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
     )
-    fp8, columns, inner = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_local)
+    columns, inner = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_local)
     if experts is None and columns != 2 * inner:
         raise ValueError(
             f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down;"
@@ -138,12 +138,13 @@ def low_latency_moe(
     operands = (x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down, b_gate_up, b_down)
     operands = vary_alike(operands, over=options.axis)
     x, topk_idx, topk_weights, num_tokens, w_gate_up, w_down, b_gate_up, b_down = operands
+    fp8 = check_quantized.takes_fp8(w_gate_up)
     wire_dtype, group_columns = (FP8, GROUP_SIZE) if fp8 else (x.dtype, None)
     tokens, scales, sizes, handle = dispatch_tokens(options, layout, group_columns, wire_dtype, x, topk_idx, num_tokens)
     expected_rows = max(1, -(-num_ranks * topk_idx.size // num_experts))
     up, up_scales = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up, None)
     hidden = multiply(options, x.dtype, expected_rows, tokens, up, sizes, scales, up_scales)
-    rows, scales = activate(options, experts, inner, hidden, sizes, b_gate_up, fp8)
+    rows, scales = activate(options, experts, inner, hidden, sizes, b_gate_up, check_quantized.takes_fp8(w_down))
     down, down_scales = w_down if isinstance(w_down, tuple) else (w_down, None)
     product = (rows, down, sizes, scales, down_scales)
     y = _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, b_down, *product)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import quantize_tokens
+from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
@@ -20,19 +21,23 @@ from jax_ep.types import Array, Options, Quantized, QuantizedExperts
 
 def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
     """`[M, K]` rows times the `[N, K]` matrix of their group, checked; zero past the groups."""
-    name = registry.choose(options, "quantized_gemm", lhs.dtype)
-    run = partial(registry.get("quantized_gemm", name).grouped_gemm, out_dtype=out_dtype)
 
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
-        if rhs.activations is None:
-            return run(lhs, rhs, group_sizes, None)
         if rhs.activations == "fp8":
             rows = fp8_kernels(options)[1].quantize_rows(lhs, group_sizes)
             return _multiply_fp8(options, out_dtype, rows, rhs, group_sizes)
+        run = partial(_kernels(options, lhs.dtype).grouped_gemm, out_dtype=out_dtype)
+        if rhs.activations is None:
+            return run(lhs, rhs, group_sizes, None)
         rows, scales = quantize_tokens(lhs, row_groups(group_sizes, lhs.shape[0]), rhs.smooth)
         return run(rows, rhs, group_sizes, scales)
 
     return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
+
+
+def _kernels(options: Options, dtype: DTypeLike) -> Any:
+    """The functions of products with quantised matrices, of rows of a dtype."""
+    return registry.get("quantized_gemm", registry.choose(options, "quantized_gemm", dtype))
 
 
 def fp8_kernels(options: Options) -> tuple[Any, Any]:
@@ -44,6 +49,8 @@ def fp8_kernels(options: Options) -> tuple[Any, Any]:
 def _multiply_fp8(
     options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
 ) -> Array:
+    if rhs.format != "fp8":
+        return _kernels(options, FP8).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
     run = fp8_kernels(options)[0].grouped_gemm_fp8
     return run(rows[0], rhs.values, group_sizes, rows[1], rhs.scales, out_dtype=out_dtype)
 
@@ -63,13 +70,19 @@ def multiply_masked(
     lhs: Array,
     rhs: QuantizedExperts,
     group_sizes: Array,
+    lhs_scales: Array | None = None,
 ) -> Array:
-    """`[G, M, K]` rows, of which the first of each group count, times its `[N, K]` matrix, checked."""
-    name = registry.choose(options, "quantized_gemm", lhs.dtype)
-    run = registry.get("quantized_gemm", name).masked_grouped_gemm
-    run = partial(run, out_dtype=out_dtype, expected_rows=expected_rows)
+    """`[G, M, K]` rows, of which the first of each group count, times its `[N, K]` matrix, checked.
 
-    def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:
+    Rows in FP8 have scales `[G, M, K / 128]`.
+    """
+    dtype = FP8 if rhs.activations == "fp8" else lhs.dtype
+    run = partial(_kernels(options, dtype).masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
+
+    def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array, lhs_scales: Array | None) -> Array:
+        if rhs.activations == "fp8":
+            rows, scales = quantize_rows(lhs) if lhs_scales is None else (lhs, lhs_scales)
+            return run(rows, rhs, group_sizes, scales)
         if rhs.activations is None:
             return run(lhs, rhs, group_sizes, None)
         num_groups, num_rows, depth = lhs.shape
@@ -77,7 +90,7 @@ def multiply_masked(
         rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
         return run(rows.reshape(lhs.shape), rhs, group_sizes, scales.reshape(num_groups, num_rows))
 
-    return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes)))
+    return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes, lhs_scales)))
 
 
 def without_gradient(options: Options, function: Callable[..., Any], *arguments: Any) -> Any:

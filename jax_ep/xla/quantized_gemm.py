@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep.core import fp8
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import matrix_at
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, QuantizedExperts
@@ -21,10 +23,10 @@ def grouped_gemm(
     """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, of matrices in the dtype of lhs.
 
     Args:
-      lhs: `[M, K]`; of int8 where rows have scales.
+      lhs: `[M, K]`; of int8 or FP8 where rows have scales.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
-      row_scales: `[M]` float32, or None. Then products are those of float32.
+      row_scales: float32 `[M]` of int8, `[M, K / 128]` of FP8, and products are those of float32; or None.
       out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
 
     Returns:
@@ -50,7 +52,7 @@ def masked_grouped_gemm(
       lhs: `[G, M, K]`.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
-      row_scales: `[G, M]`, or None; see `grouped_gemm`.
+      row_scales: `[G, M]` or `[G, M, K / 128]`, or None; see `grouped_gemm`.
       out_dtype: dtype of the result.
       expected_rows: not used here.
 
@@ -60,7 +62,9 @@ def masked_grouped_gemm(
     num_groups, num_rows, depth = lhs.shape
     starts = jnp.arange(num_groups, dtype=jnp.int32) * num_rows
     groups = loops.order_groups(starts, starts + jnp.clip(group_sizes, 0, num_rows))
-    rows, scales = lhs.reshape(num_groups * num_rows, depth), None if row_scales is None else row_scales.reshape(-1)
+    rows, scales = lhs.reshape(num_groups * num_rows, depth), row_scales
+    if scales is not None:
+        scales = scales.reshape(num_groups * num_rows, *scales.shape[2:])
     product = _multiply(rows, rhs, groups, scales, out_dtype)
     return product.reshape(num_groups, num_rows, rhs.shape[1])
 
@@ -77,6 +81,8 @@ def _multiply(
     def rows_of(tile: loops.Tile) -> Array:
         if row_scales is None:
             return tile.rows(rows)
+        if rows.dtype == FP8:
+            return fp8.dequantize_rows(tile.rows(rows), tile.rows(row_scales), jnp.float32)
         return tile.rows(rows).astype(jnp.float32) * tile.rows(row_scales)[:, None]
 
     return loops.multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)

@@ -159,6 +159,78 @@ def test_tokens_in_fp8(implementation: str, masked: bool, rng: np.random.Generat
     assert_same_bits(got[real] if masked else got, want[real] if masked else want)
 
 
+FP8_FORMATS = pytest.mark.parametrize("expert_format", [name for name in EXPERT_FORMATS if name not in ("fp8", "int8")])
+
+
+def in_fp8(rows: np.ndarray) -> np.ndarray:
+    """What is left of rows, in float64."""
+    values, scales = (to_numpy(a).astype(np.float64) for a in quantize_fp8(jnp.asarray(rows, jnp.float32)))
+    return values * scales.repeat(128, -1)
+
+
+@FP8_FORMATS
+@pytest.mark.parametrize("given", ["rows", "masked", "masked in FP8"])
+@pytest.mark.parametrize("group_size", [128, 32])
+@pytest.mark.slow(unless={"given": ["masked in FP8"], "group_size": [128]})
+def test_fp8_tokens_of_other_formats(
+    implementation: str, given: str, group_size: int, expert_format: str, rng: np.random.Generator
+) -> None:
+    """Sums of products of what is left of the rows and what the matrices stand for: their elements are not rounded."""
+    sizes, depth = np.array([5, 0, 30], np.int32), 256
+    w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 1, 40)).repeat(32, 1).reshape(
+        3, depth, 40
+    )
+    options: Any = {"group_size": group_size} if expert_format == "int4" else {}
+    q = quantize_experts(jnp.asarray(w, F32), expert_format, activations="fp8", **options)
+    matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
+    rows = reals(rng, 35, depth, dtype=BF16)
+    want = oracle.grouped_gemm(in_fp8(rows), np.swapaxes(matrices, -1, -2), sizes)
+    options = {"preferred_element_type": jnp.float32, "implementation": implementation}
+    if given == "rows":
+        got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, **options))(rows, q, sizes))
+    else:
+        lhs, real = np.full((3, 32, depth), np.nan, BF16), np.arange(32) < sizes[:, None]
+        lhs[real] = rows
+        call = jax.jit(partial(jax_ep.masked_grouped_gemm, **options))
+        if given == "masked":
+            got = to_numpy(call(lhs, q, sizes))[real]
+        else:
+            values, scales = quantize_fp8(jnp.asarray(lhs))
+            got = to_numpy(call(values, q, sizes, lhs_scales=scales))[real]
+    # Tensor cores of Hopper add products of FP8 in about 14 bits, until 128 are scaled and added in float32.
+    in_float32 = 2e-3 if jax.default_backend() == "gpu" else 2e-5
+    exact = expert_format != "int4" or group_size == 128 or implementation == "xla"
+    assert_close(got, want, tolerance=in_float32 if exact else 1e-2)
+
+
+@FP8_FORMATS
+@pytest.mark.parametrize("which", ["one launch", "several launches", "low latency"])
+@pytest.mark.slow(unless={"which": ["low latency"], "expert_format": ["mxfp4"]})
+def test_layers_of_fp8_tokens(implementation: str, which: str, expert_format: str, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=256, intermediate=128), BF16)
+    x, ids, weights = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+    pair = [quantize_experts(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
+    matrices = [oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format) for q in pair]
+    want = np.zeros(x.shape)
+    tokens = in_fp8(x)
+    for token, slot in np.ndindex(*ids.shape):
+        gate, up = np.split(matrices[0][ids[token, slot]] @ tokens[token], 2)
+        hidden = gate / (1 + np.exp(-gate)) * up
+        scaled = hidden if which == "low latency" else hidden * weights[token, slot]
+        row = matrices[1][ids[token, slot]] @ in_fp8(scaled[None])[0]
+        want[token] += row * weights[token, slot] if which == "low latency" else row
+    if which == "low latency":
+        call = partial(jax_ep.low_latency_moe, num_experts=8, axis_name=())
+    elif which == "one launch" and implementation == "xla":
+        pytest.skip("xla has no such launch")
+    else:
+        call = partial(jax_ep.fused_moe, schedule=jax_ep.Schedule(single_launch=which == "one launch"))
+    got = to_numpy(jax.jit(partial(call, implementation=implementation))(x, ids, weights, *pair))
+    # Rows between the products are rounded to bfloat16, some of which FP8 then rounds the other way.
+    assert_close(got, want, tolerance=0.1)
+    assert np.linalg.norm(got.astype(np.float64) - want) < 4e-2 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
 @pytest.mark.slow(unless={"kind": ["silu"]})

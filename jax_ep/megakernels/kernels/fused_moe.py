@@ -20,6 +20,8 @@ import triton.language as tl
 
 from .activation import activate, factor_of, limit_gate
 from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
+from .fp8_tokens import add_fp8_product
+from .quantization import GROUP, quantize, scale_offsets
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
@@ -75,15 +77,41 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def add_step(total, rows, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
-    """`total [BM, BN]` and the product of `rows [BM, BK]` with the block of an expert's matrix at (k, column)."""
+def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
+    """`[BM]` scales of rows of `[., K / 128]` at a step, of those in FP8; else anything."""
+    scales = exist
+    if S.TOKENS == "fp8":
+        scales = tl.load(scales_ptr + rows.to(tl.int64) * (S.K // GROUP) + k // GROUP, mask=exist, other=0.0)
+    return scales
+
+
+@triton.jit
+def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
+    """`total` and the product of `rows [BM, BK]` with the block of an expert's matrix at (k, column)."""
     if S.FORMAT == "":
         block = tl.reshape(matrix.load([expert, k, column]), (S.tile.BK, S.tile.BN))
         total = tl.dot(rows, block, total)
     else:
         block = load_bytes(matrix, expert, column, k, S)
-        total = add_product(total, rows, block, scales, scales_ptr, expert, column, k, S)
+        if S.TOKENS == "fp8":
+            total = add_fp8_product(total, rows, row_scales, block, scales, scales_ptr, expert, column, k, S)
+        else:
+            total = add_product(total, rows, block, scales, scales_ptr, expert, column, k, S)
     return total
+
+
+@triton.jit
+def no_sums(S: tl.constexpr):
+    """float32 zeros `[BM, BN]`, or with SWAP turned."""
+    BM: tl.constexpr = S.tile.BM
+    BN: tl.constexpr = S.tile.BN
+    return tl.zeros((BN, BM) if S.tile.SWAP else (BM, BN), tl.float32)
+
+
+@triton.jit
+def whole_sums(total, scales_ptr, expert, column, S: tl.constexpr):
+    """`[BM, BN]`, with the scales of columns where they have some."""
+    return scale_columns(tl.trans(total) if S.tile.SWAP else total, scales_ptr, expert, column, S)
 
 
 @triton.jit
@@ -95,25 +123,25 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
     TWICE: tl.constexpr = KIND.GATED and not KIND.INTERLEAVED
     if KIND.INTERLEAVED:
         column *= 2
-    first = tl.zeros((BM, P.tile.BN), tl.float32)
-    second = tl.zeros((BM, P.tile.BN), tl.float32)
+    first, second = no_sums(P), no_sums(P)
     ahead = load_group_scales(scales_ptr, expert, column, 0, P)
     ahead_second = load_group_scales(scales_ptr, expert, S.INNER + column, 0, P)
     for k in range(0, S.H, BK):
         rows = load_rows(tensors.x_ptr, tokens, exist, k, S.H, BK)
+        row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, P)
         scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
-        first = add_step(first, rows, tensors.gate_up, scales, scales_ptr, expert, column, k, P)
+        first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, P)
         if TWICE:
             up = S.INNER + column
             scales, ahead_second = ahead_second, load_group_scales(scales_ptr, expert, up, k + BK, P)
-            second = add_step(second, rows, tensors.gate_up, scales, scales_ptr, expert, up, k, P)
-    first = scale_columns(first, scales_ptr, expert, column, P)
+            second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, P)
+    first = whole_sums(first, scales_ptr, expert, column, P)
     if KIND.INTERLEAVED:
         gate, up = tl.split(tl.reshape(first, (BM, S.BN, 2)))
     else:
         gate, up = first, first
         if TWICE:
-            up = scale_columns(second, scales_ptr, expert, S.INNER + column, P)
+            up = whole_sums(second, scales_ptr, expert, S.INNER + column, P)
     return gate, up
 
 
@@ -134,7 +162,7 @@ def load_bias(bias_ptr, expert, column, KIND: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def make_hidden(
-    tensors, scales_ptr, bias_ptr, hidden_ptr, expert, slots, exist, column, KIND: tl.constexpr, S: tl.constexpr
+    tensors, scales_ptr, bias_ptr, scratch, expert, slots, exist, column, KIND: tl.constexpr, S: tl.constexpr
 ):
     """Task (1): a tile of the activated and weighted hidden rows of a block."""
     gate, up = multiply_hidden(tensors, scales_ptr, slots // S.K, exist, expert, column, KIND, S)
@@ -149,25 +177,30 @@ def make_hidden(
         values *= factor_of(up, KIND)
     if not KIND.ON_INPUT:
         values *= weights
+    if S.down.TOKENS == "fp8":
+        values, scales = quantize(values, S.down.tile.BM, S.BN)
+        offsets, inside = scale_offsets(slots, column, S.INNER, S.BN)
+        tl.store(scratch.hidden_scales_ptr + offsets, scales, mask=exist[:, None] & inside)
     columns = column + tl.arange(0, S.BN)[None, :]
-    target = hidden_ptr + slots.to(tl.int64)[:, None] * S.INNER + columns
-    tl.store(target, values.to(hidden_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.INNER))
+    target = scratch.hidden_ptr + slots.to(tl.int64)[:, None] * S.INNER + columns
+    tl.store(target, values.to(scratch.hidden_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.INNER))
 
 
 @triton.jit
-def multiply_part(tensors, scales_ptr, hidden_ptr, slots, exist, expert, column, part, S: tl.constexpr):
+def multiply_part(tensors, scales_ptr, scratch, slots, exist, expert, column, part, S: tl.constexpr):
     """float32 `[BM, BN]`: what a part of the hidden columns adds to rows of the result."""
     P: tl.constexpr = S.down
     BK: tl.constexpr = P.tile.BK
     DEPTH: tl.constexpr = (P.K + P.SPLITS * BK - 1) // (P.SPLITS * BK) * BK
     start = part * DEPTH
-    total = tl.zeros((P.tile.BM, P.tile.BN), tl.float32)
+    total = no_sums(P)
     ahead = load_group_scales(scales_ptr, expert, column, start, P)
     for k in range(start, tl.minimum(start + DEPTH, P.K), BK):
-        rows = load_rows(hidden_ptr, slots, exist, k, P.K, BK)
+        rows = load_rows(scratch.hidden_ptr, slots, exist, k, P.K, BK)
+        row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, P)
         scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
-        total = add_step(total, rows, tensors.down, scales, scales_ptr, expert, column, k, P)
-    return scale_columns(total, scales_ptr, expert, column, P)
+        total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, P)
+    return whole_sums(total, scales_ptr, expert, column, P)
 
 
 @triton.jit
@@ -235,8 +268,7 @@ def fused_moe(
     gate_up_bias_ptr,
     down_bias_ptr,
     counters_ptr,
-    hidden_ptr,
-    rows_ptr,
+    scratch,
     out_ptr,
     written_counters_ptr,
     KIND: tl.constexpr,
@@ -245,8 +277,7 @@ def fused_moe(
     """Tokens `[T, H]` to `out [T, H]`.
 
     `counters` are zero: the queue, the tiles of rows of the result that are there, the tiles of hidden rows of each of
-    MOST_BLOCKS blocks that are. They are written in place, which `written_counters` is there to say. `hidden
-    [T * K, I]` and `rows [T * K, SPLITS, H]` are scratch.
+    MOST_BLOCKS blocks that are. They are written in place, which `written_counters` is there to say.
     """
     BN: tl.constexpr = S.down.tile.BN
     experts, block_ends, num_blocks = number_blocks(tensors, S)
@@ -267,20 +298,18 @@ def fused_moe(
             block, tile = task // hidden_tiles, task % hidden_tiles
             expert, slots, exist = find_block(block, experts, block_ends, tensors, S)
             column = tile * S.BN
-            make_hidden(
-                tensors, gate_up_scales_ptr, gate_up_bias_ptr, hidden_ptr, expert, slots, exist, column, KIND, S
-            )
+            make_hidden(tensors, gate_up_scales_ptr, gate_up_bias_ptr, scratch, expert, slots, exist, column, KIND, S)
             count_up(hidden_counts_ptr + block)
         elif task < first_sums:
             block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
             part, column = inside // row_tiles, inside % row_tiles * BN
             expert, slots, exist = find_block(block, experts, block_ends, tensors, S)
             arrived = await_count(hidden_counts_ptr + block, hidden_tiles)
-            total = multiply_part(tensors, down_scales_ptr, hidden_ptr, slots, exist, expert, column, part, S)
+            total = multiply_part(tensors, down_scales_ptr, scratch, slots, exist, expert, column, part, S)
             total = tl.where(arrived, total, float("nan"))
-            finish_rows(total, tensors, down_bias_ptr, rows_ptr, expert, slots, exist, column, part, KIND, S)
+            finish_rows(total, tensors, down_bias_ptr, scratch.rows_ptr, expert, slots, exist, column, part, KIND, S)
             count_up(done_ptr)
         else:
             token, column = (task - first_sums) // sum_tiles * S.BT, (task - first_sums) % sum_tiles * S.BH
             arrived = await_count(done_ptr, num_blocks * row_tasks)
-            add_rows(tensors.ids_ptr, rows_ptr, out_ptr, token, column, arrived, S)
+            add_rows(tensors.ids_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)

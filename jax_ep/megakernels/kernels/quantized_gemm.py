@@ -1,4 +1,4 @@
-"""Products of rows in 16 bits and matrices in 8 or 4 bits, which are dequantised in registers (expert_formats.py).
+"""Products of rows and matrices in 8 or 4 bits, which are dequantised in registers (expert_formats.py, fp8_tokens.py).
 
 As in masked.py, the loop over tiles and K is one, blocks come by TMA, and with few rows per tile the product is turned:
 then the matrix is the operand that tensor cores of Hopper take from registers, where it has been dequantised, and what
@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
+from .fp8_tokens import add_fp8_product
 from .masked import find_masked_tile, number_masked_tasks
+from .quantization import GROUP
 from .tiles import (
     find_tile,
     locate_groups,
@@ -23,27 +25,31 @@ from .tiles import (
 
 
 @triton.jit
-def multiply_quantized(lhs, rhs, scales_ptr, block, group, row, column, S: tl.constexpr):
-    """float32 `[BM, BN]`: rows of `lhs [., M, K]`, in its block, times the matrix of a group."""
+def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, column, S: tl.constexpr):
+    """float32 `[BM, BN]`: rows of `lhs [., M, K]`, in its block, times the matrix of a group.
+
+    Rows of int8 have one scale, those of FP8 one in each step.
+    """
     BM: tl.constexpr = S.tile.BM
     BN: tl.constexpr = S.tile.BN
     BK: tl.constexpr = S.tile.BK
     SWAP: tl.constexpr = S.tile.SWAP
     total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.int32 if lhs.dtype == tl.int8 else tl.float32)
     ahead = load_group_scales(scales_ptr, group, column, 0, S)
+    # Rows of other groups, and behind the last, are multiplied, too, and not stored.
+    scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
     for k in range(0, S.K, BK):
         rows = tl.reshape(lhs.load([block, row, k]), (BM, BK))
         stored = load_bytes(rhs, group, column, k, S)
         scales, ahead = ahead, load_group_scales(scales_ptr, group, column, k + BK, S)
-        total = add_product(total, rows, stored, scales, scales_ptr, group, column, k, S)
-    return scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, S)
-
-
-@triton.jit
-def scale_rows(total, row_scales_ptr, rows, end):
-    """Sums `[BM, BN]` times the scales of their rows, if they have some."""
-    if row_scales_ptr is not None:
-        total *= tl.load(row_scales_ptr + rows, mask=rows < end, other=0.0)[:, None]
+        if lhs.dtype == tl.float8e4nv:
+            row_scales = tl.load(row_scales_ptr + scaled * (S.K // GROUP) + k // GROUP)
+            total = add_fp8_product(total, rows, row_scales, stored, scales, scales_ptr, group, column, k, S)
+        else:
+            total = add_product(total, rows, stored, scales, scales_ptr, group, column, k, S)
+    total = scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, S)
+    if lhs.dtype == tl.int8:
+        total *= tl.load(row_scales_ptr + scaled)[:, None]
     return total
 
 
@@ -51,13 +57,12 @@ def scale_rows(total, row_scales_ptr, rows, end):
 def grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
     """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; `lhs` describes `[1, M, K]`.
 
-    Rows of int8 have scales `[M]`.
+    Rows of int8 have scales `[M]`, rows of FP8 `[M, K / 128]`.
     """
     group_ends = number_tasks(locate_groups(sizes_ptr, S), S)
     for turn in tl.range(0, num_turns(tasks_until(tl.max(group_ends, axis=0))), flatten=True):
         tile = find_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
-        total = multiply_quantized(lhs, rhs, scales_ptr, 0, tile.group, tile.row, tile.column, S)
-        total = scale_rows(total, row_scales_ptr, tile.row + tl.arange(0, S.tile.BM), tile.end)
+        total = multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, 0, tile.group, tile.row, tile.column, S)
         store_tile(out_ptr, total, tile, S)
     zero_rest(out_ptr, group_ends, S)
 
@@ -66,16 +71,15 @@ def grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl
 def masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
     """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
 
-    Rows of int8 have scales `[G, M]`.
+    Rows of int8 have scales `[G, M]`, rows of FP8 `[G, M, K / 128]`.
     """
     group_ends = number_masked_tasks(sizes_ptr, S)
     for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
         group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
         column = column_tile * S.tile.BN
-        total = multiply_quantized(lhs, rhs, scales_ptr, group, group, row, column, S)
+        total = multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, group, group, row, column, S)
         rows = row + tl.arange(0, S.tile.BM)
         before = group.to(tl.int64) * S.M
-        total = scale_rows(total, row_scales_ptr, before + rows, before + size)
         columns = column + tl.arange(0, S.tile.BN)
         target = out_ptr + (before + rows)[:, None] * S.N + columns[None, :]
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])

@@ -271,7 +271,8 @@ class LayerTensors(NamedTuple):
     """What an expert layer on one device is made of.
 
     Attributes:
-      x_ptr: `[T, H]` tokens.
+      x_ptr: `[T, H]` tokens, in FP8 where the first product takes them so.
+      x_scales_ptr: `[T, H / 128]` float32 of tokens in FP8; else anything in float32.
       gate_up: descriptor of `[E, H, 2 * I]`, or of `[E, H, I]` without gates; in 8 or 4 bits of `[E, ., H]`.
       down: descriptor of `[E, I, H]`; in 8 or 4 bits of `[E, H, I]`.
       ids_ptr: `[T, K]` experts.
@@ -279,6 +280,7 @@ class LayerTensors(NamedTuple):
     """
 
     x_ptr: Any
+    x_scales_ptr: Any
     gate_up: Any
     down: Any
     ids_ptr: Any
@@ -289,13 +291,14 @@ class SortedLayerTensors(NamedTuple):
     """The same, and the slots sorted by expert, as `jax_ep.SortedTokens` has them for blocks of BM.
 
     Attributes:
-      x_ptr, gate_up, down, ids_ptr, weights_ptr: as those of `LayerTensors`.
+      x_ptr, x_scales_ptr, gate_up, down, ids_ptr, weights_ptr: as those of `LayerTensors`.
       slots_ptr: `[R]` slots.
       block_expert_ptr: `[R / BM]` experts.
       num_rows_ptr: `[]` rows in use.
     """
 
     x_ptr: Any
+    x_scales_ptr: Any
     gate_up: Any
     down: Any
     ids_ptr: Any
@@ -303,6 +306,20 @@ class SortedLayerTensors(NamedTuple):
     slots_ptr: Any
     block_expert_ptr: Any
     num_rows_ptr: Any
+
+
+class LayerScratch(NamedTuple):
+    """What lies between the products of the expert layer, and behind the second, by slots.
+
+    Attributes:
+      hidden_ptr: `[T * K, I]` activated rows, in FP8 where the second product takes them so.
+      hidden_scales_ptr: `[T * K, I / 128]` float32 then; else nothing.
+      rows_ptr: `[T * K, SPLITS, H]` rows of the result, or parts of them.
+    """
+
+    hidden_ptr: Any
+    hidden_scales_ptr: Any
+    rows_ptr: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +330,7 @@ class FusedTile:
       BM: slots of a block.
       BN: columns of the matrix.
       BK: depth of one step.
-      SWAP: False; the product is not turned.
+      SWAP: the product is turned, so that the matrix is what tensor cores take 64 rows of.
     """
 
     BM: int
@@ -332,6 +349,7 @@ class FusedProduct:
       FORMAT: as `jax_ep.QuantizedExperts` names it; "": matrices are `[E, K, N]` in the dtype of tokens.
       PER_BYTE: elements in a byte, of `[E, N, K]`.
       SHARING: see `QuantizedGemm`.
+      TOKENS: "fp8": rows are FP8, with a scale for each 128 columns; "": of the dtype of tokens.
       SPLITS: parts of the depth that are tasks of their own.
       tile: blocks.
     """
@@ -341,6 +359,7 @@ class FusedProduct:
     FORMAT: str
     PER_BYTE: int
     SHARING: int
+    TOKENS: str
     SPLITS: int
     tile: FusedTile
 

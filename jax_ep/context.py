@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.heap import check, nvshmem, transports
@@ -64,6 +66,8 @@ _current: Context | None = None
 _is_implicit = False
 _heap: SymmetricHeap | None = None
 _sizes: dict[int, int] | None = None  # of all heaps so far, see SymmetricHeap.sizes; None: there has been none
+_records = jax.make_user_context(False)  # whether kernels of what is traced now record; part of the key of `jax.jit`
+_recording_kernels: dict[int, str] = {}  # their names, by `Heap.LAUNCH`
 
 
 def init(
@@ -248,6 +252,41 @@ def reserved_heap(function: str) -> SymmetricHeap:
             f"{function}: the context was finalized by another thread while this one traced a program; trace it again."
         )
     return the_heap
+
+
+def records(identity: int, kernel: str) -> bool:
+    """Whether a kernel that is traced now records what it does; if so, remembers its name."""
+    if _records.value:
+        _recording_kernels[identity] = kernel
+    return bool(_records.value)
+
+
+@contextlib.contextmanager
+def record(header: np.ndarray, num_words: int) -> Iterator[Recording]:
+    """Gives the kernels of each device of this process int64 words to record in, which begin with `header`.
+
+    What this thread calls in the block is compiled anew, with kernels that record.
+
+    Raises:
+      ValueError: the transport has no kernels.
+      RuntimeError: there is a recording already, or not so much memory, or the context ends in the block; and what
+        `heap` raises.
+    """
+    the_heap = heap("record")
+    _outside_of_traces(lambda: the_heap.begin_traces(header, num_words))
+    recording = Recording({}, _recording_kernels)
+    try:
+        with _records(True):
+            yield recording
+    finally:
+        recording.words.update(_outside_of_traces(the_heap.end_traces))
+
+
+class Recording(NamedTuple):
+    """What kernels have recorded: words by the number of the device, and names of kernels by `Heap.LAUNCH`."""
+
+    words: dict[int, np.ndarray]
+    kernels: dict[int, str]
 
 
 def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import ffi
 from jax_ep.core.layout import round_up
+from jax_ep.heap.trace_area import DeviceTraceArea, TraceArea
 
 _LEAST_BYTES, _UNIT = 16 << 20, 1 << 20  # of an allocation
 
@@ -81,6 +82,9 @@ class Memory(Protocol):
     def statuses(self) -> list[ffi.StatusBuffer]:
         """The records of this process's devices as the host sees them."""
 
+    def trace_area(self, header: np.ndarray, num_words: int) -> TraceArea:
+        """Memory of each device of this process for the traces of its kernels, in place of what it had before."""
+
     def close(self) -> None:
         """Gives everything back."""
 
@@ -126,6 +130,10 @@ class PeerMemory:
     def statuses(self) -> list[ffi.StatusBuffer]:
         """The records as the host sees them."""
         return self._statuses
+
+    def trace_area(self, header: np.ndarray, num_words: int) -> TraceArea:
+        """See `Memory`."""
+        return DeviceTraceArea(list(enumerate(self.devices)), header, num_words)
 
     def close(self) -> None:
         """Gives the memory back."""

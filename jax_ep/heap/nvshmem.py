@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_ep import ffi
 from jax_ep.heap.rendezvous import Meetings
+from jax_ep.heap.trace_area import DeviceTraceArea
 
 _NO_MULTICAST = "NVSHMEM_DISABLE_NVLS"
 _left_running = False  # of the whole process, as NVSHMEM's own state is
@@ -91,6 +92,10 @@ class NvshmemMemory:
     def statuses(self) -> list[ffi.StatusBuffer]:
         """The record of this process's device as the host sees it."""
         return [self._status]
+
+    def trace_area(self, header: np.ndarray, num_words: int) -> DeviceTraceArea:
+        """See `jax_ep.heap_memory.Memory`."""
+        return DeviceTraceArea([(self._number, self._device)], header, num_words)
 
     def close(self) -> None:
         """Gives the memory back and ends NVSHMEM; calling it again does nothing. No launch may be running.

@@ -23,6 +23,7 @@ import numpy as np
 from jax_ep import ffi
 from jax_ep.core.layout import round_up
 from jax_ep.heap.memory import Generation, Memory, allocation_bytes, half_as_much_again, wait_for_devices
+from jax_ep.heap.trace_area import TraceArea
 
 _PAGE = 4096
 _CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
@@ -95,6 +96,7 @@ class SymmetricHeap:
         self._data: list[Generation] = []
         self._buffers: list[Generation] = []
         self._num_allocations = 0
+        self._traces: TraceArea | None = None
         self._sizes = dict(earlier or {})
         here = jax.process_index()
         self._own = [(number, d) for number, d in enumerate(memory.devices) if d.process_index == here]
@@ -106,8 +108,8 @@ class SymmetricHeap:
 
     @property
     def num_table_entries(self) -> int:
-        """Heap addresses of all devices, status record, timeout in ns, own number, low-latency area, buffer bytes."""
-        return self.layout.num_devices + 5
+        """Heap addresses of all devices, and what kernels/table.py names behind them."""
+        return self.layout.num_devices + 6
 
     @property
     def data(self) -> Generation:
@@ -147,6 +149,32 @@ class SymmetricHeap:
             self._reserve_data(function, data_bytes)
         if buffer_bytes and (not self._buffers or buffer_bytes > self.buffers.reserved):
             self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT))
+
+    def begin_traces(self, header: np.ndarray, num_words: int) -> None:
+        """Gives the kernels of each device of this process `num_words` int64 to record in, which begin with `header`.
+
+        Raises:
+          RuntimeError: they are recording already, or there is not so much memory.
+        """
+        if self._traces is not None:
+            raise RuntimeError("record: the context records already; end that recording first.")
+        self._wait()  # what runs was launched before, and is not to be seen
+        self._show_traces(self._memory.trace_area(header, num_words))
+
+    def end_traces(self) -> dict[int, np.ndarray]:
+        """What they have recorded, by the number of the device; launches under way are waited for."""
+        area = self._traces
+        if area is None:
+            raise RuntimeError("record: the context has been finalized while it recorded; finalize it afterwards.")
+        self._wait()
+        self._show_traces(None)
+        self._wait()  # for what another thread has launched meanwhile
+        return {number: area.read(number) for number, _ in self._own}
+
+    def _show_traces(self, area: TraceArea | None) -> None:
+        self._traces = area
+        for generation in (*self._data, *self._buffers):
+            self._registered(generation)
 
     def _begin(self) -> None:
         """Allocates a heap of a given size, and what programs of earlier contexts need."""
@@ -245,11 +273,12 @@ class SymmetricHeap:
     def _registered(self, generation: Generation) -> Generation:
         """Lets programs find the tables and status records of a generation."""
         area = [self.layout.buffers if generation.buffer_bytes else 0, generation.buffer_bytes]
+        traces = {} if self._traces is None else self._traces.addresses
         for i in generation.ids:
             self._sizes.setdefault(i, 0)
             for number, device in self._own:
                 own = [self._memory.status_address(number), self._timeout_ns, number]
-                values = [*generation.addresses[number], *own, *area]
+                values = [*generation.addresses[number], *own, *area, traces.get(number, 0)]
                 ffi.register_table(i, device, values, generation.num_bytes)
             for status in self._memory.statuses():
                 status.register(i)

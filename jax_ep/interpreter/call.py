@@ -96,6 +96,10 @@ class SharedMemory:
             for number, device in enumerate(self.devices)
         ]
 
+    def trace_area(self, header: np.ndarray, num_words: int) -> _PoolTraceArea:
+        """See `jax_ep.heap_memory.Memory`."""
+        return _PoolTraceArea(self.pool, header, num_words)
+
     def close(self) -> None:
         """Ends the workers."""
         atexit.unregister(self._close_at_exit)
@@ -108,6 +112,17 @@ class SharedMemory:
         """Programs may still be running, as after a KeyboardInterrupt; they end with the workers."""
         self.pool.close()
         _settle(self.devices)
+
+
+class _PoolTraceArea:
+    """Areas that workers share with this process; see `jax_ep.heap.trace_area.TraceArea`."""
+
+    def __init__(self, pool: Pool, header: np.ndarray, num_words: int) -> None:
+        self._pool = pool
+        self.addresses = dict(enumerate(pool.allocate_traces(header, num_words)))
+
+    def read(self, device: int) -> np.ndarray:
+        return self._pool.traces(device)
 
 
 def _settle(devices: Sequence[jax.Device]) -> None:

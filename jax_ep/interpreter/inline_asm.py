@@ -1,11 +1,13 @@
 """Inline assembler in the interpreter: the few instructions of PTX that the kernels use, on arrays of registers.
 
-Source: the PTX ISA, sections 9.7.8 (logic and shift) and 9.7.9 (prmt), and 9.7.4 for halves of a register.
+Source: the PTX ISA, sections 9.7.8 (logic and shift) and 9.7.9 (prmt), 9.7.4 for halves of a register, and 10 for
+special registers.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 
 import ml_dtypes
@@ -17,16 +19,19 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
 
     Args:
       asm: instructions of 32-bit registers, in which `$0`, `$1`, ... are first the results, then the arguments.
-      constraints: `=r` for each register of the results, then `r` for each of the arguments.
+      constraints: `=r` for each register of the results, then `r` for each of the arguments; without arguments also
+        `=l`, of 64 bits. What else the code may change does not matter here.
       packs: `[packs]` uint32, the registers of the arguments.
 
     Returns:
-      `[packs]` uint32 for each register of the results.
+      `[packs]` uint32 for each register of the results, `[1]` without arguments; uint64 of those of 64 bits.
 
     Raises:
       NotImplementedError: an instruction or constraint that is none of those here.
     """
-    kinds = constraints.replace(" ", "").split(",")
+    kinds = [kind for kind in constraints.replace(" ", "").split(",") if not kind.startswith("~")]
+    if not packs:
+        return [_special(line) for line in filter(None, map(str.strip, asm.split(";")))]
     num_results = kinds.count("=r")
     if kinds != ["=r"] * num_results + ["r"] * len(packs):
         raise NotImplementedError(f"constraints {constraints!r} for {len(packs)} registers: only =r, then r")
@@ -45,6 +50,21 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
         registers[target] = _INSTRUCTIONS[name](*map(value, sources))
     shape = packs[0].shape
     return [np.broadcast_to(registers[f"${i}"], shape) for i in range(num_results)]
+
+
+def _special(line: str) -> np.ndarray:
+    """What a special register holds; programs of a device run one after another, as on one multiprocessor."""
+    source = line.rpartition(" ")[2]
+    if line.startswith("mov.u64 $0,") and source == "%globaltimer":
+        return np.array([_now_ns()], np.uint64)
+    if line.startswith("mov.u32 $0,") and source == "%smid":
+        return np.array([0], np.uint32)
+    raise NotImplementedError(f"{line!r}: without arguments the interpreter knows %globaltimer and %smid")
+
+
+def _now_ns() -> int:
+    """One clock for all workers: later in one of them, or after what another has told it, is a later time."""
+    return time.monotonic_ns()
 
 
 def _permute(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:

@@ -127,6 +127,9 @@ def _inline_asm(run: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndar
         self: Any, asm: str, constraints: str, values: Sequence[Any], dtypes: Sequence[Any], is_pure: bool, pack: int
     ) -> _Results:
         """Elements of a pack lie in as many registers of 32 bits as they need, the first one lowest."""
+        if not values:
+            pairs = zip(run(asm, constraints, []), dtypes, strict=True)
+            return _Results(interpreter.TensorHandle(x.view(interpreter._get_np_dtype(d)), d) for x, d in pairs)
         packs = [np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint32) for value in values]
         registers = iter(run(asm, constraints, [words[:, i] for words in packs for i in range(words.shape[1])]))
         results = _Results()

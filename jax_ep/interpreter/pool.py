@@ -62,6 +62,7 @@ class Pool:
         # What is mapped stays mapped: status records, activity, then each allocation of heaps; by worker.
         self._maps: list[list[mmap.mmap]] = []
         self._addresses: list[list[list[int]]] = []
+        self._traces: list[mmap.mmap] = []
         self._allocating = threading.Lock()
         self._activity: list[np.ndarray] = []
         self._forget_launches()
@@ -108,6 +109,23 @@ class Pool:
         # thread is about to launch.
         with self._allocating:
             return self._map(heap_bytes, f"heap{len(self._maps)}")
+
+    def allocate_traces(self, header: np.ndarray, num_words: int) -> list[int]:
+        """Memory of each worker for the traces of its kernels, in place of what it had; where it sees its own.
+
+        Launches that use what it had must have ended.
+        """
+        with self._allocating:
+            addresses = self._map(8 * num_words, "traces")
+            self._traces = self._maps.pop()
+            self._addresses.pop()
+        for worker in range(self.num_workers):
+            self.traces(worker)[: header.size] = header
+        return [addresses[worker][worker] for worker in range(self.num_workers)]
+
+    def traces(self, worker: int) -> np.ndarray:
+        """The traces of a worker, int64, here."""
+        return np.frombuffer(self._traces[worker], np.int64)
 
     def reset(self) -> None:
         """Forgets a failure and clears heaps and status records; waits until no launch is under way."""

@@ -126,13 +126,14 @@ def _with_heap(
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
     identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
-    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity)
+    traced = context.records(identity, kernel.function)
+    sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, traced)
     return (*operands, Peers(group, table)), sizes
 
 
-def heap_of(layout: HeapLayout, num_ranks: int, identity: int) -> Heap:
+def heap_of(layout: HeapLayout, num_ranks: int, identity: int, traced: bool = False) -> Heap:
     """What kernels are told of the heap."""
-    return Heap(num_ranks, layout.num_devices, layout.data, layout.flags, MAX_BLOCKS, identity)
+    return Heap(num_ranks, layout.num_devices, layout.data, layout.flags, MAX_BLOCKS, identity, traced)
 
 
 def launch_identity(kernel: Kernel, arrays: tuple[Any, ...], constants: Mapping[str, Any]) -> int:

@@ -24,6 +24,7 @@ from .protocol import (
     publish,
 )
 from .structs import Rows
+from .trace import PUSH_EVENT, SUM_EVENT, stamp, trace, trace_exchange
 
 
 @triton.jit
@@ -82,16 +83,20 @@ def combine_blocks(
                 values_ptr = data_of(launch, peer.device, wire, HEAP)
                 scales_ptr = heap_rows(launch, peer.device, tl.float32, S.SCALES)
                 sums = Rows(values_ptr, scales_ptr)
+                began = stamp(HEAP)
                 sum_listed(list_ptr, count, Rows(y_ptr, scales_ptr), sums, SUM, S.H, S.tile)
-                publish(launch, peer, block, HEAP)
+                trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
+                publish(launch, peer, block, task, HEAP)
         elif index == W and step >= LAG:
             block = step - LAG
             count = list_arrivals(list_ptr, ids_ptr, block, launch.rank, S)
             alive = await_block_of_all(launch, block, alive, task, HEAP)
+            began = stamp(HEAP)
             values_ptr = data_of(launch, launch.device, wire, HEAP)
             scales_ptr = heap_rows(launch, launch.device, tl.float32, S.SCALES)
             arrived = Rows(values_ptr, scales_ptr)
             sum_listed(list_ptr, count, arrived, Rows(out_ptr, scales_ptr), SUM, S.H, S.tile)
+            trace(launch, SUM_EVENT, began, task, HEAP)
         task = next_task(launch)
 
 

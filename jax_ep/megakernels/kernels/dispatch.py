@@ -26,6 +26,7 @@ from .protocol import (
 )
 from .quantization import GROUP, dequantize, quantize, scale_offsets
 from .structs import Rows
+from .trace import COPY_EVENT, PUSH_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 
 @triton.jit
@@ -103,24 +104,30 @@ def dispatch(
             announce(launch, HEAP)
         elif task >= steps_end:
             if S.CLEAR:
+                began = stamp(HEAP)
                 clear_padding(out_ptr, row_slot_ptr, (task - steps_end) * BLOCK_R, S)
+                trace(launch, ZERO_EVENT, began, task, HEAP)
         elif index == 0:
             if step < num_blocks:
                 if begun == 0:
                     alive = await_peers(launch, alive, task, HEAP)
                     begun = 1
                 if alive != 0:
+                    began = stamp(HEAP)
                     dispatch_block(x_ptr, ids_ptr, slot_row_ptr, out, launch, step, S, HEAP)
-                    publish_to_all(launch, step, HEAP)
+                    trace_exchange(launch, PUSH_EVENT, began, task, -1, step, HEAP)
+                    publish_to_all(launch, step, task, HEAP)
         elif step >= LAG:
             block = step - LAG
             source = peer_of(launch, (launch.rank + W - index) % W)
             alive = await_block(launch, source, block, alive, task, HEAP)
+            began = stamp(HEAP)
             tokens = source.rank * S.T + block * BLOCK_T + tl.arange(0, BLOCK_T)
             mask = send_mask(ids_ptr, tokens * S.K, tokens < (source.rank + 1) * S.T, launch.rank, S.K, S.L)
             scales_ptr = heap_rows(launch, launch.device, tl.float32, S.SCALES)
             received = Rows(data_of(launch, launch.device, wire, HEAP), scales_ptr)
             copy_to_rows(received, tokens, mask, slot_row_ptr, out, S)
+            trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
         task = next_task(launch)
     if end_launch(launch, HEAP):
         poison(out_ptr, S.R * S.H)

@@ -66,6 +66,7 @@ from .tiles import (
     tile_in_grid,
     zero_rows,
 )
+from .trace import COPY_EVENT, PUSH_EVENT, SUM_EVENT, TILE_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 
 @triton.jit
@@ -133,14 +134,16 @@ def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.const
 
 
 @triton.jit
-def push_block(x_ptr, order, launch, peer, block, num_sends, S: tl.constexpr, HEAP: tl.constexpr):
+def push_block(x_ptr, order, launch, peer, block, num_sends, task, S: tl.constexpr, HEAP: tl.constexpr):
     """Sends a block of what goes to `peer`."""
+    began = stamp(HEAP)
     index = block * S.BLOCK_T + tl.arange(0, S.BLOCK_T)
     mask = index < num_sends
     tokens = tl.load(order.order_ptr + peer.rank * S.T + index, mask=mask, other=0)
     values_ptr = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
     copy_tokens(x_ptr, tokens, launch.rank * S.T + tokens, mask, values_ptr, S.product.K, S.BLOCK_H)
-    publish(launch, peer, block, HEAP)
+    trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
+    publish(launch, peer, block, task, HEAP)
 
 
 @triton.jit
@@ -164,20 +167,23 @@ def communicate(x_ptr, received_ptr, ids_ptr, order, saved_ptr, launch, alive, S
             if (block == 0) | (block * BLOCK_T < num_sends):
                 alive = await_ready(launch, peer, alive, task, HEAP)
                 if (alive != 0) & (block * BLOCK_T < num_sends):
-                    push_block(x_ptr, order, launch, peer, block, num_sends, S, HEAP)
+                    push_block(x_ptr, order, launch, peer, block, num_sends, task, S, HEAP)
         else:
             # Own tokens first: they are here.
             source = peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % W)
             local = (task - push_end) % num_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
             slots = source.rank * S.T + local
             mask = send_mask(ids_ptr, slots * S.K, local < S.T, launch.rank, S.K, S.product.G)
+            began = stamp(HEAP)
             if source.rank == launch.rank:
                 copy_tokens(x_ptr, local, slots, mask, saved_ptr, S.product.K, S.BLOCK_H)
             else:
                 needed = tl.load(order.num_needed_ptr + source.rank * S.product.G + S.product.G - 1)
                 end = (needed + BLOCK_T - 1) // BLOCK_T
                 alive = await_blocks(launch, source, 0, end, alive, task, HEAP)
+                began = stamp(HEAP)
                 copy_tokens(received_ptr, slots, slots, mask, saved_ptr, S.product.K, S.BLOCK_H)
+            trace_exchange(launch, COPY_EVENT, began, task, source.device, (task - push_end) % num_blocks, HEAP)
         task = next_task(launch)
     return alive
 
@@ -236,6 +242,7 @@ def dispatch_gemm(
             if expert > ready:
                 alive = await_tokens(launch, order, ready, expert, alive, tile, S, HEAP)
                 ready = expert
+            began = stamp(HEAP)
             row_tile, column = tile_in_grid(tile - first_tile, row_tiles(size, BM), column_tiles, P.tile.GROUP_M)
             rows_left = size - row_tile * BM
             # A group ends with a tile of half the height where at most that many rows remain.
@@ -243,8 +250,11 @@ def dispatch_gemm(
                 gathered_tile(tokens, b_desc, out_ptr, expert, first_row + row_tile * BM, rows_left, column, S, BM)
             else:
                 gathered_tile(tokens, b_desc, out_ptr, expert, first_row + row_tile * BM, rows_left, column, S, BM // 2)
+            trace(launch, TILE_EVENT, began, tile, HEAP)
         else:
+            began = stamp(HEAP)
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BM, P.M, P.N, BM, BN)
+            trace(launch, ZERO_EVENT, began, tile, HEAP)
         tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     if end_launch(launch, HEAP):
         poison(out_ptr, P.M * P.N)
@@ -342,13 +352,16 @@ def gemm_combine(
     alive = await_peers(launch, alive, 0, HEAP)
     if S.DROPS:  # known when compiling, unlike what follows
         if alive != 0:
+            began = stamp(HEAP)
             clear_dropped(handle, launch, dtype, S, HEAP)
+            trace(launch, ZERO_EVENT, began, tl.program_id(0), HEAP)
     groups = locate_groups(handle.sizes_ptr, P)
     group_ends = number_tasks(groups, P)
     # After a failure nobody may be there to receive: no more stores, whatever the results then are.
     all_tiles = tasks_until(tl.max(group_ends, axis=0))
     num_tiles = all_tiles * alive
     for turn in tl.range(0, num_turns(num_tiles), flatten=True):
+        began = stamp(HEAP)
         tile = find_tile(task_of_turn(turn), group_ends, handle.sizes_ptr, P)
         total = multiply(h_desc, b_desc, tile, P)
         # Addresses that live beside the sums would spill registers in the flat loop.
@@ -357,13 +370,16 @@ def gemm_combine(
             store_at_sources(total, addresses, tile.column, dtype, S)
         else:
             store_biased_at_sources(total, bias, tile, addresses, dtype, S)
+        trace(launch, TILE_EVENT, began, task_of_turn(turn), HEAP)
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
         if count_stored(launch, 0):
             for peer_rank in range(W):
-                publish(launch, peer_of(launch, peer_rank), 0, HEAP)
+                publish(launch, peer_of(launch, peer_rank), 0, 0, HEAP)
     if gradient is not None:
         # The first tile is the same in all programs, also where some have failed and others not.
+        began = stamp(HEAP)
         multiply_rows(factors.lhs, factors.rhs, gradient, groups, place_after(all_tiles), ALL_TASKS, S.gradient)
+        trace(launch, TILE_EVENT, began, all_tiles + tl.program_id(0), HEAP)
     if all_begun(launch):
         blocks: tl.constexpr = (S.T + S.SUM_T - 1) // S.SUM_T
         list_ptr = lists_ptr + tl.program_id(0) * 2 * S.sums.LENGTH
@@ -371,9 +387,11 @@ def gemm_combine(
         if block < blocks:
             alive = await_block_of_all(launch, 0, alive, block, HEAP)
         while block < blocks:
+            began = stamp(HEAP)
             count = list_slots(list_ptr, handle.ids_ptr, launch.rank, block, W * P.G, S)
             received = Rows(received_ptr, received_ptr)
             sum_listed(list_ptr, count, received, Rows(out_ptr, out_ptr), tl.float32, P.N, S.sums)
+            trace(launch, SUM_EVENT, began, block, HEAP)
             block = next_task(launch)
     if end_launch(launch, HEAP):
         poison(out_ptr, S.T * P.N)  # the gradient needs nothing of other ranks
@@ -409,7 +427,9 @@ def combine_with_weight_gradient(
     while turn < most_turns:
         # Programs that take neighbouring turns work on neighbouring tiles.
         first = turn // programs * programs * S.TASKS + turn % programs
+        began = stamp(HEAP)
         multiply_rows(factors.lhs, factors.rhs, gradient, groups, first, S.TASKS, GRADIENT)
+        trace(launch, TILE_EVENT, began, turn, HEAP)
         turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     if end_launch(launch, HEAP):
         poison(out_ptr, S.combine.T * S.combine.H)  # the gradient needs nothing of other ranks

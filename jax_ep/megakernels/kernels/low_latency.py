@@ -35,6 +35,18 @@ from .masks import destinations, goes_to
 from .protocol import await_flag, next_task, open_launch
 from .quantization import GROUP, dequantize, quantize
 from .table import DONE
+from .trace import (
+    COPY_EVENT,
+    COUNT_EVENT,
+    OWN,
+    PUSH_EVENT,
+    SUM_EVENT,
+    WAIT_EVENT,
+    ZERO_EVENT,
+    stamp,
+    trace,
+    trace_exchange,
+)
 
 # Slots at a time, where a task goes through many.
 SLOTS = tl.constexpr(1024)
@@ -259,25 +271,31 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
     task = next_task(launch)
     while task < clear_start + (W * (M - T) * K + SLOTS - 1) // SLOTS:
         token, block, step = -1, -1, 0
+        began = stamp(HEAP)
         if (task >= exchange_start) & (task < exchange_start + exchange):
             token, block, step = turn_of(task - exchange_start, S)
         if task < W:
             peer_rank = (launch.rank + 1 + task) % W
             buffer, own = pick(buffers.outgoing, peer_rank), peer_rank == launch.rank
             send_ids(ids_ptr, count, buffer, plan, own, alive, S)
-            greet(buffers, tl.full((), 1, tl.int64) * alive << peer_rank.to(tl.int64), HEAP)
+            trace(launch, PUSH_EVENT, began, task, HEAP)
+            greet(launch, buffers, tl.full((), 1, tl.int64) * alive << peer_rank.to(tl.int64), task, HEAP)
         elif task >= clear_start:
             clear_slots((task - clear_start) * SLOTS, plan.slot_row_ptr, S)
+            trace(launch, ZERO_EVENT, began, task, HEAP)
         elif token >= 0:
             ranks = send_token(x, ids_ptr, token, count, alive, buffers.outgoing, launch.rank, wire, S)
+            trace(launch, PUSH_EVENT, began, task, HEAP)
             if ranks != 0:
-                publish_to(buffers, ranks, 1 + token, HEAP)
+                publish_to(launch, buffers, ranks, 1 + token, task, HEAP)
         else:
             if heard == 0:
                 alive = await_greeting_of_each(launch, buffers.incoming, buffers.epochs, sources, alive, task, HEAP)
                 heard = 1
+            began = stamp(HEAP)
             if block < 0:
                 assign_rows(task - assign_start, buffers.incoming, launch, plan, S)
+                trace(launch, COUNT_EVENT, began, task, HEAP)
             else:
                 # In the order in which peers send: this rank is the last of the peer after it, and so on.
                 source_rank = (launch.rank + W - 1 - step) % W
@@ -292,6 +310,8 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
                         ended = await_flag(launch, done, L, launch.rank, alive | 1, task, HEAP)
                         alive = alive & ended
                         assigned = 1
+                        trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
+                        began = stamp(HEAP)
                     k = tl.arange(0, S.tile.CHOICES)[None, :]
                     slots = ((source_rank * M + tokens) * K)[:, None] + k
                     rows = tl.load(plan.slot_row_ptr + slots, mask=(tokens < T)[:, None] & (k < K), other=-1)
@@ -306,7 +326,9 @@ def low_latency_dispatch(x, ids_ptr, num_tokens_ptr, peers, out, plan, S: tl.con
                     expected = tl.zeros((BLOCK_T,), tl.int32) + pick(buffers.epochs, source_rank)
                     alive = await_flags(launch, incoming, 1 + tokens, expected, senders, alive, task, HEAP)
                     if alive != 0:
+                        began = stamp(HEAP)
                         copy_tokens(rows, tokens, mask, buffer, out, S)
+                        trace(launch, COPY_EVENT, began, task, HEAP)
         task = next_task(launch)
     if end_low_latency_launch(launch, HEAP):
         poison(out.values_ptr, L * W * M * S.H)
@@ -471,11 +493,13 @@ def low_latency_combine(
         peer_rank = (launch.rank + 1 + step) % W
         peer = tl.full((), 1, tl.int64) << peer_rank.to(tl.int64)
         buffer = pick(buffers.outgoing, peer_rank)
+        began = stamp(HEAP)
         if task < W:
             if alive != 0:
                 if SUMS:
                     send_weights(weights_ptr, buffer, S)
-                greet(buffers, peer, HEAP)
+                    trace(launch, PUSH_EVENT, began, task, HEAP)
+                greet(launch, buffers, peer, task, HEAP)
         elif task == hear:
             sources = tl.where(lanes < W, lanes, 0)
             alive = await_greeting_of_each(launch, buffers.incoming, buffers.epochs, sources, alive, task, HEAP)
@@ -491,18 +515,21 @@ def low_latency_combine(
                         alive = await_greeting_of_each(launch, incoming, expected, senders, alive, task, HEAP)
                         heard = heard | peer
                     if alive != 0:
+                        began = stamp(HEAP)
                         received = pick(buffers.incoming, peer_rank)
                         received_ptr = part_of(received, S.WEIGHTS, weights_ptr.dtype.element_ty)
                         weights = tl.load(received_ptr + sent * K + choices, mask=choices < K, other=0.0)
                         send_sum(y_ptr, rows, weights, sent, buffer, wire, SUM, S)
-                        publish_to(buffers, peer, 1 + sent, HEAP)
+                        trace(launch, PUSH_EVENT, began, task, HEAP)
+                        publish_to(launch, buffers, peer, 1 + sent, task, HEAP)
             else:
                 choice = step // W
                 row = tl.load(slot_row_ptr + slots + choice)
                 if (row >= 0) & (alive != 0):
                     slot = sent * K + choice
                     send_row(y_ptr, row, slot, buffer, wire, S)
-                    publish_to(buffers, peer, 1 + slot, HEAP)
+                    trace(launch, PUSH_EVENT, began, task, HEAP)
+                    publish_to(launch, buffers, peer, 1 + slot, task, HEAP)
         elif summed >= 0:
             slots = summed * K + choices
             experts = tl.load(own_ids_ptr + slots, mask=choices < K, other=-1)
@@ -522,10 +549,12 @@ def low_latency_combine(
                     flags = 1 + summed * K + existing
                 incoming, expected = pick_each(buffers.incoming, sources), pick_each(buffers.epochs, sources)
                 alive = await_flags(launch, incoming, flags, expected, sources, alive, task, HEAP)
+            began = stamp(HEAP)
             if SUMS:
                 add_sums(out_ptr, summed, ranks, buffers.incoming, wire, SUM, S)
             else:
                 add_rows(out_ptr, summed, experts, weights, buffers.incoming, wire, SUM, S)
+            trace(launch, SUM_EVENT, began, task, HEAP)
         task = next_task(launch)
     if end_low_latency_launch(launch, HEAP):
         poison(out_ptr, T * S.H)

@@ -27,6 +27,7 @@ from .masks import goes_to
 from .protocol import await_greetings, first_missing, greeting
 from .structs_serving import LowLatencyBuffers
 from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
+from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_members, trace_set, trace_wait
 
 
 @triton.jit
@@ -73,14 +74,16 @@ def part_of(buffer, AT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def greet(buffers, ranks, HEAP: tl.constexpr):
+def greet(launch, buffers, ranks, task, HEAP: tl.constexpr):
     """Greets each rank of a set; what this program has stored there is complete."""
+    began = stamp(HEAP)
     lanes = tl.arange(0, buffers.epochs.shape[0])
     words = part_of(buffers.outgoing, 0, tl.int64)
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
     tl.atomic_store(words, greeting(buffers.epochs, HEAP), mask=mask, sem="release", scope="sys")
+    trace_set(launch, ANNOUNCE_EVENT, began, task, ranks, 0, HEAP)
 
 
 @triton.jit
@@ -90,19 +93,22 @@ def await_greeting_of_each(launch, incoming, epochs, ranks, alive, task, HEAP: t
 
 
 @triton.jit
-def publish_to(buffers, ranks, flag, HEAP: tl.constexpr):
+def publish_to(launch, buffers, ranks, flag, task, HEAP: tl.constexpr):
     """Sets flag `flag >= 1` at each rank of a set: what this program has stored there is complete."""
+    began = stamp(HEAP)
     lanes = tl.arange(0, buffers.epochs.shape[0])
     flags = part_of(buffers.outgoing, 0, tl.int32) + 1 + flag
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
     tl.atomic_store(flags, buffers.epochs, mask=mask, sem="release", scope="sys")
+    trace_set(launch, PUBLISH_EVENT, began, task, ranks, flag, HEAP)
 
 
 @triton.jit
 def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.constexpr):
     """Waits for `flags [N]` in buffers `incoming [N]`, those of `ranks [N]`; returns whether the launch is alive."""
+    began = stamp(HEAP)
     if alive != 0:
         timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
         words = part_of(incoming, 0, tl.int32) + 1 + flags
@@ -117,6 +123,7 @@ def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.co
             report_timeout(launch, missing, epoch, seen, task, timeout_ns, HEAP)
     # What the flags guard is read by all threads, after this barrier.
     tl.debug_barrier()
+    trace_wait(launch, began, task, ranks, tl.max(flags, axis=0), HEAP)
     return alive
 
 
@@ -136,6 +143,7 @@ def end_low_latency_launch(launch, HEAP: tl.constexpr):
         inside = lanes < HEAP.W
         peers = tl.load(launch.group_ptr + lanes, mask=inside, other=0)
         epochs = pair_epochs(launch, peers, HEAP)
+        trace_members(launch, EPOCHS + HEAP.D, HEAP)
         tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
     # Nothing of what other programs have stored may come after what poisons it.
     tl.debug_barrier()

@@ -28,6 +28,7 @@ from .programs import all_begun, count_stored
 from .protocol import next_task, open_launch
 from .table import STARTED
 from .tiles import num_turns, task_of_turn
+from .trace import SUM_EVENT, TILE_EVENT, stamp, trace
 
 
 @triton.jit
@@ -103,6 +104,7 @@ def low_latency_gemm_combine(
     group_ends = number_masked_tasks(sizes_ptr, GEMM)
     # After a failure nobody may be there to receive: no more stores, whatever the sums then are.
     for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)) * alive, flatten=True):
+        began = stamp(HEAP)
         expert, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, GEMM)
         column = column_tile * BN
         total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, GEMM)
@@ -116,9 +118,10 @@ def low_latency_gemm_combine(
         columns = (column + tl.arange(0, BN))[None, :]
         target = tl.multiple_of(addresses.to(tl.pointer_type(dtype))[:, None] + columns, (16, 16))
         tl.store(target, total.to(dtype), mask=(addresses != 0)[:, None] & (columns < H))
+        trace(launch, TILE_EVENT, began, task_of_turn(turn), HEAP)
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of rows that were not stored
         if count_stored(launch, 0):
-            greet(buffers, (tl.full((), 1, tl.int64) << W) - 1, HEAP)
+            greet(launch, buffers, (tl.full((), 1, tl.int64) << W) - 1, 0, HEAP)
     if all_begun(launch):
         blocks: tl.constexpr = (H + S.BLOCK_H - 1) // S.BLOCK_H
         lanes = tl.arange(0, S.RANKS)
@@ -127,8 +130,10 @@ def low_latency_gemm_combine(
             ranks = tl.where(lanes < W, lanes, 0)
             alive = await_greeting_of_each(launch, buffers.incoming, buffers.epochs, ranks, alive, task, HEAP)
         while task < S.T * blocks:
+            began = stamp(HEAP)
             token, h = task // blocks, task % blocks * S.BLOCK_H
             add_received(out_ptr, sources.own_ids_ptr, weights_ptr, token, h, buffers.incoming, S)
+            trace(launch, SUM_EVENT, began, task, HEAP)
             task = next_task(launch)
     if end_low_latency_launch(launch, HEAP):
         poison(out_ptr, S.T * H)

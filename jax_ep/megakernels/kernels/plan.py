@@ -27,6 +27,7 @@ from .protocol import (
     publish,
 )
 from .table import DONE
+from .trace import COUNT_EVENT, OWN, PLACE_EVENT, PUSH_EVENT, WAIT_EVENT, ZERO_EVENT, stamp, trace, trace_exchange
 
 # A slot with an expert here, between steps (3) and (4): the local expert from this bit on, below it its position.
 EXPERT_BIT = tl.constexpr(20)
@@ -160,17 +161,21 @@ def plan(
             peer = peer_of(launch, (launch.rank + 1 + (task - 1) % num_peers) % W)
             alive = await_ready(launch, peer, alive, task, HEAP)
             if alive != 0:
+                began = stamp(HEAP)
                 target = (
                     data_of(launch, peer.device, tl.int32, HEAP) + launch.rank.to(tl.int64) * stride + block * BLOCK
                 )
                 copy_ids(x_ptr + block * BLOCK, target, N - block * BLOCK, BLOCK, NUM_EXPERTS)
-                publish(launch, peer, block, HEAP)
+                trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
+                publish(launch, peer, block, task, HEAP)
         elif task < fill_end:
+            began = stamp(HEAP)
             lanes: tl.constexpr = min(1024, S.FILL)
             for start in range((task - push_end) * S.FILL, tl.minimum((task - push_end + 1) * S.FILL, S.R), lanes):
                 rows = start + tl.arange(0, lanes)
                 tl.store(row_slot_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.R)
             count_task(launch)
+            trace(launch, ZERO_EVENT, began, task, HEAP)
         else:
             # Own blocks first: they are here. Then in the order in which peers push.
             index = (task - fill_end) % num_blocks
@@ -184,11 +189,13 @@ def plan(
             count = N - block * BLOCK
             counts_row = source_rank * source_blocks + block
             if task < count_end:
+                began = stamp(HEAP)
                 if source_rank == launch.rank:
                     invalid = copy_ids(x_ptr + block * BLOCK, ids_ptr + first, count, BLOCK, NUM_EXPERTS)
                     tl.store(scratch.invalid_ptr + block, invalid)
                 else:
                     alive = await_block(launch, peer_of(launch, source_rank), block, alive, task, HEAP)
+                    began = stamp(HEAP)
                     received = data_of(launch, launch.device, tl.int32, HEAP) + source_rank.to(tl.int64) * stride
                     copy_ids(received + block * BLOCK, ids_ptr + first, count, BLOCK, NUM_EXPERTS)
                 # What follows reads the copy: the heap may change after a failure, and both steps need the same ids.
@@ -200,11 +207,15 @@ def plan(
                 )
                 count_block(ids, positions, counts, count, launch.rank * S.L, S.L, S.tile)
                 count_task(launch)
+                trace(launch, COUNT_EVENT, began, task, HEAP)
             else:
+                began = stamp(HEAP)
                 # Also after a failure: own tasks always end, and without what they store rows would be random.
                 expected: tl.constexpr = num_fills + num_blocks
                 ended = await_flag(launch, launch.control + DONE, expected, -1, alive | 1, task, HEAP)
                 alive = alive & ended
+                trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
+                began = stamp(HEAP)
                 total, before = sum_counts(scratch.counts_ptr, counts_row, num_blocks, S.tile)
                 padded = (total // S.ALIGNMENT + (total % S.ALIGNMENT > 0).to(tl.int32)) * S.ALIGNMENT
                 ends = tl.cumsum(padded, axis=0)
@@ -213,6 +224,7 @@ def plan(
                     invalid_ptr = scratch.invalid_ptr
                     store_sizes(total, starts, ends, invalid_ptr, sizes_ptr, num_invalid_ptr, num_dropped_ptr, S)
                 store_rows(scratch.positions_ptr, slot_row_ptr, row_slot_ptr, first, count, starts + before, S)
+                trace(launch, PLACE_EVENT, began, task, HEAP)
         task = next_task(launch)
     if end_launch(launch, HEAP):
         poison(row_slot_ptr, S.R)

@@ -29,6 +29,17 @@ import triton.language as tl
 from .failures import STATE_WRONG_MESH, give_up, refuse_greeting, report
 from .structs import Launch, Peer
 from .table import DEVICE, EPOCHS, EXITED, FAILED, QUEUE, TICKET, TIMEOUT_NS
+from .trace import (
+    ANNOUNCE_EVENT,
+    GREETING,
+    PUBLISH_EVENT,
+    WAIT_EVENT,
+    stamp,
+    trace,
+    trace_exchange,
+    trace_members,
+    trace_wait,
+)
 
 
 @triton.jit
@@ -108,16 +119,19 @@ def greetings_of(control, device, epoch, HEAP: tl.constexpr):
 @triton.jit
 def announce(launch, HEAP: tl.constexpr):
     """Tells all peers that this rank has finished all earlier launches: they may write to its heap."""
+    began = stamp(HEAP)
     for step in range(1, HEAP.W):
         peer = tl.load(launch.group_ptr + (launch.rank + step) % HEAP.W)
         epoch = next_epoch(launch, peer)
         own = greetings_of(control_words(launch.table_ptr, peer), launch.device, epoch, HEAP)
         tl.atomic_store(own, greeting(epoch, HEAP), sem="release", scope="sys")
+    trace(launch, ANNOUNCE_EVENT, began, 0, HEAP)
 
 
 @triton.jit
 def await_ready(launch, peer, alive, task, HEAP: tl.constexpr):
     """Waits until `peer` has begun this launch; returns whether it is still alive."""
+    began = stamp(HEAP)
     if alive != 0:
         epoch = next_epoch(launch, peer.device)
         word = greetings_of(launch.control, peer.device, epoch, HEAP)
@@ -130,6 +144,7 @@ def await_ready(launch, peer, alive, task, HEAP: tl.constexpr):
             refuse_greeting(launch, peer.rank, epoch, seen, task, HEAP)
     # What the greeting allows is done by all threads, after this barrier.
     tl.debug_barrier()
+    trace_exchange(launch, WAIT_EVENT, began, task, peer.device, GREETING, HEAP)
     return alive
 
 
@@ -161,6 +176,7 @@ def await_greetings(launch, words, epochs, ranks, alive, task, HEAP: tl.constexp
 
     Of those that stay away, the first is reported.
     """
+    began = stamp(HEAP)
     if alive != 0:
         timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
         expected = greeting(epochs, HEAP)
@@ -176,6 +192,7 @@ def await_greetings(launch, words, epochs, ranks, alive, task, HEAP: tl.constexp
             refuse_greeting(launch, peer_rank, epoch, seen, task, HEAP)
     # What the greetings allow is done by all threads, after this barrier.
     tl.debug_barrier()
+    trace_wait(launch, began, task, ranks, GREETING, HEAP)
     return alive
 
 
@@ -186,18 +203,21 @@ def flag_index(device, epoch, block, HEAP: tl.constexpr):
 
 
 @triton.jit
-def publish(launch, peer, block, HEAP: tl.constexpr):
+def publish(launch, peer, block, task, HEAP: tl.constexpr):
     """Tells `peer` that this device's `block` is complete in its heap."""
+    began = stamp(HEAP)
     epoch = next_epoch(launch, peer.device)
     flag = control_words(launch.table_ptr, peer.device) + flag_index(launch.device, epoch, block, HEAP)
     # A release by one thread covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     tl.atomic_store(flag, epoch, sem="release", scope="sys")
+    trace_exchange(launch, PUBLISH_EVENT, began, task, peer.device, block, HEAP)
 
 
 @triton.jit
-def publish_to_all(launch, block, HEAP: tl.constexpr):
+def publish_to_all(launch, block, task, HEAP: tl.constexpr):
     """Tells every peer that this device's `block` is complete in its heap."""
+    began = stamp(HEAP)
     # A release by one thread covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
     for step in range(1, HEAP.W):
@@ -205,29 +225,37 @@ def publish_to_all(launch, block, HEAP: tl.constexpr):
         epoch = next_epoch(launch, peer)
         flag = control_words(launch.table_ptr, peer) + flag_index(launch.device, epoch, block, HEAP)
         tl.atomic_store(flag, epoch, sem="release", scope="sys")
+    trace_exchange(launch, PUBLISH_EVENT, began, task, -1, block, HEAP)
 
 
 @triton.jit
 def await_block(launch, peer, block, alive, task, HEAP: tl.constexpr):
     """Waits until `block` of `peer` is complete in this heap; returns whether the launch is still alive."""
+    began = stamp(HEAP)
     epoch = next_epoch(launch, peer.device)
     flag = launch.control + flag_index(peer.device, epoch, block, HEAP)
-    return await_flag(launch, flag, epoch, peer.rank, alive, task, HEAP)
+    alive = await_flag(launch, flag, epoch, peer.rank, alive, task, HEAP)
+    trace_exchange(launch, WAIT_EVENT, began, task, peer.device, block, HEAP)
+    return alive
 
 
 @triton.jit
 def await_block_of_all(launch, block, alive, task, HEAP: tl.constexpr):
     """Waits, for all ranks at once, until `block` of each is complete in this heap; returns whether it is alive."""
+    began = stamp(HEAP)
     lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
     ranks = tl.where(lanes < HEAP.W, lanes, launch.rank)
     devices = tl.load(launch.group_ptr + ranks)
     epochs = next_epoch(launch, devices)
-    return await_flags_at(launch, flag_index(devices, epochs, block, HEAP), epochs, ranks, alive, task, HEAP)
+    alive = await_flags_at(launch, flag_index(devices, epochs, block, HEAP), epochs, ranks, alive, task, HEAP)
+    trace_exchange(launch, WAIT_EVENT, began, task, -1, block, HEAP)
+    return alive
 
 
 @triton.jit
 def await_blocks(launch, peer, first, end, alive, task, HEAP: tl.constexpr):
     """Waits until blocks `[first, end)` of `peer` are complete in this heap; returns whether the launch is alive."""
+    began = stamp(HEAP)
     epoch = next_epoch(launch, peer.device)
     flags = launch.control + flag_index(peer.device, epoch, 0, HEAP)
     timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
@@ -242,6 +270,7 @@ def await_blocks(launch, peer, first, end, alive, task, HEAP: tl.constexpr):
                 give_up(launch, flags + end - 1, epoch, peer.rank, task, timeout_ns, HEAP)
     # What the flags guard is read by all threads, after this barrier.
     tl.debug_barrier()
+    trace_exchange(launch, WAIT_EVENT, began, task, peer.device, end - 1, HEAP)
     return alive
 
 
@@ -295,6 +324,7 @@ def end_launch(launch, HEAP: tl.constexpr):
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + QUEUE + tl.arange(0, 32), tl.zeros((32,), tl.int32))
+        trace_members(launch, EPOCHS, HEAP)
         for peer_rank in range(HEAP.W):
             peer = tl.load(launch.group_ptr + peer_rank)
             tl.store(control + EPOCHS + peer, tl.load(control + EPOCHS + peer) + 1)

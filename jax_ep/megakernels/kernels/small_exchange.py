@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .failures import poison
 from .protocol import announce, await_block, await_ready, data_of, end_launch, next_task, open_launch, peer_of, publish
+from .trace import COPY_EVENT, PUSH_EVENT, stamp, trace_exchange
 
 
 @triton.jit
@@ -32,20 +33,24 @@ def exchange_i32(x_ptr, after_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.con
             if peer.rank != launch.rank:
                 alive = await_ready(launch, peer, alive, task, HEAP)
             if alive != 0:
+                began = stamp(HEAP)
                 index = block * S.BLOCK + tl.arange(0, S.BLOCK)
                 first = peer.rank.to(tl.int64) * N if S.TO_EACH else 0
                 values = tl.load(x_ptr + first + index, mask=index < N)
                 target = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
                 tl.store(target + launch.rank.to(tl.int64) * N + index, values, mask=index < N)
-                publish(launch, peer, block, HEAP)
+                trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
+                publish(launch, peer, block, task, HEAP)
         else:
             block = (task - push_end) // W
             source = peer_of(launch, (launch.rank + W - 1 - (task - push_end) % W) % W)
             alive = await_block(launch, source, block, alive, task, HEAP)
+            began = stamp(HEAP)
             index = source.rank.to(tl.int64) * N + block * S.BLOCK + tl.arange(0, S.BLOCK)
             inside = block * S.BLOCK + tl.arange(0, S.BLOCK) < N
             received = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
             tl.store(out_ptr + index, tl.load(received + index, mask=inside), mask=inside)
+            trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
         task = next_task(launch)
     if end_launch(launch, HEAP):
         poison(out_ptr, W * N)

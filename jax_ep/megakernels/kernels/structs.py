@@ -25,6 +25,7 @@ class Heap:
       FLAGS: byte offset of the block flags.
       MAX_BLOCKS: flags of a device and parity.
       LAUNCH: the operation and a hash, the same on all ranks that launch the same (protocol.py).
+      TRACE: what the kernel does is recorded (trace.py).
     """
 
     W: int
@@ -33,6 +34,7 @@ class Heap:
     FLAGS: int
     MAX_BLOCKS: int
     LAUNCH: int
+    TRACE: bool = False
 
 
 class Peers(NamedTuple):
@@ -40,7 +42,7 @@ class Peers(NamedTuple):
 
     Attributes:
       group_ptr: `[W + 1]` int32: numbers of the group's devices, and this rank.
-      table_ptr: `[D + 5]` int64: see table.py.
+      table_ptr: `[D + 6]` int64: see table.py.
     """
 
     group_ptr: Any

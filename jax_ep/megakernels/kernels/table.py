@@ -4,7 +4,7 @@ The table, int64, begins with the addresses of the heaps of all D devices. Behin
 
     D + STATUS        address of the status record        D + AREA          offset of the low-latency area
     D + TIMEOUT_NS    how long a wait may take            D + BUFFER_BYTES  size of a low-latency buffer
-    D + DEVICE        number of this device
+    D + DEVICE        number of this device              D + TRACE         address of the trace area, or 0
 
 Each heap begins with control words, int32:
 
@@ -25,6 +25,7 @@ TIMEOUT_NS = tl.constexpr(1)
 DEVICE = tl.constexpr(2)
 AREA = tl.constexpr(3)
 BUFFER_BYTES = tl.constexpr(4)
+TRACE = tl.constexpr(5)
 
 TICKET = tl.constexpr(0)
 EXITED = tl.constexpr(1)

@@ -1,0 +1,130 @@
+"""Traces: when each task of a launch began and ended, and on which multiprocessor.
+
+All of it is left out where `Heap.TRACE` is false. Else each program writes its events to its own region of the device's
+trace area (structs_trace.py), one thread for all: its clock is that of the first thread, and what other warps of the
+program do until they meet at a barrier is not seen. A program that was compiled with traces may also run while nobody
+records: the table then has no area.
+"""
+
+import triton
+import triton.language as tl
+
+from .masks import goes_to
+from .structs_trace import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
+from .structs_trace import GREETING as GREETING_BLOCK
+from .structs_trace import OWN as OWN_BLOCK
+from .table import TRACE
+
+MEMBER_EVENT = tl.constexpr(KINDS.index("member"))
+ANNOUNCE_EVENT = tl.constexpr(KINDS.index("announce"))
+COUNT_EVENT = tl.constexpr(KINDS.index("count"))
+PLACE_EVENT = tl.constexpr(KINDS.index("place"))
+PUSH_EVENT = tl.constexpr(KINDS.index("push"))
+PUBLISH_EVENT = tl.constexpr(KINDS.index("publish"))
+WAIT_EVENT = tl.constexpr(KINDS.index("wait"))
+COPY_EVENT = tl.constexpr(KINDS.index("copy"))
+TILE_EVENT = tl.constexpr(KINDS.index("tile"))
+SUM_EVENT = tl.constexpr(KINDS.index("sum"))
+ZERO_EVENT = tl.constexpr(KINDS.index("zero"))
+
+GREETING = tl.constexpr(GREETING_BLOCK)
+OWN = tl.constexpr(OWN_BLOCK)
+
+HEADER = tl.constexpr(NUM_HEADER)
+WORDS = tl.constexpr(NUM_WORDS)
+LAUNCHES = tl.constexpr(AREA_LAUNCHES)
+ROOM = tl.constexpr(AREA_ROOM)
+PROGRAMS = tl.constexpr(AREA_PROGRAMS)
+LOST = tl.constexpr(AREA_LOST)
+
+
+@triton.jit
+def stamp(HEAP: tl.constexpr):
+    """Now, on the clock of the device, in ns; 0 where nothing is traced."""
+    now = tl.full((), 0, tl.int64)
+    if HEAP.TRACE:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,~{memory}", [], tl.int64, False, 1)
+    return now
+
+
+@triton.jit
+def trace(launch, KIND: tl.constexpr, began, task, HEAP: tl.constexpr):
+    """Records what this program did from `began` until now, for a task that concerns no peer."""
+    trace_exchange(launch, KIND, began, task, -1, 0, HEAP)
+
+
+@triton.jit
+def trace_exchange(launch, KIND: tl.constexpr, began, task, peer, block, HEAP: tl.constexpr):
+    """The same for a block that goes to device `peer` or is awaited from there; -1: several."""
+    if HEAP.TRACE:
+        write_event(launch, KIND, began, stamp(HEAP), task, peer, block, 0, HEAP)
+
+
+@triton.jit
+def trace_set(launch, KIND: tl.constexpr, began, task, ranks, block, HEAP: tl.constexpr):
+    """The same for a set of ranks, of which one alone is named."""
+    if HEAP.TRACE:
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
+        chosen = (lanes < HEAP.W) & goes_to(ranks, lanes)
+        device = tl.load(launch.group_ptr + tl.max(tl.where(chosen, lanes, 0), axis=0))
+        peer = tl.where(tl.sum(chosen.to(tl.int32), axis=0) == 1, device, -1)
+        write_event(launch, KIND, began, stamp(HEAP), task, peer, block, 0, HEAP)
+
+
+@triton.jit
+def trace_wait(launch, began, task, ranks, block, HEAP: tl.constexpr):
+    """Records a wait for `block` of each of several ranks."""
+    if HEAP.TRACE:
+        rank = tl.max(ranks, axis=0)
+        device = tl.load(launch.group_ptr + rank)
+        peer = tl.where(tl.min(ranks, axis=0) == rank, device, -1)
+        write_event(launch, WAIT_EVENT, began, stamp(HEAP), task, peer, block, 0, HEAP)
+
+
+@triton.jit
+def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
+    """Records who took part in this launch, which ends: for the program that leaves last.
+
+    The epochs are those at control word EPOCHS_AT, before this launch is counted.
+    """
+    if HEAP.TRACE:
+        now = stamp(HEAP)
+        for rank in range(HEAP.W):
+            device = tl.load(launch.group_ptr + rank)
+            epoch = tl.load(launch.control + EPOCHS_AT + device) + 1
+            write_event(launch, MEMBER_EVENT, now, now, rank, device, tl.num_programs(0), epoch, HEAP)
+        area = tl.load(launch.table_ptr + HEAP.D + TRACE).to(tl.pointer_type(tl.int64))
+        recording = tl.load(launch.table_ptr + HEAP.D + TRACE) != 0
+        number = tl.load(area + LAUNCHES, mask=recording, other=0)
+        tl.store(area + LAUNCHES, number + 1, mask=recording)
+
+
+@triton.jit
+def write_event(launch, KIND: tl.constexpr, began, ended, task, peer, block, epoch, HEAP: tl.constexpr):
+    """Writes an event to this program's region, or only counts it where that is full."""
+    address = tl.load(launch.table_ptr + HEAP.D + TRACE)
+    area = address.to(tl.pointer_type(tl.int64))
+    recording = address != 0
+    program = tl.program_id(0)
+    room = tl.load(area + ROOM, mask=recording, other=0)
+    has_region = recording & (program < tl.load(area + PROGRAMS, mask=recording, other=0))
+    tl.atomic_add(area + LOST, 1, mask=recording & (has_region == 0), sem="relaxed", scope="gpu")
+    region = area + HEADER + program.to(tl.int64) * (HEADER + WORDS * room)
+    index = tl.load(region, mask=has_region, other=0)
+    number = tl.load(area + LAUNCHES, mask=recording, other=0)
+    tl.store(region, index + 1, mask=has_region)
+    fits = has_region & (index < room)
+    sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], tl.int32, False, 1)
+    event = region + HEADER + WORDS * index
+    what = word(task, 0) | (KIND << 32) | (sm.to(tl.int64) << 40) | (word(peer + 1, 52))
+    tl.store(event, began, mask=fits)
+    tl.store(event + 1, ended, mask=fits)
+    tl.store(event + 2, what, mask=fits)
+    tl.store(event + 3, word(block, 0) | word(epoch, 32), mask=fits)
+    tl.store(event + 4, HEAP.LAUNCH | (number << 32), mask=fits)
+
+
+@triton.jit
+def word(value, SHIFT: tl.constexpr):
+    """The low 32 bits of a number, as part of a word of 64."""
+    return ((tl.full((), 0, tl.int64) + value) & 0xFFFFFFFF) << SHIFT

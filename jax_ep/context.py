@@ -272,6 +272,11 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recording]:
       RuntimeError: there is a recording already, or not so much memory, or the context ends in the block; and what
         `heap` raises.
     """
+    if (_current.transport if _current is not None else transports.best()) == "xla":
+        raise ValueError(
+            "record: transport 'xla' has no kernels to record, expected 'peer', 'nvshmem' or 'shared_memory'; on GPUs"
+            " call jax_ep.init() without a transport, on CPU devices jax_ep.init(mesh, transport='shared_memory')."
+        )
     the_heap = heap("record")
     _outside_of_traces(lambda: the_heap.begin_traces(header, num_words))
     recording = Recording({}, _recording_kernels)

@@ -162,7 +162,7 @@ LEVELS = [
     {"megakernels"},  # its products alone are those of pallas, where these are faster
     {"ops"},  # loads implementations by name
     {"routing", "quantization"},
-    {"sharding", "serving"},
+    {"sharding", "serving", "tracing"},
     {"flax", "checkpoints", "tools", "__init__"},  # `__init__` is for users: nothing of the package imports it
     {"__main__"},
 ]

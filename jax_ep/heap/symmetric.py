@@ -321,6 +321,7 @@ class SymmetricHeap:
             ffi.hide_table(i)
         self._wait()
         message = self.failure()
+        self._traces = None
         for i in ids:
             ffi.unregister_table(i)
         self._memory.close()

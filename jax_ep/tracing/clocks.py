@@ -1,0 +1,134 @@
+"""One time line for several devices, whose clocks differ, from the exchange itself.
+
+What a peer has waited for was sent before the wait ended. So each such pair of a time on one clock and a time on
+another bounds the difference of the two from one side, and pairs in the other direction bound it from the other side:
+the offset of a clock lies in an interval, of which the middle is taken, and half of the width is the error. That is how
+NTP (RFC 5905, section 8) takes the offset from a message and its answer, with the bounds of all messages together
+instead of the fastest one alone. Bounds of several devices are difference constraints: the earliest and the latest
+solution are longest paths (Cormen et al., Introduction to Algorithms, section 22.4), and the middle of the two is a
+solution too.
+
+Offsets are constant. Where clocks have drifted during the recording, bounds may contradict each other; then all of them
+are relaxed by the least number of ns with which they do not, and that is part of the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ep.megakernels.kernels.structs_trace import GREETING, KINDS
+from jax_ep.tracing.events import Launch
+
+_ANNOUNCE, _PUBLISH, _WAIT = (KINDS.index(kind) for kind in ("announce", "publish", "wait"))
+
+
+class Message(NamedTuple):
+    """Something that one device has sent, before which a wait of another one could not end: a time on each clock."""
+
+    source: int
+    target: int
+    sent: int
+    seen: int
+
+
+class Clocks(NamedTuple):
+    """What to add to the times of each device, in ns, so that they are those of the first one.
+
+    Attributes:
+      offset_ns: by device.
+      error_ns: by how much each may be wrong; None where nothing connects the device with the first one.
+      relaxed_ns: by how much the bounds contradicted each other.
+    """
+
+    offset_ns: dict[int, int]
+    error_ns: dict[int, int | None]
+    relaxed_ns: int = 0
+
+
+def align(devices: Sequence[int], messages: Iterable[Message]) -> Clocks:
+    """The offsets that the messages of a recording allow, in relation to the first device."""
+    place = {device: i for i, device in enumerate(devices)}
+    bounds = np.full((len(devices), len(devices)), -np.inf)  # [s, t]: t's offset is at least s's plus this
+    np.fill_diagonal(bounds, 0)
+    for message in messages:
+        pair = place[message.source], place[message.target]
+        bounds[pair] = max(bounds[pair], message.sent - message.seen)
+    relaxed, longest = _relaxed(bounds)
+    earliest, latest = longest[0], -longest[:, 0]
+    known = np.isfinite(earliest) & np.isfinite(latest)
+    offsets, errors = {}, {}
+    for device, i in place.items():
+        offsets[device] = int((earliest[i] + latest[i]) // 2) if known[i] else 0
+        errors[device] = int(np.ceil((latest[i] - earliest[i]) / 2)) if known[i] else None
+    return Clocks(offsets, errors, relaxed)
+
+
+def _relaxed(bounds: np.ndarray) -> tuple[int, np.ndarray]:
+    """By how many ns the bounds must be relaxed to agree, and the longest paths with that."""
+    off_diagonal = ~np.eye(len(bounds), dtype=bool)
+    finite = bounds[off_diagonal & np.isfinite(bounds)]
+    low, high = 0, int(max(0, finite.max(initial=0)))  # with `high` none is positive
+
+    def paths(relaxed: int) -> np.ndarray:
+        longest = np.where(off_diagonal, bounds - relaxed, bounds)
+        for via in range(len(longest)):
+            longest = np.maximum(longest, longest[:, via, None] + longest[None, via, :])
+        return longest
+
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if np.diagonal(paths(middle)).max() <= 0 else (middle + 1, high)
+    return low, paths(low)
+
+
+class Sent:
+    """When each device has sent what: greetings and blocks, by launch.
+
+    Args:
+      events: of all devices.
+      launches: by device and number.
+    """
+
+    def __init__(self, events: np.ndarray, launches: Mapping[tuple[int, int], Launch]) -> None:
+        self._launches = launches
+        self._numbers: dict[tuple[int, int, int, int], int | None] = {}
+        for (device, number), launch in launches.items():
+            for peer, epoch in zip(launch.group, launch.epochs, strict=True):
+                key = (device, peer, launch.identity, epoch)
+                # Heaps of several sizes count each from the beginning: what cannot be told apart is left out.
+                self._numbers[key] = None if key in self._numbers else number
+        self._times: dict[tuple[int, int, int, int], int] = {}
+        for event in events[np.isin(events["kind"], (_ANNOUNCE, _PUBLISH))]:
+            block = GREETING if event["kind"] == _ANNOUNCE else int(event["block"])
+            sent_key = (int(event["device"]), int(event["launch"]), int(event["peer"]), block)
+            begin = int(event["begin"])
+            self._times[sent_key] = min(begin, self._times.get(sent_key, begin))
+
+    def time(self, source: int, target: int, number: int, block: int) -> int | None:
+        """When `source` began to tell `target` of a block, in the launch that is `number` there; None: unknown."""
+        launch = self._launches[target, number]
+        epoch = launch.epochs[launch.rank(source)]
+        its_number = self._numbers.get((source, target, launch.identity, epoch))
+        if its_number is None:
+            return None
+        times = [self._times.get((source, its_number, peer, block)) for peer in (target, -1)]
+        return min((time for time in times if time is not None), default=None)
+
+    def awaited(self, wait: np.void) -> list[tuple[int, int]]:
+        """What a wait was for: devices, and when each of them began to send it."""
+        device, peer, number, block = (int(wait[name]) for name in ("device", "peer", "launch", "block"))
+        if block < GREETING:
+            return []
+        peers = self._launches[device, number].group if peer < 0 else (peer,)
+        found = ((source, self.time(source, device, number, block)) for source in peers if source != device)
+        return [(source, time) for source, time in found if time is not None]
+
+
+def messages(events: np.ndarray, sent: Sent) -> Iterator[Message]:
+    """What the waits of all devices say."""
+    for wait in events[events["kind"] == _WAIT]:
+        for source, time in sent.awaited(wait):
+            yield Message(source, int(wait["device"]), time, int(wait["end"]))

@@ -1,0 +1,121 @@
+"""What kernels have written, as tables: kernels/structs_trace.py has the layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ep.megakernels.kernels.structs_trace import (
+    AREA_LAUNCHES,
+    AREA_LOST,
+    AREA_PROGRAMS,
+    AREA_ROOM,
+    KINDS,
+    NUM_HEADER,
+    NUM_WORDS,
+)
+
+EVENT = np.dtype(
+    [
+        ("device", np.int32),
+        ("launch", np.int32),
+        ("program", np.int32),
+        ("multiprocessor", np.int32),
+        ("kind", np.int32),
+        ("task", np.int32),
+        ("peer", np.int32),
+        ("block", np.int32),
+        ("begin", np.int64),
+        ("end", np.int64),
+    ]
+)
+"""One event: `kind` is a place in KINDS, `peer` a device or -1, `launch` a number on this device, times are in ns."""
+
+_MEMBER = KINDS.index("member")
+
+
+class Launch(NamedTuple):
+    """One launch as one device saw it.
+
+    Attributes:
+      kernel: its name.
+      identity: `Heap.LAUNCH`, the same on all devices that launch the same.
+      num_programs: programs.
+      group: devices in the order of their ranks.
+      epochs: for each of them, which launch of this device and that one it is.
+    """
+
+    kernel: str
+    identity: int
+    num_programs: int
+    group: tuple[int, ...]
+    epochs: tuple[int, ...]
+
+    def rank(self, device: int) -> int:
+        """The rank of a device of the group."""
+        return self.group.index(device)
+
+
+class Written(NamedTuple):
+    """What one device has written.
+
+    Attributes:
+      events: of type EVENT, sorted by launch, program and time; launches that are incomplete are left out.
+      launches: by their number.
+      num_dropped: events for which there was no room.
+    """
+
+    events: np.ndarray
+    launches: dict[int, Launch]
+    num_dropped: int
+
+
+def area_header(num_programs: int, events_per_program: int) -> tuple[np.ndarray, int]:
+    """The first words of a trace area, and how many it has."""
+    header = np.zeros((NUM_HEADER,), np.int64)
+    header[AREA_ROOM], header[AREA_PROGRAMS] = events_per_program, num_programs
+    return header, NUM_HEADER + num_programs * _region_words(events_per_program)
+
+
+def read(words: np.ndarray, device: int, kernels: dict[int, str]) -> Written:
+    """What lies in the trace area of a device; names of kernels by `Heap.LAUNCH`."""
+    room, num_programs, num_launches = (int(words[i]) for i in (AREA_ROOM, AREA_PROGRAMS, AREA_LAUNCHES))
+    regions = words[NUM_HEADER:].reshape(num_programs, _region_words(room))
+    counts = np.minimum(regions[:, 0], room)
+    num_dropped = int(words[AREA_LOST] + (regions[:, 0] - counts).sum())
+    program = np.repeat(np.arange(num_programs), counts)
+    rows = [
+        region[NUM_HEADER:][: n * NUM_WORDS].reshape(n, NUM_WORDS) for region, n in zip(regions, counts, strict=True)
+    ]
+    raw = np.concatenate(rows)
+    number, kind = raw[:, 4] >> 32, raw[:, 2] >> 32 & 0xFF
+    launches = _launches(raw[kind == _MEMBER], kernels)
+    # One that was under way when the recording began or ended has no members, or was counted as another's events.
+    kept = (kind != _MEMBER) & np.isin(number, list(launches)) & (number < num_launches)
+    program, raw, number, kind = program[kept], raw[kept], number[kept], kind[kept]
+    events = np.zeros((len(raw),), EVENT)
+    events["device"], events["launch"], events["program"], events["kind"] = device, number, program, kind
+    events["multiprocessor"] = raw[:, 2] >> 40 & 0xFFF
+    events["peer"] = (raw[:, 2] >> 52 & 0xFFF) - 1
+    events["task"], events["block"] = (raw[:, i].astype(np.int32) for i in (2, 3))
+    events["begin"], events["end"] = raw[:, 0], raw[:, 1]
+    order = np.lexsort((events["begin"], events["program"], events["launch"]))
+    return Written(events[order], launches, num_dropped)
+
+
+def _region_words(events_per_program: int) -> int:
+    return NUM_HEADER + NUM_WORDS * events_per_program
+
+
+def _launches(members: np.ndarray, kernels: dict[int, str]) -> dict[int, Launch]:
+    found = {}
+    for number in np.unique(members[:, 4] >> 32):
+        rows = members[members[:, 4] >> 32 == number]
+        rows = rows[np.argsort(rows[:, 2].astype(np.int32))]
+        identity = int(rows[0, 4] & 0xFFFFFFFF)
+        group, epochs = (rows[:, 2] >> 52 & 0xFFF) - 1, rows[:, 3] >> 32
+        kernel = kernels.get(identity, f"operation {identity & 0xFF}")
+        num_programs = int(rows[0, 3] & 0xFFFFFFFF)
+        found[int(number)] = Launch(kernel, identity, num_programs, tuple(group.tolist()), tuple(epochs.tolist()))
+    return found

@@ -1,0 +1,79 @@
+"""A picture of a trace: the time line of every device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_ep.megakernels.kernels.structs_trace import KINDS
+
+if TYPE_CHECKING:
+    from jax_ep.tracing.trace import Trace
+
+# Okabe and Ito's colours, which people who do not see all of them can tell apart; a wait is pale, as nothing happens.
+_COLOURS = {
+    "announce": "#000000",
+    "count": "#f0e442",
+    "place": "#b3a500",
+    "push": "#d55e00",
+    "publish": "#7a3500",
+    "wait": "#dddddd",
+    "copy": "#e69f00",
+    "tile": "#0072b2",
+    "sum": "#009e73",
+    "zero": "#cc79a7",
+}
+_WIDTH, _ROW, _LEAST, _MOST = 11.0, 0.035, 1.0, 6.0  # inches: of the picture, a program's row, a device
+
+
+def draw(trace: Trace, path: Path) -> None:
+    """See `Trace.plot`."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Trace.plot needs matplotlib: pip install 'jax-ep[tools]'") from error
+    events, devices = trace.aligned, trace.devices
+    if not len(events):
+        raise ValueError("Trace.plot: no events; call a function that communicates in the block of `record`.")
+    rows = [len(np.unique(events["program"][events["device"] == device])) for device in devices]
+    heights = [min(_MOST, max(_LEAST, _ROW * count)) for count in rows]
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(devices), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    first, scale = int(events["begin"].min()), 1 if trace.is_ordered_only else 1000
+    for axes, device in zip(grid[:, 0], devices, strict=True):
+        _draw_device(axes, events[events["device"] == device], first, scale)
+        axes.set_ylabel(f"device {device}\nprograms")
+    unit = (
+        "place in the order of all events (interpreter: no times)" if trace.is_ordered_only else "time, \N{MICRO SIGN}s"
+    )
+    grid[-1, 0].set_xlabel(unit)
+    names = sorted({launch.kernel for launch in trace.launches.values()})
+    figure.suptitle(", ".join(names), fontsize=10)
+    handles, labels = _legend(np.unique(events["kind"]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_device(axes: Any, events: np.ndarray, first: int, scale: int) -> None:
+    """One row per program, those of a multiprocessor beside each other."""
+    order = np.lexsort((events["program"], events["multiprocessor"]))
+    programs = list(dict.fromkeys(events["program"][order].tolist()))
+    row = {program: i for i, program in enumerate(programs)}
+    for kind in np.unique(events["kind"]):
+        own = events[events["kind"] == kind]
+        rows = np.array([row[program] for program in own["program"].tolist()])
+        begin, width = (own["begin"] - first) / scale, (own["end"] - own["begin"]) / scale
+        axes.barh(rows, width, left=begin, height=1.0, color=_COLOURS[KINDS[kind]], linewidth=0)
+    axes.set_ylim(len(programs) - 0.5, -0.5)
+    axes.set_yticks([])
+
+
+def _legend(kinds: np.ndarray) -> tuple[list[Any], list[str]]:
+    from matplotlib.patches import Patch
+
+    labels = [KINDS[kind] for kind in kinds]
+    return [Patch(color=_COLOURS[label]) for label in labels], labels

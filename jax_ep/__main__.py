@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jax_ep.tools import bench, doctor
+from jax_ep.tools import bench, doctor, trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)
     bench.add_command(commands)
+    trace.add_command(commands)
     args = parser.parse_args(arguments)
     status: int = args.run(args)
     return status

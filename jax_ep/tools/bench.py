@@ -55,10 +55,10 @@ def folder() -> Path:
     return in_tree if (in_tree / "lib" / "harness.py").is_file() else _PACKAGE / "tools" / "benchmarks"
 
 
-def call(script: Path, options: Sequence[str]) -> None:
-    """The script with these options, which write to the current folder unless they say where."""
+def call(script: Path, options: Sequence[str], out: str = str(_OUT)) -> None:
+    """The script with these options, which write to `out` of the current folder unless they say where."""
     given = any(option == "--out" or option.startswith("--out=") for option in options)
-    arguments = [str(script), *options, *([] if given else ["--out", str(_OUT)])]
+    arguments = [str(script), *options, *([] if given else ["--out", out])]
     before = sys.argv, list(sys.path)
     sys.argv = arguments
     sys.path.insert(0, str(script.parent))

@@ -50,6 +50,8 @@ class Clocks(NamedTuple):
 
 def align(devices: Sequence[int], messages: Iterable[Message]) -> Clocks:
     """The offsets that the messages of a recording allow, in relation to the first device."""
+    if not devices:
+        return Clocks({}, {})
     place = {device: i for i, device in enumerate(devices)}
     bounds = np.full((len(devices), len(devices)), -np.inf)  # [s, t]: t's offset is at least s's plus this
     np.fill_diagonal(bounds, 0)

@@ -61,9 +61,9 @@ class Written(NamedTuple):
     """What one device has written.
 
     Attributes:
-      events: of type EVENT, sorted by launch, program and time; launches that are incomplete are left out.
-      launches: by their number.
-      num_dropped: events for which there was no room.
+      events: of type EVENT, sorted by launch, program and time.
+      launches: by their number; those that were under way when the recording ended are left out.
+      num_dropped: events for which there was no room, or of a launch that nothing is known of, for want of room.
     """
 
     events: np.ndarray
@@ -91,8 +91,8 @@ def read(words: np.ndarray, device: int, kernels: dict[int, str]) -> Written:
     raw = np.concatenate(rows)
     number, kind = raw[:, 4] >> 32, raw[:, 2] >> 32 & 0xFF
     launches = _launches(raw[kind == _MEMBER], kernels)
-    # One that was under way when the recording began or ended has no members, or was counted as another's events.
-    kept = (kind != _MEMBER) & np.isin(number, list(launches)) & (number < num_launches)
+    kept = (kind != _MEMBER) & np.isin(number, list(launches))
+    num_dropped += int(((kind != _MEMBER) & ~kept & (number < num_launches)).sum())
     program, raw, number, kind = program[kept], raw[kept], number[kept], kind[kept]
     events = np.zeros((len(raw),), EVENT)
     events["device"], events["launch"], events["program"], events["kind"] = device, number, program, kind
@@ -112,7 +112,10 @@ def _launches(members: np.ndarray, kernels: dict[int, str]) -> dict[int, Launch]
     found = {}
     for number in np.unique(members[:, 4] >> 32):
         rows = members[members[:, 4] >> 32 == number]
-        rows = rows[np.argsort(rows[:, 2].astype(np.int32))]
+        task = rows[:, 2].astype(np.int32)
+        if len(rows) < task[0] >> 16:
+            continue  # there was no room for all of them
+        rows = rows[np.argsort(task)]
         identity = int(rows[0, 4] & 0xFFFFFFFF)
         group, epochs = (rows[:, 2] >> 52 & 0xFFF) - 1, rows[:, 3] >> 32
         kernel = kernels.get(identity, f"operation {identity & 0xFF}")

@@ -39,7 +39,8 @@ class Trace:
 
     @classmethod
     def of_devices(cls, written: Mapping[int, Written], *, is_ordered_only: bool = False) -> Trace:
-        """The trace of what these devices have written."""
+        """The trace of what these devices have written; those that have written nothing are left out."""
+        written = {device: one for device, one in written.items() if one.launches or one.num_dropped}
         events = np.concatenate([np.zeros((0,), EVENT), *(one.events for one in written.values())])
         launches = {(d, number): launch for d, one in written.items() for number, launch in one.launches.items()}
         dropped = {device: one.num_dropped for device, one in written.items()}
@@ -56,7 +57,7 @@ class Trace:
 
     @property
     def devices(self) -> list[int]:
-        """Numbers of the devices that were recorded."""
+        """Numbers of the devices with launches that were recorded."""
         return sorted(self.num_dropped)
 
     def only(self, *kernels: str, last: int | None = None) -> Trace:

@@ -9,8 +9,8 @@ events, as far as there is room, NUM_WORDS each:
     block | epoch << 32             of the block that was pushed or waited for; the epoch of a member
     launch | number << 32           `Heap.LAUNCH`, and how many launches were traced before it
 
-At its end a launch has an event "member" for each rank of its group, of which the task is the rank, the peer its
-device, and the block the number of programs. By these launches of several devices find each other.
+At its end a launch has an event "member" for each rank of its group, of which the task is the rank | (number of ranks)
+<< 16, the peer its device, and the block the number of programs. By these launches of several devices find each other.
 
 This module imports neither JAX nor Triton.
 """

@@ -92,7 +92,8 @@ def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
         for rank in range(HEAP.W):
             device = tl.load(launch.group_ptr + rank)
             epoch = tl.load(launch.control + EPOCHS_AT + device) + 1
-            write_event(launch, MEMBER_EVENT, now, now, rank, device, tl.num_programs(0), epoch, HEAP)
+            task = rank | (HEAP.W << 16)
+            write_event(launch, MEMBER_EVENT, now, now, task, device, tl.num_programs(0), epoch, HEAP)
         area = tl.load(launch.table_ptr + HEAP.D + TRACE).to(tl.pointer_type(tl.int64))
         recording = tl.load(launch.table_ptr + HEAP.D + TRACE) != 0
         number = tl.load(area + LAUNCHES, mask=recording, other=0)

@@ -1,0 +1,318 @@
+"""Recordings of real launches: every task once, in order, and no bit of a result different."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import harness
+import jax_ep
+from jax_ep import context, tracing
+from jax_ep.megakernels import exchange, low_latency
+from jax_ep.tracing import KINDS, clocks
+from jax_ep.tracing.events import EVENT
+from jax_ep.types import Layout, Schedule
+
+pytest.importorskip("triton")
+
+W, T, K, E, H, INNER = 2, 6, 2, 4, 128, 128
+BF16 = jnp.dtype(jnp.bfloat16)
+OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
+WAITS = {"wait", "publish"}  # beside what a task is about
+
+
+def inputs(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    ids = np.argsort(rng.random((W, T, E)), axis=2)[:, :, :K].astype(np.int32)
+    gate_up = rng.normal(size=(W, E // W, H, 2 * INNER)) / 8
+    down = rng.normal(size=(W, E // W, INNER, H)) / 8
+    weights = rng.random((W, T, K)).astype(np.float32)
+    return (rng.normal(size=(W, T, H)).astype(BF16), ids, weights, gate_up.astype(BF16), down.astype(BF16))
+
+
+def round_trip(x: Any, ids: Any, *_: Any) -> Any:
+    sent = jax_ep.dispatch(x, ids, **OPTIONS)
+    return jax_ep.combine(sent.tokens, sent.handle, implementation="triton")
+
+
+def layer(dispatch_mode: str, combine_mode: str) -> Any:
+    schedule = jax_ep.Schedule(dispatch_mode=dispatch_mode, combine_mode=combine_mode)
+    return lambda *args: jax_ep.moe(*args, **OPTIONS, schedule=schedule)
+
+
+def decode(x: Any, ids: Any, weights: Any, *_: Any) -> Any:
+    sent = jax_ep.low_latency_dispatch(x, ids, **OPTIONS, max_tokens_per_rank=T, quantize=False)
+    return jax_ep.low_latency_combine(sent.tokens, ids, weights, sent.handle, implementation="triton")
+
+
+def decode_layer(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+    return jax_ep.low_latency_moe(x, ids, weights, gate_up.swapaxes(1, 2), down.swapaxes(1, 2), **OPTIONS)
+
+
+def record(fn: Any, mesh: Mesh, args: Any, **options: Any) -> tuple[tracing.Trace, Any]:
+    with tracing.record(**options) as recording:
+        result = harness.run(fn, mesh, *args)
+    return recording.trace, result
+
+
+def tasks(trace: tracing.Trace, kernel: str, device: int, *but: str) -> list[tuple[str, int]]:
+    """Kinds and tasks of the one launch of a kernel, without some kinds, in order of task."""
+    events = trace.only(kernel, last=1).events
+    own = events[(events["device"] == device) & ~np.isin(events["kind"], [KINDS.index(kind) for kind in but])]
+    return sorted(((KINDS[e["kind"]], int(e["task"])) for e in own), key=lambda pair: pair[1])
+
+
+def check(trace: tracing.Trace) -> None:
+    """What holds for every trace."""
+    assert len(trace.events) and not any(trace.num_dropped.values())
+    assert (trace.events["end"] >= trace.events["begin"]).all()
+    for event in trace.events:
+        assert (int(event["device"]), int(event["launch"])) in trace.launches
+    for device in trace.devices:
+        for program in np.unique(trace.events["program"][trace.events["device"] == device]):
+            own = trace.events[(trace.events["device"] == device) & (trace.events["program"] == program)]
+            own = own[np.argsort(own["begin"], kind="stable")]
+            assert (own["begin"][1:] >= own["end"][:-1]).all(), "events of a program overlap"
+            assert (np.diff(own["launch"]) >= 0).all()
+    # One task is one thing: a program waits for it, does it, and tells of it.
+    keys = trace.events[["device", "launch", "kind", "task", "peer"]][
+        ~np.isin(trace.events["kind"], kinds("wait", "push"))
+    ]
+    assert max(Counter(keys.tolist()).values()) == 1
+    found = list(clocks.messages(trace.aligned, trace.sent()))
+    assert found and all(message.seen > message.sent for message in found), "a wait ended before what it waited for"
+    assert {(message.source, message.target) for message in found} == {(0, 1), (1, 0)}
+
+
+def kinds(*names: str) -> list[int]:
+    return [KINDS.index(name) for name in names]
+
+
+def test_every_task_of_an_exchange_once_and_in_order(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    want = harness.run(round_trip, two_ranks, *args)
+    trace, got = record(round_trip, two_ranks, args)
+    np.testing.assert_array_equal(got, want)
+    check(trace)
+    assert trace.is_ordered_only == (jax.default_backend() == "cpu")
+    layout = Layout(W, E, T, K, W * T * K)
+    assert (
+        sorted(launch.kernel for launch in trace.launches.values()) == ["combine"] * 2 + ["dispatch"] * 2 + ["plan"] * 2
+    )
+    assert {launch.group for launch in trace.launches.values()} == {(0, 1)}
+    _, tile = exchange.dispatch_config(Schedule(), layout, H, BF16, BF16)
+    blocks, clears = -(-T // tile.BLOCK_T), -(-layout.capacity // tile.BLOCK_R)
+    expected = [("announce", 0)]
+    for step in range(blocks + tile.LAG):
+        expected += [("push", 1 + step * W)] * (step < blocks) + [("copy", 2 + step * W)] * (step >= tile.LAG)
+    expected += [("zero", 1 + (blocks + tile.LAG) * W + i) for i in range(clears)]
+    _, sums = exchange.combine_config(Schedule(), layout, H, BF16)
+    blocks, back = -(-T // sums.BLOCK_T), [("announce", 0)]
+    for step in range(blocks + sums.LAG):
+        first = 1 + step * (W + 1)
+        back += [("push", first + i) for i in range(W) if step < blocks] + [("sum", first + W)] * (step >= sums.LAG)
+    _, sizes = exchange.plan_config(layout)
+    blocks, fills = -(-T * K // sizes.tile.BLOCK), -(-layout.capacity // sizes.FILL)
+    plan = ["announce", *["push"] * blocks, *["zero"] * fills, *["count"] * W * blocks, *["place"] * W * blocks]
+    for device in range(W):
+        assert tasks(trace, "dispatch", device, *WAITS) == expected
+        assert tasks(trace, "combine", device, *WAITS) == back
+        assert tasks(trace, "plan", device, *WAITS) == [(kind, task) for task, kind in enumerate(plan)]
+
+
+@pytest.mark.parametrize("modes", [("fused", "scatter"), ("serial", "scatter")])
+@pytest.mark.slow(unless={"modes": [("fused", "scatter")]})
+def test_a_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    want = harness.run(layer(*modes), two_ranks, *args)
+    trace, got = record(layer(*modes), two_ranks, args)
+    np.testing.assert_array_equal(got, want)
+    check(trace)
+    names = {launch.kernel for launch in trace.launches.values()}
+    assert {"gemm_combine", "exchange_i32", "plan", "dispatch_gemm" if modes[0] == "fused" else "dispatch"} <= names
+    summary = trace.summary()["kernels"]
+    for device in range(W):
+        swaps = tasks(trace, "exchange_i32", device, *WAITS)
+        assert swaps == [("announce", 0), *(("push", 1 + i) for i in range(W)), *(("copy", 3 + i) for i in range(W))]
+        for kernel in names & {"dispatch_gemm", "gemm_combine"}:
+            tiles = [task for kind, task in tasks(trace, kernel, device) if kind == "tile"]
+            assert tiles == list(range(len(tiles))) and len(tiles) >= E // W
+    assert {"wait", "tile", "sum"} <= summary["gemm_combine"]["kinds"].keys()
+    if modes[0] == "fused":
+        assert {"push", "publish", "wait", "tile"} <= summary["dispatch_gemm"]["kinds"].keys()
+        assert 0 <= summary["dispatch_gemm"]["overlap"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combine_mode", ["scatter", "serial"])
+def test_gradients_of_a_fused_layer(combine_mode: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    schedule = jax_ep.Schedule(dispatch_mode="fused", combine_mode=combine_mode, fuse_weight_gradients=True)
+
+    def gradients(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        def loss(x: Any, gate_up: Any, down: Any) -> Any:
+            return jnp.sum(jax_ep.moe(x, ids, weights, gate_up, down, **OPTIONS, schedule=schedule).astype(jnp.float32))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, gate_up, down)
+
+    want = harness.run(gradients, two_ranks, *args)
+    trace, got = record(gradients, two_ranks, args)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    check(trace)
+    names = [launch.kernel for launch in trace.launches.values()]
+    of_gradient = "gemm_combine" if combine_mode == "scatter" else "combine_with_weight_gradient"
+    assert names.count("dispatch_gemm") == 2 * W
+    assert names.count(of_gradient) == (2 * W if combine_mode == "scatter" else W)
+    assert trace.summary()["kernels"][of_gradient]["kinds"]["tile"]["count"] >= W
+
+
+@pytest.mark.parametrize("function", [decode, decode_layer], ids=["exchange", "layer"])
+@pytest.mark.slow(unless={"function": [decode]})
+def test_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    want = harness.run(function, two_ranks, *args)
+    trace, got = record(function, two_ranks, args)
+    np.testing.assert_array_equal(got, want)
+    check(trace)
+    layout = Layout(W, E, T, K, 0)
+    for device in range(W):
+        sent = Counter(kind for kind, _ in tasks(trace, "low_latency_dispatch", device))
+        assert (sent["announce"], sent["push"], sent["count"]) == (W, W + T, E // W)
+        if function is decode:
+            found = tasks(trace, "low_latency_combine", device)
+            _, tile = low_latency.combine_tile(Schedule(), layout, T, H, BF16)
+            assert Counter(kind for kind, _ in found)["announce"] == W
+            assert len({task for kind, task in found if kind == "sum"}) == T
+            assert sum(kind == "publish" for kind, _ in found) == (W * T if tile.SUMS else sum_of_rows(args[1], device))
+        else:
+            found = tasks(trace, "low_latency_gemm_combine", device)
+            tiles = [task for kind, task in found if kind == "tile"]
+            assert tiles == list(range(len(tiles))) and len(tiles) >= 1
+
+
+def sum_of_rows(ids: np.ndarray, device: int) -> int:
+    return int((ids // (E // W) == device).sum())
+
+
+def test_scans_record_every_launch_and_change_no_bit(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    args, length = inputs(rng), 3
+
+    def steps(x: Any, ids: Any, *_: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (0.5 * round_trip(x, ids), None), x, length=length)[0]
+
+    call = harness.compiled(steps, two_ranks)
+    want = call(*args)
+    with tracing.record() as recording:
+        got = call(*args)
+    again = call(*args)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(again, want)
+    check(recording.trace)
+    launches = Counter((device, launch.kernel) for (device, _), launch in recording.trace.launches.items())
+    assert {launches[device, kernel] for device in range(W) for kernel in ("dispatch", "combine")} == {length}
+    combines = recording.trace.only("combine", last=1)
+    assert len(combines.launches) == W
+    assert {number for _, number in combines.launches} == {max(number for _, number in recording.trace.launches)}
+
+
+@pytest.mark.slow
+def test_events_without_room_are_counted(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    args = inputs(rng)
+    whole, want = record(round_trip, two_ranks, args)
+    room = 12  # less than one program alone has
+    part, got = record(round_trip, two_ranks, args, events_per_program=room)
+    np.testing.assert_array_equal(got, want)
+    for device in range(W):
+        of_whole = whole.events[whole.events["device"] == device]
+        assert part.num_dropped[device] > 0
+        counts = np.bincount(of_whole["program"])
+        if counts.size == 1:  # as in the interpreter, where the first program takes all tasks
+            members = 2 * W * 3 // W  # of three launches, by the program that leaves last: there is room for them
+            kept = part.events[part.events["device"] == device]
+            assert part.num_dropped[device] == counts[0] - room
+            assert len(kept) == room and members <= room
+            mine = ["kind", "task", "peer", "block"]
+            np.testing.assert_array_equal(kept[mine], of_whole[mine][:room])
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_twice(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    """One program with recordings and one without, whatever their room is; and recording is part of jit's key."""
+    x, ids, *_ = inputs(rng)
+    traces = []
+
+    def counted(x: Any, ids: Any) -> Any:
+        traces.append(1)
+        return round_trip(x, ids)
+
+    call = harness.compiled(counted, two_ranks)
+    call(x, ids)
+    before = len(traces)
+    for room in (8, 16):
+        with tracing.record(events_per_program=room):
+            call(x, ids)
+        call(x, ids)
+    assert len(traces) == 2 * before
+
+
+@pytest.mark.slow
+def test_a_program_that_records_runs_also_when_nobody_records(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    x, ids, *_ = inputs(rng)
+    jitted = jax.jit(harness.per_rank(round_trip, two_ranks))
+    want = harness.to_numpy(jitted(x, ids))
+    with tracing.record():
+        ahead = jitted.lower(x, ids).compile()
+    np.testing.assert_array_equal(harness.to_numpy(ahead(x, ids)), want)
+    with tracing.record(events_per_program=128) as recording:
+        np.testing.assert_array_equal(harness.to_numpy(ahead(x, ids)), want)
+        np.testing.assert_array_equal(harness.to_numpy(ahead(x, ids)), want)
+    np.testing.assert_array_equal(harness.to_numpy(ahead(x, ids)), want)
+    assert sorted(recording.trace.launches) == [(device, number) for device in range(W) for number in range(2 * 3)]
+
+
+@pytest.mark.slow
+def test_clocks_of_one_machine_agree(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    """Workers share a clock: the interval in which their offset must lie has zero in it."""
+    words: dict[int, np.ndarray] = {}
+    header, num_words = tracing.events.area_header(16, 128)
+    with context.record(header, num_words) as raw:
+        harness.run(round_trip, two_ranks, *inputs(rng))
+    words.update(raw.words)
+    trace = tracing.Trace.of_devices({d: tracing.events.read(w, d, raw.kernels) for d, w in words.items()})
+    error = trace.clocks.error_ns[1]
+    assert error is not None and error > 0
+    if jax.default_backend() == "cpu":
+        assert abs(trace.clocks.offset_ns[1]) <= error
+    check(trace)
+
+
+def test_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    for wrong, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with (
+            pytest.raises(error, match=r"record: events_per_program.*expected"),
+            tracing.record(events_per_program=wrong),
+        ):
+            pass
+    with tracing.record() as recording:
+        with pytest.raises(RuntimeError, match="kernels still record"):
+            _ = recording.trace
+        with pytest.raises(RuntimeError, match="records already"), tracing.record():
+            pass
+    assert recording.trace.events.dtype == EVENT and not len(recording.trace.events)
+    with pytest.raises(RuntimeError, match="finalized while it recorded"), tracing.record():
+        jax_ep.finalize()
+
+
+def test_a_context_without_kernels_is_refused() -> None:
+    if jax.process_count() > 1:
+        pytest.skip("a context of several processes is not made anew")
+    jax_ep.finalize()
+    jax_ep.init(harness.make_mesh((2,), (harness.EXPERT,)), transport="xla")
+    with pytest.raises(ValueError, match=r"transport 'xla' has no kernels to record.*shared_memory"), tracing.record():
+        pass
+    jax_ep.finalize()

@@ -1,0 +1,231 @@
+"""What is made of events: summaries with known numbers, files that Perfetto reads, pictures, merged parts."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_ep import __main__, tracing
+from jax_ep.tracing import KINDS
+from jax_ep.tracing.events import EVENT, Launch, Written
+
+# Device 0 of two: program 0 pushes to 1 and waits for it, program 1 multiplies, program 2 has nothing to do.
+ROWS = {
+    0: [
+        ("announce", 0, 0, -1, 0, 0, 10),
+        ("push", 0, 1, 1, 0, 10, 50),
+        ("publish", 0, 1, 1, 0, 50, 60),
+        ("wait", 0, 2, 1, 0, 60, 90),
+        ("tile", 1, 0, -1, 0, 30, 100),
+    ],
+    1: [
+        ("announce", 0, 0, -1, 0, 5, 10),
+        ("push", 0, 1, 0, 0, 10, 80),
+        ("publish", 0, 1, 0, 0, 80, 85),
+        ("wait", 0, 2, 0, 0, 85, 105),
+    ],
+}
+SKEW = 1_000_000  # of the clock of device 1
+
+
+def written(device: int, skew: int = 0) -> Written:
+    events = np.zeros((len(ROWS[device]),), EVENT)
+    for i, (kind, program, task, peer, block, begin, end) in enumerate(ROWS[device]):
+        place = (device, 0, program, 7 + program, KINDS.index(kind))
+        events[i] = (*place, task, peer, block, begin - skew, end - skew)
+    launches = {0: Launch("dispatch_gemm", 3 + (5 << 8), 3, (0, 1), (4, 4))}
+    return Written(events, launches, 2 * device)
+
+
+@pytest.fixture
+def trace() -> tracing.Trace:
+    return tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)})
+
+
+def test_the_clock_of_a_peer_is_found(trace: tracing.Trace) -> None:
+    # 0 tells 1 at 50, seen at 105: at least -55; 1 tells 0 at 80, seen at 90: at most 10.
+    assert trace.clocks.offset_ns == {0: 0, 1: SKEW + (10 - 55) // 2}
+    assert trace.clocks.error_ns == {0: 0, 1: 33}
+    assert (trace.events["begin"][trace.events["device"] == 1] < 0).all(), "events keep the times of their own clock"
+
+
+def test_a_summary_in_known_numbers(trace: tracing.Trace) -> None:
+    summary = trace.summary()
+    assert (summary["unit"], summary["num_dropped"]) == ("ns", {0: 0, 1: 2})
+    kernel = summary["kernels"]["dispatch_gemm"]
+    assert (kernel["launches"], kernel["duration"]) == (2, 100.0)
+    # 3 programs, 100 ns, 2 devices; busy are 60 + 70 of device 0 and 80 of device 1, waiting 30 and 20.
+    assert kernel["busy"] == pytest.approx(210 / 600)
+    assert kernel["waiting"] == pytest.approx(50 / 600)
+    assert kernel["idle"] == pytest.approx(340 / 600)
+    assert kernel["kinds"]["push"] == {"count": 2, "mean": 55.0, "share": pytest.approx(110 / 600)}
+    assert kernel["roles"]["exchange"] == {
+        "programs": 1.0, "busy": pytest.approx(0.7), "waiting": pytest.approx(0.25), "idle": pytest.approx(0.05)
+    }  # fmt: skip
+    assert kernel["roles"]["tiles"]["busy"] == pytest.approx(0.7)
+    assert kernel["roles"]["tiles"]["programs"] == 0.5
+    assert kernel["roles"]["none"]["programs"] == 1.5
+    # Of device 0 something travels from 10 to 90, and from 30 on a tile covers it; on device 1 there are 95 ns more.
+    assert kernel["overlap"] == pytest.approx(60 / (80 + 95))
+    assert kernel["waited_for"] == {0: 20, 1: 30}
+    assert kernel["slowest_peer"] == 1
+    assert json.loads(json.dumps(summary))["kernels"]["dispatch_gemm"]["slowest_peer"] == 1
+
+
+def test_a_wait_for_all_is_the_fault_of_the_last(trace: tracing.Trace) -> None:
+    parts = {d: written(d) for d in ROWS}
+    for one in parts.values():
+        one.events["peer"][one.events["kind"] == KINDS.index("wait")] = -1
+    assert tracing.Trace.of_devices(parts).summary()["kernels"]["dispatch_gemm"]["waited_for"] == {0: 20, 1: 30}
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_files_are_those_of_perfetto_and_can_be_read_again(trace: tracing.Trace, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    trace.save(path)
+    data = path.read_bytes()
+    content = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
+    events = content["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {0: "rank 0 (device 0)", 1: "rank 1 (device 1)"}
+    assert named[0, 1] == "SM 7, program 0" and named[0, 2] == "SM 8, program 1"
+    drawn = [event for event in events if event["ph"] == "X"]
+    for event in drawn:
+        assert {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"} <= event.keys()
+        assert (event["pid"], event["tid"]) in named and event["ts"] >= 0 and event["dur"] >= 0
+    assert min(event["ts"] for event in drawn) == 0
+    assert sum(event["cat"] == "launch" for event in drawn) == 2
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in drawn:
+        tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in tracks.values():
+        spans.sort()
+        assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in itertools.pairwise(spans))
+    same(tracing.Trace.load(path), trace)
+
+
+def same(got: tracing.Trace, want: tracing.Trace) -> None:
+    order = ["device", "program", "begin"]
+    np.testing.assert_array_equal(np.sort(got.events, order=order), np.sort(want.events, order=order))
+    assert (got.launches, got.num_dropped, got.clocks) == (want.launches, want.num_dropped, want.clocks)
+    assert got.summary() == want.summary()
+
+
+def test_times_of_a_running_machine_keep_their_nanoseconds(tmp_path: Path) -> None:
+    parts = {d: written(d, skew=-1_790_000_000_123_456_789) for d in ROWS}
+    trace = tracing.Trace.of_devices(parts)
+    trace.save(tmp_path / "t.json")
+    same(tracing.Trace.load(tmp_path / "t.json"), trace)
+
+
+def test_parts_of_processes_are_merged(trace: tracing.Trace, tmp_path: Path) -> None:
+    parts = [tracing.Trace.of_devices({d: written(d, SKEW * d)}) for d in ROWS]
+    assert parts[1].clocks.offset_ns == {1: 0}
+    for device, part in enumerate(parts):
+        part.save(tmp_path / f"{device}.json")
+    loaded = [tracing.Trace.load(tmp_path / f"{device}.json") for device in ROWS]
+    same(tracing.merge(loaded), trace)
+    with pytest.raises(ValueError, match=r"devices \[0, 0\], expected each once"):
+        tracing.merge([parts[0], parts[0]])
+    ordered = tracing.Trace.of_devices({1: written(1)}, is_ordered_only=True)
+    with pytest.raises(ValueError, match="an order and no times"):
+        tracing.merge([parts[0], ordered])
+
+
+def test_order_in_place_of_time(tmp_path: Path) -> None:
+    trace = tracing.Trace.of_devices({d: written(d) for d in ROWS}, is_ordered_only=True)
+    times = sorted({t for rows in ROWS.values() for row in rows for t in row[-2:]})
+    assert sorted({*trace.events["begin"].tolist(), *trace.events["end"].tolist()}) == list(range(len(times)))
+    assert trace.summary()["unit"] == "steps"
+    trace.save(tmp_path / "t.json")
+    assert "order" in json.loads((tmp_path / "t.json").read_text())["otherData"]["clock"]
+    same(tracing.Trace.load(tmp_path / "t.json"), trace)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"otherData": {"format": "jax_ep trace 9"}}', '{"otherData": 3}'])
+def test_other_files_are_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"other.json is no trace of this package.*record it again"):
+        tracing.Trace.load(path)
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["trace", "show", str(path)])
+    assert "no trace of this package" in capsys.readouterr().err
+
+
+def test_a_kernel_that_was_not_recorded(trace: tracing.Trace) -> None:
+    with pytest.raises(ValueError, match=r"no launch of combine was recorded; there is dispatch_gemm"):
+        trace.only("combine")
+    assert trace.only("dispatch_gemm").summary() == trace.summary()
+
+
+def test_the_command_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("rich", "matplotlib"):
+        pytest.importorskip(package)
+    files = []
+    for device in ROWS:
+        files.append(str(tmp_path / f"{device}.json"))
+        tracing.Trace.of_devices({device: written(device, SKEW * device)}).save(files[-1])
+    merged = tmp_path / "both.json"
+    assert __main__.main(["trace", "show", *files, "--out", str(merged), "--png"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "dispatch_gemm",
+        "exchange",
+        "34 %",
+        "device 1",
+        "clocks aligned by the exchange",
+        "2 events had no room",
+    ):
+        assert words in shown
+    same(tracing.Trace.load(merged), tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)}))
+    picture = (tmp_path / "both_dispatch_gemm.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_no_events_no_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="no events"):
+        tracing.Trace.of_devices({}).plot(tmp_path / "t.png")
+
+
+def fake_area(rows: list[list[int]], room: int, num_programs: int, launches: int) -> np.ndarray:
+    header, num_words = tracing.events.area_header(num_programs, room)
+    words = np.zeros((num_words,), np.int64)
+    words[: header.size] = header
+    words[0] = launches
+    region = words[16:].reshape(num_programs, -1)[0]
+    region[0] = len(rows)
+    for i, row in enumerate(rows[:room]):
+        region[16 + 5 * i :][:5] = row
+    return words
+
+
+def test_launches_that_are_not_whole_are_left_out() -> None:
+    """Without members a launch belongs to nobody: it was under way when the recording ended, or had no room."""
+
+    def event(kind: str, task: int, launch: int, peer: int = -1, block: int = 0, epoch: int = 0) -> list[int]:
+        what = task | KINDS.index(kind) << 32 | 3 << 40 | (peer + 1) << 52
+        return [10, 20, what, (block & 0xFFFFFFFF) | epoch << 32, 9 | launch << 32]
+
+    members = [event("member", rank | 2 << 16, 0, peer=device, block=4, epoch=6) for rank, device in enumerate((5, 2))]
+    rows = [event("tile", 8, 0), event("wait", 9, 0, peer=5, block=-1), *members, event("tile", 8, 1)]
+    found = tracing.events.read(fake_area(rows, 8, 2, launches=1), 2, {})
+    assert found.launches == {0: Launch("operation 9", 9, 4, (5, 2), (6, 6))}
+    assert found.events[["kind", "task", "peer", "block"]].tolist() == [
+        (KINDS.index("tile"), 8, -1, 0), (KINDS.index("wait"), 9, 5, -1)
+    ]  # fmt: skip
+    assert found.num_dropped == 0
+    few: Any = tracing.events.read(fake_area(rows, 4, 2, launches=1), 2, {9: "tiles"})
+    assert (few.num_dropped, len(few.events), few.launches[0].kernel) == (1, 2, "tiles")
+    # A member less, and nobody knows who took part.
+    none: Any = tracing.events.read(fake_area(rows, 3, 2, launches=1), 2, {})
+    assert (none.num_dropped, len(none.events), none.launches) == (2 + 2, 0, {})

@@ -11,14 +11,14 @@ import pytest
 
 import jax_ep
 
-MODULES = ["jax_ep", "jax_ep.sharding", "jax_ep.quantization", "jax_ep.checkpoints"]
+MODULES = ["jax_ep", "jax_ep.sharding", "jax_ep.quantization", "jax_ep.checkpoints", "jax_ep.tracing"]
 NUM_DEVICES = 8
 # A result is compared by its text: give it room for spaces and line breaks, and `...` for what does not matter.
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 # `[T, H]`, `[]`, `[W * T, 2I]`, `[..., H // group_size]`: symbols of one or two letters, numbers and named sizes
 SHAPE = re.compile(r"\[(?:\.\.\.|[A-Z\d]\w?|\w+_\w+|[ ,*/+-])*\]")
 # the names that neither take nor return an array
-WITHOUT_ARRAYS = {"Schedule", "init", "finalize", "Context"}
+WITHOUT_ARRAYS = {"Schedule", "init", "finalize", "Context", "record", "Recording", "merge"}
 SPECIFIED = {
     *("init", "finalize", "dispatch", "combine", "grouped_gemm", "dispatch_grouped_gemm", "grouped_gemm_combine"),
     *("moe", "fused_moe", "moe_sort", "low_latency_dispatch", "low_latency_combine"),

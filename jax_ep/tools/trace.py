@@ -102,7 +102,8 @@ def _clocks(found: dict[str, Any], scale: int) -> str:
     lines = []
     if scale > 1:
         errors = [error for error in found["error_ns"].values() if error is not None]
-        lines.append(f"clocks aligned by the exchange, to {max(errors, default=0) / scale:.2f} us")
+        error_us = max(errors, default=0) / scale
+        lines.append(f"clocks aligned by the exchange, to {error_us:.2f} us; their step is {found['step_ns']} ns")
         lost = [device for device, error in found["error_ns"].items() if error is None]
         lines += [
             f"device {device} has exchanged nothing with the first one: its clock is not aligned" for device in lost

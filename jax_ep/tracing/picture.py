@@ -68,6 +68,7 @@ def _draw_device(axes: Any, events: np.ndarray, first: int, scale: int) -> None:
         rows = np.array([row[program] for program in own["program"].tolist()])
         begin, width = (own["begin"] - first) / scale, (own["end"] - own["begin"]) / scale
         axes.barh(rows, width, left=begin, height=1.0, color=_COLOURS[KINDS[kind]], linewidth=0)
+    axes.margins(x=0)
     axes.set_ylim(len(programs) - 0.5, -0.5)
     axes.set_yticks([])
 

@@ -28,6 +28,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
         kernels[launch.kernel].add(launch, events, sent)
     return {
         "unit": "steps" if trace.is_ordered_only else "ns",
+        "step_ns": None if trace.is_ordered_only else _step(trace.events),
         **trace.clocks._asdict(),
         "num_dropped": dict(trace.num_dropped),
         "kernels": {name: kernels[name].summary() for name in sorted(kernels)},
@@ -111,6 +112,13 @@ class _Kernel:
             "waited_for": dict(sorted(self._waited_for.items())),
             "slowest_peer": slowest,
         }
+
+
+def _step(events: np.ndarray) -> int:
+    """What times are multiples of, from the first of their device on."""
+    own = [events[events["device"] == device] for device in np.unique(events["device"])]
+    times = [np.concatenate([e["begin"], e["end"]]) - e["begin"].min() for e in own]
+    return int(np.gcd.reduce(np.concatenate([np.zeros((1,), np.int64), *times])))
 
 
 def _role(kinds: np.ndarray) -> str:

@@ -21,7 +21,7 @@ class Trace:
     """What kernels did, program by program.
 
     Attributes:
-      events: structured array, one entry per event: `device`, `launch` (its number on the device), `program`,
+      events: `[N]` structured array, one entry per event: `device`, `launch` (its number on the device), `program`,
         `multiprocessor`, `kind` (a place in `jax_ep.tracing.KINDS`), `task`, `peer` (a device, or -1), `block`,
         `begin` and `end`, in ns of the device's own clock. `aligned` has them on one clock.
       launches: by device and number.
@@ -89,14 +89,15 @@ class Trace:
             first = 0 if last is None else max(0, len(numbers) - last)
             kept |= {(device, number): self.launches[device, number] for number in numbers[first:]}
         chosen = [(int(event["device"]), int(event["launch"])) in kept for event in self.events]
-        return dataclasses.replace(self, events=self.events[np.array(chosen, bool)], launches=kept)
+        events = self.events[np.array(chosen, bool)]
+        return dataclasses.replace(self, events=_places(events) if self.is_ordered_only else events, launches=kept)
 
     def summary(self) -> dict[str, Any]:
         """Where the time went, by kernel; as JSON has it.
 
         Returns:
-          `unit`: "ns", or "steps" where only the order is known. `offset_ns`, `error_ns` and `relaxed_ns`: see
-          `clocks`. `num_dropped`: by device. `kernels`, by name:
+          `unit`: "ns", or "steps" where only the order is known; `step_ns`: what all times are multiples of.
+          `offset_ns`, `error_ns` and `relaxed_ns`: see `clocks`. `num_dropped`: by device. `kernels`, by name:
 
           - `launches`: launches of all devices; `duration`: the median of one, from its first event to its last.
           - `busy`, `waiting`, `idle`: shares of the time of all its programs.

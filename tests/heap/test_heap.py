@@ -89,7 +89,7 @@ def grown(memory: HostMemory) -> Iterator[SymmetricHeap]:
 
 def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
     """What a program that is compiled for `num_bytes` gets."""
-    program = jax.jit(lambda: ffi.pointer_table(base + table_id, DEVICES + 5, num_bytes=num_bytes))
+    program = jax.jit(lambda: ffi.pointer_table(base + table_id, DEVICES + 6, num_bytes=num_bytes))
     return np.asarray(program()).tolist()
 
 

@@ -57,7 +57,7 @@ def test_the_clock_of_a_peer_is_found(trace: tracing.Trace) -> None:
 
 def test_a_summary_in_known_numbers(trace: tracing.Trace) -> None:
     summary = trace.summary()
-    assert (summary["unit"], summary["num_dropped"]) == ("ns", {0: 0, 1: 2})
+    assert (summary["unit"], summary["step_ns"], summary["num_dropped"]) == ("ns", 5, {0: 0, 1: 2})
     kernel = summary["kernels"]["dispatch_gemm"]
     assert (kernel["launches"], kernel["duration"]) == (2, 100.0)
     # 3 programs, 100 ns, 2 devices; busy are 60 + 70 of device 0 and 80 of device 1, waiting 30 and 20.

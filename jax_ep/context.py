@@ -262,7 +262,7 @@ def records(identity: int, kernel: str) -> bool:
 
 
 @contextlib.contextmanager
-def record(header: np.ndarray, num_words: int) -> Iterator[Recording]:
+def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
     """Gives the kernels of each device of this process int64 words to record in, which begin with `header`.
 
     What this thread calls in the block is compiled anew, with kernels that record.
@@ -279,15 +279,15 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recording]:
         )
     the_heap = heap("record")
     _outside_of_traces(lambda: the_heap.begin_traces(header, num_words))
-    recording = Recording({}, _recording_kernels)
+    recorded = Recorded({}, _recording_kernels)
     try:
         with _records(True):
-            yield recording
+            yield recorded
     finally:
-        recording.words.update(_outside_of_traces(the_heap.end_traces))
+        recorded.words.update(_outside_of_traces(the_heap.end_traces))
 
 
-class Recording(NamedTuple):
+class Recorded(NamedTuple):
     """What kernels have recorded: words by the number of the device, and names of kernels by `Heap.LAUNCH`."""
 
     words: dict[int, np.ndarray]

@@ -77,7 +77,7 @@ def show(trace: tracing.Trace) -> None:
         raise ImportError("jax-ep trace needs rich: pip install 'jax-ep[tools]'") from error
     found = trace.summary()
     unit, scale = ("steps", 1) if trace.is_ordered_only else ("us", 1000)
-    title = f"Kernels on {len(trace.devices)} devices" + (", in the interpreter: an order, no times" * (scale == 1))
+    title = f"Kernels of {len(trace.devices)} device(s)" + (", in the interpreter: an order, no times" * (scale == 1))
     kernels = Table("kernel", "launches", f"{unit} each", "role", "programs", "busy", "waiting", "idle", title=title)
     kernels.add_column("overlap")
     kernels.add_column("slowest peer")

@@ -60,14 +60,19 @@ def draw(trace: Trace, path: Path) -> None:
 
 def _draw_device(axes: Any, events: np.ndarray, first: int, scale: int) -> None:
     """One row per program, those of a multiprocessor beside each other."""
+    from matplotlib.collections import PolyCollection
+
     order = np.lexsort((events["program"], events["multiprocessor"]))
     programs = list(dict.fromkeys(events["program"][order].tolist()))
     row = {program: i for i, program in enumerate(programs)}
     for kind in np.unique(events["kind"]):
         own = events[events["kind"] == kind]
-        rows = np.array([row[program] for program in own["program"].tolist()])
-        begin, width = (own["begin"] - first) / scale, (own["end"] - own["begin"]) / scale
-        axes.barh(rows, width, left=begin, height=1.0, color=_COLOURS[KINDS[kind]], linewidth=0)
+        top = np.array([row[program] for program in own["program"].tolist()]) - 0.5
+        begin, end = ((own[name] - first) / scale for name in ("begin", "end"))
+        corners = [begin, top, end, top, end, top + 1, begin, top + 1]
+        bars = np.stack(corners, axis=1).reshape(-1, 4, 2)
+        axes.add_collection(PolyCollection(list(bars), facecolors=_COLOURS[KINDS[kind]], linewidths=0))
+    axes.autoscale_view(scaley=False)
     axes.margins(x=0)
     axes.set_ylim(len(programs) - 0.5, -0.5)
     axes.set_yticks([])

@@ -88,8 +88,8 @@ class Trace:
             ]
             first = 0 if last is None else max(0, len(numbers) - last)
             kept |= {(device, number): self.launches[device, number] for number in numbers[first:]}
-        chosen = [(int(event["device"]), int(event["launch"])) in kept for event in self.events]
-        events = self.events[np.array(chosen, bool)]
+        keys = self.events["device"].astype(np.int64) << 32 | self.events["launch"]
+        events = self.events[np.isin(keys, [device << 32 | number for device, number in kept])]
         return dataclasses.replace(self, events=_places(events) if self.is_ordered_only else events, launches=kept)
 
     def summary(self) -> dict[str, Any]:
@@ -152,6 +152,12 @@ class Trace:
 
 def merge(traces: Iterable[Trace]) -> Trace:
     """One trace of the parts that several processes have recorded, with all clocks aligned.
+
+    Args:
+      traces: one of each process, of the same calls.
+
+    Returns:
+      The trace of all devices.
 
     Raises:
       ValueError: a device is in two of them, or one of several has no times.

@@ -20,8 +20,18 @@ from jax_ep.heap import symmetric
 from jax_ep.heap.symmetric import SymmetricHeap
 
 DEVICES = 2
+AREA, TRACE = DEVICES + 3, DEVICES + 5  # places in a table, see kernels/table.py
 DATA = symmetric.HeapLayout(DEVICES).data
 MIB = 1 << 20
+
+
+class HostTraceArea:
+    def __init__(self, header: np.ndarray, num_words: int) -> None:
+        self._words = [np.concatenate([header, np.full((num_words - header.size,), n)]) for n in range(DEVICES)]
+        self.addresses = {number: words.ctypes.data for number, words in enumerate(self._words)}
+
+    def read(self, device: int) -> np.ndarray:
+        return self._words[device]
 
 
 class HostMemory:
@@ -45,6 +55,9 @@ class HostMemory:
 
     def statuses(self) -> list[ffi.StatusBuffer]:
         return self._statuses
+
+    def trace_area(self, header: np.ndarray, num_words: int) -> HostTraceArea:
+        return HostTraceArea(header, num_words)
 
     def close(self) -> None:
         for status in self._statuses:
@@ -89,7 +102,7 @@ def grown(memory: HostMemory) -> Iterator[SymmetricHeap]:
 
 def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
     """What a program that is compiled for `num_bytes` gets."""
-    program = jax.jit(lambda: ffi.pointer_table(base + table_id, DEVICES + 6, num_bytes=num_bytes))
+    program = jax.jit(lambda: ffi.pointer_table(base + table_id, TRACE + 1, num_bytes=num_bytes))
     return np.asarray(program()).tolist()
 
 
@@ -103,9 +116,26 @@ def test_a_larger_need_leaves_what_there_is(memory, grown):
     assert [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)] == tables
     new = fetch(3, 1 << 26)
     assert not {*new[:DEVICES]} & {*tables[0][:DEVICES], *tables[1][:DEVICES]}
-    assert fetch(4)[-2:] == [grown.layout.buffers, grown.buffers.buffer_bytes]
+    assert fetch(4)[AREA:TRACE] == [grown.layout.buffers, grown.buffers.buffer_bytes]
     assert grown.buffers.buffer_bytes >= 1 << 24
     assert len(memory.sizes) == 4
+
+
+def test_kernels_find_the_trace_area_while_there_is_a_recording(grown):
+    """In every table, those of heaps that come meanwhile included; afterwards in none."""
+    grown.reserve("dispatch", 1000, 2000)
+    assert [fetch(i)[TRACE] for i in (1, 2)] == [0, 0]
+    grown.begin_traces(np.arange(3), 5)
+    address = grown._traces.addresses[0]
+    grown.reserve("dispatch", 1 << 26)
+    assert [fetch(i)[TRACE] for i in (1, 2, 3)] == [address] * 3
+    with pytest.raises(RuntimeError, match="records already"):
+        grown.begin_traces(np.arange(3), 5)
+    words = grown.end_traces()
+    assert {number: found.tolist() for number, found in words.items()} == {0: [0, 1, 2, 0, 0], 1: [0, 1, 2, 1, 1]}
+    assert [fetch(i)[TRACE] for i in (1, 2, 3)] == [0] * 3
+    with pytest.raises(RuntimeError, match="finalized while it recorded"):
+        grown.end_traces()
 
 
 def test_low_latency_buffers_and_data_grow_apart(memory, grown):
@@ -173,7 +203,7 @@ def test_low_latency_buffers_never_share_a_place_with_anything(memory):
     assert spans[-1][1] <= DATA + MIB
     assert memory.sizes == [DATA + MIB]
     assert ids_of(*made._buffers) == [2, 4, 6]
-    assert fetch(2)[-1] == 1024
+    assert fetch(2)[TRACE - 1] == 1024
     with pytest.raises(ValueError, match=r"combine: .*needs \d+; call finalize\(\) and init\(heap_bytes=\d+\)"):
         made.reserve("combine", made.data.num_bytes + 1)
     made.reserve("combine", made.data.num_bytes)
@@ -267,7 +297,7 @@ def test_a_smaller_heap_brings_back_what_fits(memory):
     assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
     made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
     fetch(3, sizes[base + 3])
-    assert fetch(4)[-1] == sizes[base + 4] == 1024
+    assert fetch(4)[TRACE - 1] == sizes[base + 4] == 1024
     for i in (1, 2):
         with pytest.raises(FAILED, match="is not registered"):
             fetch(i)

@@ -138,7 +138,7 @@ def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
     for generation, area in ((heap.data, [0, 0]), (heap.buffers, [heap.layout.buffers, heap.buffers.buffer_bytes])):
         i = generation.id
         table = np.asarray(jax.jit(lambda i=i: ffi.pointer_table(i, heap.num_table_entries))())
-        assert table.tolist() == [*generation.addresses[0], status.device_address, 5_000_000_000, 0, *area]
+        assert table.tolist() == [*generation.addresses[0], status.device_address, 5_000_000_000, 0, *area, 0]
     assert heap.failure() is None
     status.write(ffi.StatusRecord(state=ffi.State.TIMEOUT, rank=0, peer=1))
     assert "1" in (heap.failure() or "")

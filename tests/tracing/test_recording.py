@@ -85,7 +85,8 @@ def check(trace: tracing.Trace) -> None:
     ]
     assert max(Counter(keys.tolist()).values()) == 1
     found = list(clocks.messages(trace.aligned, trace.sent()))
-    assert found and all(message.seen > message.sent for message in found), "a wait ended before what it waited for"
+    early = [message for message in found if message.seen + trace.clocks.relaxed_ns + 1 < message.sent]
+    assert found and not early, "a wait ended before what it waited for was sent"
     assert {(message.source, message.target) for message in found} == {(0, 1), (1, 0)}
 
 
@@ -224,18 +225,19 @@ def test_scans_record_every_launch_and_change_no_bit(two_ranks: Mesh, rng: np.ra
 def test_events_without_room_are_counted(two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     whole, want = record(round_trip, two_ranks, args)
-    room = 12  # less than one program alone has
+    room = 12 if jax.default_backend() == "cpu" else 1  # less than one program has
     part, got = record(round_trip, two_ranks, args, events_per_program=room)
     np.testing.assert_array_equal(got, want)
     for device in range(W):
         of_whole = whole.events[whole.events["device"] == device]
         assert part.num_dropped[device] > 0
         counts = np.bincount(of_whole["program"])
-        if counts.size == 1:  # as in the interpreter, where the first program takes all tasks
-            members = 2 * W * 3 // W  # of three launches, by the program that leaves last: there is room for them
+        if (
+            counts.size == 1
+        ):  # as in the interpreter, where the first program takes all tasks, and the second leaves last
             kept = part.events[part.events["device"] == device]
             assert part.num_dropped[device] == counts[0] - room
-            assert len(kept) == room and members <= room
+            assert len(kept) == room
             mine = ["kind", "task", "peer", "block"]
             np.testing.assert_array_equal(kept[mine], of_whole[mine][:room])
 
@@ -278,12 +280,10 @@ def test_a_program_that_records_runs_also_when_nobody_records(two_ranks: Mesh, r
 @pytest.mark.slow
 def test_clocks_of_one_machine_agree(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """Workers share a clock: the interval in which their offset must lie has zero in it."""
-    words: dict[int, np.ndarray] = {}
-    header, num_words = tracing.events.area_header(16, 128)
+    header, num_words = tracing.events.area_header(tracing.recording._most_programs(), 128)
     with context.record(header, num_words) as raw:
         harness.run(round_trip, two_ranks, *inputs(rng))
-    words.update(raw.words)
-    trace = tracing.Trace.of_devices({d: tracing.events.read(w, d, raw.kernels) for d, w in words.items()})
+    trace = tracing.Trace.of_devices({d: tracing.events.read(w, d, raw.kernels) for d, w in raw.words.items()})
     error = trace.clocks.error_ns[1]
     assert error is not None and error > 0
     if jax.default_backend() == "cpu":

@@ -1,0 +1,73 @@
+"""Traces of launches that run at the same time on several GPUs, and of replayed CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from test_cuda_graphs import GRAPHS, NO_GRAPHS, PROGRAMS, inputs
+
+import harness
+from jax_ep import tracing
+from jax_ep.tracing import clocks
+
+LAUNCHES = {
+    "exchanges": {"plan": 2, "dispatch": 2, "combine": 2},
+    "fused": {"plan": 2, "dispatch_gemm": 2, "gemm_combine": 2},
+    "low_latency": {"low_latency_dispatch": 2, "low_latency_combine": 1, "low_latency_gemm_combine": 1},
+}
+LARGEST_ERROR_NS = 100_000
+
+
+@pytest.mark.parametrize("kind", ["no graphs", "custom calls"])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_launch_is_recorded(
+    name: str, kind: str, on_gpu: None, one_process: None, mesh: Mesh, same_bits: Any
+) -> None:
+    options, repeats, arguments = {"no graphs": NO_GRAPHS, **GRAPHS}[kind], 20, inputs(mesh.size, 1)
+    fn = harness.per_rank(PROGRAMS[name], mesh)
+    want = harness.to_numpy(jax.jit(fn, compiler_options=NO_GRAPHS)(*arguments))
+    jitted = jax.jit(lambda *arguments: fn(*arguments), compiler_options=options)
+    with tracing.record():
+        traced = jitted.lower(*arguments).compile()
+        jax.block_until_ready([traced(*arguments) for _ in range(3)])
+    with tracing.record(events_per_program=4096) as recording:
+        began = time.perf_counter_ns()
+        results = jax.block_until_ready([traced(*arguments) for _ in range(repeats)])
+        took = time.perf_counter_ns() - began
+    same_bits(harness.to_numpy(results), [want] * repeats)
+    trace = recording.trace
+    assert not any(trace.num_dropped.values())
+    counts = Counter((device, launch.kernel) for (device, _), launch in trace.launches.items())
+    for device in trace.devices:
+        assert {k: counts[device, k] for k in LAUNCHES[name]} == {k: n * repeats for k, n in LAUNCHES[name].items()}
+    assert len(trace.devices) == mesh.size
+    check_times(trace, took)
+
+
+def check_times(trace: tracing.Trace, took_ns: int) -> None:
+    """Times of a GPU's clock, of launches one after another, which other clocks agree with."""
+    cores = jax.devices()[0].core_count
+    events = trace.aligned
+    assert (events["end"] >= events["begin"]).all() and len(np.unique(events["multiprocessor"])) > 1
+    assert events["multiprocessor"].max() < 2 * cores  # numbers may have gaps
+    for device in trace.devices:
+        own = events[events["device"] == device]
+        assert 0 < own["end"].max() - own["begin"].min() < 1.05 * took_ns + 10**6
+        starts = [own["begin"][own["launch"] == number].min() for number in np.unique(own["launch"])]
+        ends = [own["end"][own["launch"] == number].max() for number in np.unique(own["launch"])]
+        assert (np.array(starts[1:]) >= np.array(ends[:-1])).all(), "launches of a device overlap"
+        error = trace.clocks.error_ns[device]
+        assert error is not None and error < LARGEST_ERROR_NS, trace.clocks
+    relaxed = trace.clocks.relaxed_ns
+    assert relaxed < LARGEST_ERROR_NS, trace.clocks
+    found = list(clocks.messages(events, trace.sent()))
+    assert len(trace.devices) == 1 or found
+    assert all(message.seen + relaxed + 1 >= message.sent for message in found)
+    for kernel in trace.summary()["kernels"].values():
+        assert 0 < kernel["busy"] + kernel["waiting"] <= 1.001

@@ -33,6 +33,7 @@ _TIMEOUT_S = 30.0
 # Programs of several processes reach a step that they take together less evenly than kernels reach each other: one
 # loads a checkpoint, another compiles.
 _TIMEOUTS_BETWEEN_PROCESSES = 10
+_LAUNCHERS = ("ffi", "jax-triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Context:
       heap_bytes: bytes of symmetric memory per device, or None to grow as needed.
       timeout_s: how long a kernel waits for a peer before it gives up.
       mesh_is_given: whether the caller named the mesh; programs may then rely on it.
+      launcher: what launches kernels: "ffi" (the package's own custom call) or "jax-triton".
     """
 
     mesh: jax.sharding.Mesh
@@ -58,6 +60,7 @@ class Context:
     heap_bytes: int | None = None
     timeout_s: float = _TIMEOUT_S
     mesh_is_given: bool = dataclasses.field(default=False, compare=False)
+    launcher: str = _LAUNCHERS[0]
 
 
 _lock = threading.RLock()
@@ -65,6 +68,7 @@ _thread = threading.local()  # `.heap`: in which this thread has reserved what i
 _current: Context | None = None
 _is_implicit = False
 _heap: SymmetricHeap | None = None
+_launcher = _LAUNCHERS[0]  # for which JAX's caches hold traces
 _sizes: dict[int, int] | None = None  # of all heaps so far, see SymmetricHeap.sizes; None: there has been none
 _records = jax.make_user_context(False)  # whether kernels of what is traced now record; part of the key of `jax.jit`
 _recording_kernels: dict[int, str] = {}  # their names, by `Heap.LAUNCH`
@@ -77,6 +81,7 @@ def init(
     transport: str | None = None,
     heap_bytes: int | None = None,
     timeout_s: float = _TIMEOUT_S,
+    launcher: str | None = None,
 ) -> Context:
     """Sets the process-level context up; calling it again with the same arguments returns the same context.
 
@@ -96,16 +101,21 @@ def init(
         None: it grows while programs are traced. What there is stays where it is until `finalize`, so growing stops
         nothing; in all it has at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
       timeout_s: seconds that a kernel waits for a peer; then the call ends in an error that names it.
+      launcher: what launches the Triton kernels on GPUs: "ffi", the package's own custom call, or "jax-triton", which
+        takes the host longer per launch (docs/integrations.md). None: "ffi". Another one than before drops what JAX
+        has traced and compiled, so that all programs use it. It changes nothing on CPU devices.
 
     Returns:
       The context.
 
     Raises:
-      ValueError: an axis that the mesh lacks, an unknown transport, one that does not fit the platform or the number
-        of processes, `heap_bytes` for a transport without a heap, numbers out of range, a second `init` with other
-        arguments before `finalize`, or XLA_FLAGS under which kernels cannot meet.
+      ValueError: an axis that the mesh lacks, an unknown launcher or transport, one that does not fit the platform or
+        the number of processes, `heap_bytes` for a transport without a heap, numbers out of range, a second `init` with
+        other arguments before `finalize`, or XLA_FLAGS under which kernels cannot meet.
       TypeError: a mesh, `heap_bytes` or `timeout_s` of another type.
-      RuntimeError: there is not as much memory as `heap_bytes`, or as programs compiled earlier need.
+      ImportError: launcher "jax-triton" without that package.
+      RuntimeError: there is not as much memory as `heap_bytes`, or as programs compiled earlier need; or jax-triton
+        does not work with this JAX.
       jax.errors.JaxRuntimeError: another process has not come in time, or has failed; the message says which.
 
     Example:
@@ -117,7 +127,7 @@ def init(
     """
     global _current, _heap
     wanted = _checked(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
-    wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None)
+    wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None, launcher=_checked_launcher(launcher))
     with _lock:
         if _is_implicit:
             finalize()  # made by a program that needed one; what the user says now counts
@@ -134,6 +144,7 @@ def init(
             if together:
                 atexit.register(_finalize_at_exit)
             _current = wanted
+            _use_launcher(wanted.launcher)
             _log.info("transport %s: %s", wanted.transport, transports.REASONS[wanted.transport])
         return _current
 
@@ -157,6 +168,33 @@ def _checked(
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
+
+
+def _checked_launcher(launcher: str | None) -> str:
+    if launcher is None:
+        return _LAUNCHERS[0]
+    if launcher not in _LAUNCHERS:
+        raise ValueError(
+            f"init: launcher={launcher!r} is unknown; choose from {_LAUNCHERS}, or leave it None for the fastest."
+        )
+    if launcher == "jax-triton":
+        from jax_ep.ffi import jax_triton
+
+        _outside_of_traces(jax_triton.check)
+    return launcher
+
+
+def _use_launcher(launcher: str) -> None:
+    """Functions of the package are jitted, and their traces hold the launches: they are dropped with all others."""
+    global _launcher
+    if launcher != _launcher:
+        jax.clear_caches()
+    _launcher = launcher
+
+
+def launcher() -> str:
+    """What launches kernels on GPUs, see `Context`."""
+    return _launcher
 
 
 def _resolve_mesh(mesh: jax.sharding.Mesh | None, axis_name: AxisName) -> jax.sharding.Mesh:
@@ -345,6 +383,7 @@ def finalize() -> None:
     with _lock:
         the_heap = _heap
         _current, _heap, _is_implicit = None, None, False
+        _use_launcher(_LAUNCHERS[0])
         if the_heap is None:
             return
         try:

@@ -30,7 +30,7 @@ from jax_ep.megakernels.exchange import (
     summed_columns,
 )
 from jax_ep.megakernels.kernels import structs, structs_gemm
-from jax_ep.megakernels.launch import group_of, launch
+from jax_ep.megakernels.launch import group_of, launch, stores_by_descriptor
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.send_order import order_sends
 from jax_ep.types import COMBINE_MODES, Array, Handle, Layout, Options, Schedule
@@ -230,7 +230,7 @@ def _gradient_sizes(
     """Sizes of the gradient of `[features, hidden]` matrices, or `[hidden, features]` with `transpose_rhs`."""
     rows, columns = (hidden, features) if transpose_rhs else (features, hidden)
     common = grouped_gemm.common_sizes(layout.capacity, columns, rows, layout.num_local_experts)
-    return structs_gemm.WeightGradient(**common, PARTS=parts, TMA_STORE=True, tile=tile)
+    return structs_gemm.WeightGradient(**common, PARTS=parts, TMA_STORE=stores_by_descriptor(), tile=tile)
 
 
 def _matrices(w: Array, product: structs_gemm.GroupedGemm) -> Descriptor:
@@ -348,14 +348,15 @@ def combine_with_weight_gradient_sizes(
 
 def _gradient_arguments(
     h: Array, w: Array, tokens: Array, sizes: structs_gemm.WeightGradient, transpose_rhs: bool
-) -> tuple[structs_gemm.WeightGradientOperands, Descriptor]:
+) -> tuple[structs_gemm.WeightGradientOperands, Descriptor | jax.ShapeDtypeStruct]:
     """Both factors of the gradient of w, and the gradient itself."""
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
     tile = sizes.tile
     factors = structs_gemm.WeightGradientOperands(
         Descriptor(left, (tile.BR, tile.BM), bounded=True), Descriptor(right, (tile.BR, tile.BN), bounded=True)
     )
-    return factors, Descriptor(jax.ShapeDtypeStruct(w.shape, h.dtype), (1, tile.BM, tile.BN // sizes.PARTS))
+    gradient = jax.ShapeDtypeStruct(w.shape, h.dtype)
+    return factors, Descriptor(gradient, (1, tile.BM, tile.BN // sizes.PARTS)) if sizes.TMA_STORE else gradient
 
 
 def weight_gradient(saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str) -> Array:

@@ -26,7 +26,7 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import structs_gemm
-from jax_ep.megakernels.launch import launch
+from jax_ep.megakernels.launch import launch, stores_by_descriptor
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
@@ -107,7 +107,7 @@ def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -
         # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
         return Tiles(block_m=64, block_n=128, num_warps=4, programs=2)
     if out_itemsize <= 2:
-        return Tiles(num_stages=3, tma_store=True)
+        return Tiles(num_stages=3, tma_store=stores_by_descriptor())
     # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
     return Tiles(block_n=128)
 
@@ -127,7 +127,8 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
     if out_itemsize <= 2:
         # Two programs of narrow tiles: while one stores its tile, the other multiplies.
-        return WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, tma_store=True, store_parts=2)
+        narrow = WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, store_parts=2)
+        return dataclasses.replace(narrow, tma_store=stores_by_descriptor())
     return WeightTiles(block_n=128)
 
 

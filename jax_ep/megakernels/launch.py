@@ -66,6 +66,13 @@ def launch(
         from jax_ep import interpreter
 
         outputs = interpreter.call(kernel, tuple(operands), tuple(results), config, dict(constants))
+    elif context.launcher() == "jax-triton":
+        from jax_ep.ffi import jax_triton
+
+        capability = compile.device_capability()
+        outputs = jax_triton.launch_kernel(
+            kernel, operands, results, config, constants, capability=capability, written=written
+        )
     else:
         outputs = ffi.launch_kernel(
             **_compiled(kernel, (*operands, *results), config, dict(constants)),
@@ -76,6 +83,11 @@ def launch(
     axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
     outputs = tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
     return tuple(regrouped(outputs, map(type_of, results)))
+
+
+def stores_by_descriptor() -> bool:
+    """Whether results may have descriptors; jax-triton describes operands only."""
+    return context.launcher() != "jax-triton"
 
 
 def _compiled(kernel: Kernel, arguments: tuple[Any, ...], config: Config, constants: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Launches through jax-triton, in place of the package's own custom call, where `init` was told so.
+
+jax-triton takes pointers and descriptors as a kernel's parameters, and one pointer for each result behind them. So it
+launches a function of Triton that takes them one by one, and calls the kernel with the NamedTuples that it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import linecache
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat, flat_arrays, type_of
+from jax_ep.types import Array
+
+# Of CUDA 12.9, for which the oldest jaxlib is built that the package takes. jaxlib assembles the code itself, and Triton
+# would write the version of its own assembler, which may be newer.
+_PTX_VERSION = 88
+
+
+def check() -> None:
+    """Raises where jax-triton cannot launch kernels here; a small kernel is lowered with it to find out.
+
+    Raises:
+      ImportError: it is not installed.
+      RuntimeError: it does not work with the JAX that is installed.
+    """
+    try:
+        import jax_triton
+    except ImportError as error:
+        raise ImportError(
+            "launcher='jax-triton' needs the package jax-triton, which cannot be imported here"
+            f" ({error}); pip install 'jax-ep[jax-triton]', or leave launcher out."
+        ) from error
+    copy = _compilable("copy", "def copy(x_ptr, out_ptr):\n    tl.store(out_ptr, tl.load(x_ptr))\n", {})
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    options = {"grid": (1,), "compute_capability": 90, "backend_options": _compiler_options(Config(1))}
+    run = jax.jit(lambda x: jax_triton.triton_call(x, kernel=copy, out_type=one, **options))
+    try:
+        run.trace(one).lower(lowering_platforms=("cuda",))
+    except Exception as error:  # whatever it is, it is what launches would end in
+        raise RuntimeError(
+            f"launcher='jax-triton' does not work here: jax-triton {importlib.metadata.version('jax-triton')} with jax"
+            f" {jax.__version__} fails in {type(error).__name__}: {error}; pip install 'jax-ep[jax-triton]' chooses"
+            " versions that fit each other, or leave launcher out."
+        ) from error
+
+
+def launch_kernel(
+    kernel: Kernel,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    config: Config,
+    constants: Mapping[str, Any],
+    *,
+    capability: int,
+    written: dict[int, int] | None = None,
+) -> tuple[Array, ...]:
+    """Runs a kernel on the CUDA device of this shard; without a derivative, under `jax.vmap` once per element.
+
+    Args:
+      kernel: what to run.
+      operands: arrays of this shard, descriptors of them, or NamedTuples of these.
+      results: shapes and dtypes of the results, or NamedTuples of these.
+      config: grid and compilation options.
+      constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
+      capability: compute capability of the devices.
+      written: arrays among the operands, by their positions, that the kernel writes in place, and the results that
+        they become.
+
+    Returns:
+      One array per array of `results`, typed as the same on all devices.
+
+    Raises:
+      NotImplementedError: a result has a descriptor.
+    """
+    import jax_triton
+
+    if any(isinstance(x, Descriptor) for x in flat(results)):
+        raise NotImplementedError(
+            f"{kernel.function}: a result is stored through a tensor descriptor, and jax-triton describes operands"
+            " only. A result in an operand's memory would have one, but XLA may let such a call write elsewhere, as"
+            " into the stacked results of a scan. Use tiles without tma_store, or jax_ep.init() without launcher."
+        )
+    written, shapes = written or {}, flat_arrays(results)
+    order = sorted(range(len(shapes)), key=lambda i: i in written.values())  # they have no parameter: the last ones
+    types = tuple(map(type_of, (*operands, *results)))
+    function = _flat_function(kernel, types, len(flat(operands)), tuple(written.items()), tuple(sorted(constants)))
+    described = flat(operands)
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays: Array) -> list[Array]:
+        with warnings.catch_warnings():  # its Refs, which it prefers, are an effect to jax.checkpoint
+            warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+            found = jax_triton.triton_call(
+                *map(_operand, described, arrays),
+                kernel=function,
+                out_type=[jax.ShapeDtypeStruct(shapes[i].shape, shapes[i].dtype) for i in order],
+                grid=(config.num_programs,),
+                name=kernel.function,
+                compute_capability=capability,
+                backend_options=_compiler_options(config),
+                input_output_aliases={operand: order.index(result) for operand, result in written.items()},
+                **constants,
+            )
+        return [found[order.index(i)] for i in range(len(order))]
+
+    return tuple(run(*map(array_of, described)))
+
+
+def _operand(argument: Any, array: Array) -> Any:
+    """An array as the kernel takes it."""
+    import jax_triton
+
+    return jax_triton.TensorDescriptor(array, *argument.blocks) if isinstance(argument, Descriptor) else array
+
+
+def _compiler_options(config: Config) -> dict[str, Any]:
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
+    # Chosen here: where nobody chooses, Triton 3.9 warns.
+    return options | {"enable_fp_fusion": True, "ptx_version": _PTX_VERSION}
+
+
+@functools.cache
+def _flat_function(
+    kernel: Kernel,
+    types: tuple[Any, ...],
+    num_operands: int,
+    written: tuple[tuple[int, int], ...],
+    constants: tuple[str, ...],
+) -> Any:
+    """The kernel behind parameters that are one array each; the same for equal arguments, as JAX's caches need it.
+
+    Args:
+      kernel: what is called.
+      types: of its operands and results, as `type_of` has them.
+      num_operands: arrays of the operands.
+      written: operands and the results that they become, which have no parameter of their own.
+      constants: names of the constants.
+    """
+    body, scope = kernel.load(), dict[str, Any]()
+    sizes = [1 if kind is None else len(kind._fields) for kind in types]
+    names = [f"x{i}" for i in range(sum(sizes))]
+    for operand, result in written:
+        names[num_operands + result] = names[operand]
+    rest, values = iter(names), dict[str, str]()
+    scope["kernel"] = body
+    for name, kind, size in zip((n for n in body.arg_names if n not in constants), types, sizes, strict=True):
+        arrays = ", ".join(next(rest) for _ in range(size))
+        values[name] = arrays if kind is None else f"{kind.__name__}({arrays})"
+        scope |= {} if kind is None else {kind.__name__: kind}
+    values |= {name: name for name in constants}
+    parameters = [*dict.fromkeys(names), *(f"{name}: tl.constexpr" for name in constants)]
+    call = ", ".join(f"{name}={value}" for name, value in values.items())
+    source = f"def {kernel.function}({', '.join(parameters)}):\n    kernel({call})\n"
+    return _compilable(kernel.function, source, scope)
+
+
+def _compilable(name: str, source: str, scope: dict[str, Any]) -> Any:
+    """The `triton.jit` function of a source, which Triton reads where Python looks for sources."""
+    import triton
+    import triton.language as tl
+
+    file = f"<jax_ep {name} {zlib.crc32(source.encode())}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope["tl"] = tl
+    exec(compile(source, file, "exec"), scope)
+    return triton.jit(scope[name])

@@ -7,7 +7,6 @@ launches a function of Triton that takes them one by one, and calls the kernel w
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import linecache
 import warnings
 import zlib
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat, flat_arrays, type_of
 from jax_ep.types import Array
 
-# Of CUDA 12.9, for which the oldest jaxlib is built that the package takes. jaxlib assembles the code itself, and Triton
+# Of CUDA 12.9, for which the oldest jaxlib is built that the package takes. jaxlib assembles the code itself; Triton
 # would write the version of its own assembler, which may be newer.
 _PTX_VERSION = 88
 
@@ -47,7 +46,7 @@ def check() -> None:
         run.trace(one).lower(lowering_platforms=("cuda",))
     except Exception as error:  # whatever it is, it is what launches would end in
         raise RuntimeError(
-            f"launcher='jax-triton' does not work here: jax-triton {importlib.metadata.version('jax-triton')} with jax"
+            f"launcher='jax-triton' does not work here: jax-triton {jax_triton.__version__} with jax"
             f" {jax.__version__} fails in {type(error).__name__}: {error}; pip install 'jax-ep[jax-triton]' chooses"
             " versions that fit each other, or leave launcher out."
         ) from error
@@ -81,14 +80,14 @@ def launch_kernel(
     Raises:
       NotImplementedError: a result has a descriptor.
     """
-    import jax_triton
-
     if any(isinstance(x, Descriptor) for x in flat(results)):
         raise NotImplementedError(
             f"{kernel.function}: a result is stored through a tensor descriptor, and jax-triton describes operands"
             " only. A result in an operand's memory would have one, but XLA may let such a call write elsewhere, as"
             " into the stacked results of a scan. Use tiles without tma_store, or jax_ep.init() without launcher."
         )
+    import jax_triton
+
     written, shapes = written or {}, flat_arrays(results)
     order = sorted(range(len(shapes)), key=lambda i: i in written.values())  # they have no parameter: the last ones
     types = tuple(map(type_of, (*operands, *results)))

@@ -106,10 +106,10 @@ def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -
     if num_rows <= 64 * groups or columns <= 128:
         # Few rows: the matrices are read once, whatever the tiles, and narrow ones keep more programs busy.
         return Tiles(block_m=64, block_n=128, num_warps=4, programs=2)
-    if out_itemsize <= 2:
-        return Tiles(num_stages=3, tma_store=stores_by_descriptor())
-    # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
-    return Tiles(block_n=128)
+    if out_itemsize > 2:
+        # Tiles of float32 take twice the memory while they are stored, in the flat loop beside its buffers.
+        return Tiles(block_n=128)
+    return Tiles(num_stages=3, tma_store=True) if stores_by_descriptor() else Tiles()
 
 
 def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
@@ -127,8 +127,8 @@ def weight_tiles(out_itemsize: int) -> WeightTiles:
         return WeightTiles(block_m=32, block_n=32, block_r=16, num_stages=2)
     if out_itemsize <= 2:
         # Two programs of narrow tiles: while one stores its tile, the other multiplies.
-        narrow = WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2, store_parts=2)
-        return dataclasses.replace(narrow, tma_store=stores_by_descriptor())
+        narrow = WeightTiles(block_n=128, num_warps=4, num_stages=3, programs=2)
+        return dataclasses.replace(narrow, tma_store=True, store_parts=2) if stores_by_descriptor() else narrow
     return WeightTiles(block_n=128)
 
 

@@ -1,0 +1,323 @@
+"""Every kernel through jax-triton: it makes code of them, on machines without GPUs too.
+
+Needs a JAX that jax-triton works with: `make test-jax-triton` has an environment of its own for that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import jax_ep
+from cases import BF16, F32
+from jax_ep import Schedule, context, megakernels
+from jax_ep.core.kernel import Config, Descriptor, Kernel, flat, type_of
+from jax_ep.ffi import jax_triton
+from jax_ep.megakernels import compile, grouped_gemm
+from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
+from jax_ep.megakernels.kernels.structs_serving import RowPass
+from jax_ep.quantization import quantize_experts, quantize_fp8_weights
+
+pytest.importorskip("triton")
+
+Array = jax.ShapeDtypeStruct
+FP8, I32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.int32)
+T, K, E, H, INNER = 64, 4, 8, 256, 128
+TRITON = {"implementation": "triton"}
+# Kernels, as they are named here.
+EXCHANGE = {"plan.plan", "dispatch.dispatch", "combine.combine", "small_exchange.exchange_i32"}
+PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
+ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
+SENDS = {"send_order.count_firsts", "send_order.place_firsts", "exchange_gemm.dispatch_gemm"}
+FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
+FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "activation.quantize_matrices"}
+LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
+SUMS_AFTER = {"low_latency.low_latency_combine"}
+SUMS_IN_PRODUCT = {"masked.masked_grouped_gemm", "low_latency_gemm_combine.low_latency_gemm_combine"}
+
+TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
+
+
+def layer(matrices: Any = None, *, num_local: int = E // 2) -> tuple[Any, ...]:
+    """Arguments of `moe` of one rank."""
+    shapes = Array((num_local, H, 2 * INNER), BF16), Array((num_local, INNER, H), BF16)
+    return *TOKENS, *(shapes if matrices is None else (jax.eval_shape(matrices, w) for w in shapes))
+
+
+def gradient(fn: Callable[..., Any], *wanted: int) -> Callable[..., Any]:
+    return jax.grad(lambda *args: fn(*args).astype(F32).sum(), argnums=wanted)
+
+
+def moe(**options: Any) -> Callable[..., Any]:
+    return partial(jax_ep.moe, num_experts=E, **TRITON, **options)
+
+
+def low_latency(x: Any, ids: Any, weights: Any, *matrices: Any) -> Any:
+    return jax_ep.low_latency_moe(x, ids, weights, *matrices, num_experts=E, max_tokens_per_rank=T, **TRITON)
+
+
+def low_latency_apart(x: Any, ids: Any, weights: Any) -> Any:
+    arrived = jax_ep.low_latency_dispatch(x, ids, num_experts=E, max_tokens_per_rank=T, **TRITON)
+    values = arrived.tokens[0] if isinstance(arrived.tokens, tuple) else arrived.tokens
+    return jax_ep.low_latency_combine(values.astype(BF16), ids, weights, arrived.handle, **TRITON)
+
+
+def quantized(expert_format: str, **options: Any) -> Callable[..., Any]:
+    return partial(quantize_experts, format=expert_format, **options)
+
+
+FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter", fuse_weight_gradients=True)
+BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_gradients=True)
+SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
+IN_FP8 = {"wire_dtype": FP8, "forward_dtype": FP8}
+ONE_LAUNCH = Schedule(single_launch=True)
+
+# name: (function of one rank, its arguments, kernels among those that it launches)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
+    "serial": (gradient(moe(schedule=SERIAL), 0, 2, 3, 4), layer(), EXCHANGE | PRODUCTS | ACTIVATION),
+    "fused": (gradient(moe(schedule=FUSED), 0, 2, 3, 4), layer(), SENDS | {"exchange_gemm.gemm_combine"}),
+    "beside": (
+        gradient(moe(schedule=BESIDE), 0, 2, 3, 4),
+        layer(),
+        SENDS | {"exchange_gemm.combine_with_weight_gradient", "rows.gather_rows"},
+    ),
+    "FP8": (gradient(moe(forward_dtype=FP8), 0, 2, 3, 4), layer(), FP8_OPERANDS),
+    "FP8 on the wire": (
+        gradient(moe(forward_dtype=FP8, wire_dtype=FP8), 0, 2, 3, 4),
+        layer(),
+        FP8_ROWS | {"activation.dequantize_rows"},
+    ),
+    "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.grouped_gemm"}),
+    "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | SUMS_IN_PRODUCT),
+    "low latency, FP8": (low_latency, layer(quantize_fp8_weights), LOW_LATENCY | SUMS_IN_PRODUCT),
+    "low latency, quantised": (
+        low_latency,
+        layer(quantized("mxfp4")),
+        LOW_LATENCY | SUMS_AFTER | {"quantized_gemm.masked_grouped_gemm"},
+    ),
+    "low latency, apart": (low_latency_apart, TOKENS, SUMS_AFTER),
+    "one launch": (
+        partial(jax_ep.fused_moe, schedule=Schedule(single_launch=True), **TRITON),
+        layer(num_local=E),
+        {"fused_moe.fused_moe", "moe_sort.moe_sort"},
+    ),
+}
+
+
+def kernels_of_the_package() -> set[str]:
+    modules = [
+        importlib.import_module(f"{megakernels.__name__}.{m.name}") for m in pkgutil.iter_modules(megakernels.__path__)
+    ]
+    found = (value for module in modules for value in vars(module).values())
+    return {named(value) for value in found if isinstance(value, Kernel)}
+
+
+def named(kernel: Kernel) -> str:
+    return f"{kernel.module}.{kernel.function}"
+
+
+def test_no_kernel_is_left_out() -> None:
+    assert set[str]().union(*(kernels for _, _, kernels in CASES.values())) == kernels_of_the_package()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[jax.sharding.Mesh]:
+    """Two ranks whose kernels are launched through jax-triton, if it works here."""
+    jax_ep.finalize()
+    mesh = harness.make_mesh((2,), (harness.EXPERT,))
+    try:
+        jax_ep.init(mesh, transport="shared_memory", launcher="jax-triton", timeout_s=harness.PATIENCE_S)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{error}")
+    yield mesh
+    jax_ep.finalize()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+
+@pytest.fixture
+def launched(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Kernels that are launched through jax-triton from here on."""
+    found: set[str] = set()
+
+    def record(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+        found.add(named(kernel))
+        return launch(kernel, *arguments, **options)
+
+    launch = jax_triton.launch_kernel
+    monkeypatch.setattr(jax_triton, "launch_kernel", record)
+    jax.clear_caches()  # what another test has traced
+    return found
+
+
+@pytest.fixture
+def compiled(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """PTX of the kernels that jax-triton compiles from here on; it keeps what earlier tests have compiled."""
+    library = sys.modules["jax_triton.triton_lib"].triton_kernel_call_lib
+    make, found = library.TritonKernel, list[str]()
+
+    def record(name: str, num_warps: int, num_ctas: int, shared: int, ptx: str, *rest: Any) -> Any:
+        found.append(ptx)
+        return make(name, num_warps, num_ctas, shared, ptx, *rest)
+
+    monkeypatch.setattr(library, "TritonKernel", record)
+    return found
+
+
+def assemble(ptx: str, folder: Path) -> str:
+    """The assembler's report."""
+    import triton
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source, "-o", folder / "kernel.cubin"]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+
+
+def lower(fn: Callable[..., Any], mesh: jax.sharding.Mesh, arguments: Any) -> Any:
+    """A per-rank function for CUDA devices."""
+    stacked = jax.tree.map(lambda x: Array((mesh.size, *x.shape), x.dtype), arguments)
+    return jax.jit(harness.per_rank(fn, mesh)).trace(*stacked).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(
+    name: str, mesh: jax.sharding.Mesh, launched: set[str], compiled: list[str], on_hopper: None, tmp_path: Path
+) -> None:
+    fn, arguments, kernels = CASES[name]
+    text = lower(fn, mesh, arguments).as_text()
+    assert "@triton_kernel_call_ffi" in text and "@jax_ep_launch_kernel" not in text
+    assert kernels <= launched
+    for ptx in compiled:
+        report = assemble(ptx, tmp_path)
+        assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
+
+
+def test_counters_are_written_in_place(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
+    """XLA must know of it: the zeros that they are at first may be a constant."""
+    fn, arguments, _ = CASES["one launch"]
+    calls = [line for line in lower(fn, mesh, arguments).as_text().splitlines() if "@triton_kernel_call_ffi" in line]
+    assert ["output_operand_aliases = [#" in line for line in calls].count(True) == 1
+
+
+def test_transformations(mesh: jax.sharding.Mesh, launched: set[str], on_hopper: None) -> None:
+    """Layers in a scan, each computed again in the backward pass; and a launch per element of a batch."""
+    x, ids, weights, w_gate_up, w_down = layer()
+
+    def layers(x: Any, ids: Any, weights: Any, *matrices: Any) -> Any:
+        body = jax.checkpoint(lambda x, w: (moe(schedule=SERIAL)(x, ids, weights, *w), None))
+        return jax.lax.scan(body, x, matrices)[0]
+
+    stacks = [Array((3, *w.shape), w.dtype) for w in (w_gate_up, w_down)]
+    text = lower(gradient(layers, 0, 3, 4), mesh, (x, ids, weights, *stacks)).as_text()
+    assert text.count("@triton_kernel_call_ffi") > len(EXCHANGE | PRODUCTS | ACTIVATION)
+    rows = Array((3, T, H), BF16), Array((3, 4, H, INNER), BF16), Array((3, 4), I32)
+    fn = partial(grouped_gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
+    text = jax.jit(jax.vmap(fn)).trace(*rows).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") == 1 and "stablehlo.while" in text
+
+
+def test_the_interpreter_runs_kernels_on_the_cpu(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+    lhs, rhs = rng.standard_normal((24, 16)).astype(BF16), rng.standard_normal((2, 16, 8)).astype(BF16)
+    sizes = np.array([10, 14], np.int32)
+    got = np.asarray(jax_ep.grouped_gemm(lhs, rhs, sizes, **TRITON), np.float64)
+    exact = lhs.astype(np.float64), rhs.astype(np.float64)
+    want = np.concatenate([exact[0][:10] @ exact[1][0], exact[0][10:] @ exact[1][1]])
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
+
+
+# --- without jax-triton -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_context() -> Iterator[None]:
+    jax_ep.finalize()
+    yield
+    jax_ep.finalize()
+
+
+def test_an_unknown_launcher(no_context: None) -> None:
+    with pytest.raises(ValueError, match=r"launcher='pallas' is unknown; choose from \('ffi', 'jax-triton'\)"):
+        jax_ep.init(launcher="pallas")
+    assert context.transport() is None, "a context was made"
+
+
+def test_a_missing_package(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    with pytest.raises(ImportError, match=r"pip install 'jax-ep\[jax-triton\]', or leave launcher out"):
+        jax_ep.init(launcher="jax-triton")
+    assert context.transport() is None and context.launcher() == "ffi"
+
+
+def test_a_package_that_does_not_work_with_this_jax(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise TypeError("its rule takes 2 positional arguments but 3 were given")
+
+    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=fails, __version__="0.0"))
+    with pytest.raises(RuntimeError, match=r"jax-triton 0\.0 with jax .* fails in TypeError: its rule takes 2"):
+        jax_ep.init(launcher="jax-triton")
+    assert context.transport() is None and context.launcher() == "ffi"
+
+
+def test_results_by_descriptor_are_refused() -> None:
+    result = Descriptor(Array((64, 64), BF16), (16, 16))
+    with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton describes operands only"):
+        jax_triton.launch_kernel(Kernel("m", "copy"), (), (result,), Config(1), {}, capability=90)
+
+
+def test_another_launcher_drops_traces(no_context: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jitted functions hold launches; they must not outlive the choice."""
+    monkeypatch.setattr(jax_triton, "check", lambda: None)
+    seen = []
+    fn = jax.jit(lambda x: (seen.append(context.launcher()), x + 1)[1])
+    for launcher in (None, "jax-triton", "jax-triton", None):
+        jax_ep.finalize()
+        jax_ep.init(transport="xla", launcher=launcher)
+        fn(1)
+    assert seen == ["ffi", "jax-triton", "jax-triton", "ffi"]
+
+
+def stripped(ptx: str) -> str:
+    """Without the lines of sources, and without the names that come from them."""
+    lines = (line for line in ptx.splitlines() if not re.match(r"\s*(\.loc|\.file|//|\$L__)", line))
+    return re.sub(r"\$L__\w+|\s*//.*", "", "\n".join(lines).split(".section")[0])
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["pointers", "a NamedTuple"])
+def test_flat_parameters_make_the_same_code(grouped: bool) -> None:
+    if grouped:
+        kernel, constants = Kernel("small_exchange", "exchange_i32"), {"S": SmallExchange(4096, False, 1024)}
+        constants |= {"HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
+        arguments = {"x_ptr": "*i32", "after_ptr": "*i32", "peers": Peers("*i32", "*i64"), "out_ptr": "*i32"}
+    else:
+        kernel, constants = Kernel("rows", "gather_rows"), {"S": RowPass(R=32, H=128, G=4, GROUPS=16, BR=16, BC=128)}
+        arguments = {"x_ptr": "*bf16", "index_ptr": "*i32", "sizes_ptr": "*i32", "out_ptr": "*bf16"}
+    values = tuple(arguments.values())
+    kinds = tuple(map(type_of, values))
+    function = jax_triton._flat_function(kernel, kinds, len(flat(values)) - 1, (), tuple(constants))
+    types_of_flat = {f"x{i}": name for i, name in enumerate(flat(values))}
+    flat_kernel = types.SimpleNamespace(load=lambda: function)
+    codes = [
+        compile.build(what, names, Config(1, num_warps=4), constants, 90).asm["ptx"]
+        for what, names in ((kernel, arguments), (flat_kernel, types_of_flat))
+    ]
+    assert "ld.global" in codes[0] and stripped(codes[0]) == stripped(codes[1])

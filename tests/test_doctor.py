@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ import pytest
 
 import harness
 from jax_ep import __main__, ffi
+from jax_ep.ffi import jax_triton
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
 
@@ -72,6 +75,25 @@ def test_what_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(findings, "computation, xla").text == "RuntimeError: the device has gone"
     assert of(findings, "links").text == "OSError: no such bus"
     assert all(finding.remedy for finding in findings if finding.state != doctor.OK)
+
+
+def test_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examined() -> doctor.Finding:
+        (finding,) = doctor._jax_triton()
+        return finding
+
+    def fail() -> None:
+        raise RuntimeError("a rule takes\ntwo arguments")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert examined().state == doctor.OK and "not installed" in examined().text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9")
+    monkeypatch.setattr(jax_triton, "check", fail)
+    assert examined().state == doctor.WARNING and examined().text == "RuntimeError: a rule takes two arguments"
+    assert "pip install 'jax-ep[jax-triton]'" in examined().remedy
+    monkeypatch.setattr(jax_triton, "check", lambda: None)
+    assert examined().state == doctor.OK and examined().text.startswith("0.9 works")
 
 
 def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "nvshmem4py-cu13", "numpy", "flax")
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "jax-triton", "nvshmem4py-cu13")
+_PACKAGES += ("numpy", "flax")
 _COPY_BYTES, _COPIES = 64 << 20, 4
 _LARGEST_ERROR = 0.02  # of bfloat16, in the norm
 _SLOW_LINK = 100e9  # NVLink of any generation is faster, PCI Express is not
@@ -52,7 +53,8 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """All findings, one after another as they are made."""
-    parts: list[Callable[[], Iterable[Finding]]] = [_versions, _devices, _library, _transport, _links, _computations]
+    parts: list[Callable[[], Iterable[Finding]]] = [_versions, _devices, _library, _jax_triton, _transport]
+    parts += [_links, _computations]
     for part in parts:
         try:
             yield from part()
@@ -121,6 +123,24 @@ def _library() -> Iterator[Finding]:
     data = None if stamp is None else dataclasses.asdict(stamp)
     built = "" if stamp is None else f", of sources {stamp.source_hash[:12]}"
     yield Finding("compiled library", OK, f"{path}{built}", data=data)
+
+
+def _jax_triton() -> Iterator[Finding]:
+    """The other launcher, which nobody needs."""
+    from jax_ep.ffi import jax_triton
+
+    if importlib.util.find_spec("jax_triton") is None:
+        text = "not installed; it is optional, for init(launcher='jax-triton')"
+        yield Finding("jax-triton", OK, text, data={"works": None})
+        return
+    try:
+        jax_triton.check()
+    except (ImportError, RuntimeError) as error:
+        remedy = "leave init's launcher out, or pip install 'jax-ep[jax-triton]' for versions that fit each other"
+        yield Finding("jax-triton", WARNING, _in_one_line(error), remedy, {"works": False})
+    else:
+        text = f"{importlib.metadata.version('jax-triton')} works, for init(launcher='jax-triton')"
+        yield Finding("jax-triton", OK, text, data={"works": True})
 
 
 def _transport() -> Iterator[Finding]:

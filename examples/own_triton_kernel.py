@@ -1,0 +1,170 @@
+"""An expert function as a Triton kernel of one's own, called by jax-triton between `dispatch` and `combine`.
+
+python examples/own_triton_kernel.py    # on NVIDIA GPUs, after pip install 'jax-ep[cuda13,jax-triton]'
+
+The layer is trained. Its experts are gated, and each learns the slope of its activation. Products and exchange are those
+of jax_ep; the activation and its gradient are the kernels of `own_kernels/learned_swish.py`, joined by `jax.custom_vjp`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+EXPERTS, TOP_K, HIDDEN, INNER, TOKENS, STEPS = 8, 2, 64, 96, 256, 20
+Parameters = dict[str, jax.Array]
+
+
+def call_kernel(name: str, arrays: Any, results: Any, num_programs: int, **constants: int) -> list[jax.Array]:
+    """Runs a kernel of `own_kernels/learned_swish.py`: pointers of the arrays, then of the results, then constants."""
+    import jax_triton
+
+    from own_kernels import learned_swish
+
+    # Triton writes PTX for its own assembler; jaxlib's may be older, and takes what is older.
+    options = {"enable_fp_fusion": True, "ptx_version": 88}
+    kernel = getattr(learned_swish, name)
+    call = functools.partial(jax_triton.triton_call, kernel=kernel, grid=(num_programs,), backend_options=options)
+    return call(*arrays, out_type=results, **constants)
+
+
+@jax.custom_vjp
+def activate(hidden: jax.Array, slopes: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    """`weight * gate * sigmoid(slope * gate) * up` of each row.
+
+    Args:
+      hidden: `[R, 2 * I]`, gate in the first I columns and up in the last.
+      slopes: `[L]` float32, one for each expert of this rank.
+      weights: `[R]` float32 router weights.
+      experts: `[R]` int32, the local expert of each row; -1 for padding, whose result is zero.
+
+    Returns:
+      `[R, I]`.
+    """
+    num_rows, inner = hidden.shape[0], hidden.shape[1] // 2
+    result = jax.ShapeDtypeStruct((num_rows, inner), hidden.dtype)
+    found = call_kernel("activate", (hidden, slopes, weights, experts), [result], num_rows, INNER=inner, BLOCK=128)
+    return varying(found[0])
+
+
+def activate_forward(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The result, and what the backward pass needs: the arguments, nothing that it could compute again."""
+    return activate(*arguments), arguments
+
+
+def activate_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    """Cotangents of hidden, slopes and weights; `experts` are integers and have none."""
+    hidden, slopes, weights, experts = saved
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights, weights)]
+    constants = {"INNER": hidden.shape[1] // 2, "BLOCK": 128}
+    found = call_kernel("activate_gradient", (*saved, d_out), results, hidden.shape[0], **constants)
+    d_hidden, d_slope_of_rows, d_weights = map(varying, found)
+    # One program per row: adding atomically would make sums depend on the order in which programs run.
+    d_slopes = jax.ops.segment_sum(d_slope_of_rows, jnp.where(experts < 0, slopes.shape[0], experts), slopes.shape[0])
+    return d_hidden, d_slopes, d_weights, None
+
+
+activate.defvjp(activate_forward, activate_backward)
+
+
+def varying(x: jax.Array) -> jax.Array:
+    """jax-triton types results as the same on all devices; inside `jax.shard_map` they are not."""
+    return jax.lax.pcast(x, ("expert",), to="varying")
+
+
+def expert_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
+    """One rank's part: tokens go to their experts, through their matrices and the kernel, and back."""
+    d = jax_ep.dispatch(x, topk_idx, topk_weights, num_experts=EXPERTS)
+    hidden = jax_ep.grouped_gemm(d.tokens, p["w_gate_up"], d.group_sizes)
+    rows = activate(hidden, p["slopes"], d.weights, jax_ep.row_experts(d.handle))
+    return jax_ep.combine(jax_ep.grouped_gemm(rows, p["w_down"], d.group_sizes), d.handle)
+
+
+def dense_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
+    """The same in plain JAX: every expert computes every token."""
+    gate, up = jnp.split(jnp.einsum("th,ehf->tef", x, p["w_gate_up"]), 2, axis=-1)
+    every = jnp.einsum("tei,eih->teh", gate * jax.nn.sigmoid(p["slopes"][None, :, None] * gate) * up, p["w_down"])
+    chosen = jnp.take_along_axis(every, topk_idx[:, :, None], axis=1)
+    return jnp.einsum("tkh,tk->th", chosen, topk_weights)
+
+
+def on_all_devices(mesh: jax.sharding.Mesh) -> Any:
+    """`expert_layer` of global arrays, spread over the mesh."""
+    return jax.shard_map(expert_layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+
+
+def make_inputs(key: jax.Array) -> tuple[Parameters, jax.Array, jax.Array, jax.Array]:
+    """Parameters of all experts, tokens, and where these go."""
+    keys = jax.random.split(key, 4)
+    parameters = {
+        "w_gate_up": jax.random.normal(keys[0], (EXPERTS, HIDDEN, 2 * INNER)) * HIDDEN**-0.5,
+        "w_down": jax.random.normal(keys[1], (EXPERTS, INNER, HIDDEN)) * INNER**-0.5,
+        "slopes": jnp.linspace(0.5, 2, EXPERTS),
+    }
+    routing = jax_ep.topk_router(jax.random.normal(keys[2], (TOKENS, EXPERTS)), TOP_K)
+    return parameters, jax.random.normal(keys[3], (TOKENS, HIDDEN)), routing.topk_idx, routing.topk_weights
+
+
+def compare(layer: Any, arguments: tuple[Any, ...]) -> float:
+    """The largest difference from plain JAX, of the result and of the gradients, over the norm of each."""
+
+    def outcome(fn: Any) -> Any:
+        loss = lambda p, x, idx, weights: jnp.sum(jnp.square(fn(p, x, idx, weights)))  # noqa: E731
+        run = jax.jit(lambda *args: (fn(*args), jax.grad(loss, argnums=(0, 1, 3))(*args)))
+        return jax.tree.leaves(jax.device_get(run(*arguments)))
+
+    pairs = zip(outcome(layer), outcome(dense_layer), strict=True)
+    return max(float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) for got, want in pairs)
+
+
+def train(layer: Any, arguments: tuple[Any, ...], steps: int) -> list[float]:
+    """The loss before each step of gradient descent towards tokens whose sign is turned."""
+    p, x, idx, weights = arguments
+
+    @jax.jit
+    def step(p: Parameters) -> tuple[jax.Array, Parameters]:
+        loss, gradients = jax.value_and_grad(lambda p: jnp.mean(jnp.square(layer(p, x, idx, weights) + x)))(p)
+        return loss, jax.tree.map(lambda value, gradient: value - 2.0 * gradient, p, gradients)
+
+    losses = []
+    for _ in range(steps):
+        loss, p = step(p)
+        losses.append(float(loss))
+    return losses
+
+
+def missing() -> str | None:
+    """Why the kernels cannot run here, or None."""
+    if jax.default_backend() != "gpu":
+        return f"jax_triton.triton_call runs on GPUs, and JAX's devices here are of the {jax.default_backend()}"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "not installed: jax-triton; pip install 'jax-ep[jax-triton]'"
+    return None
+
+
+def main() -> None:
+    """Compares the layer with plain JAX on all GPUs, then trains it."""
+    if (reason := missing()) is not None:
+        sys.exit(f"own_triton_kernel.py: {reason}.")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    mesh = jax.make_mesh((jax.device_count(),), ("expert",))
+    arguments = jax.device_put(make_inputs(jax.random.key(0)), jax.NamedSharding(mesh, P("expert")))
+    layer = on_all_devices(mesh)
+    error = compare(layer, arguments)
+    print(f"{TOKENS} tokens on {mesh.size} devices: largest relative difference from plain JAX {error:.1e}")
+    if error > 1e-4:
+        sys.exit("that is too much: please report it, with the output of jax-ep doctor")
+    losses = train(layer, arguments, STEPS)
+    print(f"loss before training {losses[0]:.4f}, after {STEPS} steps {losses[-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,8 @@
 
 python examples/own_triton_kernel.py    # on NVIDIA GPUs, after pip install 'jax-ep[cuda13,jax-triton]'
 
-The layer is trained. Its experts are gated, and each learns the slope of its activation. Products and exchange are those
-of jax_ep; the activation and its gradient are the kernels of `own_kernels/learned_swish.py`, joined by `jax.custom_vjp`.
+The layer is trained. Its experts are gated, and each learns the slope of its activation. Products and exchange are
+jax_ep's; the activation and its gradient are the kernels of `own_kernels/learned_swish.py`, joined by `jax.custom_vjp`.
 """
 
 from __future__ import annotations

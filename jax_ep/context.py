@@ -178,7 +178,7 @@ def _checked_launcher(launcher: str | None) -> str:
             f"init: launcher={launcher!r} is unknown; choose from {_LAUNCHERS}, or leave it None for the fastest."
         )
     if launcher == "jax-triton":
-        from jax_ep.ffi import jax_triton
+        from jax_ep.core import jax_triton
 
         _outside_of_traces(jax_triton.check)
     return launcher

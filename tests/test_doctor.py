@@ -13,7 +13,7 @@ import pytest
 
 import harness
 from jax_ep import __main__, ffi
-from jax_ep.ffi import jax_triton
+from jax_ep.core import jax_triton
 from jax_ep.ops import registry
 from jax_ep.tools import doctor
 

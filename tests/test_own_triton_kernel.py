@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import Mesh
 
 import own_triton_kernel as example
+from jax_ep.core import jax_triton
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.ffi import jax_triton
 from jax_ep.megakernels.launch import launch
 
 pytest.importorskip("triton")

@@ -67,7 +67,7 @@ def launch(
 
         outputs = interpreter.call(kernel, tuple(operands), tuple(results), config, dict(constants))
     elif context.launcher() == "jax-triton":
-        from jax_ep.ffi import jax_triton
+        from jax_ep.core import jax_triton
 
         capability = compile.device_capability()
         outputs = jax_triton.launch_kernel(

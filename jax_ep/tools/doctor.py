@@ -24,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "jax-triton", "nvshmem4py-cu13")
-_PACKAGES += ("numpy", "flax")
+_PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "jax-triton", "nvshmem4py-cu13"),
+    *("numpy", "flax"),
+)
 _COPY_BYTES, _COPIES = 64 << 20, 4
 _LARGEST_ERROR = 0.02  # of bfloat16, in the norm
 _SLOW_LINK = 100e9  # NVLink of any generation is faster, PCI Express is not
@@ -127,7 +129,7 @@ def _library() -> Iterator[Finding]:
 
 def _jax_triton() -> Iterator[Finding]:
     """The other launcher, which nobody needs."""
-    from jax_ep.ffi import jax_triton
+    from jax_ep.core import jax_triton
 
     if importlib.util.find_spec("jax_triton") is None:
         text = "not installed; it is optional, for init(launcher='jax-triton')"

@@ -25,8 +25,8 @@ import harness
 import jax_ep
 from cases import BF16, F32
 from jax_ep import Schedule, context, megakernels
+from jax_ep.core import jax_triton
 from jax_ep.core.kernel import Config, Descriptor, Kernel, flat, type_of
-from jax_ep.ffi import jax_triton
 from jax_ep.megakernels import compile, grouped_gemm
 from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
 from jax_ep.megakernels.kernels.structs_serving import RowPass

@@ -33,11 +33,11 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-rest test-all test-gpu evidence lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-jax-triton test-gpu evidence lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
-	  printf '  make %-9s %s\n' "$$name" "$$what"; done
+	  printf '  make %-15s %s\n' "$$name" "$$what"; done
 
 # Python sources are used in place. What is compiled, and the list of dependencies, make a new installation necessary.
 # What is imported later is compiled then, which takes a third of the time of compiling all that is installed.
@@ -89,6 +89,15 @@ test test-rest test-all: $(INSTALLED)
 	$(PYTEST) $(WHICH) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
 	$(PYTEST) $(WHICH) $(PYTEST_ARGS)
 
+# Up to 0.4.1 jax-triton does not work with JAX 0.12. Its part of the CUDA plugin makes the calls, without a GPU too.
+WITH_JAX_TRITON := $(VENV)-jax-triton
+test-jax-triton: ## kernels through jax-triton, in an environment of its own with a JAX that it works with
+	$(MAKE) env VENV='$(WITH_JAX_TRITON)' EXTRAS=test,jax-triton CONSTRAINTS= \
+	  PIP_ARGS='jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-triton==0.4.1'
+	JAX_PLATFORMS=cpu '$(WITH_JAX_TRITON)/bin/python' -c 'from jax_ep.core import jax_triton; jax_triton.check()'
+	'$(WITH_JAX_TRITON)/bin/python' -m pytest -q $(PYTEST_ARGS) tests/megakernels/test_jax_triton.py \
+	  tests/test_own_triton_kernel.py
+
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)
 
@@ -112,5 +121,5 @@ bench: $(INSTALLED) ## every benchmark, one after another, but the comparison wi
 	for script in $(filter-out benchmarks/compare.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script"; done
 
 clean: ## remove what these tasks have made, the environment included
-	rm -rf '$(VENV)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf '$(VENV)' '$(WITH_JAX_TRITON)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

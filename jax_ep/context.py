@@ -102,7 +102,7 @@ def init(
         nothing; in all it has at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
       timeout_s: seconds that a kernel waits for a peer; then the call ends in an error that names it.
       launcher: what launches the Triton kernels on GPUs: "ffi", the package's own custom call, or "jax-triton", which
-        takes the host longer per launch (docs/integrations.md). None: "ffi". Another one than before drops what JAX
+        takes the host longer per launch (docs/design/launches.md). None: "ffi". Another one than before drops what JAX
         has traced and compiled, so that all programs use it. It changes nothing on CPU devices.
 
     Returns:

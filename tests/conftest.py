@@ -49,6 +49,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("jax_ep")
     group.addoption("--implementation", help="comma-separated implementations to test; default: every available one")
+    group.addoption("--launcher", help="of kernels on GPUs, see jax_ep.init; tests with a context of their own have none")
     group.addoption("--slow", action="store_true", help="on CPU devices, also the tests marked slow; on GPUs all run")
     group.addoption("--only-slow", action="store_true", help="only the tests marked slow")
     group.addoption("--seed", type=int, help="seed of the random inputs; default: a fresh one, shown on failure")
@@ -68,7 +69,10 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> str:
-    return f"jax_ep: {jax.device_count()} {jax.devices()[0].device_kind} device(s), {jax.process_count()} process(es)"
+    from jax_ep import context
+
+    devices = f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), {jax.process_count()} process(es)"
+    return f"jax_ep: {devices}, kernels launched by {context.launcher()}"
 
 
 def implementations(config: pytest.Config) -> list[str]:
@@ -87,11 +91,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     if "triton" not in implementations(session.config):
         return
+    launcher = session.config.getoption("launcher")
     if NUM_PROCESSES > 1:  # a transport that refuses must not look like tests that pass
-        jax_ep.init(harness.make_mesh((NUM_PROCESSES,), (harness.EXPERT,)), transport="nvshmem")
+        mesh = harness.make_mesh((NUM_PROCESSES,), (harness.EXPERT,))
+        jax_ep.init(mesh, transport="nvshmem", launcher=launcher)
     elif not ON_GPU:
         mesh = harness.make_mesh((NUM_CPU_DEVICES,), (harness.EXPERT,))
-        jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S)
+        jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S, launcher=launcher)
+    elif launcher is not None:
+        jax_ep.init(launcher=launcher)
 
 
 def pytest_sessionfinish() -> None:

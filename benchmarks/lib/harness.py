@@ -204,7 +204,7 @@ def progress(items: Iterable[Any], title: str) -> Iterable[Any]:
 def versions() -> dict[str, str]:
     """Versions of what decides about speed; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "numpy"):
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "jax-triton", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

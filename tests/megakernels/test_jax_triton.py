@@ -208,6 +208,7 @@ def test_kernels(
     assert "@triton_kernel_call_ffi" in text and "@jax_ep_launch_kernel" not in text
     assert kernels <= launched
     for ptx in compiled:
+        assert ".version 8.8" in ptx and ".target sm_90a" in ptx
         report = assemble(ptx, tmp_path)
         assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 

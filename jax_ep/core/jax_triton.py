@@ -38,18 +38,23 @@ def check() -> None:
             "launcher='jax-triton' needs the package jax-triton, which cannot be imported here"
             f" ({error}); pip install 'jax-ep[jax-triton]', or leave launcher out."
         ) from error
-    copy = _compilable("copy", "def copy(x_ptr, out_ptr):\n    tl.store(out_ptr, tl.load(x_ptr))\n", {})
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
-    options = {"grid": (1,), "compute_capability": 90, "backend_options": _compiler_options(Config(1))}
-    run = jax.jit(lambda x: jax_triton.triton_call(x, kernel=copy, out_type=one, **options))
     try:
-        run.trace(one).lower(lowering_platforms=("cuda",))
+        _lower_a_kernel(jax_triton)
     except Exception as error:  # whatever it is, it is what launches would end in
         raise RuntimeError(
             f"launcher='jax-triton' does not work here: jax-triton {jax_triton.__version__} with jax"
             f" {jax.__version__} fails in {type(error).__name__}: {error}; pip install 'jax-ep[jax-triton]' chooses"
             " versions that fit each other, or leave launcher out."
         ) from error
+
+
+@functools.cache  # what has worked works
+def _lower_a_kernel(jax_triton: Any) -> None:
+    copy = _compilable("copy", "def copy(x_ptr, out_ptr):\n    tl.store(out_ptr, tl.load(x_ptr))\n", {})
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    options = {"grid": (1,), "compute_capability": 90, "backend_options": _compiler_options(Config(1))}
+    run = jax.jit(lambda x: jax_triton.triton_call(x, kernel=copy, out_type=one, **options))
+    run.trace(one).lower(lowering_platforms=("cuda",))
 
 
 def launch_kernel(

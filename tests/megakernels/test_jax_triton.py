@@ -273,7 +273,9 @@ def test_a_package_that_does_not_work_with_this_jax(no_context: None, monkeypatc
     def fails(*arguments: Any, **options: Any) -> None:
         raise TypeError("its rule takes 2 positional arguments but 3 were given")
 
-    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=fails, __version__="0.0"))
+    package = types.ModuleType("jax_triton")
+    package.triton_call, package.__version__ = fails, "0.0"
+    monkeypatch.setitem(sys.modules, "jax_triton", package)
     with pytest.raises(RuntimeError, match=r"jax-triton 0\.0 with jax .* fails in TypeError: its rule takes 2"):
         jax_ep.init(launcher="jax-triton")
     assert context.transport() is None and context.launcher() == "ffi"

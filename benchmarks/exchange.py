@@ -24,24 +24,8 @@ import jax.numpy as jnp
 
 import jax_ep
 from lib import copy_engines, harness, inputs, plots, processes
-from lib.exchange_chains import RAGGED, Case, Variant, chain, make_case, variants
+from lib.exchange_chains import RAGGED, Case, chain, make_case, traffic, variants
 from lib.harness import Report
-
-
-def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
-    """What a call sends, and how long the busiest rank needs for it at the peak; nothing for other variants."""
-    if variant.wire is None:
-        return {}
-    remote, layout = case.remote, case.layout
-    row = case.row_bytes(variant.wire)
-    padded = (layout.num_ranks - 1) * layout.num_tokens * row
-    mean, busiest = remote.sum() / layout.num_ranks, max(remote.sum(axis=0).max(), remote.sum(axis=1).max())
-    is_padded = variant.wire == "padded"
-    return {
-        "logical_bytes": float(mean * case.row_bytes("bf16")),
-        "wire_bytes": float(padded if is_padded else mean * row),
-        "floor_seconds": float((padded if is_padded else busiest * row) / peak),
-    }
 
 
 def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:

@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.parts = (list(PARTS) if on_gpus else []) if args.parts is None else args.parts
     if args.parts and not on_gpus:
         jax_ep.init(transport="shared_memory")
-    run = Run(args.out, {"rounds": args.rounds, "quick": args.quick}, add=args.add, suffix=args.suffix)
+    run = Run(args.out, {"rounds": args.rounds, "quick": args.quick}, add=args.add, name=f"moe_layer{args.suffix}")
     measure_all(run, args)
     print(run.report.path)
 

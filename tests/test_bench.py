@@ -1,4 +1,4 @@
-"""`jax-ep bench`: the benchmarks of the source tree from the command line."""
+"""`jax-ep bench` and `jax-ep scale`: the benchmarks of the source tree from the command line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jax_ep.tools import bench
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, command: str = "bench") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment.pop("XLA_FLAGS", None)
-    command = [*harness.STRICT_PYTHON, "-m", "jax_ep", "bench", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    program = [*harness.STRICT_PYTHON, "-m", "jax_ep", command, *arguments]
+    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_every_benchmark_is_there_and_takes_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +73,33 @@ def test_a_model_by_its_name(tmp_path: Path) -> None:
     wrong = run(tmp_path, "moe", "--model", "qwen")
     assert wrong.returncode == 2
     assert "invalid choice: 'qwen'" in wrong.stderr
+
+
+def test_scale_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "scaling.py"
+    script.write_text("import json, pathlib, sys\npathlib.Path('seen.json').write_text(json.dumps(sys.argv))\n")
+    monkeypatch.setattr(bench, "folder", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["scale", "--quick", "--ranks", "1", "2", "--help"]) == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen == [str(script), "--quick", "--ranks", "1", "2", "--help", "--out", "runs/benchmarks"]
+
+
+@pytest.mark.slow
+def test_scale(tmp_path: Path) -> None:
+    """All parts that CPU devices have, as a user without a GPU tries them out."""
+    done = run(tmp_path, "--quick", "--ranks", "1", "2", "--tokens", "4", command="scale")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left out, kernels: CPU devices have no kernels to profile" in done.stdout
+    assert "link's theoretical rate: unknown: CPU devices have no link" in done.stdout
+    content = json.loads((tmp_path / "runs/benchmarks/scaling.json").read_text())
+    parts = {(row["part"], row["shape"]["scaling"], row["shape"]["ranks"]) for row in content["rows"]}
+    both = {(part, mode, n) for part in ("exchange", "layer") for mode in ("weak", "strong") for n in (1, 2)}
+    assert parts == both | {("training", "weak", 1), ("training", "weak", 2)}
+    assert all("failed" not in row for row in content["rows"])
+    sent = {row["shape"]["ranks"]: row for row in content["rows"] if row["variant"] == "triton dispatch to rows"}
+    assert sent[1]["wire_bytes"] == 0 and "peak_shares" not in sent[1]
+    assert sent[2]["wire_bytes"] > 0 and set(sent[2]["peak_shares"]) == set(content["summary"]["peak_bytes_per_s"])
+    assert sent[2]["peak_shares"]["link"] is None and sent[2]["peak_shares"]["copy_engine"] > 0
+    assert all(row["tokens_per_s"] > 0 for row in content["rows"] if row["part"] == "training")
+    assert (tmp_path / "runs/benchmarks/scaling.png").exists()

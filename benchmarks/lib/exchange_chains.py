@@ -108,6 +108,22 @@ class Variant(NamedTuple):
     options: dict[str, Any] | None = None
 
 
+def traffic(case: Case, variant: Variant, peak: float) -> dict[str, float]:
+    """What a call sends, and how long the busiest rank needs for it at the peak; nothing for other variants."""
+    if variant.wire is None:
+        return {}
+    remote, layout = case.remote, case.layout
+    row = case.row_bytes(variant.wire)
+    padded = (layout.num_ranks - 1) * layout.num_tokens * row
+    mean, busiest = remote.sum() / layout.num_ranks, max(remote.sum(axis=0).max(), remote.sum(axis=1).max())
+    is_padded = variant.wire == "padded"
+    return {
+        "logical_bytes": float(mean * case.row_bytes("bf16")),
+        "wire_bytes": float(padded if is_padded else mean * row),
+        "floor_seconds": float((padded if is_padded else busiest * row) / peak),
+    }
+
+
 def stack(handle: Handle) -> Handle:
     """A handle whose arrays have a leading axis of one, for out_specs."""
     return jax.tree.map(lambda leaf: leaf[None], handle)

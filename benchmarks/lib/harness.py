@@ -238,6 +238,10 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         return self._content["rows"]
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self._content["summary"]
+
     def add(self, variant: str, shape: Mapping[str, Any], timing: Timing, **details: Any) -> None:
         """One row: a variant, the shape it ran on, its time, and whatever else belongs to it."""
         self.rows.append({"variant": variant, "shape": dict(shape), "seconds": timing.summary(), **details})

@@ -55,15 +55,15 @@ class Run:
       started: when, by `time.perf_counter`.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], *, add: bool, suffix: str = "") -> None:
-        path = folder / f"moe_layer{suffix}.json"
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, add: bool, name: str = "moe_layer") -> None:
+        path = folder / f"{name}.json"
         old = json.loads(path.read_text()) if add and path.exists() else None
         if old is not None:
             here = {"versions": harness.versions(), "device": harness.device(), "settings": dict(settings)}
             there = {name: old[name] for name in here}
             if here != there:
                 raise SystemExit(f"--add: {path} was measured with {there}, but this run has {here}; leave out --add.")
-        self.report = Report(f"moe_layer{suffix}", folder, settings)
+        self.report = Report(name, folder, settings)
         self.report.rows.extend([] if old is None else old["rows"])
         self.rounds: int = settings["rounds"]
         self.summary: dict[str, dict[str, float]] = {} if old is None else old["summary"]

@@ -77,7 +77,12 @@ def _title_of_layer(row: Row) -> str | None:
     return NAMES.get(row["shape"]["model"], row["shape"]["model"])
 
 
+def _title_of_scaling(row: Row) -> str | None:
+    return None if row["part"] == "kernels" else f"{row['shape']['scaling']} scaling, {row['part']}"
+
+
 REPORTS = {
+    "scaling": Axes(_title_of_scaling, _variant, lambda row: "ranks"),
     "fused_moe": Axes(_title_of_layer, _variant, lambda row: "tokens"),
     "dispatch_combine": Axes(
         lambda row: f"{row['shape']['routing']} routing, {row['shape']['ranks']} ranks",

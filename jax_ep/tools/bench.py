@@ -1,4 +1,4 @@
-"""`jax-ep bench`: the benchmarks of the source tree, each of which measures the package beside what else there is."""
+"""`jax-ep bench` and `jax-ep scale`: the benchmarks of the source tree, which measure the package beside others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ BENCHMARKS = {
         "the expert layer of one GPU, by weight type, beside `ragged_dot`, cuBLAS and PyTorch",
     ),
 }
+_SCALING = "scaling.py"
 _OUT = Path("runs/benchmarks")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def add_command(commands: Any) -> None:
-    """Adds `bench` to the command line."""
+    """Adds `bench` and `scale` to the command line."""
     summary = "measure an operation, or a layer in the sizes of a model, beside its alternatives"
     listed = "\n".join(f"  {name:13} {what}" for name, (_, what) in BENCHMARKS.items())
     parser = commands.add_parser(
@@ -40,6 +41,21 @@ def add_command(commands: Any) -> None:
     parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=f"such as --model, --tokens, --out (default: {_OUT})")
     parser.set_defaults(run=run)
+    _add_scale(commands)
+
+
+def _add_scale(commands: Any) -> None:
+    summary = "measure how operations, kernels, the layer and a training scale over this machine's GPUs"
+    # Every option is the script's, --help too, and no dash begins one of this parser.
+    parser = commands.add_parser("scale", help=summary, add_help=False, prefix_chars="+")
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run_scale)
+
+
+def run_scale(args: argparse.Namespace) -> int:
+    """Runs the benchmark of scaling in this process, as its script."""
+    call(folder() / _SCALING, args.options)
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:

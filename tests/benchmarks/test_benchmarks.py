@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from reports import BENCHMARKS, ROOT, Clock, check_report, published, run_quickly
 
-import exchange
 import grouped_gemm
 from lib import exchange_chains, gemm_inputs, harness, inputs
 
@@ -227,12 +226,12 @@ def test_bytes_follow_from_the_tokens_that_travel():
     busiest = max(remote.sum(0).max(), remote.sum(1).max())
     row = {"bf16": 2 * 256, "fp8": 256 + 4 * 2}
     for wire in ("bf16", "fp8"):
-        found = exchange.traffic(case, exchange_chains.Variant(None, None, None, wire), peak)
+        found = exchange_chains.traffic(case, exchange_chains.Variant(None, None, None, wire), peak)
         wanted = (remote.sum() / 4 * 512, remote.sum() / 4 * row[wire], busiest * row[wire] / peak)
         assert tuple(found.values()) == pytest.approx(wanted)
-    padded = exchange.traffic(case, exchange_chains.Variant(None, None, None, "padded"), peak)
+    padded = exchange_chains.traffic(case, exchange_chains.Variant(None, None, None, "padded"), peak)
     assert tuple(padded.values()) == pytest.approx((remote.sum() / 4 * 512, 3 * 10 * 512, 3 * 10 * 512 / peak))
-    assert exchange.traffic(case, exchange_chains.Variant(None, None, None, None), peak) == {}
+    assert exchange_chains.traffic(case, exchange_chains.Variant(None, None, None, None), peak) == {}
 
 
 def test_ragged_exchange_brings_every_token_to_its_ranks():

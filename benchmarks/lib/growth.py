@@ -1,0 +1,86 @@
+"""Whether what a kernel takes grows with what it moves, from one number of ranks to the next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MARGIN = 1.1
+"""Times as fast as its bytes a time may grow: single timings differ by some percent."""
+
+LEAST_SHARE = 0.02
+"""Kernels that take less of the busy time are left out: they are all launch."""
+
+
+class Moved(NamedTuple):
+    """Bytes of the most loaded rank.
+
+    Attributes:
+      rows: of the rows of its experts.
+      sent: of tokens that it sends or receives, once for each pair of token and rank.
+      sent_apart: the same, once for each pair of token and expert.
+      ids: of the experts' ids of all ranks, which each rank has.
+    """
+
+    rows: float
+    sent: float
+    sent_apart: float
+    ids: float
+
+
+_TOKENS, _IDS = ("rows", "sent"), ("ids",)
+KERNELS = {
+    "dispatch": _TOKENS,
+    "combine": _TOKENS,
+    "dispatch_gemm": _TOKENS,
+    "gemm_combine": ("rows", "sent_apart"),
+    "combine_with_weight_gradient": _TOKENS,
+    "plan": _IDS,
+    "exchange_i32": _IDS,
+    "count_firsts": _IDS,
+    "place_firsts": _IDS,
+}
+"""What a kernel moves, by its name in the profiler; all others, those of products too, move rows."""
+
+
+def moved(ids: np.ndarray, num_ranks: int, num_experts: int, row_bytes: int) -> Moved:
+    """What ranks move of `[W * T, K]` ids, with so many bytes in a row."""
+    owner = ids.reshape(num_ranks, -1, ids.shape[1]) // (num_experts // num_ranks)  # [W, T, K]
+    pairs = np.stack([(owner == rank).sum(axis=(1, 2)) for rank in range(num_ranks)], axis=1)  # [source, rank]
+    tokens = np.stack([(owner == rank).any(axis=2).sum(axis=1) for rank in range(num_ranks)], axis=1)
+    rows = pairs.sum(axis=0).max()
+    return Moved(float(rows * row_bytes), _busiest(tokens) * row_bytes, _busiest(pairs) * row_bytes, 4.0 * ids.size)
+
+
+def _busiest(counts: np.ndarray) -> float:
+    """Of `[W, W]` from one rank to another, the most that one sends or receives."""
+    travel = counts * (1 - np.eye(len(counts), dtype=counts.dtype))
+    return float(max(travel.sum(axis=0).max(), travel.sum(axis=1).max()))
+
+
+def allowed(kinds: Sequence[str], before: Moved, after: Moved) -> float:
+    """How many times as much is moved, of whatever grows most; without end where there was nothing before."""
+
+    def ratio(kind: str) -> float:
+        old, new = getattr(before, kind), getattr(after, kind)
+        return new / old if old else math.inf if new else 0.0
+
+    return max(map(ratio, kinds))
+
+
+def warnings(
+    what: str, kinds: Sequence[str], seconds: Mapping[int, float], bytes_by_ranks: Mapping[int, Moved]
+) -> list[str]:
+    """A line for each step from one number of ranks to the next in which a time grows faster than its bytes."""
+    found = []
+    for fewer, more in itertools.pairwise(sorted(seconds)):
+        bytes_grow = allowed(kinds, bytes_by_ranks[fewer], bytes_by_ranks[more])
+        time_grows = seconds[more] / seconds[fewer] if seconds[fewer] > 0 else math.nan
+        if time_grows > MARGIN * bytes_grow:
+            times = f"{1e6 * seconds[fewer]:.0f} us to {1e6 * seconds[more]:.0f} us, {time_grows:.2f} times"
+            found.append(f"{what}: from {fewer} to {more} ranks the time goes from {times}, its bytes {bytes_grow:.2f}")
+    return found

@@ -47,19 +47,34 @@ KERNELS = {
 """What a kernel moves, by its name in the profiler; all others, those of products too, move rows."""
 
 
-def moved(ids: np.ndarray, num_ranks: int, num_experts: int, row_bytes: int) -> Moved:
-    """What ranks move of `[W * T, K]` ids, with so many bytes in a row."""
+class Travelling(NamedTuple):
+    """`[W, W]` how many leave a rank for another; nothing leaves a rank for itself.
+
+    Attributes:
+      tokens: once for each rank that has an expert of theirs.
+      pairs: of a token and an expert.
+    """
+
+    tokens: np.ndarray
+    pairs: np.ndarray
+
+
+def travelling(ids: np.ndarray, num_ranks: int, num_experts: int) -> Travelling:
+    """What travels between ranks, of `[W * T, K]` ids."""
     owner = ids.reshape(num_ranks, -1, ids.shape[1]) // (num_experts // num_ranks)  # [W, T, K]
-    pairs = np.stack([(owner == rank).sum(axis=(1, 2)) for rank in range(num_ranks)], axis=1)  # [source, rank]
-    tokens = np.stack([(owner == rank).any(axis=2).sum(axis=1) for rank in range(num_ranks)], axis=1)
-    rows = pairs.sum(axis=0).max()
-    return Moved(float(rows * row_bytes), _busiest(tokens) * row_bytes, _busiest(pairs) * row_bytes, 4.0 * ids.size)
+    elsewhere = 1 - np.eye(num_ranks, dtype=np.int64)
+    here = [owner == rank for rank in range(num_ranks)]
+    tokens = np.stack([mask.any(axis=2).sum(axis=1) for mask in here], axis=1)
+    pairs = np.stack([mask.sum(axis=(1, 2)) for mask in here], axis=1)
+    return Travelling(tokens * elsewhere, pairs * elsewhere)
 
 
-def _busiest(counts: np.ndarray) -> float:
-    """Of `[W, W]` from one rank to another, the most that one sends or receives."""
-    travel = counts * (1 - np.eye(len(counts), dtype=counts.dtype))
-    return float(max(travel.sum(axis=0).max(), travel.sum(axis=1).max()))
+def moved(ids: np.ndarray, num_ranks: int, num_experts: int, row_bytes: int) -> Moved:
+    """What the most loaded rank moves of `[W * T, K]` ids, with so many bytes in a row."""
+    travel = travelling(ids, num_ranks, num_experts)
+    rows = np.bincount(ids.reshape(-1) // (num_experts // num_ranks), minlength=num_ranks).max()
+    sent, apart = (float(max(part.sum(axis=0).max(), part.sum(axis=1).max()) * row_bytes) for part in travel)
+    return Moved(float(rows * row_bytes), sent, apart, 4.0 * ids.size)
 
 
 def allowed(kinds: Sequence[str], before: Moved, after: Moved) -> float:

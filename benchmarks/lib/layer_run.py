@@ -182,5 +182,5 @@ def _rate(variant: Variant, timing: Timing) -> dict[str, float]:
 
 
 def _cells(name: str, timing: Timing, rate: dict[str, float], note: Mapping[str, Any]) -> list[str]:
-    said = ", ".join(f"{key} {value:.3f}" if isinstance(value, float) else value for key, value in note.items())
+    said = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else value for key, value in note.items())
     return [name, *timing.microseconds(), f"{rate['tflops']:.0f}" if rate else "", said]

@@ -94,7 +94,7 @@ def _scheduled(**choices: Any) -> Options:
     return dataclasses.replace(OPTIONS, schedule=Schedule(**choices))
 
 
-def _fresh(handle: Handle, zero: Array) -> Handle:
+def fresh_handle(handle: Handle, zero: Array) -> Handle:
     """The handle, but known only once the zero is."""
     return dataclasses.replace(after(handle, zero), group_sizes=handle.group_sizes + zero)
 
@@ -104,17 +104,17 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
     exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
 
     def dispatch(_: Any, fixed: Any, zero: Array) -> Array:
-        return exchange.dispatch_tokens(OPTIONS, fixed[1], _fresh(fixed[0], zero))
+        return exchange.dispatch_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
 
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
 
     def fused(options: Options, _: Any, fixed: Any, zero: Array) -> Array:
-        fresh = _fresh(fixed[0], zero)
+        fresh = fresh_handle(fixed[0], zero)
         return both.dispatch_grouped_gemm(options, fixed[1], fixed[2], fresh, transpose_rhs=False, save_as=None)[0]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
-        fresh = _fresh(fixed[0], zero)
+        fresh = fresh_handle(fixed[0], zero)
         rows = exchange.dispatch_tokens(OPTIONS, fixed[1], fresh)
         return gemm(rows, fixed[2], fresh.group_sizes, transpose_rhs=False, out_dtype=BF16)
 
@@ -138,17 +138,17 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
     gemm = partial(registry.get("grouped_gemm", "triton").grouped_gemm, transpose_rhs=False, out_dtype=BF16)
 
     def combine(_: Any, fixed: Any, zero: Array) -> Array:
-        return exchange.combine_tokens(OPTIONS, fixed[1], _fresh(fixed[0], zero))
+        return exchange.combine_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
 
     def product(_: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
 
     def fused(mode: str | None, _: Any, fixed: Any, zero: Array) -> Array:
-        options, fresh = _scheduled(combine_mode=mode), _fresh(fixed[0], zero)
+        options, fresh = _scheduled(combine_mode=mode), fresh_handle(fixed[0], zero)
         return both.grouped_gemm_combine(options, fixed[1], fixed[2], fresh, transpose_rhs=False)
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
-        fresh = _fresh(fixed[0], zero)
+        fresh = fresh_handle(fixed[0], zero)
         return exchange.combine_tokens(OPTIONS, gemm(fixed[1], fixed[2], fresh.group_sizes), fresh)
 
     hidden = on_ranks(case.mesh, (case.layout.capacity, case.model.intermediate), 5)
@@ -173,16 +173,16 @@ def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def combined(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, _, w = fixed
-        return run.grouped_gemm_combine(OPTIONS, d_hidden, w, _fresh(handle, zero), transpose_rhs=True)
+        return run.grouped_gemm_combine(OPTIONS, d_hidden, w, fresh_handle(handle, zero), transpose_rhs=True)
 
     def gradient(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, saved, _ = fixed
-        return run.weight_gradient(saved, d_hidden, _fresh(handle, zero), transpose=False, saved_as="tokens")
+        return run.weight_gradient(saved, d_hidden, fresh_handle(handle, zero), transpose=False, saved_as="tokens")
 
     def fused(mode: str, _: Any, fixed: Any, zero: Array) -> Any:
         (handle, d_hidden, saved, w), options = fixed, _scheduled(combine_mode=mode)
         return run.grouped_gemm_combine_with_weight_gradient(
-            options, d_hidden, w, saved, _fresh(handle, zero), transpose_rhs=True, saved_as="tokens"
+            options, d_hidden, w, saved, fresh_handle(handle, zero), transpose_rhs=True, saved_as="tokens"
         )
 
     def sequence(*arguments: Any) -> Any:

@@ -159,8 +159,9 @@ def communicate(x_ptr, received_ptr, ids_ptr, order, saved_ptr, launch, alive, S
         if task == 0:
             announce(launch, HEAP)
         elif task < push_end:
-            block = (task - 1) // num_peers
-            peer_rank = (launch.rank + 1 + (task - 1) % num_peers) % W
+            block = (task - 1) // num_peers if S.INTERLEAVED else (task - 1) % num_blocks
+            step = (task - 1) % num_peers if S.INTERLEAVED else (task - 1) // num_blocks
+            peer_rank = (launch.rank + 1 + step) % W
             num_sends = tl.load(order.num_sends_ptr + peer_rank)
             peer = peer_of(launch, peer_rank)
             # Once even where nothing goes: no rank may run two launches ahead of another.

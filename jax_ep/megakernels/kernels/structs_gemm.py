@@ -207,6 +207,7 @@ class DispatchGemm:
       BLOCK_H: columns that are copied at a time.
       SAVES: tokens that arrive are copied.
       product: of all rows with the matrices of the local experts.
+      INTERLEAVED: a block for each peer in turn; else, to be compared with, all blocks for one peer after another.
     """
 
     T: int
@@ -216,6 +217,7 @@ class DispatchGemm:
     BLOCK_H: int
     SAVES: bool
     product: GroupedGemm
+    INTERLEAVED: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@
 #   PIP_ARGS     more arguments for pip install, such as versions: CONSTRAINTS= PIP_ARGS='jax==0.11.2'
 #   PYTEST_ARGS  more arguments for pytest
 #   RESULTS      folder for the outcome of test-gpu and evidence (default: benchmarks/results)
+#   MINUTES      of evidence: what does not fit is left for the next run (default: 25)
 #   PARTS        of test-gpu, see tools/test_gpu.sh (default: all but sharing)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,6 +27,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 RESULTS ?= benchmarks/results
 PARTS ?=
+MINUTES ?= 25
 
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
@@ -33,7 +35,7 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-rest test-all test-jax-triton test-gpu evidence lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-jax-triton test-gpu evidence tables lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -101,8 +103,11 @@ test-jax-triton: ## kernels through jax-triton, in an environment of its own wit
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)
 
-evidence: $(INSTALLED) ## what this machine's NVIDIA GPUs can show: tests, then benchmarks, in pieces that are remembered
-	RESULTS='$(RESULTS)' tools/evidence.sh "$(BIN)/python"
+evidence: $(INSTALLED) ## what this machine's NVIDIA GPUs can show in MINUTES: tests, then benchmarks, in pieces that are remembered
+	RESULTS='$(RESULTS)' MINUTES='$(MINUTES)' tools/evidence.sh "$(BIN)/python"
+
+tables: $(INSTALLED) ## the tables of docs/performance.md, from the reports in benchmarks/results
+	"$(BIN)/python" benchmarks/lib/tables.py
 
 lint: $(INSTALLED) ## formatting, lint rules and types
 	"$(BIN)/ruff" format --check .

@@ -48,6 +48,7 @@ def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, pea
         title=f"{kind}, {tokens} tokens, {num_ranks} ranks",
         workers=harness.WORKERS,
         failures=failures,
+        compiler_options=harness.GRAPHS_WITH_COLLECTIVES if args.graphs else None,
     )
     if not args.quick:
         harness.leave_out_unresolved(times, failures)
@@ -92,6 +93,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ragged-tokens", type=int, nargs="*", default=[4096], help=f"where to measure {RAGGED}, which is slow"
     )
+    parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, collectives in them")
     processes.add_option(parser)
     return parser
 
@@ -100,7 +102,13 @@ def make_report(args: argparse.Namespace, model: inputs.Model, ranks: list[int],
     """The report before its rows."""
     lengths = {str(tokens): chain_lengths(tokens, args.quick) for tokens in args.tokens}
     settings = {"rounds": args.rounds, "quick": args.quick, "experts": model.experts, "top_k": model.top_k}
-    settings |= {"ranks": ranks, "tokens": args.tokens, "routing": args.routing, "chain_lengths": lengths}
+    settings |= {
+        "graphs": args.graphs,
+        "ranks": ranks,
+        "tokens": args.tokens,
+        "routing": args.routing,
+        "chain_lengths": lengths,
+    }
     report = Report(f"dispatch_combine{'_processes' * (args.processes > 1)}{args.suffix}", args.out, settings)
     report.summarise(copy_engine_bytes_per_s=peak)
     return report

@@ -25,7 +25,7 @@ from lib.inputs import AXIS, Model, routing
 from lib.waiting import zero_after
 
 FEW_PROGRAMS = 24
-RAGGED = "ragged_all_to_all, best flags"
+RAGGED, RAGGED_AS_IT_IS = "ragged_all_to_all, best flags", "ragged_all_to_all, default flags"
 # Without it 8 GB/s on 4 H200s, against 62; the one-shot kernel switched off, with NCCL's fallback allowed, hung.
 _RAGGED_OPTIONS = {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}
 
@@ -170,6 +170,7 @@ def variants(case: Case, *, baselines: bool, ragged: bool) -> dict[str, Variant]
     found["all_to_all, padded"] = Variant(_all_to_all(case), handle, case.x, "padded")
     if ragged:
         found[RAGGED] = _ragged_all_to_all(case, handle)
+        found[RAGGED_AS_IT_IS] = found[RAGGED]._replace(options=None)
     found["chain alone"] = Variant(lambda h, x, zero: x[0, 0] + h.group[0].astype(x.dtype), handle, case.x, None)
     return found
 

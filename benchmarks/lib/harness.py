@@ -31,9 +31,12 @@ QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they neve
 QUICK_DEVICES = 4
 WORKERS = 8  # compilers at a time
 # Short calls would be measured as long as their launches take from the host.
-GRAPHS = {
+GRAPHS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION",
     "xla_gpu_graph_min_graph_size": 1,
+}
+GRAPHS_WITH_COLLECTIVES = GRAPHS | {
+    "xla_gpu_enable_command_buffer": f"{GRAPHS['xla_gpu_enable_command_buffer']},COLLECTIVES"
 }
 _MIN_ROUNDS = 3
 _BUDGET_S = 15.0

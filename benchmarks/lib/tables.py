@@ -1,0 +1,435 @@
+"""Tables of docs/performance.md, from the reports in benchmarks/results: `python benchmarks/lib/tables.py [--check]`.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Of several reports that hold a line the newest counts;
+the figures of one line, or of one number of GPUs, are of one report, since figures of different runs do not compare.
+What no report holds stays empty, and a line without any figure is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+NOT_YET = "Not measured yet: `make evidence` on two or more GPUs writes `{name}*.json`."
+MODELS = {
+    "deepseek-v3": "DeepSeek-V3",
+    "qwen3-235b": "Qwen3-235B",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "qwen3-30b": "Qwen3-30B-A3B",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "glm-4.5": "GLM-4.5",
+    "glm-4.5-air": "GLM-4.5-Air",
+    "llama-4-maverick": "Llama 4 Maverick",
+}
+RANKS = (2, 4, 8)
+
+type Row = dict[str, Any]
+
+
+class Found(NamedTuple):
+    """Rows of one report, by variant."""
+
+    report: str
+    rows: dict[str, Row]
+
+    def us(self, variant: str) -> str:
+        """Microseconds of a variant; empty where it is not there."""
+        return f"{1e6 * self.rows[variant]['seconds']['median']:.0f}" if variant in self.rows else ""
+
+
+class Reports:
+    """All reports of a folder, the newest first, and which of them tables have used."""
+
+    def __init__(self, folder: Path) -> None:
+        contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        found = {name: content for name, content in contents.items() if "rows" in content}
+        newest = sorted(found, key=lambda name: found[name]["date"], reverse=True)
+        self._contents: dict[str, dict[str, Any]] = {name: found[name] for name in newest}
+        self.used: list[str] = []
+
+    def find(self, beginning: str, required: Iterable[str], **keys: Any) -> Found | None:
+        """Rows of the newest report whose name begins so and which has all required variants; see `rows_of`."""
+        required = set(required)
+        for name in self.named(beginning):
+            found = self.rows_of(name, **keys)
+            if required <= set(found.rows):
+                if name not in self.used:
+                    self.used.append(name)
+                return found
+        return None
+
+    def named(self, beginning: str) -> list[str]:
+        """Names of reports, the newest first."""
+        return [name for name in self._contents if name.startswith(beginning)]
+
+    def rows_of(self, name: str, *, graphs: bool = False, **keys: Any) -> Found:
+        """Rows with these values in their shape or beside it, of a report with or without CUDA graphs."""
+        content = self._contents[name]
+        settings = content["settings"]
+        if settings["quick"] or settings.get("graphs", False) != graphs:
+            return Found(name, {})
+        rows = [row for row in content["rows"] if "seconds" in row and _has(row, keys)]
+        return Found(name, {row["variant"]: row for row in rows})
+
+    def sources(self) -> str:
+        """The reports used since the last call."""
+        said = [f"`{name}.json` ({self._contents[name]['date'][:10]})" for name in self.used]
+        self.used = []
+        return f"From {', '.join(said)}."
+
+
+def _has(row: Row, keys: dict[str, Any]) -> bool:
+    known = {"processes": 1} | row | row["shape"]
+    return all(known.get(key) == value for key, value in keys.items())
+
+
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """Markdown; lines without a figure are left out."""
+    filled = [line for line in lines if any(line[1:])]
+    rule = ["---"] * len(columns)
+    return [
+        f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in (columns, rule, *filled)
+    ]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+OURS, THEIRS, RAGGED = "jax_ep.moe", "all_to_all + einsum, capacity 1.25", "ragged_all_to_all + ragged_dot"
+FORWARD, BOTH = "forward", "forward + backward"
+
+
+def layer(reports: Reports) -> list[str]:
+    """The layer beside what JAX offers, by model."""
+    lines = []
+    for ranks in RANKS:
+        for model, name in MODELS.items():
+            for routing in ("uniform", "zipf"):
+                for tokens in (1024, 4096, 8192, 16384):
+                    keys = {"model": model, "routing": routing, "tokens_per_rank": tokens, "ranks": ranks}
+                    forward = reports.find("moe_layer", (OURS, THEIRS), direction=FORWARD, **keys)
+                    both = reports.find("moe_layer", (OURS, THEIRS), direction=BOTH, **keys)
+                    if forward is None or both is None or forward.report != both.report:
+                        continue
+                    label = f"{name}, {tokens}{', Zipf' if routing == 'zipf' else ''}"
+                    pairs = (f"{one.us(OURS)}, {one.us(THEIRS)}" for one in (forward, both))
+                    lines.append([label, str(ranks), *pairs, f"`{forward.report}.json`"])
+    return table(["tokens per rank", "GPUs", "forward: `moe`, JAX", "both ways: `moe`, JAX", "report"], lines)
+
+
+EXCHANGE = {
+    "plan": "triton plan",
+    "dispatch, cached handle": "triton dispatch, cached handle",
+    "dispatch complete": "triton dispatch complete",
+    "plan and dispatch to rows": "triton plan and dispatch to rows",
+    "dispatch to rows": "triton dispatch to rows",
+    "combine": "triton combine",
+    "dispatch, cached handle, FP8 wire": "triton dispatch, cached handle, FP8 wire",
+    "plan and dispatch to rows, FP8 wire": "triton plan and dispatch to rows, FP8 wire",
+    "dispatch to rows, FP8 wire": "triton dispatch to rows, FP8 wire",
+    "combine, FP8 wire": "triton combine, FP8 wire",
+    "dispatch, cached handle, 24 programs": "triton dispatch, cached handle, 24 programs",
+    "dispatch to rows, 24 programs": "triton dispatch to rows, 24 programs",
+    "combine, 24 programs": "triton combine, 24 programs",
+    "`xla`: dispatch to rows": "xla dispatch to rows",
+    "`xla`: combine": "xla combine",
+    "JAX: `all_to_all`, padded": "all_to_all, padded",
+    "JAX: `ragged_all_to_all`, best flags": "ragged_all_to_all, best flags",
+    "the chain alone, part of each line": "chain alone",
+}
+
+
+def exchange(reports: Reports) -> list[str]:
+    """Dispatch and combine, by number of GPUs and of tokens."""
+    return _by_tokens(
+        reports, "dispatch_combine", EXCHANGE, (128, 1024, 4096, 32768), {"routing": "uniform", "processes": 1}
+    )
+
+
+IN_GRAPHS = {
+    "dispatch to rows": "triton dispatch to rows",
+    "combine": "triton combine",
+    "JAX: `all_to_all`, padded": "all_to_all, padded",
+    "JAX: `ragged_all_to_all`, best flags": "ragged_all_to_all, best flags",
+    "JAX: `ragged_all_to_all`, default flags": "ragged_all_to_all, default flags",
+}
+
+
+def graphs(reports: Reports) -> list[str]:
+    """Dispatch and combine beside JAX's collectives, all in CUDA graphs."""
+    return _by_tokens(reports, "dispatch_combine", IN_GRAPHS, (4096, 32768), {"routing": "uniform", "graphs": True})
+
+
+LOW_LATENCY = {
+    "`low_latency_dispatch`, FP8": "dispatch, fp8",
+    "`low_latency_dispatch`, bf16": "dispatch, bf16",
+    "`low_latency_combine`, bf16": "combine, bf16",
+    "`low_latency_combine`, FP8": "combine, fp8",
+    "JAX: `all_to_all`, padded, bf16": "all_to_all, padded, bf16",
+}
+
+
+def low_latency(reports: Reports) -> list[str]:
+    """Exchanges of decode-sized batches."""
+    return _by_tokens(reports, "low_latency", LOW_LATENCY, (1, 8, 32, 128, 512), {})
+
+
+DECODE = {
+    "`low_latency_moe`, FP8": "low latency, fp8",
+    "`low_latency_moe`, bf16": "low latency, bf16",
+    "`moe`, bf16": "moe",
+}
+
+
+def decode_layer(reports: Reports) -> list[str]:
+    """The layer of decode-sized batches."""
+    return _by_tokens(reports, "decode_layer", DECODE, (1, 8, 32, 128), {}, "us per layer")
+
+
+def _by_tokens(
+    reports: Reports,
+    beginning: str,
+    names: dict[str, str],
+    tokens: Sequence[int],
+    keys: dict[str, Any],
+    unit: str = "us",
+) -> list[str]:
+    """A column for each number of GPUs and of tokens; those of one number of GPUs are of one report."""
+    columns, found = [f"{unit}; tokens per rank:"], []
+    for ranks in RANKS:
+        there: list[tuple[int, Found]] = []
+        for name in reports.named(beginning):
+            every = [(n, reports.rows_of(name, tokens_per_rank=n, ranks=ranks, **keys)) for n in tokens]
+            of_one = [(n, one) for n, one in every if set(names.values()) & set(one.rows)]
+            there = max(there, of_one, key=len)  # of the newest, where several have as many
+        if there:
+            columns += [f"{ranks} GPUs: {there[0][0]}", *(str(n) for n, _ in there[1:])]
+            found += [one for _, one in there]
+    reports.used = list(dict.fromkeys(one.report for one in found))
+    return table(columns, ([label, *(one.us(variant) for one in found)] for label, variant in names.items()))
+
+
+def parts(reports: Reports) -> list[str]:
+    """Exchange and product, alone, one after another, and in one launch."""
+    return _parts(reports, 4096)
+
+
+def parts_32768(reports: Reports) -> list[str]:
+    """The same with many tokens."""
+    return _parts(reports, 32768)
+
+
+def _parts(reports: Reports, tokens: int) -> list[str]:
+    first = "GEMM 1", "dispatch, then GEMM 1", "dispatch + GEMM 1, fused"
+    second = "combine", "GEMM 2", "GEMM 2, then combine", "GEMM 2 + combine, scatter"
+    lines = []
+    for ranks in RANKS:
+        for model, name in MODELS.items():
+            for routing in ("uniform", "zipf"):
+                keys = {"model": model, "routing": routing, "tokens_per_rank": tokens, "ranks": ranks}
+                found = reports.find("moe_layer", (*first, *second), direction=FORWARD, **keys)
+                if found is None:
+                    continue
+                sent = found.us("dispatch") or found.us("deliver")
+                times = [found.us(variant) for variant in (*first, *second)]
+                cells = [f"{sent}, {times[0]}", *times[1:3], f"{times[3]}, {times[4]}", *times[5:]]
+                label = f"{name}{', Zipf' if routing == 'zipf' else ''}"
+                lines.append([label, str(ranks), *cells, f"`{found.report}.json`"])
+    columns = ["us", "GPUs", "first product: exchange, product alone", "one after the other", "one launch"]
+    columns += ["second product: exchange, product alone", "one after the other", "one launch", "report"]
+    return table(columns, lines)
+
+
+SHAPES = {
+    "32768 rows in 64, 7168x4096": (32768, 7168, 4096, 64),
+    "64, 2048x7168": (32768, 2048, 7168, 64),
+    "Qwen3-235B up: 32, 4096x3072": (32768, 4096, 3072, 32),
+    "Mixtral down: 8192 rows in 2, 14336x4096": (8192, 14336, 4096, 2),
+}
+PRODUCTS = {
+    "forward, `triton`": ("triton", FORWARD),
+    "forward, `pallas`": ("pallas", FORWARD),
+    "weight gradient, `triton`": ("triton", "weight gradient"),
+    "weight gradient, `pallas`": ("pallas", "weight gradient"),
+    "forward in FP8, `triton`": ("triton, FP8", FORWARD),
+    "the same, operands quantised in the call": ("triton, FP8, operands quantised in the same call", FORWARD),
+    "portable loop of `xla`, forward": ("portable loop", FORWARD),
+}
+
+
+def grouped_gemm(reports: Reports) -> list[str]:
+    """Percent of cuBLAS, for equal, multinomial and Zipf groups."""
+
+    def found(size: tuple[int, ...], variant: str, direction: str, distribution: str) -> Row | None:
+        shape = dict(zip(("rows", "k", "n", "groups"), size, strict=True))
+        one = reports.find("grouped_gemm_gpu", (variant,), direction=direction, distribution=distribution, **shape)
+        return None if one is None else one.rows[variant]
+
+    def shares(size: tuple[int, ...], variant: str, direction: str) -> str:
+        rows = [found(size, variant, direction, kind) for kind in ("equal", "multinomial", "zipf")]
+        return ", ".join(f"{100 * row['of_cublas']:.0f}" for row in rows if row is not None)
+
+    def rate(size: tuple[int, ...]) -> str:
+        rows = [found(size, "cuBLAS batched", direction, "equal") for direction in (FORWARD, "weight gradient")]
+        return ", ".join(f"{row['tflops']:.0f}" for row in rows if row is not None)
+
+    lines = [[label, *(shares(size, *which) for size in SHAPES.values())] for label, which in PRODUCTS.items()]
+    lines.append(["cuBLAS, TFLOP/s: forward, weight gradient", *map(rate, SHAPES.values())])
+    return table(["", *SHAPES], lines)
+
+
+ONE_DEVICE = {
+    "one launch, bfloat16": "one launch, bfloat16",
+    "several launches, bfloat16": "several launches, bfloat16",
+    "one launch, FP8 by blocks": "one launch, fp8",
+    "several launches, FP8 by blocks": "several launches, fp8",
+    "one launch, MXFP4": "one launch, mxfp4",
+    "several launches, MXFP4": "several launches, mxfp4",
+    "`lax.ragged_dot`": "ragged_dot",
+    "cuBLAS, both products of all experts": "batched einsum",
+}
+
+
+def one_device(reports: Reports) -> list[str]:
+    """The layer of one device, with the share of the rate of reading memory."""
+    every = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b") for tokens in (1, 16, 64)]
+    looked = (
+        (case, reports.find("fused_moe", ("one launch, bfloat16",), model=case[0], tokens=case[1])) for case in every
+    )
+    there = [(case, one) for case, one in looked if one is not None]
+    cases, found = [case for case, _ in there], [one for _, one in there]
+
+    def cell(one: Found, variant: str) -> str:
+        if variant not in one.rows:
+            return ""
+        row = one.rows[variant]
+        shown = variant.startswith(("one launch", "several")) and "of_read_rate" in row
+        return one.us(variant) + (f", {100 * row['of_read_rate']:.0f} %" if shown else "")
+
+    models = [model for model, _ in cases]
+    columns = [
+        f"{MODELS[model]}, {tokens}" if models.index(model) == i else str(tokens)
+        for i, (model, tokens) in enumerate(cases)
+    ]
+    lines = ([label, *(cell(one, variant) for one in found)] for label, variant in ONE_DEVICE.items())
+    return table(["us; model, tokens:", *columns], lines)
+
+
+def ablations(reports: Reports) -> list[str]:
+    """Each decision on and off."""
+    lines = []
+    for ranks in RANKS:
+        for model, name in MODELS.items():
+            for routing in ("uniform", "zipf"):
+                for what in ("dispatch", "combine", "dispatch + GEMM 1, one launch"):
+                    keys = {"model": model, "routing": routing, "ranks": ranks}
+                    found = reports.find("ablations", (what,), **keys)
+                    if found is not None:
+                        lines += _ablated(found, f"{name}{', Zipf' if routing == 'zipf' else ''}", ranks, what)
+    return table(["", "GPUs", "tokens", "", "us", "MB sent", "MB of (token, k)"], lines)
+
+
+def _ablated(found: Found, model: str, ranks: int, what: str) -> Iterator[list[str]]:
+    for variant, row in found.rows.items():
+        if variant == what or variant.startswith(f"{what}, no "):
+            megabytes = (f"{row[kind] / 1e6:.0f}" for kind in ("sent_bytes", "pairs_bytes"))
+            yield [model, str(ranks), str(row["shape"]["tokens_per_rank"]), variant, found.us(variant), *megabytes]
+
+
+SCALED = ("triton dispatch to rows", "triton combine", "jax_ep.moe, forward", "jax_ep.moe, forward + backward")
+
+
+def scaling(reports: Reports) -> list[str]:
+    """Weak scaling: times by number of GPUs, and the share of the copy engine's rate; then a training."""
+    every = (1, *RANKS)
+    found = {n: reports.find("scaling", ("triton combine",), scaling="weak", ranks=n) for n in every}
+    trained = {n: reports.find("scaling", ("training step",), scaling="weak", ranks=n) for n in every}
+
+    def cell(one: Found | None, variant: str) -> str:
+        if one is None or variant not in one.rows:
+            return ""
+        share = one.rows[variant].get("peak_shares", {}).get("copy_engine")
+        return one.us(variant) + ("" if share is None else f", {100 * share:.0f} %")
+
+    def rate(one: Found | None) -> str:
+        return "" if one is None else f"{one.rows['training step']['tokens_per_s']:.0f}"
+
+    lines = [[f"{variant}, us", *(cell(found[n], variant) for n in every)] for variant in SCALED]
+    lines.append(["training, tokens/s", *(rate(trained[n]) for n in every)])
+    return table(["", *(f"EP {n}" for n in every)], lines)
+
+
+TABLES: dict[str, Callable[[Reports], list[str]]] = {
+    "layer": layer,
+    "exchange": exchange,
+    "graphs": graphs,
+    "parts": parts,
+    "parts_32768": parts_32768,
+    "grouped_gemm": grouped_gemm,
+    "one_device": one_device,
+    "low_latency": low_latency,
+    "decode_layer": decode_layer,
+    "ablations": ablations,
+    "scaling": scaling,
+}
+WRITES = {"graphs": "dispatch_combine", "parts_32768": "moe_layer", "ablations": "ablations", "scaling": "scaling"}
+
+
+def made(name: str, reports: Reports) -> str:
+    """A table with its sources, or that there is none yet."""
+    reports.used = []
+    lines = TABLES[name](reports)
+    if len(lines) == 2:
+        return NOT_YET.format(name=WRITES.get(name, name))
+    return "\n".join([*lines, "", *wrapped(reports.sources())])
+
+
+def wrapped(text: str, width: int = 120) -> list[str]:
+    """Lines of at most so many characters."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines
+
+
+def filled(page: str, reports: Reports) -> str:
+    """The page with all its tables made anew.
+
+    Raises:
+      ValueError: the page names a table that there is none of.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:
+            raise ValueError(f"<!-- table {match[1]} -->: there is no such table, only {', '.join(TABLES)}")
+        return f"<!-- table {match[1]} -->\n\n{made(match[1], reports)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", replace, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Writes the page, or with `--check` says whether it is as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where the page differs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    before = PAGE.read_text()
+    after = filled(before, Reports(args.results))
+    if args.check:
+        if after != before:
+            sys.exit(f"{PAGE}: its tables are not those of {args.results}; run make tables")
+        return
+    PAGE.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

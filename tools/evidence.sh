@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Shows what this machine's NVIDIA GPUs can show: that the kernels compute, then how fast they are. In pieces of under ten
-# minutes, of which each is remembered: after an interruption, or in another session, only what is left runs.
+# Shows what this machine's NVIDIA GPUs can show: that the kernels compute, then how fast they are. In pieces of under
+# ten minutes, of which each is remembered: after an interruption, or in another session, only what is left runs.
 # Usage: tools/evidence.sh PYTHON [--list] [PIECE...], where PYTHON has the package's dependencies.
-# Pieces are those for as many GPUs as there are; --list prints them, with what they run, and what is done already.
+# Pieces are those for as many GPUs as there are; --list prints them, with what they run, what is done already, about
+# how long each takes, and which do not fit into the time. Named ones run whether done or not, and whatever their time.
 # Environment:
 #   RESULTS  folder of the reports, and of what is remembered in it (default: benchmarks/results)
 #   GPUS     how many GPUs to go by (default: those that nvidia-smi lists)
+#   MINUTES  for all pieces: none begins that would end later (default: 25)
 #   BEFORE   another checkout: its operations are timed beside those of this one
-# A piece that fails does not keep others from running; the exit status is that of the first that fails.
+# A piece that fails does not keep others from running; the exit status is that of the first that fails. At the end the
+# tables of docs/performance.md are made from the reports.
 set -uo pipefail
 python=${1:?usage: tools/evidence.sh PYTHON [--list] [PIECE...]}
 shift
@@ -15,7 +18,8 @@ cd "$(dirname "$0")/.."
 results=${RESULTS:-benchmarks/results}
 gpus=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
 done_folder=$results/evidence
-seconds=590 # for each piece
+most_seconds=590 # of a piece
+budget=$((60 * ${MINUTES:-25}))
 only_list=
 if [[ ${1:-} == --list ]]; then
   only_list=yes
@@ -32,51 +36,78 @@ fi
 suffix=
 ((gpus > 1)) && suffix="_${gpus}_gpus"
 
-pieces=() # name, then what it runs
-piece() { pieces+=("$1" "$2"); }
-tests() { piece "tests-$1" "tools/test_gpu.sh $python $1"; }
-bench() { piece "bench-$1" "$python benchmarks/$2 --out $results"; }
+pieces=() # name, seconds that it takes, then what it runs
+piece() { pieces+=("$1" "$2" "$3"); }
+tests() { piece "tests-$1" "$2" "${3:-}tools/test_gpu.sh $python $1"; }
+bench() { piece "bench-$1" "$2" "$python benchmarks/$3 --out $results"; }
 
-# What is wrong is known first, then what has changed, then the whole layer, whose figures are looked at most.
-tests contract
-tests gpu
-tests devices
-[[ -n ${BEFORE:-} ]] && bench compare "compare.py --against $BEFORE --suffix '$suffix'"
+# What is looked at most comes first, after the tests that say whether its figures are of kernels that compute; so what
+# does not fit into the time is the least. Seconds are those of earlier runs on H200s, where there were some, and are
+# replaced by what a piece took here. Tests mostly compile, several at a time.
+tests contract 300 "JOBS=8 "
 if ((gpus > 1)); then
-  tests products
-  tests processes
-  bench layer "layer.py --suffix '$suffix' --tokens 4096 8192"
-  bench exchange "exchange.py --suffix '$suffix' --ranks $gpus"
-  bench low-latency "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
+  layers="--tokens 4096 8192 --parts --layers moe capacity ragged"
+  bench layer-deepseek-v3 160 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
+  bench layer-qwen3-30b 120 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
+  bench layer-mixtral 120 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
+  bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
+  bench scaling 200 "scaling.py --suffix '$suffix'"
+  models="deepseek-v3 qwen3-30b mixtral-8x7b" many="--routing uniform --tokens 4096 32768"
+  bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
+  beside="--graphs $many --ragged-tokens 4096 32768"
+  bench exchange-graphs 80 "exchange.py $beside --ranks $gpus --suffix '${suffix}_graphs'"
+  bench ablations 60 "ablations.py --suffix '$suffix' --routing uniform zipf"
+  bench low-latency 180 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
+  tests processes 200
+  tests products 260
 fi
-bench fused-moe "fused_moe.py --models qwen3-30b"
-bench fused-moe-graphs "fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 4 16 --graphs --suffix _graphs"
-bench fused-moe-mixtral "fused_moe.py --models mixtral-8x7b --suffix _mixtral"
-bench fused-moe-large "fused_moe.py --models deepseek-v3 --shard 8 --suffix _deepseek_shard"
-bench grouped-gemm "grouped_gemm.py --parts kernels"
-bench decode-experts "low_latency.py --parts experts"
+[[ -n ${BEFORE:-} ]] && bench compare 120 "compare.py --against $BEFORE --suffix '$suffix'"
+bench fused-moe 100 "fused_moe.py --models qwen3-30b"
+bench fused-moe-graphs 80 "fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 4 16 --graphs --suffix _graphs"
+bench fused-moe-mixtral 100 "fused_moe.py --models mixtral-8x7b --suffix _mixtral"
+bench fused-moe-large 100 "fused_moe.py --models deepseek-v3 --shard 8 --suffix _deepseek_shard"
+bench grouped-gemm 300 "grouped_gemm.py --parts kernels"
+bench decode-experts 120 "low_latency.py --parts experts"
+tests gpu 560
+tests devices 120 "JOBS=8 "
 
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 wanted=" $* "
 status=0
-for ((i = 0; i < ${#pieces[@]}; i += 2)); do
-  name=${pieces[i]} command=${pieces[i + 1]} stamp=$done_folder/${pieces[i]}.txt
+planned=0 # seconds of what is to run, for --list
+ran=
+for ((i = 0; i < ${#pieces[@]}; i += 3)); do
+  name=${pieces[i]} estimate=${pieces[i + 1]} command=${pieces[i + 2]} stamp=$done_folder/${pieces[i]}.txt
   [[ $# -gt 0 && $wanted != *" $name "* ]] && continue
   was_done=
-  [[ -e $stamp && $(cat "$stamp") == "$commit, $gpus GPUs" ]] && was_done=yes
+  if [[ -e $stamp ]]; then # "COMMIT, N GPUs, SECONDS s"
+    IFS=, read -r before machine took <"$stamp"
+    [[ $machine == " $gpus GPUs" && $took =~ ([0-9]+) ]] && estimate=${BASH_REMATCH[1]}
+    [[ "$before,$machine" == "$commit, $gpus GPUs" ]] && was_done=yes
+  fi
+  elapsed=$SECONDS
+  [[ -n $only_list ]] && elapsed=$planned
+  late=
+  [[ $# -eq 0 && -z $was_done ]] && ((elapsed + estimate > budget)) && late=yes
   if [[ -n $only_list ]]; then
-    printf '%-4s  %-22s  %s\n' "${was_done:+done}" "$name" "$command"
+    [[ -z $was_done && -z $late ]] && planned=$((planned + estimate))
+    printf '%-4s  %-22s %4d s  %s\n' "${was_done:+done}${late:+late}" "$name" "$estimate" "$command"
     continue
   fi
   if [[ -n $was_done && $# -eq 0 ]]; then
     echo "== $name: done at $commit"
     continue
   fi
+  if [[ -n $late ]]; then
+    echo "== $name: left for the next run: it takes about $estimate s, and $elapsed of $budget s are over"
+    continue
+  fi
   echo "== $name: $command"
   start=$SECONDS
-  if RESULTS=$results timeout "$seconds" bash -c "$command"; then
+  if RESULTS=$results timeout "$most_seconds" bash -c "$command"; then
     mkdir -p "$done_folder"
-    echo "$commit, $gpus GPUs" >"$stamp"
+    echo "$commit, $gpus GPUs, $((SECONDS - start)) s" >"$stamp"
+    ran=yes
   else
     code=$?
     status=$((status ? status : code))
@@ -84,4 +115,7 @@ for ((i = 0; i < ${#pieces[@]}; i += 2)); do
   fi
   echo "== $name: $((SECONDS - start)) s"
 done
+if [[ -n $ran && $results == benchmarks/results ]]; then
+  "$python" benchmarks/lib/tables.py || status=$((status ? status : $?))
+fi
 exit "$status"

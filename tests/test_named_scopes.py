@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +16,20 @@ import pytest
 
 import jax_ep
 from harness import make_mesh
-from jax_ep import serving, sharding
-from mistakes import GOOD, E, H, K, T, f32, i32, program
+from jax_ep import megakernels, serving, sharding
+from jax_ep.core.kernel import Kernel
+from mistakes import GOOD, NEEDS_AXIS, E, H, K, T, f32, i32, mesh_of, program
 
 EXCHANGES = ("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "low_latency_combine")
 ROUTING = ("topk_router", "sparsemixer_router", "load_balancing_loss", "router_z_loss")
-DIFFERENTIABLE = (*EXCHANGES, "grouped_gemm", "fused_moe", *ROUTING)
+ARRAYS = ("grouped_gemm", "fused_moe", "moe_sort", "identity_experts", "dequantize_fp8", "dequantize_fp8_weights")
+DIFFERENTIABLE = (*EXCHANGES, *ARRAYS, *ROUTING, "low_latency_dispatch")
+INFERENCE = {
+    *("low_latency_moe", "low_latency_gemm_combine", "masked_grouped_gemm", "masked_gated_activation"),
+    *("quantize_fp8", "quantize_fp8_weights"),
+}
+CHANGES: dict[str, dict[str, Any]] = {"low_latency_dispatch": {"quantize": False}}  # in FP8 there is no gradient
+LAUNCHED = (*NEEDS_AXIS, "fused_moe", "moe_sort", "masked_grouped_gemm", "masked_gated_activation")
 MATRICES = f32(E, H, 2 * H), f32(E, H, H)
 
 
@@ -43,20 +54,88 @@ def test_no_operation_is_missing() -> None:
     assert public - {"init", "finalize"} <= set(GOOD)
 
 
+def is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def backward(name: str, **changes: Any) -> tuple[Any, Any, Any]:
+    """A program of the backward pass alone, and its arguments: what was kept, and gradients of the results."""
+    call, arrays = program(name, **CHANGES.get(name, {}), **changes)
+    leaves, tree = jax.tree.flatten(arrays)
+    inputs = [leaf for leaf in leaves if is_float(leaf)]
+
+    def outputs(inputs: Any, leaves: Any) -> Any:
+        given = iter(inputs)
+        whole = jax.tree.unflatten(tree, [next(given) if is_float(leaf) else leaf for leaf in leaves])
+        return [leaf for leaf in jax.tree.leaves(call(whole)) if is_float(leaf)]
+
+    pull = jax.eval_shape(lambda inputs, leaves: jax.vjp(lambda x: outputs(x, leaves), inputs)[1], inputs, leaves)
+    return lambda pull, d: pull(d), pull, jax.eval_shape(outputs, inputs, leaves)
+
+
+def test_every_operation_has_a_gradient_or_is_for_inference() -> None:
+    assert {*DIFFERENTIABLE, *INFERENCE, "row_experts"} == set(GOOD)
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_backward_passes_have_names(name: str) -> None:
-    """A program of the backward pass alone: what transposition emits, and the backward functions of custom VJPs."""
-    call, arrays = program(name)
-    inputs = {key: value for key, value in arrays.items() if jnp.issubdtype(value.dtype, jnp.floating)}
-
-    def outputs(inputs: Any, arrays: Any) -> Any:
-        return [leaf for leaf in jax.tree.leaves(call(arrays | inputs)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-
-    pull = jax.eval_shape(lambda inputs, arrays: jax.vjp(lambda x: outputs(x, arrays), inputs)[1], inputs, arrays)
-    found = in_scope(names_in(lambda pull, d: pull(d), pull, jax.eval_shape(outputs, inputs, arrays)), f"jax_ep.{name}")
+    """What transposition emits, and the backward functions of custom VJPs."""
+    found = in_scope(names_in(*backward(name)), f"jax_ep.{name}")
     assert found
     if name in EXCHANGES:
         assert any("all_to_all" in scope or "all_gather" in scope for scope in found)
+
+
+@pytest.mark.parametrize("name", sorted(INFERENCE))
+def test_what_is_for_inference_has_no_backward_pass(name: str) -> None:
+    pull, *arguments = backward(name)
+    with pytest.raises(TypeError, match="has no gradient"):
+        jax.eval_shape(pull, *arguments)
+
+
+@pytest.fixture(scope="module")
+def with_kernels() -> Iterator[None]:
+    """Four ranks for which kernels are launched; their programs are compiled, and never run."""
+    pytest.importorskip("triton")
+    jax_ep.finalize()
+    jax_ep.init(mesh_of(), transport="shared_memory")
+    yield
+    jax_ep.finalize()
+
+
+def launches(fn: Any, *args: Any) -> list[str]:
+    """What profiles call each launch of a compiled program: functions of JAX have taken up their callers' names."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    lines = [line for line in text.splitlines() if 'custom_call_target="xla_ffi_python_cpu_callback"' in line]
+    return [re.search(r'op_name="([^"]*)"', line)[1] for line in lines]
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_every_launch_has_the_name_of_its_operation(with_kernels: None, name: str) -> None:
+    found = launches(*program(name, implementation=("triton", "xla")))
+    assert in_scope(set(found), f"jax_ep.{name}")
+    assert all("jax_ep." in scope for scope in found)
+
+
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "low_latency_combine"])
+def test_every_launch_of_a_backward_pass_has_the_name_of_its_operation(with_kernels: None, name: str) -> None:
+    """Gradients of low-latency operations are those of `xla`."""
+    found = launches(*backward(name, implementation=("triton", "xla")))
+    assert found
+    assert set(in_scope(set(found), f"jax_ep.{name}")) == set(found)
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    """A profile shows the name of a kernel's function: two of one name would be one line in it."""
+    pytest.importorskip("triton")
+    found: dict[str, str] = {}
+    for module in pkgutil.iter_modules(megakernels.__path__):
+        if module.ispkg:
+            continue
+        for kernel in vars(importlib.import_module(f"{megakernels.__name__}.{module.name}")).values():
+            if isinstance(kernel, Kernel):
+                assert found.setdefault(kernel.function, kernel.module) == kernel.module, kernel.function
+    assert {"dispatch", "combine", "plan", "send_order_count", "quantized_grouped_gemm"} <= set(found)
 
 
 def test_layers_of_global_arrays_have_names() -> None:

@@ -41,8 +41,8 @@ KERNELS = {
     "combine_with_weight_gradient": _TOKENS,
     "plan": _IDS,
     "exchange_i32": _IDS,
-    "count_firsts": _IDS,
-    "place_firsts": _IDS,
+    "send_order_count": _IDS,
+    "send_order_place": _IDS,
 }
 """What a kernel moves, by its name in the profiler; all others, those of products too, move rows."""
 

@@ -21,8 +21,8 @@ from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, QuantizedExperts
 from jax_ep.xla import quantized_gemm as xla
 
-_GROUPED = Kernel("quantized_gemm", "grouped_gemm")
-_MASKED = Kernel("quantized_gemm", "masked_grouped_gemm")
+_GROUPED = Kernel("quantized_gemm", "quantized_grouped_gemm")
+_MASKED = Kernel("quantized_gemm", "quantized_masked_grouped_gemm")
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 SHARING = (16, 32, 64, 128)
 """Elements that may share a scale in the kernels."""

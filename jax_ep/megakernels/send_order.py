@@ -15,8 +15,8 @@ from jax_ep.megakernels.kernels.structs_gemm import OrderedSends
 from jax_ep.megakernels.launch import group_of, launch
 from jax_ep.types import Array, Handle, Layout
 
-_COUNT = Kernel("send_order", "count_firsts")
-_PLACE = Kernel("send_order", "place_firsts")
+_COUNT = Kernel("send_order", "send_order_count")
+_PLACE = Kernel("send_order", "send_order_place")
 
 
 def order_sends(handle: Handle) -> OrderedSends:

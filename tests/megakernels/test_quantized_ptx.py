@@ -43,15 +43,15 @@ def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict,
 
 @pytest.mark.parametrize("rows", [4, 64])
 def test_rows_in_int8(rows: int) -> None:
-    built, _ = compile_gemm("grouped_gemm", matrices("int8", "int8"), rows)
+    built, _ = compile_gemm("quantized_grouped_gemm", matrices("int8", "int8"), rows)
     assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", built["ptx"]), "integers are not multiplied as such"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("rows", [4, 64])
-@pytest.mark.parametrize("function", ["grouped_gemm", "masked_grouped_gemm"])
-@pytest.mark.slow(unless={"function": ["masked_grouped_gemm"], "expert_format": ["mxfp4", "int8"]})
+@pytest.mark.parametrize("function", ["quantized_grouped_gemm", "quantized_masked_grouped_gemm"])
+@pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "expert_format": ["mxfp4", "int8"]})
 def test_kernels(function: str, rows: int, expert_format: str) -> None:
     built, tiles = compile_gemm(function, matrices(expert_format), rows)
     assert re.search(r"wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"

@@ -79,6 +79,6 @@ def test_compiles_without_spills(experts, tokens, capability):
     sizes = send_order_sizes(layout)
     names = ("ids", "group", "positions", "counts", "order", "num_sends", "num_needed")
     pointers = dict.fromkeys([f"{name}_ptr" for name in names], "*i32")
-    for function in ("count_firsts", "place_firsts"):
+    for function in ("send_order_count", "send_order_place"):
         built = build("send_order", function, pointers, {"S": sizes}, 4, 3, capability)
         assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

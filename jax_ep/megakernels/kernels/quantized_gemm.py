@@ -54,7 +54,7 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
 
 
 @triton.jit
-def grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
+def quantized_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
     """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, zero past the groups; `lhs` describes `[1, M, K]`.
 
     Rows of int8 have scales `[M]`, rows of FP8 `[M, K / 128]`.
@@ -68,7 +68,7 @@ def grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl
 
 
 @triton.jit
-def masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
+def quantized_masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_ptr, out_ptr, S: tl.constexpr):
     """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows i below the group's size; others are not written.
 
     Rows of int8 have scales `[G, M]`, rows of FP8 `[G, M, K / 128]`.

@@ -23,7 +23,7 @@ def first_expert(ids_ptr, tokens, inside, first, K: tl.constexpr, L: tl.constexp
 
 
 @triton.jit
-def count_firsts(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.constexpr):
+def send_order_count(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.constexpr):
     """`ids [W, T, K]` to `positions [W, T]` of own sends, and `counts [2 * W, blocks, BINS]` of all lists."""
     W: tl.constexpr = S.W
     T: tl.constexpr = S.T
@@ -51,8 +51,8 @@ def count_firsts(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.constexpr)
 
 
 @triton.jit
-def place_firsts(positions_ptr, counts_ptr, order_ptr, num_sends_ptr, num_needed_ptr, S: tl.constexpr):
-    """What `count_firsts` has found to `order [W, T]`, `num_sends [W]` and `num_needed [W, L]`."""
+def send_order_place(positions_ptr, counts_ptr, order_ptr, num_sends_ptr, num_needed_ptr, S: tl.constexpr):
+    """What `send_order_count` has found to `order [W, T]`, `num_sends [W]` and `num_needed [W, L]`."""
     W: tl.constexpr = S.W
     T: tl.constexpr = S.T
     BLOCK: tl.constexpr = S.tile.BLOCK

@@ -44,20 +44,20 @@ bench() { piece "bench-$1" "$2" "$python benchmarks/$3 --out $results"; }
 # What is looked at most comes first, after the tests that say whether its figures are of kernels that compute; so what
 # does not fit into the time is the least. Seconds are those of earlier runs on H200s, where there were some, and are
 # replaced by what a piece took here. Tests mostly compile, several at a time.
-tests contract 300 "JOBS=8 "
+tests contract 280 "JOBS=8 "
 if ((gpus > 1)); then
   layers="--tokens 4096 8192 --parts --layers moe capacity ragged"
   bench layer-deepseek-v3 160 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
   bench layer-qwen3-30b 120 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
   bench layer-mixtral 120 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
-  bench scaling 200 "scaling.py --suffix '$suffix'"
+  bench scaling 280 "scaling.py --suffix '$suffix'"
   models="deepseek-v3 qwen3-30b mixtral-8x7b" many="--routing uniform --tokens 4096 32768"
   bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
   beside="--graphs $many --ragged-tokens 4096 32768"
   bench exchange-graphs 80 "exchange.py $beside --ranks $gpus --suffix '${suffix}_graphs'"
   bench ablations 60 "ablations.py --suffix '$suffix' --routing uniform zipf"
-  bench low-latency 180 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
+  bench low-latency 150 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
   tests processes 200
   tests products 260
 fi

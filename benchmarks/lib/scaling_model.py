@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +57,10 @@ def predict(lines: Mapping[int, Line], link_bytes: Mapping[int, float], num_rank
     return lines[most].start + tokens * max(link, lines[fewest].per_token)
 
 
-def read(paths: Iterable[Path]) -> dict[str, Any]:
+def read(paths: Sequence[Path]) -> dict[str, Any]:
     """Reports of one model on different numbers of ranks as one: what the first one says, and the rows of all."""
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise ValueError(f"--results: no {', '.join(missing)}; published reports come with a source checkout")
     contents = [json.loads(path.read_text()) for path in paths]
     models = {tuple(content["settings"][size] for size in ("experts", "top_k")) for content in contents}
     if len(models) > 1:

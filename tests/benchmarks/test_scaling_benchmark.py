@@ -55,6 +55,13 @@ def test_ranks_must_divide_the_experts(monkeypatch, capsys):
     assert "--predict 3: 256 experts" in capsys.readouterr().err
 
 
+def test_reports_that_are_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--predict", "--results", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit):
+        scaling.main()
+    assert "none.json; published reports come with a source checkout" in " ".join(capsys.readouterr().err.split())
+
+
 def test_reports_of_different_models_do_not_mix(tmp_path, monkeypatch, capsys):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, experts in zip(paths, (256, 128), strict=True):

@@ -16,6 +16,7 @@ that peak. The report also says what each GPU sends while the copy engines of al
 from __future__ import annotations
 
 import argparse
+import itertools
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,21 @@ import jax
 import jax.numpy as jnp
 
 import jax_ep
-from lib import copy_engines, harness, inputs, plots, processes
-from lib.exchange_chains import RAGGED, Case, chain, make_case, traffic, variants
+from lib import copy_engines, harness, inputs, plots, processes, watchdog
+from lib.exchange_chains import (
+    RAGGED,
+    RAGGED_AS_IT_IS,
+    Case,
+    Variant,
+    chain,
+    make_case,
+    ragged_variants,
+    traffic,
+    variants,
+)
 from lib.harness import Report
+
+RAGGED_TIMEOUT_S = 120.0
 
 
 def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
@@ -35,11 +48,11 @@ def chain_lengths(tokens: int, quick: bool) -> tuple[int, int]:
     return (2, 10) if tokens > 8192 else (4, 36) if tokens > 2048 else (16, 272)
 
 
-def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, peak: float) -> None:
-    """Times one case, and adds it to the report."""
+def measure(
+    report: Report, kind: str, case: Case, todo: dict[str, Variant], args: argparse.Namespace, peak: float
+) -> None:
+    """Times variants of one case, and adds them to the report."""
     tokens, num_ranks = case.layout.num_tokens, case.layout.num_ranks
-    uniform = kind == "uniform"
-    todo = variants(case, baselines=uniform, ragged=uniform and tokens in args.ragged_tokens)
     failures: dict[str, str] = {}
     times = harness.measure_chained(
         {name: partial(chain, case, variant) for name, variant in todo.items()},
@@ -52,8 +65,7 @@ def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, pea
     )
     if not args.quick:
         harness.leave_out_unresolved(times, failures)
-    shape = {"routing": kind, "tokens_per_rank": tokens, "ranks": num_ranks, "hidden": case.x.shape[1]}
-    shape["dtype"] = case.x.dtype.name
+    shape = shape_of(kind, case)
     for name, error in failures.items():
         report.failed(name, shape, error, processes=jax.process_count())
     for name, timing in times.items():
@@ -64,6 +76,27 @@ def measure(report: Report, kind: str, case: Case, args: argparse.Namespace, pea
             found["peak_share"] = found["wire_bytes_per_s"] / peak
         report.add(name, shape, timing, wire=todo[name].wire, **found, processes=jax.process_count())
     show(report, shape, failures)
+
+
+def shape_of(kind: str, case: Case) -> dict[str, Any]:
+    """What a row says of its case."""
+    sizes = {"tokens_per_rank": case.layout.num_tokens, "ranks": case.layout.num_ranks, "hidden": case.x.shape[1]}
+    return {"routing": kind, **sizes, "dtype": case.x.dtype.name}
+
+
+def measure_ragged(
+    report: Report, case: Case, args: argparse.Namespace, peak: float, timeout_s: float = RAGGED_TIMEOUT_S
+) -> None:
+    """`ragged_all_to_all`, which comes last: a run in which it hangs ends there."""
+
+    def give_up() -> None:  # nothing more can run on the devices
+        for name in (RAGGED, RAGGED_AS_IT_IS):
+            error = f"not finished {timeout_s:g} s after it began"
+            report.failed(name, shape_of("uniform", case), error, processes=jax.process_count())
+        print(f"ragged_all_to_all is not finished after {timeout_s:g} s; the run ends here", flush=True)
+
+    with watchdog.ends_the_run(timeout_s, give_up):
+        measure(report, "uniform", case, ragged_variants(case), args, peak)
 
 
 def show(report: Report, shape: dict[str, Any], failures: dict[str, str]) -> None:
@@ -137,9 +170,11 @@ def main() -> None:
             report.summarise(copy_engines_together_bytes_per_s=engines)
             jax_ep.finalize()
             jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
-        for kind in args.routing:
-            for tokens in args.tokens:
-                measure(report, kind, make_case(mesh, kind, tokens, jnp.bfloat16, model), args, peak)
+        for kind, tokens in itertools.product(args.routing, args.tokens):
+            case = make_case(mesh, kind, tokens, jnp.bfloat16, model)
+            measure(report, kind, case, variants(case, baselines=kind == "uniform"), args, peak)
+        for tokens in [n for n in args.tokens if n in args.ragged_tokens and "uniform" in args.routing]:
+            measure_ragged(report, make_case(mesh, "uniform", tokens, jnp.bfloat16, model), args, peak)
     plots.draw(report.path)
 
 

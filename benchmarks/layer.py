@@ -30,8 +30,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -40,7 +38,7 @@ import jax
 
 import jax_ep
 from jax_ep.ops.exchange import choose
-from lib import harness, plots
+from lib import harness, plots, watchdog
 from lib.exchange_chains import OPTIONS
 from lib.inputs import MODELS, expert_mesh, make_weights
 from lib.layer_chains import Case, make_case
@@ -112,7 +110,7 @@ def layer_notes(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) -> None:
-    """The ragged baseline, with a watchdog: what hangs on a device cannot be taken back from it."""
+    """The ragged baseline, with a watchdog."""
     name, unfinished = LAYERS["ragged"], list(DIRECTIONS)
     for direction in DIRECTIONS:
         run.forget(case, direction, [name])
@@ -124,18 +122,12 @@ def measure_ragged(run: Run, case: Case, timeout_s: float = RAGGED_TIMEOUT_S) ->
         print(
             f"{label(case)}: the ragged baseline is not finished after {timeout_s:g} s; the run ends here", flush=True
         )
-        os._exit(0)  # the report is complete but for this
 
-    watchdog = threading.Timer(timeout_s, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
+    with watchdog.ends_the_run(timeout_s, give_up):
         for direction, backward in DIRECTIONS.items():
             variants, expected = (layers(case, [key], backward=backward) for key in ("ragged", "xla"))
             run.measure(case, direction, variants, RAGGED_LENGTHS, rounds=RAGGED_ROUNDS, references=expected)
             unfinished.remove(direction)
-    finally:
-        watchdog.cancel()
 
 
 def cases(run: Run, mesh: jax.sharding.Mesh, wanted: Iterable[tuple[str, str, int]], minutes: float) -> Iterator[Case]:

@@ -112,7 +112,7 @@ def places(ranks: Iterable[int], tokens: int, total: int) -> list[Place]:
 def measure_exchange(run: Run, mesh: jax.sharding.Mesh, place: Place) -> None:
     """Plan, dispatch and combine."""
     case = exchange_chains.make_case(mesh, "uniform", place.tokens, jnp.bfloat16, run.model)
-    every = exchange_chains.variants(case, baselines=False, ragged=False)
+    every = exchange_chains.variants(case, baselines=False)
     variants = {name: every[name] for name in EXCHANGES}
     failures: dict[str, str] = {}
     times = harness.measure_chained(

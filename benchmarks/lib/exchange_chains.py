@@ -158,7 +158,7 @@ def chain(case: Case, variant: Variant, n: int) -> tuple[Callable[..., Any], tup
     return jax.jit(case.shard_map(body, 2), compiler_options=variant.options), (variant.rows, variant.handle)
 
 
-def variants(case: Case, *, baselines: bool, ragged: bool) -> dict[str, Variant]:
+def variants(case: Case, *, baselines: bool) -> dict[str, Variant]:
     """Everything that is timed on one case, by name; `baselines` includes the implementation `xla`."""
     found: dict[str, Variant] = {}
     for name in ("triton", "xla") if baselines else ("triton",):
@@ -168,11 +168,14 @@ def variants(case: Case, *, baselines: bool, ragged: bool) -> dict[str, Variant]
             found |= _of_triton(case, handle, y)
     handle = found["triton combine"].handle
     found["all_to_all, padded"] = Variant(_all_to_all(case), handle, case.x, "padded")
-    if ragged:
-        found[RAGGED] = _ragged_all_to_all(case, handle)
-        found[RAGGED_AS_IT_IS] = found[RAGGED]._replace(options=None)
     found["chain alone"] = Variant(lambda h, x, zero: x[0, 0] + h.group[0].astype(x.dtype), handle, case.x, None)
     return found
+
+
+def ragged_variants(case: Case) -> dict[str, Variant]:
+    """XLA's collective for what dispatch sends, with its best flags and with its own."""
+    best = _ragged_all_to_all(case, _handle_and_rows(case, "triton")[0])
+    return {RAGGED: best, RAGGED_AS_IT_IS: best._replace(options=None)}
 
 
 def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:

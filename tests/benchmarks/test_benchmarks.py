@@ -5,8 +5,11 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +17,10 @@ import numpy as np
 import pytest
 from reports import BENCHMARKS, ROOT, Clock, check_report, published, run_quickly
 
+import exchange
 import grouped_gemm
-from lib import exchange_chains, gemm_inputs, harness, inputs
+import harness as harness_of_tests
+from lib import exchange_chains, gemm_inputs, harness, inputs, watchdog
 
 KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
@@ -249,6 +254,39 @@ def test_ragged_exchange_brings_every_token_to_its_ranks():
         wanted = np.concatenate([x[source][case.goes_to[source, :, rank]] for source in range(4)])
         assert sizes[rank, 3].sum() == len(wanted)
         np.testing.assert_array_equal(out[rank, : len(wanted)], wanted)
+
+
+def test_a_hung_collective_ends_the_run_with_a_complete_report(tmp_path, monkeypatch, capsys):
+    case, report = exchange_case("uniform"), harness.Report("dispatch_combine", tmp_path, {"rounds": 3})
+    at_exit, hung, ended = [], threading.Event(), threading.Event()
+
+    def leave(status):
+        at_exit.append((status, json.loads(report.path.read_text())["rows"]))
+        ended.set()
+
+    def measure(*arguments):
+        hung.set()
+        assert ended.wait(harness_of_tests.PATIENCE_S), "nothing ends the run"
+
+    class Timer(threading.Thread):
+        """Of which the time has passed once it hangs."""
+
+        def __init__(self, seconds, end):
+            super().__init__(target=lambda: (hung.wait(), end()), daemon=True)
+
+        def cancel(self):
+            pass
+
+    monkeypatch.setattr(watchdog, "threading", SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(exchange, "measure", measure)
+    monkeypatch.setattr(exchange, "ragged_variants", lambda case: {})
+    exchange.measure_ragged(report, case, None, 1.0, timeout_s=5)
+    [(status, rows)] = at_exit
+    assert status == 0
+    assert [row["variant"] for row in rows] == [exchange_chains.RAGGED, exchange_chains.RAGGED_AS_IT_IS]
+    assert {row["failed"] for row in rows} == {"not finished 5 s after it began"}
+    assert "the run ends here" in capsys.readouterr().out
 
 
 def test_chains_call_as_often_as_they_say_and_do_not_grow():

@@ -19,7 +19,7 @@ from jax_ep.core import layout
 from jax_ep.ops import registry
 from jax_ep.xla import exchange
 from jax_ep.xla import grouped_gemm as xla
-from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots
+from lib import baselines, harness, inputs, layer_chains, layer_run, layer_variants, plots, watchdog
 
 RANKS = 4
 
@@ -305,7 +305,7 @@ def test_a_hung_baseline_ends_the_run_with_a_complete_report(case, run, monkeypa
         def cancel(self):
             pass
 
-    monkeypatch.setattr(layer, "threading", SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(watchdog, "threading", SimpleNamespace(Timer=Timer))
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(run, "measure", measure)
     for variant in ("another", name):  # the second is of an earlier run

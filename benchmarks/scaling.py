@@ -154,9 +154,11 @@ def measure_layer(run: Run, case: layer_chains.Case, place: Place) -> None:
         title = f"{name}, {place.ranks} ranks, {place.tokens} tokens"
         chains = {name: layer_chains.chain(case, variant)}
         times = harness.measure_chained(chains, run.args.rounds, lengths=lengths, title=title, failures=failures)
+        if not run.args.quick:
+            harness.leave_out_unresolved(times, failures)
         for shape in run.shapes(place):
             for timing in times.values():
-                rate = {} if timing.median <= 0 else {"tflops": 1e-12 * variant.flops / timing.median}
+                rate = {"tflops": 1e-12 * variant.flops / timing.median} if timing.median > 0 else {}
                 run.report.add(name, shape, timing, part="layer", **rate)
             for error in failures.values():
                 run.report.failed(name, shape, error, part="layer")
@@ -181,7 +183,7 @@ def measure_training(run: Run, num_ranks: int) -> None:
     sizes = training_rate.QUICK if run.args.quick else training_rate.Sizes()
     shape = {"scaling": "weak", "ranks": num_ranks, "dtype": "bfloat16", **sizes._asdict()}
     try:
-        timing = training_rate.measure(num_ranks, sizes, 2 * run.args.rounds)
+        timing = training_rate.measure(num_ranks, sizes, run.args.rounds)
     except Exception as error:
         run.report.failed(TRAINING, shape, f"{type(error).__name__}: {error}", part="training")
         return

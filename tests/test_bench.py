@@ -96,7 +96,8 @@ def test_scale(tmp_path: Path) -> None:
     parts = {(row["part"], row["shape"]["scaling"], row["shape"]["ranks"]) for row in content["rows"]}
     both = {(part, mode, n) for part in ("exchange", "layer") for mode in ("weak", "strong") for n in (1, 2)}
     assert parts == both | {("training", "weak", 1), ("training", "weak", 2)}
-    assert all("failed" not in row for row in content["rows"])
+    assert all("failed" not in row and row["shape"]["dtype"] for row in content["rows"])
+    assert {row["seconds"]["rounds"] for row in content["rows"]} == {content["settings"]["rounds"]}
     sent = {row["shape"]["ranks"]: row for row in content["rows"] if row["variant"] == "triton dispatch to rows"}
     assert sent[1]["wire_bytes"] == 0 and "peak_shares" not in sent[1]
     assert sent[2]["wire_bytes"] > 0 and set(sent[2]["peak_shares"]) == set(content["summary"]["peak_bytes_per_s"])

@@ -161,9 +161,13 @@ def test_mistakes() -> None:
         jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
     with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
         dequantize_experts(w, jnp.float32)
-    with pytest.raises(ValueError, match="activations='int8' with format='mxfp4', but tensor cores multiply int8 with int8"):
+    with pytest.raises(
+        ValueError, match="activations='int8' with format='mxfp4', but tensor cores multiply int8 with int8"
+    ):
         quantize_experts(w, "mxfp4", activations="int8")
-    with pytest.raises(ValueError, match="activations='fp8' with format='int8', but tensor cores multiply int8 with int8"):
+    with pytest.raises(
+        ValueError, match="activations='fp8' with format='int8', but tensor cores multiply int8 with int8"
+    ):
         quantize_experts(w, "int8", activations="fp8")
     with pytest.raises(ValueError, match=r"activations='fp8' with K=96, expected a multiple of 128"):
         quantize_experts(jnp.ones((2, 96, 4)), "mxfp4", activations="fp8")

@@ -7,6 +7,7 @@ globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.
 from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding
+from jax_ep import tuning as tuning
 from jax_ep.context import Context, finalize, init
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine

@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -22,11 +23,13 @@ import numpy as np
 
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.heap import check, nvshmem, transports
+from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
 
 if TYPE_CHECKING:
     from jax_ep.heap.memory import Memory
     from jax_ep.heap.symmetric import SymmetricHeap
+    from jax_ep.settings.operations import Setting
 
 _log = logging.getLogger("jax_ep")
 _TIMEOUT_S = 30.0
@@ -72,6 +75,10 @@ _launcher = _LAUNCHERS[0]  # for which JAX's caches hold traces
 _sizes: dict[int, int] | None = None  # of all heaps so far, see SymmetricHeap.sizes; None: there has been none
 _records = jax.make_user_context(False)  # whether kernels of what is traced now record; part of the key of `jax.jit`
 _recording_kernels: dict[int, str] = {}  # their names, by `Heap.LAUNCH`
+
+# Both are part of what `jit` compiles for, so that a change makes it trace again; the second is of a thread.
+_tuning = jax.make_user_context(None)  # what the user chose; None: what the environment says
+_overrides = jax.make_user_context(())
 
 
 def init(
@@ -330,6 +337,29 @@ class Recorded(NamedTuple):
 
     words: dict[int, np.ndarray]
     kernels: dict[int, str]
+
+
+def tuning() -> settings_file.Tuning:
+    """The tuned settings in use, read when first asked for; at trace time."""
+    chosen: settings_file.Tuning | None = _tuning.value
+    return settings_file.read_chosen(jax.local_devices()[0].device_kind) if chosen is None else chosen
+
+
+def set_tuning(chosen: settings_file.Tuning | None) -> None:
+    """Settings for all programs that are traced from now on; None: those that the environment names."""
+    _tuning.set_global(chosen)
+
+
+def overrides() -> tuple[tuple[str, str, Setting], ...]:
+    """(operation, setting, value) that count instead of tuned ones; later ones instead of earlier ones."""
+    found: tuple[tuple[str, str, Setting], ...] = _overrides.value
+    return found
+
+
+def overriding(more: tuple[tuple[str, str, Setting], ...]) -> AbstractContextManager[None]:
+    """Within it `more` is behind what there is, for this thread."""
+    inner: AbstractContextManager[None] = _overrides((*overrides(), *more))
+    return inner
 
 
 def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:

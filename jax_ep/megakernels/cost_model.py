@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 
+from jax_ep.megakernels import tuned
 from jax_ep.pallas import requirements
+from jax_ep.settings.file import Rates
 from jax_ep.types import Layout
 
 
@@ -73,7 +76,38 @@ H200 = Device(
     sums_beside_gradient=0.15,
 )
 
+H200_RATES = Rates(link_bytes_per_s=395e9, memory_bytes_per_s=4.3e12, product_flops_per_s=735e12)
+"""What one does at its best: a copy (dispatch_combine_4_gpus.json), a pass over matrices, a product of cuBLAS."""
 
+
+@functools.cache
+def scaled(rates: Rates | None) -> Device:
+    """The H200, with its rates in proportion to those of a machine: kernels have the same share of them."""
+    if rates is None:
+        return H200
+    factors = {
+        field.name: measured / getattr(H200_RATES, field.name)
+        for field in dataclasses.fields(Rates)
+        if (measured := getattr(rates, field.name)) is not None
+    }
+    changed = {name: getattr(H200, name) * factors.get(rate, 1.0) for name, rate in _RATE_OF.items()}
+    return dataclasses.replace(H200, **changed)
+
+
+def _device() -> Device:
+    """Of this machine, where `jax-ep tune` has measured its rates."""
+    return scaled(tuned.rates())
+
+
+_RATE_OF = {
+    "link_bytes": "link_bytes_per_s",
+    "product_flops": "product_flops_per_s",
+    "gradient_flops": "product_flops_per_s",
+    "combine_bytes": "memory_bytes_per_s",
+    "scatter_bytes": "memory_bytes_per_s",
+    "many_scatter_bytes": "memory_bytes_per_s",
+    "copy_bytes": "memory_bytes_per_s",
+}
 _FEW_ROWS, _MANY_ROWS, _SMALL_EXPERT = 26, 128, 1 << 21
 
 
@@ -97,7 +131,7 @@ def _ranks_of_token(layout: Layout) -> float:
 
 def _product(layout: Layout, features: int, hidden: int) -> float:
     """Seconds per token to compute the products."""
-    return 2 * layout.top_k * features * hidden / H200.product_flops
+    return 2 * layout.top_k * features * hidden / _device().product_flops
 
 
 def _summed_bytes(layout: Layout, hidden: int) -> float:
@@ -108,15 +142,15 @@ def _summed_bytes(layout: Layout, hidden: int) -> float:
 def _rows_sent(layout: Layout, hidden: int) -> float:
     """Seconds per token to send each row of an expert on another rank by itself."""
     remote = (layout.num_ranks - 1) / layout.num_ranks
-    return layout.top_k * remote * 2 * hidden / H200.link_bytes
+    return layout.top_k * remote * 2 * hidden / _device().link_bytes
 
 
 def _sums_of_scatter(layout: Layout, hidden: int) -> float:
     """Seconds per token to add rows that have come one by one, once all ranks have sent."""
     row = 2 * hidden
-    are_many = layout.num_tokens * layout.top_k * row >= H200.many_row_bytes
-    rate = H200.many_scatter_bytes if are_many else H200.scatter_bytes
-    meeting = H200.meeting_seconds / layout.num_tokens if layout.num_ranks > 1 else 0.0
+    are_many = layout.num_tokens * layout.top_k * row >= _device().many_row_bytes
+    rate = _device().many_scatter_bytes if are_many else _device().scatter_bytes
+    meeting = _device().meeting_seconds / layout.num_tokens if layout.num_ranks > 1 else 0.0
     return (layout.top_k + 1) * row / rate + meeting
 
 
@@ -134,15 +168,15 @@ def _product_alone(layout: Layout, features: int, hidden: int) -> float:
     """Seconds per token to compute the products in a launch of their own."""
     time = _product(layout, features, hidden)
     if _is_from_pallas(layout, features, hidden):
-        time /= 1 + (H200.pallas_product - 1) * min(1.0, features / H200.pallas_depth)
+        time /= 1 + (_device().pallas_product - 1) * min(1.0, features / _device().pallas_depth)
     return time
 
 
 def _combine_alone(layout: Layout, hidden: int) -> tuple[float, float]:
     """Seconds per token of combine by itself: to send the sums, and to move what they are made of."""
     remote = (layout.num_ranks - 1) / layout.num_ranks
-    sent = _ranks_of_token(layout) * remote * 2 * hidden / H200.link_bytes
-    return sent, _summed_bytes(layout, hidden) / H200.combine_bytes
+    sent = _ranks_of_token(layout) * remote * 2 * hidden / _device().link_bytes
+    return sent, _summed_bytes(layout, hidden) / _device().combine_bytes
 
 
 def combine_times(layout: Layout, features: int, hidden: int) -> dict[str, float]:
@@ -164,11 +198,11 @@ def dispatch_mode(layout: Layout, hidden: int, columns: int, save_as: str | None
     rows, are a copy. Times are those of even loads; uneven ones cost the one launch some percent more than the two.
     """
     sent, _ = _combine_alone(layout, hidden)
-    token = 2 * 2 * hidden / H200.copy_bytes  # to read and write one
+    token = 2 * 2 * hidden / _device().copy_bytes  # to read and write one
     rows, tokens = layout.top_k * token, _ranks_of_token(layout) * token
     serial = _product_alone(layout, hidden, columns) + sent + (tokens if save_as == "tokens" else 0.0)
-    serial += H200.launch_seconds / layout.num_tokens
-    fused = _product(layout, hidden, columns) + H200.shown_dispatch * sent + (rows if save_as == "rows" else 0.0)
+    serial += _device().launch_seconds / layout.num_tokens
+    fused = _product(layout, hidden, columns) + _device().shown_dispatch * sent + (rows if save_as == "rows" else 0.0)
     return "serial" if serial <= 1.03 * fused else "fused"
 
 
@@ -190,14 +224,15 @@ def backward_times(layout: Layout, features: int, hidden: int) -> BackwardTimes:
     What travels has the time of the gradient, too, or, in mode "scatter", that of both products.
     """
     product, (sent, made) = _product(layout, features, hidden), _combine_alone(layout, hidden)
-    gradient = product * H200.product_flops / H200.gradient_flops
-    alone = gradient / (H200.pallas_gradient if _is_from_pallas(layout, features, hidden) else 1)
+    gradient = product * _device().product_flops / _device().gradient_flops
+    alone = gradient / (_device().pallas_gradient if _is_from_pallas(layout, features, hidden) else 1)
     both = max(product + gradient, _rows_sent(layout, hidden))
     return BackwardTimes(
         {mode: time + alone for mode, time in combine_times(layout, features, hidden).items()},
         {
             "scatter": both + _sums_of_scatter(layout, hidden),
-            "serial": _product_alone(layout, features, hidden) + max(gradient + H200.sums_beside_gradient * made, sent),
+            "serial": _product_alone(layout, features, hidden)
+            + max(gradient + _device().sums_beside_gradient * made, sent),
         },
     )
 

@@ -22,7 +22,7 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
-from jax_ep.megakernels import grid
+from jax_ep.megakernels import grid, tuned
 from jax_ep.megakernels.kernels import structs
 from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
@@ -169,7 +169,9 @@ def _dispatch_arguments(
     """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
-    config, tile = dispatch_config(options.schedule, layout, hidden, x.dtype, wire)
+    facts = tuned.exchange_facts(layout, hidden, x.dtype)
+    schedule = tuned.schedule(options.schedule, "dispatch", **facts, wire_dtype=wire)
+    config, tile = dispatch_config(schedule, layout, hidden, x.dtype, wire)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
     common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype)
@@ -183,7 +185,8 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
     """`[R, H]` rows to their unweighted sums `[T, H]`."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     y = _pad_columns(y)
-    config, tile = combine_config(options.schedule, layout, y.shape[1], y.dtype)
+    schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
+    config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
     sizes = structs.Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype)

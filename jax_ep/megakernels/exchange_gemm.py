@@ -20,7 +20,7 @@ from jax_ep.core import layout as rows_of
 from jax_ep.core.bias import Bias
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two, row_tokens
-from jax_ep.megakernels import cost_model, grid, grouped_gemm
+from jax_ep.megakernels import cost_model, grid, grouped_gemm, tuned
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.exchange import (
     combine_config,
@@ -72,7 +72,9 @@ def dispatch_grouped_gemm(
       token; "rows": `[R, H]`; both of unspecified value elsewhere. Else None.
     """
     layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
-    mode = options.schedule.dispatch_mode
+    facts = tuned.exchange_gemm_facts(layout, x.shape[1], columns, x.dtype)
+    schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
+    mode = schedule.dispatch_mode
     if (mode or cost_model.dispatch_mode(layout, x.shape[1], columns, save_as)) == "serial":
         # Only rows between groups must be zero: a product reads none past them.
         rows = dispatch_tokens(options, x, handle, clear=layout.alignment > 1)
@@ -83,7 +85,7 @@ def dispatch_grouped_gemm(
         a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
         return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype))
     order = order_sends(handle)
-    arguments = _dispatch_arguments(options.schedule, x, w, handle, order, transpose_rhs, save_as)
+    arguments = _dispatch_arguments(schedule, x, w, handle, order, transpose_rhs, save_as)
     hidden, saved = launch(_DISPATCH_GEMM, *arguments, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
@@ -151,7 +153,9 @@ def grouped_gemm_combine(
     schedule, or what should be fastest.
     """
     hidden = w.shape[1 if transpose_rhs else 2]
-    mode = options.schedule.combine_mode or cost_model.combine_mode(handle.layout, h.shape[1], hidden)
+    facts = tuned.exchange_gemm_facts(handle.layout, h.shape[1], hidden, h.dtype)
+    mode = tuned.schedule(options.schedule, "grouped_gemm_combine", **facts).combine_mode
+    mode = mode or cost_model.combine_mode(handle.layout, h.shape[1], hidden)
     if mode == "serial":
         options_of_product: dict[str, Any] = {"transpose_rhs": transpose_rhs, "out_dtype": h.dtype, "bias": bias}
         y = _fastest(h, hidden, handle).grouped_gemm(h, w, handle.group_sizes, **options_of_product)
@@ -250,10 +254,16 @@ def fuses_weight_gradient(schedule: Schedule, layout: Layout, dtype: DTypeLike, 
       features: F, the depth of the product.
       hidden: H, its columns.
     """
+    schedule = _backward_schedule(schedule, layout, features, hidden, dtype)
     can, wanted = fuses(layout, dtype, features, hidden) and layout.capacity <= BOUND, schedule.fuse_weight_gradients
     if not can or wanted is not None:
         return can and bool(wanted)
     return _is_faster(schedule, layout, features, hidden)
+
+
+def _backward_schedule(given: Schedule, layout: Layout, features: int, hidden: int, dtype: DTypeLike) -> Schedule:
+    facts = tuned.exchange_gemm_facts(layout, features, hidden, jnp.dtype(dtype))
+    return tuned.schedule(given, "grouped_gemm_combine_with_weight_gradient", **facts)
 
 
 def _is_faster(schedule: Schedule, layout: Layout, features: int, hidden: int) -> bool:
@@ -287,7 +297,8 @@ def grouped_gemm_combine_with_weight_gradient(
       with `transpose_rhs`; zero for experts without rows.
     """
     tokens = saved if saved_as == "rows" else gather_rows(saved, row_tokens(handle), handle.group_sizes)
-    mode = options.schedule.combine_mode
+    schedule = _backward_schedule(options.schedule, handle.layout, h.shape[1], tokens.shape[1], h.dtype)
+    options, mode = dataclasses.replace(options, schedule=schedule), schedule.combine_mode
     if mode is None:
         times = cost_model.backward_times(handle.layout, h.shape[1], tokens.shape[1]).beside
         mode = min(COMBINE_MODES, key=lambda name: times[name])

@@ -15,6 +15,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import serves_in_one_launch
@@ -30,7 +31,7 @@ from jax_ep.megakernels.kernels.structs_serving import (
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import is_readable, storage_of
-from jax_ep.types import Array, Experts, QuantizedExperts
+from jax_ep.types import Array, Experts, QuantizedExperts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
 _MOST_UNSORTED = 512  # slots, at which every program looks for each of its tasks
@@ -72,8 +73,21 @@ def fuses(experts: Experts, num_slots: int, dtype: DTypeLike, w_gate_up: Matrice
 
 def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
     """Whether it should be faster than several launches; see cost_model.py."""
+    single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
+    if single_launch is not None:
+        return single_launch
     (num_experts, *sizes), quantized = w_down.shape, isinstance(w_down, QuantizedExperts)
     return serves_in_one_launch(num_slots, num_experts, sizes[0] * sizes[1], quantized)
+
+
+def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
+    """By which settings are looked up."""
+    quantized = isinstance(w_down, QuantizedExperts)
+    num_experts, rows, columns = w_down.shape
+    hidden, intermediate = (rows, columns) if quantized else (columns, rows)
+    kind = w_down.format if isinstance(w_down, QuantizedExperts) else w_down.dtype
+    sizes = {"num_slots": num_slots, "num_experts": num_experts, "hidden": hidden, "intermediate": intermediate}
+    return {**sizes, "format": kind}
 
 
 def _is_read(w: Matrices) -> bool:
@@ -173,7 +187,8 @@ def fused_sizes(
     bits = 0
     if isinstance(w_down, QuantizedExperts) and w_down.activations == "fp8":
         bits = 8 // storage_of(w_down)[1]
-    tiles = tiles or fused_tiles(slots, num_experts, hidden, intermediate, quantized, bits)
+    default = fused_tiles(slots, num_experts, hidden, intermediate, quantized, bits)
+    tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     sizes = FusedMoE(
         T=num_tokens,
         K=top_k,

@@ -24,6 +24,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import structs_gemm
 from jax_ep.megakernels.launch import launch, stores_by_descriptor
@@ -159,7 +160,9 @@ def grouped_gemm(
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     wanted, groups = rhs.shape[1 if transpose_rhs else 2], rhs.shape[0]
-    tiles = tiles or forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
+    facts = _facts(lhs.shape, wanted, groups, lhs.dtype, out_dtype)
+    default = forward_tiles(lhs.shape[0], wanted, groups, jnp.dtype(out_dtype).itemsize)
+    tiles = tiles or tuned.tiles(default, "grouped_gemm", **facts)
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
@@ -196,7 +199,9 @@ def weight_gradient(
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    tiles, wanted = tiles or weight_tiles(jnp.dtype(out_dtype).itemsize), (lhs.shape[1], rhs.shape[1])
+    wanted = lhs.shape[1], rhs.shape[1]
+    facts = _facts(lhs.shape, wanted[1], group_sizes.shape[0], lhs.dtype, out_dtype)
+    tiles = tiles or tuned.tiles(weight_tiles(jnp.dtype(out_dtype).itemsize), "weight_gradient", **facts)
     lhs, rhs, group_sizes = vary_alike((pad(lhs, 1), pad(rhs, 1), group_sizes))
     num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
@@ -232,7 +237,8 @@ def grouped_gemm_fp8(
     (num_rows, depth), (groups, columns), out_dtype = lhs.shape, rhs.shape[:2], jnp.dtype(out_dtype)
     if 0 in (*lhs.shape, *rhs.shape) or groups > MAX_GROUPS or num_rows > BOUND or out_dtype == jnp.float64:
         return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
-    tiles = tiles or fp8_tiles(num_rows, groups, out_dtype.itemsize)
+    facts = _facts(lhs.shape, columns, groups, lhs.dtype, out_dtype)
+    tiles = tiles or tuned.tiles(fp8_tiles(num_rows, groups, out_dtype.itemsize), "grouped_gemm_fp8", **facts)
     left = Descriptor(lhs[None], (1, tiles.block_m, GROUP_SIZE))
     right = Descriptor(rhs, (1, tiles.block_n, GROUP_SIZE))
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
@@ -247,6 +253,12 @@ def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Ti
     sizes = common_sizes(num_rows, columns, depth, groups)
     tile = structs_gemm.GemmTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
     return structs_gemm.GroupedGemm(**sizes, TRANSPOSED=True, TMA_PARTS=0, tile=tile)
+
+
+def _facts(shape: tuple[int, ...], columns: int, groups: int, dtype: jnp.dtype, out_dtype: DTypeLike) -> dict[str, Any]:
+    """By which settings are looked up, for rows of this shape; of a weight gradient, those of its first factor."""
+    sizes = {"num_rows": shape[0], "depth": shape[1], "columns": columns, "groups": groups}
+    return {**sizes, "dtype": dtype, "out_dtype": jnp.dtype(out_dtype)}
 
 
 def common_sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:

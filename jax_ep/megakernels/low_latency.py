@@ -21,11 +21,12 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.megakernels import tuned
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import structs, structs_serving
 from jax_ep.megakernels.launch import group_on, launch
-from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, masked_tiles
+from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, tuned_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
 
@@ -57,7 +58,9 @@ def low_latency_dispatch(
     made = group_size if scales is None and group_size is not None else 0  # columns per scale made by the kernel
     num_scales = hidden // made if made else 0 if scales is None else scales.shape[1]
     wire_dtype = jnp.dtype(FP8 if made else values.dtype)
-    config, tile = dispatch_tile(options.schedule, layout, actual, hidden, values.dtype, wire_dtype, num_scales)
+    facts = tuned.exchange_facts(layout, hidden, values.dtype)
+    schedule = tuned.schedule(options.schedule, "low_latency_dispatch", **facts, wire_dtype=wire_dtype)
+    config, tile = dispatch_tile(schedule, layout, actual, hidden, values.dtype, wire_dtype, num_scales)
     offsets, buffer_bytes = buffer_offsets(
         IDS=actual * layout.top_k * 4,
         VALUES=actual * hidden * wire_dtype.itemsize,
@@ -103,7 +106,9 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
         return jnp.zeros_like(y, shape=result.shape, dtype=result.dtype)
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
-    config, tile = combine_tile(options.schedule, layout, actual, hidden, y.dtype)
+    facts = tuned.exchange_facts(layout, hidden, y.dtype)
+    schedule = tuned.schedule(options.schedule, "low_latency_combine", **facts)
+    config, tile = combine_tile(schedule, layout, actual, hidden, y.dtype)
     num_rows = actual * (1 if tile.SUMS else layout.top_k)
     offsets, buffer_bytes = buffer_offsets(
         WEIGHTS=topk_weights.nbytes,
@@ -174,15 +179,16 @@ def low_latency_gemm_combine(
     layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[1]
     actual, dtype = topk_weights.shape[0], jnp.dtype(out_dtype)
     result = jax.ShapeDtypeStruct((actual, hidden), dtype)
-    tiles = masked_tiles(rows, expected_rows, lhs.dtype.itemsize, dtype.itemsize)
+    product = (*lhs.shape, hidden)
+    tiles = tuned_tiles("low_latency_gemm_combine", product, expected_rows, lhs.dtype, dtype)
     if actual == 0:
         return jnp.zeros_like(lhs, dtype=dtype, shape=result.shape)
     offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
     sizes = gemm_combine_sizes(layout, actual, hidden, depth, tiles, lhs_scales is not None, offsets["VALUES"])
     constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     sources = structs_serving.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
-    product = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
-    operands: tuple[Any, ...] = (*product, sources, topk_weights, bias)
+    multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
+    operands: tuple[Any, ...] = (*multiplied, sources, topk_weights, bias)
     if bias is None:
         operands, constants["bias_ptr"] = operands[:-1], None
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)

@@ -14,6 +14,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
@@ -74,6 +75,21 @@ def masked_tiles(max_rows: int, expected_rows: int | None, itemsize: int, out_it
     return dataclasses.replace(tiles, num_stages=min(stages, 6))
 
 
+def tuned_tiles(
+    operation: str,
+    product: tuple[int, ...],
+    expected_rows: int | None,
+    dtype: jnp.dtype,
+    out_dtype: jnp.dtype,
+) -> MaskedTiles:
+    """Tiles for `[groups, max_rows, depth]` times `[groups, columns, depth]`, a `product` of these four."""
+    groups, max_rows, depth, columns = product
+    sizes = {"groups": groups, "num_rows": max_rows, "depth": depth, "columns": columns}
+    default = masked_tiles(max_rows, expected_rows, dtype.itemsize, out_dtype.itemsize)
+    facts = {**sizes, "expected_rows": expected_rows or 0, "dtype": dtype, "out_dtype": out_dtype}
+    return tuned.tiles(default, operation, **facts)
+
+
 def gemm_sizes(groups: int, rows: int, columns: int, depth: int, fp8: bool, tiles: MaskedTiles) -> MaskedGemm:
     """What a masked product is compiled for."""
     tile = MaskedTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.swap)
@@ -123,7 +139,8 @@ def masked_grouped_gemm(
     """
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros_like(lhs, dtype=out_dtype, shape=(*lhs.shape[:2], rhs.shape[1]))
-    tiles = tiles or masked_tiles(lhs.shape[1], expected_rows, lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    product = (*lhs.shape, rhs.shape[1])
+    tiles = tiles or tuned_tiles("masked_grouped_gemm", product, expected_rows, lhs.dtype, jnp.dtype(out_dtype))
     arrays = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = arrays
     (groups, rows, depth), columns = lhs.shape, rhs.shape[1]

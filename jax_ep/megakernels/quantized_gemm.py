@@ -14,6 +14,7 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
 from jax_ep.megakernels.kernels.structs_gemm import QuantizedGemm, QuantizedTile
@@ -53,6 +54,12 @@ def quantized_tiles(rows_of_group: int) -> QuantizedTiles:
     if block_m < 64:
         return QuantizedTiles(block_m)
     return QuantizedTiles(block_m, block_n=128, num_warps=8, num_stages=3, programs=1)
+
+
+def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
+    groups, columns, depth = rhs.shape
+    sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
+    return tuned.tiles(quantized_tiles(rows_of_group), "quantized_gemm", **sizes, dtype=dtype, format=rhs.format)
 
 
 def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
@@ -112,7 +119,7 @@ def grouped_gemm(
     if not _has_kernel(lhs, rhs, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, row_scales, out_dtype=out_dtype)
     num_rows, (groups, columns, _) = lhs.shape[0], rhs.shape
-    tiles = tiles or quantized_tiles(-(-num_rows // groups))
+    tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
     return _launch(_GROUPED, (lhs[None], rhs, group_sizes, row_scales), result, tiles, most_tasks)
@@ -134,7 +141,7 @@ def masked_grouped_gemm(
         options = {"out_dtype": out_dtype, "expected_rows": expected_rows}
         return xla.masked_grouped_gemm(lhs, rhs, group_sizes, row_scales, **options)
     groups, most_rows, _ = lhs.shape
-    tiles = tiles or quantized_tiles(min(most_rows, expected_rows or 32))
+    tiles = tiles or _tuned_tiles(min(most_rows, expected_rows or 32), lhs.dtype, rhs)
     most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[1] // tiles.block_n)
     result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[1]), out_dtype)
     return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, most_tasks)

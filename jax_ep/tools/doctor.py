@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import context
+
 OK, WARNING, ERROR = "ok", "warning", "error"
 _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "jax-triton", "nvshmem4py-cu13"),
@@ -104,7 +106,10 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", WARNING, f"{text}: {reason}", "the exchange runs on kernels, products on `xla`", data)
     elif not all(_TUNED_FOR in kind for kind in kinds):
         reason = f"tiles and the model of times are those of the {_TUNED_FOR}"
-        yield Finding("devices", WARNING, f"{text}: {reason}", "compare schedules with benchmarks/layer.py", data)
+        if (tuned := context.tuning().path) is None:
+            yield Finding("devices", WARNING, f"{text}: {reason}", "measure them here: jax-ep tune", data)
+        else:
+            yield Finding("devices", OK, f"{text}: tuned by {tuned}", data=data)
     else:
         yield Finding("devices", OK, text, data=data)
 

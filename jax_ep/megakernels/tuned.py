@@ -1,0 +1,60 @@
+"""Which settings a launch has: what the caller says, else an override, else what was measured here, else the default.
+
+All that is asked here is static, and asked at trace time. Ranks that launch together must get the same answers: a
+launch of other sizes than its peers' ends in an error (`launch.launch_identity`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jax_ep import context
+from jax_ep.settings.file import Rates, settings_of
+from jax_ep.settings.operations import SCHEDULE_FIELDS, Setting, check_blocks
+from jax_ep.types import Layout, Schedule
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def schedule(given: Schedule, operation: str, **facts: Any) -> Schedule:
+    """`given`, with its None fields filled in where there are settings of the operation.
+
+    Raises:
+      ValueError: an override with too few tokens per block for these sizes.
+    """
+    found = {name: value for name, value in _settings(operation, facts).items() if name in SCHEDULE_FIELDS}
+    missing: dict[str, Any] = {name: value for name, value in found.items() if getattr(given, name) is None}
+    check_blocks(operation, missing, facts)
+    return dataclasses.replace(given, **missing) if missing else given
+
+
+def tiles[Tiles: DataclassInstance](default: Tiles, operation: str, **facts: Any) -> Tiles:
+    """`default`, with what the settings of the operation say instead."""
+    fields = {field.name for field in dataclasses.fields(default)}
+    found = {name: value for name, value in _settings(operation, facts).items() if name in fields}
+    return dataclasses.replace(default, **found) if found else default
+
+
+def rates() -> Rates | None:
+    """Measured rates of this machine, or None."""
+    return context.tuning().rates
+
+
+def exchange_facts(layout: Layout, hidden: int, dtype: Any) -> dict[str, Any]:
+    """Those of dispatch and combine, for rows `[., hidden]`."""
+    sizes = {"num_ranks": layout.num_ranks, "num_tokens": layout.num_tokens, "top_k": layout.top_k}
+    return {**sizes, "hidden": hidden, "dtype": dtype}
+
+
+def exchange_gemm_facts(layout: Layout, depth: int, columns: int, dtype: Any) -> dict[str, Any]:
+    """Those of an exchange with a product, `[., depth]` times `[depth, columns]`."""
+    sizes = {"num_ranks": layout.num_ranks, "num_tokens": layout.num_tokens, "top_k": layout.top_k}
+    return {**sizes, "num_experts": layout.num_experts, "depth": depth, "columns": columns, "dtype": dtype}
+
+
+def _settings(operation: str, facts: Mapping[str, Any]) -> dict[str, Setting]:
+    overridden = {name: value for of, name, value in context.overrides() if of == operation}
+    return {**settings_of(context.tuning(), operation, facts), **overridden}

@@ -1,0 +1,193 @@
+"""What can be set: of each operation, the settings with their values, and the facts by which they are looked up.
+
+A setting changes how a launch is divided, and no result but the order of some roundings. Those that are fields of
+`Schedule` have its names and values; the others are of the operation's tiles (`jax_ep/megakernels`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ep.core.layout import power_of_two
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Schedule
+
+Setting = bool | int | str
+Fact = int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What a setting may be: one of `choices`, or else a number in a range.
+
+    Attributes:
+      least: of a number.
+      most: of a number.
+      power_of_two: numbers are powers of two.
+      choices: all there are.
+    """
+
+    least: int = 0
+    most: int = 0
+    power_of_two: bool = False
+    choices: tuple[Setting, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.choices:
+            return any(type(value) is type(choice) and value == choice for choice in self.choices)
+        if type(value) is not int or not self.least <= value <= self.most:
+            return False
+        return not self.power_of_two or value & (value - 1) == 0
+
+    def __str__(self) -> str:
+        if self.choices:
+            return f"one of {self.choices}"
+        return f"{'a power of two' if self.power_of_two else 'a number'} from {self.least} to {self.most}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+      facts: what settings are looked up by, beside the kind of device.
+      settings: names and values.
+    """
+
+    facts: tuple[str, ...]
+    settings: Mapping[str, Values]
+
+
+_BOOLEAN = Values(choices=(False, True))
+_PROGRAMS = Values(1, 1 << 16)
+_WARPS = Values(1, 16, power_of_two=True)
+_TOKENS = Values(1, 1024, power_of_two=True)
+_ROWS_IN_FLIGHT = Values(1, 10)
+_COMBINE = Values(choices=COMBINE_MODES)
+_BLOCK = Values(16, 256, power_of_two=True)
+_LAUNCH = {"num_warps": _WARPS, "num_stages": Values(1, 8), "programs": Values(1, 8)}
+_STORED = _LAUNCH | {"group_m": Values(1, 64), "tma_store": _BOOLEAN, "store_parts": Values(choices=(1, 2, 4))}
+
+_EXCHANGE = ("num_ranks", "num_tokens", "hidden", "top_k", "dtype")
+_EXCHANGE_GEMM = ("num_ranks", "num_tokens", "top_k", "num_experts", "depth", "columns", "dtype")
+_PRODUCT = ("num_rows", "depth", "columns", "groups", "dtype", "out_dtype")
+_MASKED = ("num_rows", "expected_rows", "depth", "columns", "groups", "dtype", "out_dtype")
+_MASKED_TILES = {
+    "block_m": Values(16, 128, power_of_two=True),
+    "block_n": Values(16, 128, power_of_two=True),
+    **_LAUNCH,
+}
+
+OPERATIONS: Mapping[str, Operation] = {
+    "dispatch": Operation(
+        (*_EXCHANGE, "wire_dtype"),
+        {"num_communicating_programs": _PROGRAMS, "num_warps": _WARPS, "tokens_per_block": _TOKENS},
+    ),
+    "combine": Operation(
+        _EXCHANGE,
+        {
+            "num_combining_programs": _PROGRAMS,
+            "num_warps": _WARPS,
+            "tokens_per_block": _TOKENS,
+            "rows_in_flight": _ROWS_IN_FLIGHT,
+        },
+    ),
+    "dispatch_grouped_gemm": Operation(
+        _EXCHANGE_GEMM, {"dispatch_mode": Values(choices=DISPATCH_MODES), "num_communicating_programs": _PROGRAMS}
+    ),
+    "grouped_gemm_combine": Operation(_EXCHANGE_GEMM, {"combine_mode": _COMBINE}),
+    "grouped_gemm_combine_with_weight_gradient": Operation(
+        _EXCHANGE_GEMM,
+        {"fuse_weight_gradients": _BOOLEAN, "combine_mode": _COMBINE, "num_summing_programs": _PROGRAMS},
+    ),
+    "low_latency_dispatch": Operation((*_EXCHANGE, "wire_dtype"), {"num_communicating_programs": _PROGRAMS}),
+    "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
+    "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),
+    "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _BLOCK, "block_k": _BLOCK, **_STORED}),
+    "grouped_gemm_fp8": Operation(
+        _PRODUCT,
+        {
+            "block_m": Values(16, 128, power_of_two=True),
+            "block_n": Values(16, 128, power_of_two=True),
+            "group_m": Values(1, 64),
+            **_LAUNCH,
+        },
+    ),
+    "weight_gradient": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _BLOCK, "block_r": _BLOCK, **_STORED}),
+    "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
+    "quantized_gemm": Operation(
+        ("rows_of_group", "depth", "columns", "groups", "dtype", "format"),
+        {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH},
+    ),
+    "fused_moe": Operation(
+        ("num_slots", "num_experts", "hidden", "intermediate", "format"),
+        {
+            "single_launch": _BOOLEAN,
+            "block_m": Values(16, 128, power_of_two=True),
+            "hidden_columns": _BLOCK,
+            "columns": _BLOCK,
+            "splits": Values(1, 64, power_of_two=True),
+            "depth": Values(32, 256, power_of_two=True),
+            **_LAUNCH,
+        },
+    ),
+}
+SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule))
+MOST_BLOCKS = 1 << 15
+"""Flags that a peer has in the symmetric heap: blocks of tokens are no more (`heap.symmetric.MAX_BLOCKS`)."""
+NAMES = frozenset({"dtype", "out_dtype", "wire_dtype", "format"})
+"""Facts that are names; the others are sizes."""
+# Sizes within a factor of two share their settings. Those that are few, and change a launch as a whole, do not.
+_EXACT = frozenset({"num_ranks", "top_k", "num_experts", "groups"})
+
+
+def bucket(name: str, value: Any) -> Fact:
+    """The value of a fact that stands for all that share settings: sizes as the next power of two, dtypes by name."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return value if name in _EXACT or value == 0 else power_of_two(value)
+    return str(value)
+
+
+def key(operation: str, facts: Mapping[str, Any]) -> tuple[Fact, ...]:
+    """What settings of an operation are found by.
+
+    Raises:
+      ValueError: not the facts of the operation.
+    """
+    wanted = OPERATIONS[operation].facts
+    if set(facts) != set(wanted):
+        raise ValueError(f"{operation}: facts {sorted(facts)}, expected {sorted(wanted)}.")
+    return (operation, *(bucket(name, facts[name]) for name in wanted))
+
+
+def check(operation: Any, settings: Mapping[str, Any]) -> None:
+    """Whether there is such an operation, with such settings.
+
+    Raises:
+      ValueError: there is not, or one has a value that it cannot have.
+    """
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise ValueError(f"operation {operation!r}, expected one of {', '.join(OPERATIONS)}")
+    known = OPERATIONS[operation].settings
+    for name, value in settings.items():
+        if name not in known:
+            raise ValueError(f"{operation} has no setting {name!r}, expected some of {', '.join(known)}")
+        if value not in known[name]:
+            raise ValueError(f"{operation}: {name}={value!r}, expected {known[name]}")
+
+
+def check_blocks(operation: str, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Whether there is a flag for each block of tokens.
+
+    Raises:
+      ValueError: there is not.
+    """
+    block, tokens = settings.get("tokens_per_block"), facts.get("num_tokens", 0)
+    if block is not None and tokens > MOST_BLOCKS * block:
+        raise ValueError(
+            f"{operation}: tokens_per_block={block} for {tokens} tokens, expected at least {-(-tokens // MOST_BLOCKS)},"
+            f" as there are {MOST_BLOCKS} flags"
+        )

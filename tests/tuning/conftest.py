@@ -1,0 +1,37 @@
+"""Files of tuned settings, as `jax-ep tune` writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jax_ep import context
+from jax_ep.settings import file
+
+KIND = jax.devices()[0].device_kind
+
+
+@pytest.fixture(autouse=True)
+def untuned() -> Iterator[None]:
+    """Whatever a test chooses, others find nothing chosen."""
+    yield
+    context.set_tuning(None)
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Callable[..., Path]:
+    """`make_file(*entries, **changed)`: a good file, but for what is changed in it; values of ... are left out."""
+
+    def make(*entries: Any, rates: Any = None, **changed: Any) -> Path:
+        content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": rates}
+        content = content | {"entries": list(entries)} | changed
+        path = tmp_path / "tuned.json"
+        path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+        return path
+
+    return make

@@ -1,0 +1,262 @@
+"""Settings reach the launches, in their order of precedence, and change results by roundings at most."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import harness
+import jax_ep
+from jax_ep import tuning
+from jax_ep.core.kernel import Config
+from jax_ep.megakernels import cost_model, exchange, grouped_gemm, low_latency, tuned
+from jax_ep.settings.operations import OPERATIONS
+from jax_ep.types import Layout, Schedule
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="in the interpreter, with devices of kind cpu")
+T, K, E, H = 9, 2, 4, 64
+FACTS = {"num_ranks": 2, "num_tokens": 16, "hidden": 64, "top_k": 2, "dtype": "float32"}
+LAYOUT = Layout(2, E, T, K, 40)
+Launched = list[tuple[str, Config, Any]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """Name, config and sizes of each launch as it is traced."""
+    found: Launched = []
+    for module in (exchange, grouped_gemm, low_latency):
+        launch = module.launch
+
+        def note(
+            kernel: Any, operands: Any, results: Any, config: Config, constants: Any, _launch: Any = launch, **o: Any
+        ):
+            found.append((kernel.function, config, constants["S"]))
+            return _launch(kernel, operands, results, config, constants, **o)
+
+        monkeypatch.setattr(module, "launch", note)
+    return found
+
+
+def of(launched: Launched, name: str) -> tuple[Config, Any]:
+    (found,) = [(config, sizes) for kernel, config, sizes in launched if kernel == name]
+    return found
+
+
+def entry(operation: str, facts: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {"operation": operation, "facts": facts, "settings": settings, "measured": {}}
+
+
+def inputs(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    return rng.standard_normal((2, T, H)).astype(np.float32), rng.integers(-1, E, (2, T, K)).astype(np.int32)
+
+
+def round_trip(schedule: Schedule | None = None) -> Callable[..., Any]:
+    def fn(x: jax.Array, ids: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"schedule": schedule, "implementation": "triton"}
+        d = jax_ep.dispatch(x, ids, num_experts=E, **options)
+        return jax_ep.combine(d.tokens, d.handle, **options)
+
+    return fn
+
+
+def sums(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return x * (ids >= 0).sum(-1, keepdims=True)
+
+
+def test_who_wins(
+    two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
+) -> None:
+    """The caller, then an override, then the file, then the default; each setting by itself."""
+    x, ids = inputs(rng)
+    settings = {"num_warps": 2, "tokens_per_block": 2, "rows_in_flight": 3, "num_combining_programs": 1}
+    tuning.use(make_file(entry("combine", FACTS, **settings), entry("dispatch", FACTS | {"wire_dtype": "float32"})))
+    fn = jax.jit(harness.per_rank(round_trip(Schedule(num_warps=8)), two_ranks))
+    with tuning.override("combine", num_warps=1, tokens_per_block=8):
+        np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
+    config, sizes = of(launched, "combine")
+    assert (config.num_warps, sizes.tile.BLOCK_T, sizes.tile.STAGES, config.num_programs) == (8, 8, 4, 1)
+    assert of(launched, "dispatch")[0] == Config(2, num_warps=8)
+    launched.clear()
+    np.testing.assert_array_equal(fn(x, ids), sums(x, ids))  # traced again without the override
+    assert of(launched, "combine")[1].tile.BLOCK_T == 2
+    launched.clear()
+    fn(x, ids)
+    assert launched == []  # and then no more
+    tuning.use(None)
+    np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
+    assert of(launched, "combine")[1].tile.BLOCK_T == 4
+
+
+def test_entries_are_for_their_sizes_alone(
+    two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
+) -> None:
+    x, ids = inputs(rng)
+    others = [{"num_ranks": 4}, {"num_tokens": 8}, {"hidden": 128}, {"top_k": 1}, {"dtype": "bfloat16"}]
+    tuning.use(make_file(*(entry("combine", FACTS | other, num_warps=16) for other in others)))
+    jax.eval_shape(harness.per_rank(round_trip(), two_ranks), x, ids)
+    assert of(launched, "combine")[0].num_warps == 1
+
+
+def test_overrides_nest_and_are_of_a_thread() -> None:
+    def found() -> Schedule:
+        facts = tuned.exchange_facts(LAYOUT, H, jnp.dtype("float32"))
+        return tuned.schedule(Schedule(), "combine", **facts)
+
+    seen = []
+    with tuning.override("combine", num_warps=2, rows_in_flight=2):
+        with tuning.override("combine", num_warps=4), tuning.override("dispatch", num_warps=16):
+            assert found() == Schedule(num_warps=4, rows_in_flight=2)
+            thread = threading.Thread(target=lambda: seen.append(found()))
+            thread.start()
+            thread.join()
+        assert found() == Schedule(num_warps=2, rows_in_flight=2)
+        with pytest.raises(RuntimeError), tuning.override("combine", num_warps=8):
+            raise RuntimeError
+        assert found() == Schedule(num_warps=2, rows_in_flight=2)
+    assert [found(), *seen] == [Schedule(), Schedule()]
+
+
+def test_overrides_that_cannot_be() -> None:
+    for operation, settings, message in (
+        ("sort", {}, "override: operation 'sort', expected one of dispatch"),
+        ("combine", {"warps": 1}, "combine has no setting 'warps', expected some of num_combining_programs"),
+        ("combine", {"num_warps": 5}, "num_warps=5, expected a power of two from 1 to 16; see docs/tuning.md"),
+        ("grouped_gemm", {"tma_store": 1}, r"tma_store=1, expected one of \(False, True\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tuning.override(operation, **settings)
+    facts = tuned.exchange_facts(Layout(2, E, 1 << 17, K, 40), H, jnp.dtype("float32"))
+    with tuning.override("combine", tokens_per_block=2), pytest.raises(ValueError, match="expected at least 4"):
+        tuned.schedule(Schedule(), "combine", **facts)
+
+
+def test_tiles_reach_the_launch(two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: Any) -> None:
+    lhs, rhs = rng.standard_normal((32, 48)), rng.standard_normal((2, 48, 64))
+    facts = {"num_rows": 32, "depth": 64, "columns": 64, "groups": 2, "dtype": "bfloat16", "out_dtype": "bfloat16"}
+    settings = {"block_m": 32, "num_warps": 4, "programs": 1}
+    tuning.use(make_file(entry("grouped_gemm", facts, **settings), entry("weight_gradient", facts, block_r=32)))
+    sizes = jnp.array([20, 12], jnp.int32)
+    lhs, rhs = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(rhs, jnp.bfloat16)
+
+    def product(lhs: Any, rhs: Any) -> jax.Array:
+        return jax_ep.grouped_gemm(lhs, rhs, sizes, implementation="triton")
+
+    def total(lhs: Any, rhs: Any) -> jax.Array:
+        return product(lhs, rhs).astype(jnp.float32).sum()
+
+    got = product(lhs, rhs)
+    config, found = of(launched, "grouped_gemm")
+    assert (config.num_warps, found.tile.BM, found.tile.BN) == (4, 32, 32)
+    with tuning.override("grouped_gemm", block_n=16, block_m=16):  # the same call, traced again
+        np.testing.assert_array_equal(product(lhs, rhs), got)
+    assert [found.tile.BN for name, _, found in launched if name == "grouped_gemm"] == [32, 16]
+    jax.eval_shape(jax.grad(total, argnums=1), lhs, rhs)
+    assert of(launched, "weight_gradient")[1].tile.BR == 32
+    want = np.concatenate(
+        [
+            np.asarray(lhs[:20], float) @ np.asarray(rhs[0], float),
+            np.asarray(lhs[20:], float) @ np.asarray(rhs[1], float),
+        ]
+    )
+    np.testing.assert_allclose(np.asarray(got, float), want, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("mode", ["fused", "serial"])
+def test_modes_are_taken_from_the_file(mode: str, make_file: Callable[..., Path]) -> None:
+    facts = {"num_ranks": 2, "num_tokens": 16, "top_k": 2, "num_experts": 4, "depth": 64, "columns": 64}
+    facts |= {"dtype": "bfloat16"}
+    name = "grouped_gemm_combine_with_weight_gradient"
+    fuse, combine = mode == "fused", "scatter" if mode == "fused" else "serial"
+    found = tuned.exchange_gemm_facts(LAYOUT, H, H, jnp.dtype("bfloat16"))
+    tuning.use(
+        make_file(
+            entry("dispatch_grouped_gemm", facts, dispatch_mode=mode),
+            entry(name, facts, fuse_weight_gradients=fuse, combine_mode=combine, num_summing_programs=1),
+        )
+    )
+    assert tuned.schedule(Schedule(), "dispatch_grouped_gemm", **found).dispatch_mode == mode
+    chosen = Schedule(combine_mode="serial")
+    filled = tuned.schedule(chosen, name, **found)
+    assert (filled.fuse_weight_gradients, filled.combine_mode, filled.num_summing_programs) == (fuse, "serial", 1)
+    from jax_ep.megakernels import exchange_gemm
+
+    sizes = LAYOUT, jnp.bfloat16, H, H
+    assert exchange_gemm.fuses_weight_gradient(Schedule(), *sizes) is fuse
+    assert exchange_gemm.fuses_weight_gradient(Schedule(fuse_weight_gradients=not fuse), *sizes) is not fuse
+
+
+def test_rates_scale_the_model_of_times(make_file: Callable[..., Path]) -> None:
+    assert cost_model.scaled(None) == cost_model.H200 == cost_model.scaled(cost_model.H200_RATES)
+    layout = Layout(8, 256, 4096, 8, 4096 * 8)
+    before = cost_model.combine_times(layout, 2048, 7168)
+    slow = {"link_bytes_per_s": 395e8, "memory_bytes_per_s": None, "product_flops_per_s": 735e12}
+    tuning.use(make_file(rates=slow))
+    assert cost_model._device().link_bytes == pytest.approx(35e9)
+    assert cost_model._device().copy_bytes == cost_model.H200.copy_bytes
+    after = cost_model.combine_times(layout, 2048, 7168)
+    assert after["scatter"] > 3 * before["scatter"]
+    assert cost_model.combine_mode(layout, 2048, 7168) == "serial"
+
+
+def draw(rng: np.random.Generator, operation: str) -> dict[str, Any]:
+    """Some settings, of small values: in the interpreter each block is an array."""
+    settings = {}
+    for name, values in OPERATIONS[operation].settings.items():
+        if rng.random() < 0.7:
+            known = values.choices or range(values.least, min(values.most, 64) + 1)
+            settings[name] = rng.choice([value for value in known if value in values]).item()
+    return settings
+
+
+@pytest.mark.parametrize("case", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
+def test_random_settings_move_the_same_bits(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+    x, ids = inputs(rng)
+    chosen = {operation: draw(rng, operation) for operation in ("dispatch", "combine")}
+    print(chosen)
+    with tuning.override("dispatch", **chosen["dispatch"]), tuning.override("combine", **chosen["combine"]):
+        np.testing.assert_array_equal(harness.run(round_trip(), two_ranks, x, ids), sums(x, ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(5))
+def test_random_settings_of_few_tokens(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+    x, ids = inputs(rng)
+    weights = rng.random((2, T, K)).astype(np.float32)
+
+    def fn(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        sizes = {"num_experts": E, "max_tokens_per_rank": T, "implementation": "triton"}
+        d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False)
+        return jax_ep.low_latency_combine(d.tokens, ids, weights, d.handle, implementation="triton")
+
+    chosen = [draw(rng, name) for name in ("low_latency_dispatch", "low_latency_combine")]
+    print(chosen)
+    with tuning.override("low_latency_dispatch", **chosen[0]), tuning.override("low_latency_combine", **chosen[1]):
+        got = harness.run(fn, two_ranks, x, ids, weights)
+    np.testing.assert_allclose(got, x * (weights * (ids >= 0)).sum(-1, keepdims=True), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(8))
+def test_random_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+    sizes = rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8])
+    lhs = jnp.asarray(rng.standard_normal((100, 40)), jnp.bfloat16)
+    rhs = jnp.asarray(rng.standard_normal((3, 40, 72)), jnp.bfloat16)
+    chosen = draw(rng, "grouped_gemm")
+    print(chosen, sizes)
+    with tuning.override("grouped_gemm", **chosen):
+        got = jax_ep.grouped_gemm(lhs, rhs, jnp.asarray(sizes, jnp.int32), implementation="triton")
+    want, start = np.zeros((100, 72)), 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        want[rows] = np.asarray(lhs[rows], float) @ np.asarray(rhs[group], float)
+        start += size
+    np.testing.assert_allclose(np.asarray(got, float), want, rtol=0.02, atol=0.1)

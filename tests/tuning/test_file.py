@@ -1,0 +1,205 @@
+"""The file of tuned settings: what is refused, with one line that says why, and where it is looked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jax_ep import tuning
+from jax_ep.heap.symmetric import MAX_BLOCKS
+from jax_ep.settings import file, operations
+from jax_ep.types import Schedule
+
+KIND = jax.devices()[0].device_kind
+FACTS = {"num_ranks": 2, "num_tokens": 16, "hidden": 64, "top_k": 2, "dtype": "float32"}
+ENTRY = {"operation": "combine", "facts": FACTS, "settings": {"rows_in_flight": 3}, "measured": {"seconds": 1.0}}
+RATES = {"link_bytes_per_s": None, "memory_bytes_per_s": 1e12, "product_flops_per_s": 2e14}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return ENTRY | fields
+
+
+def facts(**fields: Any) -> dict[str, Any]:
+    return changed(facts=FACTS | fields)
+
+
+def settings(**fields: Any) -> dict[str, Any]:
+    return changed(settings=fields)
+
+
+BAD = {
+    "another device": ([ENTRY], {"device_kind": "NVIDIA Z9"}, f"measured on 'NVIDIA Z9', the device here is '{KIND}'"),
+    "other kernels": ([ENTRY], {"kernels": "0123"}, "measured with kernels '0123', those here are"),
+    "another format": ([ENTRY], {"format": 2}, "format 2, expected 1"),
+    "an unknown field": ([ENTRY], {"extra": 1}, "the file has unknown ['extra'] and lacks []"),
+    "a missing field": ([ENTRY], {"rates": ...}, "the file has unknown [] and lacks ['rates']"),
+    "entries of another type": ([], {"entries": {}}, "entries is a dict, expected a list"),
+    "an entry of another type": ([3], {}, "an entry is a int, expected an object"),
+    "an unknown field of an entry": ([changed(more=1)], {}, "an entry has unknown ['more']"),
+    "an unknown operation": ([changed(operation="sort")], {}, "operation 'sort', expected one of dispatch, combine,"),
+    "no operation": ([changed(operation=[])], {}, "operation [], expected one of"),
+    "settings of another type": ([changed(settings=[1])], {}, "settings of an entry is a list, expected an object"),
+    "an unknown setting": ([settings(num_warp=4)], {}, "combine has no setting 'num_warp', expected some of"),
+    "another type": ([settings(num_warps="4")], {}, "num_warps='4', expected a power of two from 1 to 16"),
+    "a truth value": ([settings(num_warps=True)], {}, "num_warps=True, expected a power of two"),
+    "a float": ([settings(num_warps=4.0)], {}, "num_warps=4.0, expected a power of two"),
+    "no power of two": ([settings(num_warps=3)], {}, "num_warps=3, expected a power of two from 1 to 16"),
+    "out of range": ([settings(rows_in_flight=11)], {}, "rows_in_flight=11, expected a number from 1 to 10"),
+    "an unknown fact": ([facts(skew=1)], {}, "combine: facts ["),
+    "a fact of another type": ([facts(hidden="64")], {}, "hidden='64', expected a size"),
+    "a size that is no bucket": ([facts(hidden=63)], {}, "hidden=63, expected a size, as a power of two"),
+    "too few flags": (
+        [changed(settings={"tokens_per_block": 1}, facts=FACTS | {"num_tokens": 2 * MAX_BLOCKS})],
+        {},
+        "tokens_per_block=1 for 65536 tokens, expected at least 2, as there are 32768 flags",
+    ),
+    "the same twice": ([ENTRY, ENTRY], {}, "two entries of the same operation and facts"),
+    "rates of another type": ([], {"rates": [1]}, "rates is a list, expected an object"),
+    "an unknown rate": ([], {"rates": RATES | {"disk": 1.0}}, "rates has unknown ['disk']"),
+    "a rate that is none": ([], {"rates": RATES | {"memory_bytes_per_s": "fast"}}, "memory_bytes_per_s='fast'"),
+    "a rate below zero": ([], {"rates": RATES | {"memory_bytes_per_s": -1.0}}, "expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_refused_or_left_out_with_one_line(
+    name: str, make_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries, fields, reason = BAD[name]
+    path = make_file(*entries, **fields)
+    with pytest.raises(ValueError) as refused:
+        tuning.use(path)
+    assert reason in str(refused.value)
+    assert f"`jax-ep tune --out {path}` makes it anew" in str(refused.value)
+    assert tuning.current().entries == {}
+    monkeypatch.setenv(file.ENVIRONMENT, str(path))
+    with pytest.warns(tuning.TuningWarning) as told:
+        assert tuning.current().entries == {}
+    assert len(told) == 1 and reason in str(told[0].message) and "\n" not in str(told[0].message)
+    assert tuning.current().rates is None  # and no second warning, which would be an error
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1, "device_kind": "cp', "[]", "null", "[" * 100_000, "\ufeff{}"])
+def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"tuned settings of {path} do not fit"):
+        tuning.use(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="do not fit"):
+        tuning.use(path)
+
+
+def test_every_truncation_is_refused(make_file: Callable[..., Path], rng: Any) -> None:
+    path = make_file(ENTRY, rates=RATES)
+    text = path.read_text()
+    tuning.use(path)
+    for length in rng.integers(0, len(text.rstrip()) - 1, 20):
+        path.write_text(text[:length])
+        with pytest.raises(ValueError, match="do not fit"):
+            tuning.use(path)
+
+
+def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = tmp_path / "missing.json"
+    with pytest.raises(FileNotFoundError, match=f"there is no {missing}; `jax-ep tune --out {missing}` makes it"):
+        tuning.use(missing)
+    monkeypatch.setenv(file.ENVIRONMENT, str(missing))
+    with pytest.warns(tuning.TuningWarning, match="there is no"):
+        assert tuning.current().path is None
+    monkeypatch.setenv(file.ENVIRONMENT, str(tmp_path))  # a folder
+    with pytest.warns(tuning.TuningWarning, match="Is a directory"):
+        assert tuning.current().path is None
+    monkeypatch.delenv(file.ENVIRONMENT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing yet"))
+    assert tuning.current().path is None  # nobody asked for it: no warning
+    with pytest.raises(TypeError, match="use: path is a int, expected a path, or None"):
+        tuning.use(3)  # type: ignore[arg-type]
+
+
+def test_where_it_is_looked_for(
+    make_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = make_file(ENTRY, rates=RATES).read_text()
+    cached = tmp_path / "cache" / "jax_ep" / "tuning" / "cpu.json"
+    cached.parent.mkdir(parents=True)
+    cached.write_text(text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for value in ("", None):
+        monkeypatch.delenv(file.ENVIRONMENT) if value is None else monkeypatch.setenv(file.ENVIRONMENT, value)
+        assert tuning.current().path == cached
+    monkeypatch.setenv(file.ENVIRONMENT, "off")
+    assert tuning.current().path is None
+    other = tmp_path / "other.json"
+    other.write_text(text)
+    tuning.use(other)
+    assert tuning.current().path == other  # before what the environment says
+    tuning.use(None)
+    assert tuning.current().path is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file.default_path("NVIDIA H200") == tmp_path / ".cache/jax_ep/tuning/nvidia_h200.json"
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path, rates = tmp_path / "new" / "tuned.json", file.Rates(memory_bytes_per_s=3e12)
+    sizes = FACTS | {"num_tokens": 9, "hidden": 100}
+    file.write(path, KIND, [file.Entry("combine", sizes, {"num_warps": 2}, {"seconds": 1e-6})], rates)
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+    read = file.read(path, KIND)
+    assert (read.rates, read.path, len(read.entries)) == (rates, path, 1)
+    assert file.settings_of(read, "combine", FACTS | {"num_tokens": 16, "hidden": 128}) == {"num_warps": 2}
+    assert file.settings_of(read, "combine", FACTS | {"num_tokens": 17, "hidden": 128}) == {}
+    assert json.loads(path.read_text())["entries"][0]["measured"] == {"seconds": 1e-6}
+    before = path.read_text()
+    with pytest.raises(ValueError, match="num_warps=3"):
+        file.write(path, KIND, [file.Entry("combine", sizes, {"num_warps": 3}, {})], None)
+    assert path.read_text() == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read.rates = None  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        read.entries[next(iter(read.entries))]["num_warps"] = 4  # type: ignore[index]
+
+
+def test_an_unfit_default_file_warns_once_in_a_process(make_file: Callable[..., Path], monkeypatch: Any) -> None:
+    monkeypatch.setenv(file.ENVIRONMENT, str(make_file(ENTRY, kernels="old")))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            tuning.current()
+    assert [found.category for found in told] == [tuning.TuningWarning]
+
+
+def test_the_table_of_operations_says_what_there_is() -> None:
+    """Fields of `Schedule` take what it takes; the others are fields of the operation's tiles."""
+    from jax_ep.megakernels import fused_moe, grouped_gemm, masked, quantized_gemm
+
+    tiles = {
+        "grouped_gemm": grouped_gemm.Tiles,
+        "weight_gradient": grouped_gemm.WeightTiles,
+        "grouped_gemm_fp8": grouped_gemm.Fp8Tiles,
+        "masked_grouped_gemm": masked.MaskedTiles,
+        "low_latency_gemm_combine": masked.MaskedTiles,
+        "quantized_gemm": quantized_gemm.QuantizedTiles,
+        "fused_moe": fused_moe.FusedTiles,
+    }
+    assert operations.MOST_BLOCKS == MAX_BLOCKS
+    seen = set()
+    for name, operation in operations.OPERATIONS.items():
+        of_tiles = {field.name for field in dataclasses.fields(tiles[name])} if name in tiles else set()
+        for setting, values in operation.settings.items():
+            if name in tiles and setting in of_tiles:
+                continue  # also where a schedule has one of this name
+            assert setting in operations.SCHEDULE_FIELDS, (name, setting)
+            seen.add(setting)
+            for value in values.choices or (values.least, values.most):
+                Schedule(**{setting: value})
+    assert seen == operations.SCHEDULE_FIELDS

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jax_ep.tools import bench, doctor, trace
+from jax_ep.tools import bench, doctor, trace, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_command(commands)
     bench.add_command(commands)
     trace.add_command(commands)
+    tune.add_command(commands)
     args = parser.parse_args(arguments)
     status: int = args.run(args)
     return status

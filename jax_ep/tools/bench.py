@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -82,3 +83,13 @@ def call(script: Path, options: Sequence[str], out: str = str(_OUT)) -> None:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = before
+
+
+def library(name: str) -> Any:
+    """A module of what the benchmarks share, such as `inputs`, which has the sizes of models."""
+    before = list(sys.path)
+    sys.path.insert(0, str(folder()))
+    try:
+        return importlib.import_module(f"lib.{name}")
+    finally:
+        sys.path[:] = before

@@ -78,7 +78,7 @@ def test_a_bad_file_is_refused_or_left_out_with_one_line(
     with pytest.raises(ValueError) as refused:
         tuning.use(path)
     assert reason in str(refused.value)
-    assert f"`jax-ep tune --out {path}` makes it anew" in str(refused.value)
+    assert f"delete it, and `jax-ep tune --out {path}` makes another" in str(refused.value)
     assert tuning.current().entries == {}
     monkeypatch.setenv(file.ENVIRONMENT, str(path))
     with pytest.warns(tuning.TuningWarning) as told:

@@ -1,0 +1,239 @@
+"""The search for settings: one after another, each among its values, beside the package's own in the same turns.
+
+Clocks move single timings by more than the differences that matter, so settings that are compared run in turns, and
+what is kept of each is the median, over rounds, of its time relative to that of the package's own settings in the same
+round. What has been measured is kept in a log, a line each, and not measured again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_ep.settings.operations import Setting
+
+Settings = Mapping[str, Setting]
+Run = Callable[[], Any]
+ROUNDS, LAST_ROUNDS = 5, 11
+WORTH = 0.99
+"""At most so much of the time of simpler settings makes others worth it."""
+_SAMPLE_S = 0.02  # that a chain should take
+_LONGEST = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What has become of some settings.
+
+    Attributes:
+      relative: time, divided by that of the package's own settings.
+      seconds: of one call.
+      error: why there is no time; "" where there is one.
+    """
+
+    relative: float = float("inf")
+    seconds: float = float("inf")
+    error: str = ""
+
+
+_NOTHING_YET = Outcome()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operation with one set of sizes.
+
+    Attributes:
+      operation: one of `settings.operations.OPERATIONS`.
+      facts: by which its settings are looked up.
+      title: for people.
+      candidates: values of each setting, the simpler ones first; in this order they are searched.
+      start: from where; settings without which the others have no meaning.
+      make_chain: `make_chain(settings) -> compile`, with `compile(n)` the program of n calls, each after another.
+      moved_bytes: of one call, where a bandwidth makes sense, that the busiest rank sends or receives; else 0.
+    """
+
+    operation: str
+    facts: Mapping[str, Any]
+    title: str
+    candidates: Mapping[str, Sequence[Setting]]
+    make_chain: Callable[[Settings], Callable[[int], Run]]
+    start: Settings = dataclasses.field(default_factory=dict)
+    moved_bytes: float = 0.0
+
+
+def name_of(settings: Settings) -> str:
+    """Settings as a text that is the same for the same ones."""
+    return json.dumps(dict(sorted(settings.items())))
+
+
+class Log:
+    """What has been measured, by operation, facts and settings, in a file that only grows.
+
+    A line tells before settings are tried, one that they ran, and one what became of them. Settings that were tried
+    twice and did not run have ended the process, and are left out; once may have been the user.
+    """
+
+    def __init__(self, path: Path, circumstances: Mapping[str, Any]) -> None:
+        self.path = path
+        self._circumstances = dict(circumstances)
+        self._found: dict[str, Outcome] = {}
+        self._tried: collections.Counter[str] = collections.Counter()
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+                if record["circumstances"] == self._circumstances:
+                    self._take(record["key"], record["state"], Outcome(**record["outcome"]))
+            except (ValueError, TypeError, KeyError):  # the process ended within the line
+                continue
+
+    def _take(self, key: str, state: str, outcome: Outcome) -> None:
+        self._tried[key] = self._tried[key] + 1 if state == "tried" else 0
+        if state == "measured":
+            self._found[key] = outcome
+        elif self._tried[key] > 1:
+            self._found[key] = Outcome(error="the process ended while these settings were tried")
+
+    def find(self, case: Case, settings: Settings) -> Outcome | None:
+        """What is known of them, or None."""
+        return self._found.get(self._key(case, settings))
+
+    def failures(self, case: Case) -> int:
+        """How many settings of a case could not run."""
+        return sum(bool(found.error) for key, found in self._found.items() if key.startswith(self._prefix(case)))
+
+    def add(self, case: Case, settings: Settings, state: str, outcome: Outcome = _NOTHING_YET) -> None:
+        """They are about to be "tried", have "run", or are "measured"."""
+        key = self._key(case, settings)
+        if state == "measured":
+            self._found[key] = outcome
+        record = {"circumstances": self._circumstances, "key": key, "state": state}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record | {"outcome": dataclasses.asdict(outcome)}) + "\n")
+
+    def _key(self, case: Case, settings: Settings) -> str:
+        return self._prefix(case) + name_of(settings)
+
+    def _prefix(self, case: Case) -> str:
+        facts = json.dumps({name: str(value) for name, value in sorted(case.facts.items())})
+        return f"{case.operation} {facts} "
+
+
+class Meter:
+    """Times of settings of one case, beside those of the package's own, whose programs it keeps."""
+
+    def __init__(self, case: Case, recover: Callable[[], None]) -> None:
+        self._case, self._recover = case, recover
+        self._lengths, self._own = self._prepare()
+
+    def _prepare(self) -> tuple[tuple[int, int], tuple[Run, Run]]:
+        """Lengths of chains that take long enough to be timed, and the chains of the package's own settings."""
+        compile_chain = self._case.make_chain({})
+        runs = compile_chain(1), compile_chain(2)
+        for run in runs:
+            jax.block_until_ready(run())
+        more = round(_SAMPLE_S / max(1e-7, _timed(runs[1]) - _timed(runs[0])))
+        if more <= 1:
+            return (1, 2), runs
+        lengths = (1, 1 + min(_LONGEST, more))
+        runs = runs[0], compile_chain(lengths[1])
+        jax.block_until_ready(runs[1]())
+        return lengths, runs
+
+    def outcomes(self, trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
+        """What becomes of each. One that fails is left out, whatever the reason."""
+        found: dict[int, Outcome] = {}
+        chains: dict[int, tuple[Run, Run]] = {}
+        for i, settings in enumerate(trials):
+            log.add(self._case, settings, "tried")
+            try:
+                compile_chain = self._case.make_chain(settings)
+                short, long = (compile_chain(n) for n in self._lengths)
+                jax.block_until_ready((short(), long()))
+                log.add(self._case, settings, "run")
+                chains[i] = short, long
+            except Exception as error:
+                found[i] = Outcome(error=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+                self._recover()
+        found |= self._in_turns({-1: self._own, **chains}, rounds)
+        return [found[i] for i in range(len(trials))]
+
+    def _in_turns(self, chains: Mapping[int, tuple[Run, Run]], rounds: int) -> dict[int, Outcome]:
+        """Times of chains relative to those of number -1, which is left out."""
+        samples: dict[int, list[float]] = {i: [] for i in chains}
+        for number in range(rounds):
+            # Every other round runs backwards, so that none always follows the same neighbour.
+            for i in list(chains)[:: 1 if number % 2 == 0 else -1]:
+                short, long = chains[i]
+                seconds = (_timed(long) - _timed(short)) / (self._lengths[1] - self._lengths[0])
+                samples[i].append(max(seconds, 1e-9))
+        own = samples.pop(-1)
+        return {
+            i: Outcome(
+                statistics.median(mine / beside for mine, beside in zip(times, own, strict=True)),
+                statistics.median(times),
+            )
+            for i, times in samples.items()
+        }
+
+
+def _timed(run: Run) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+Measure = Callable[[Sequence[Settings], int, Log], list[Outcome]]
+
+
+def descend(
+    case: Case,
+    measure: Measure,
+    log: Log,
+    is_over: Callable[[], bool],
+    say: Callable[[str], None],
+) -> tuple[Settings, bool]:
+    """The best settings found: of each in turn the best value, until a pass changes none, or the time is over.
+
+    Of values that are equal up to a hundredth the first is taken, which is the simplest one. And whether the search
+    came to its end.
+    """
+    best: Settings = dict(case.start)
+    for _ in range(3):
+        before = best
+        for name, values in case.candidates.items():
+            trials = [best, *({**best, name: value} for value in values if best.get(name) != value)]
+            unknown = [trial for trial in trials if trial and log.find(case, trial) is None]
+            if unknown and is_over():
+                return best, False
+            say(f"{case.title}: {name}, {len(unknown)} to measure")
+            outcomes = measure(unknown, ROUNDS, log) if unknown else []
+            for trial, outcome in zip(unknown, outcomes, strict=True):
+                log.add(case, trial, "measured", outcome)
+            relative = [1.0 if not trial else _known(log, case, trial).relative for trial in trials]
+            least = min(relative)
+            if least < float("inf"):
+                best = next(trial for trial, value in zip(trials, relative, strict=True) if WORTH * value <= least)
+        if best == before:
+            break
+    return best, True
+
+
+def _known(log: Log, case: Case, settings: Settings) -> Outcome:
+    return log.find(case, settings) or Outcome()
+
+
+def confirm(chosen: Settings, measure: Measure, log: Log) -> Outcome:
+    """The chosen settings once more, in turns with the package's own; better only if `relative` is at most `WORTH`."""
+    if not chosen:
+        return Outcome(1.0)
+    return measure([chosen], LAST_ROUNDS, log)[0]

@@ -1,0 +1,252 @@
+"""`jax-ep tune`: what is chosen, what is written, what is measured again, and a sweep as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import harness
+from jax_ep import __main__, tuning
+from jax_ep.megakernels import exchange, tuned
+from jax_ep.settings import file
+from jax_ep.tools import tune, tune_chart, tune_rates, tune_search
+from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
+from jax_ep.types import Layout, Schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+KIND = jax.devices()[0].device_kind
+FACTS = {"num_ranks": 2, "num_tokens": 9, "hidden": 100, "top_k": 2, "dtype": "float32"}
+CANDIDATES = {"num_combining_programs": (8, 16, 32, 64), "num_warps": (1, 2, 4), "rows_in_flight": (2, 3)}
+
+
+def make_case(**changed: Any) -> Case:
+    def never(settings: Settings) -> Any:
+        raise AssertionError("nothing is measured here")
+
+    fields: dict[str, Any] = {"operation": "combine", "facts": FACTS, "title": "a case", "candidates": CANDIDATES}
+    return Case(**fields | {"make_chain": never} | changed)
+
+
+def relative_time(settings: Settings) -> float:
+    """32 programs are enough; two warps are best, with three rows alone."""
+    time = {None: 1.0, 8: 2.0, 16: 1.0, 32: 0.8, 64: 0.799}[settings.get("num_combining_programs")]
+    return time * (0.9 if settings.get("num_warps") == 2 and settings.get("rows_in_flight") == 3 else 1.0)
+
+
+class Measured:
+    """Stands for a GPU, whose times are those of `time`."""
+
+    def __init__(self, time: Callable[[Settings], float] = relative_time) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._time = time
+
+    def __call__(self, trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
+        outcomes = []
+        for trial in trials:
+            log.add(make_case(), trial, "tried")
+            self.asked.append(dict(trial))
+            try:
+                outcomes.append(Outcome(self._time(trial), 1e-6 * self._time(trial)))
+                log.add(make_case(), trial, "run")
+            except ArithmeticError:
+                outcomes.append(Outcome(error="does not fit"))
+        return outcomes
+
+
+def search(case: Case, measured: Measured, log: Log, *, is_over: Callable[[], bool] = lambda: False) -> Any:
+    return tune_search.descend(case, measured, log, is_over, lambda text: None)
+
+
+def test_the_simplest_of_the_fastest_is_chosen(tmp_path: Path) -> None:
+    log, measured = Log(tmp_path / "a.log", {}), Measured()
+    chosen, is_done = search(make_case(), measured, log)
+    assert (chosen, is_done) == ({"num_combining_programs": 32}, True)
+    assert len(measured.asked) == len({json.dumps(asked) for asked in measured.asked}) == 4 + 3 + 2
+    started = make_case(start={"rows_in_flight": 3})
+    assert search(started, measured, log)[0] == {"num_combining_programs": 32, "num_warps": 2, "rows_in_flight": 3}
+    flat = Measured(lambda settings: 0.995)
+    assert search(make_case(title="flat", facts=FACTS | {"top_k": 3}), flat, log)[0] == {}
+
+
+def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+    path, case, circumstances = tmp_path / "a.log", make_case(), {"kernels": "a"}
+    first = Measured()
+    over = iter([False, True])
+    chosen, is_done = search(case, first, Log(path, circumstances), is_over=lambda: next(over))
+    assert (chosen, is_done, len(first.asked)) == ({"num_combining_programs": 32}, False, 4)
+    second = Measured()
+    assert search(case, second, Log(path, circumstances)) == ({"num_combining_programs": 32}, True)
+    assert len(second.asked) == 3 + 2
+    assert [asked for asked in second.asked if asked in first.asked] == []
+    third = Measured()
+    search(case, third, Log(path, circumstances))
+    assert third.asked == []
+    others = Measured()
+    search(case, others, Log(path, {"kernels": "b"}))
+    search(make_case(facts=FACTS | {"hidden": 50}), others, Log(path, circumstances))
+    assert len(others.asked) == 2 * len([*first.asked, *second.asked])
+
+
+def test_settings_that_fail_are_left_out(tmp_path: Path) -> None:
+    def time(settings: Settings) -> float:
+        if settings.get("num_combining_programs") in (32, 64):
+            raise ArithmeticError
+        return relative_time(settings)
+
+    log, case = Log(tmp_path / "a.log", {}), make_case()
+    assert search(case, Measured(time), log)[0] == {}
+    assert log.failures(case) == 2
+    assert log.failures(make_case(operation="dispatch")) == 0
+
+
+def test_settings_that_end_the_process_are_left_out(tmp_path: Path) -> None:
+    path, case = tmp_path / "a.log", make_case()
+
+    def time(settings: Settings) -> float:
+        if settings.get("num_combining_programs") == 32:
+            raise KeyboardInterrupt
+        return relative_time(settings)
+
+    for _ in range(2):  # once may have been the user
+        assert Log(path, {}).find(case, {"num_combining_programs": 32}) is None
+        with pytest.raises(KeyboardInterrupt):
+            search(case, Measured(time), Log(path, {}))
+    with path.open("a") as log:
+        log.write('{"circumstances": {}, "key": "half a li')  # the disk was full
+    again = Measured()
+    assert search(case, again, Log(path, {}))[0] == {"num_combining_programs": 64}
+    assert [asked for asked in again.asked if asked == {"num_combining_programs": 32}] == []
+    assert {"num_combining_programs": 8} in again.asked  # it ran, and was about to be timed
+
+
+def test_only_what_is_faster_at_the_end_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tuned.json"
+    for last, wanted in ((0.8, 1), (1.01, 0), (0.999, 0)):
+        times = {tune_search.ROUNDS: relative_time, tune_search.LAST_ROUNDS: lambda _, last=last: last}
+
+        class Meter:
+            def __init__(self, case: Case, recover: Any) -> None:
+                pass
+
+            def outcomes(self, trials: Any, rounds: int, log: Log, times: Any = times) -> list[Outcome]:
+                return Measured(times[rounds])(trials, rounds, log)
+
+        monkeypatch.setattr(tune_search, "Meter", Meter)
+        results = tune._Results(path, KIND)
+        log = Log(tmp_path / f"{last}.log", {})
+        with tune._Screen(60.0) as screen:
+            tune._tune_one(make_case(moved_bytes=1e3), log, results, screen, deadline=60.0)
+        results.write()
+        read = file.read(path, KIND)
+        assert [dict(settings) for settings in read.entries.values()] == wanted * [{"num_combining_programs": 32}]
+        (curve,) = results.curves
+        assert curve.bytes_per_s[32] == pytest.approx(1e9 / 0.8)
+        assert (curve.chosen, curve.default) == (32 if wanted else None, pytest.approx(1e9))
+
+
+def test_entries_of_other_sizes_are_kept(tmp_path: Path) -> None:
+    path, rates = tmp_path / "tuned.json", file.Rates(memory_bytes_per_s=1e12)
+    old = [file.Entry("combine", FACTS | {"hidden": n}, {"num_warps": 4}, {}) for n in (100, 300)]
+    file.write(path, KIND, old, rates)
+    results = tune._Results(path, KIND)
+    results.add(make_case(), {"num_warps": 2}, Outcome(0.5, 1e-6), Log(tmp_path / "a.log", {}))
+    results.write()
+    read = file.read(path, KIND)
+    found = {n: dict(file.settings_of(read, "combine", FACTS | {"hidden": n})) for n in (100, 300)}
+    assert (found, read.rates) == ({100: {"num_warps": 2}, 300: {"num_warps": 4}}, rates)
+
+
+def test_nothing_of_others_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tuned.json"
+    file.write(path, "NVIDIA Z9", [], None)
+    for text, message in (
+        (path.read_text(), f"is of 'NVIDIA Z9', the device here is {KIND!r}; pass another --out"),
+        ('{"name": "package"}', "is there, and no file of tuned settings; delete it, or pass another --out"),
+        ("notes", "is there, and no file of tuned settings"),
+    ):
+        path.write_text(text)
+        assert __main__.main(["tune", "rates", "--out", str(path)]) == 2
+        assert message in capsys.readouterr().err
+        assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "gpt"], "--model=gpt, expected one of deepseek-v3"),
+        (["--ranks", "99"], f"--ranks=99, but there are {len(jax.local_devices())} devices"),
+        (["--tokens", "0"], "must be positive"),
+        (["--seconds", "-1"], "must be positive"),
+        (["--experts", "7", "--ranks", "1", "--top-k", "8"], "7 experts on 1 ranks, 8 per token"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    assert __main__.main(["tune", *options, "--out", str(tmp_path / "tuned.json")]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_chart_has_a_curve_for_each_exchange(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curves = [tune_chart.Curve("dispatch", {8: 1e11, 16: 2e11, 32: 2.1e11}, 16, 1.9e11)]
+    curves.append(tune_chart.Curve("combine", {8: 1e11, 16: 2e11}, None, 2e11))
+    sizes = []
+    for number in (1, 2):
+        assert tune_chart.draw(curves[:number], tmp_path / f"{number}.png")
+        sizes.append(int.from_bytes((tmp_path / f"{number}.png").read_bytes()[16:20]))
+    assert sizes[1] == 2 * sizes[0]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="small arrays")
+def test_rates_are_measured() -> None:
+    rates = tune_rates.measure(quick=True)
+    assert None not in (rates.link_bytes_per_s, rates.memory_bytes_per_s, rates.product_flops_per_s)
+
+
+@pytest.mark.slow
+def test_a_sweep_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Every setting of the exchange on two CPU devices; what it chose is what is launched from then on."""
+    pytest.importorskip("triton")
+    path = tmp_path / "tuned.json"
+    arguments = "tune", "exchange", "rates", "--tokens", "16", "--hidden", "64", "--seconds", "300", "--out", str(path)
+
+    def run() -> str:
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+        command = [*harness.STRICT_PYTHON, "-m", "jax_ep", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    text = run()
+    assert f"written: {path}" in text and "memory_bytes_per_s" in text
+    lines = path.with_suffix(".log").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    measured = [record for record in records if record["state"] == "measured"]
+    assert {record["key"].split(" {")[0] for record in measured} == {"dispatch", "combine"}
+    assert [record["outcome"]["error"] for record in measured] == [""] * len(measured)
+    run()
+    again = [json.loads(line) for line in path.with_suffix(".log").read_text().splitlines()]
+    assert [record for record in again if record["state"] == "measured"] == measured
+    tuning.use(path)
+    found = tuned.exchange_facts(Layout(2, 8, 16, 2, 40), 64, jnp.dtype("bfloat16"))
+    settings = file.settings_of(tuning.current(), "combine", found)
+    content = json.loads(path.read_text())
+    (entry,) = [entry for entry in content["entries"] if entry["operation"] == "combine"] or [{"settings": {}}]
+    assert settings == entry["settings"]
+    layout = Layout(2, 8, 16, 2, 40)
+    config, _ = exchange.combine_config(
+        tuned.schedule(Schedule(), "combine", **found), layout, 64, jnp.dtype("bfloat16")
+    )
+    default, _ = exchange.combine_config(Schedule(), layout, 64, jnp.dtype("bfloat16"))
+    limit = settings.get("num_combining_programs", default.num_programs)
+    assert config.num_programs == min(default.num_programs, int(limit))
+    assert config.num_warps == settings.get("num_warps", default.num_warps)

@@ -26,7 +26,7 @@ from jax_ep.tools import bench
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
 _FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
 _PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
-_LEAST_S = 20.0  # of an operation: less would be compiling
+_LEAST_S = 20.0  # of a group of operations: less would be compiling
 
 
 def add_command(commands: Any) -> None:
@@ -133,6 +133,9 @@ def _tune(makers: list[Callable[[], Any]], routing: str, results: _Results, scre
     }
     log = Log(results.path.with_suffix(".log"), circumstances)
     for number, make in enumerate(makers):
+        if screen.left() <= 0:
+            screen.note(f"no time left for {len(makers) - number} of {len(makers)} groups; run it again to go on")
+            return
         deadline = screen.elapsed() + max(_LEAST_S, screen.left() / (len(makers) - number))
         try:
             cases = list(make())
@@ -152,10 +155,13 @@ def _tune_one(case: Any, log: Any, results: _Results, screen: _Screen, deadline:
 
     def measure(*arguments: Any) -> Any:
         nonlocal meter
-        meter = meter or tune_search.Meter(case, _recover)
+        meter = meter or tune_search.Meter(case, _recover, is_over)
         return meter.outcomes(*arguments)
 
-    chosen, is_done = tune_search.descend(case, measure, log, lambda: screen.elapsed() > deadline, screen.say)
+    def is_over() -> bool:
+        return screen.elapsed() > deadline
+
+    chosen, is_done = tune_search.descend(case, measure, log, is_over, screen.say)
     if not is_done and all(log.find(case, settings) is None for settings in (chosen, case.start) if settings):
         screen.note(f"{case.title}: no time left; run it again to go on")
         return

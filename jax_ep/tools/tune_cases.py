@@ -16,11 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jax_ep
 from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
 from jax_ep.megakernels import tuned
 from jax_ep.ops import registry
+from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
+from jax_ep.ops.masked import masked_grouped_gemm
+from jax_ep.ops.moe import fused_moe as public_fused_moe
+from jax_ep.quantization import quantize_experts
 from jax_ep.settings.operations import Setting
 from jax_ep.tools import bench
 from jax_ep.tools.tune_search import Case, Run, Settings
@@ -261,11 +264,11 @@ def low_latency(sizes: Sizes) -> Iterator[Case]:
     facts = tuned.exchange_facts(layer.layout, sizes.hidden, BF16)
 
     def sent(zero: Array, x: Array, ids: Array) -> Any:
-        return jax_ep.low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").tokens
+        return low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").tokens
 
     def both_ways(zero: Array, x: Array, ids: Array, weights: Array, rows: Array) -> Any:
-        handle = jax_ep.low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").handle
-        return jax_ep.low_latency_combine(rows, ids, weights, handle, implementation="triton")
+        handle = low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").handle
+        return low_latency_combine(rows, ids, weights, handle, implementation="triton")
 
     name = "low_latency_dispatch"
     yield Case(
@@ -296,7 +299,7 @@ def masked_gemm(sizes: Sizes) -> Iterator[Case]:
 
     def multiplied(zero: Array, rows: Array, w: Array, counts: Array) -> Any:
         options: dict[str, Any] = {"expected_rows": expected, "implementation": "triton"}
-        return jax_ep.masked_grouped_gemm(rows, w, counts + zero, **options)
+        return masked_grouped_gemm(rows, w, counts + zero, **options)
 
     rows = inputs.on_ranks(mesh, (local, most, sizes.hidden), 3)
     name, columns = "masked_grouped_gemm", 2 * sizes.intermediate
@@ -377,7 +380,7 @@ def quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
     x = inputs.on_ranks(mesh, (rows, sizes.hidden), 0)
     w = inputs.on_ranks(mesh, (local, sizes.hidden, columns), 1, sizes.hidden**-0.5)
-    matrices = jax.jit(partial(jax_ep.quantization.quantize_experts, format=expert_format))(w)
+    matrices = jax.jit(partial(quantize_experts, format=expert_format))(w)
     counts = jnp.full((local,), rows // local, jnp.int32)
     per_group = -(-rows // local)
 
@@ -407,14 +410,14 @@ def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
     model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
     w_gate_up, w_down = inputs.make_weights(mesh, model)
     if expert_format is not None:
-        quantize = jax.jit(partial(jax_ep.quantization.quantize_experts, format=expert_format))
+        quantize = jax.jit(partial(quantize_experts, format=expert_format))
         w_gate_up, w_down = quantize(w_gate_up), quantize(w_down)
     ids = jnp.asarray(inputs.routing(sizes.routing, sizes.tokens, model, np.random.default_rng(0)))
     x = inputs.on_ranks(mesh, (sizes.tokens, sizes.hidden), 2)
     weights = jnp.full(ids.shape, 1 / sizes.top_k, jnp.float32)
 
     def layer(zero: Array, x: Array, ids: Array, weights: Array, gate_up: Any, down: Any) -> Any:
-        return jax_ep.fused_moe(x, ids + zero, weights, gate_up, down, implementation="triton")
+        return public_fused_moe(x, ids + zero, weights, gate_up, down, implementation="triton")
 
     shape = {"hidden": sizes.hidden, "intermediate": sizes.intermediate, "format": expert_format or BF16}
     yield Case(

@@ -22,7 +22,7 @@ from jax_ep.settings.operations import Setting
 
 Settings = Mapping[str, Setting]
 Run = Callable[[], Any]
-ROUNDS, LAST_ROUNDS = 5, 11
+LEAST_ROUNDS, ROUNDS, LAST_ROUNDS = 3, 5, 11
 WORTH = 0.99
 """At most so much of the time of simpler settings makes others worth it."""
 _SAMPLE_S = 0.02  # that a chain should take
@@ -131,8 +131,8 @@ class Log:
 class Meter:
     """Times of settings of one case, beside those of the package's own, whose programs it keeps."""
 
-    def __init__(self, case: Case, recover: Callable[[], None]) -> None:
-        self._case, self._recover = case, recover
+    def __init__(self, case: Case, recover: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        self._case, self._recover, self._is_over = case, recover, is_over
         self._lengths, self._own = self._prepare()
 
     def _prepare(self) -> tuple[tuple[int, int], tuple[Run, Run]]:
@@ -150,10 +150,12 @@ class Meter:
         return lengths, runs
 
     def outcomes(self, trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
-        """What becomes of each. One that fails is left out, whatever the reason."""
+        """What becomes of each, or of the first ones where the time is over. One that fails is left out."""
         found: dict[int, Outcome] = {}
         chains: dict[int, tuple[Run, Run]] = {}
         for i, settings in enumerate(trials):
+            if i and self._is_over():
+                break
             log.add(self._case, settings, "tried")
             try:
                 compile_chain = self._case.make_chain(settings)
@@ -165,12 +167,14 @@ class Meter:
                 found[i] = Outcome(error=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}")
                 self._recover()
         found |= self._in_turns({-1: self._own, **chains}, rounds)
-        return [found[i] for i in range(len(trials))]
+        return [found[i] for i in range(len(found))]
 
     def _in_turns(self, chains: Mapping[int, tuple[Run, Run]], rounds: int) -> dict[int, Outcome]:
         """Times of chains relative to those of number -1, which is left out."""
         samples: dict[int, list[float]] = {i: [] for i in chains}
         for number in range(rounds):
+            if number >= LEAST_ROUNDS and self._is_over():
+                break
             # Every other round runs backwards, so that none always follows the same neighbour.
             for i in list(chains)[:: 1 if number % 2 == 0 else -1]:
                 short, long = chains[i]
@@ -217,12 +221,14 @@ def descend(
                 return best, False
             say(f"{case.title}: {name}, {len(unknown)} to measure")
             outcomes = measure(unknown, ROUNDS, log) if unknown else []
-            for trial, outcome in zip(unknown, outcomes, strict=True):
+            for trial, outcome in zip(unknown, outcomes, strict=False):
                 log.add(case, trial, "measured", outcome)
             relative = [1.0 if not trial else _known(log, case, trial).relative for trial in trials]
             least = min(relative)
             if least < float("inf"):
                 best = next(trial for trial, value in zip(trials, relative, strict=True) if WORTH * value <= least)
+            if len(outcomes) < len(unknown):
+                return best, False
         if best == before:
             break
     return best, True

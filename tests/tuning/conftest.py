@@ -18,7 +18,8 @@ KIND = jax.devices()[0].device_kind
 
 @pytest.fixture(autouse=True)
 def untuned() -> Iterator[None]:
-    """Whatever a test chooses, others find nothing chosen."""
+    """Whatever a test or a page of the documentation chose, others find nothing chosen."""
+    context.set_tuning(None)
     yield
     context.set_tuning(None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,17 @@ def test_an_unfit_default_file_warns_once_in_a_process(make_file: Callable[..., 
         for _ in range(3):
             tuning.current()
     assert [found.category for found in told] == [tuning.TuningWarning]
+
+
+def test_the_page_names_every_operation_and_setting() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tuning.md").read_text()
+    rows = [line for line in page.split("## Settings")[1].split("## Rates")[0].splitlines() if line.startswith("| `")]
+    found = {name: row for row in rows for name in re.findall("`([a-z_0-9]+)`", row.split("|")[1])}
+    assert found.keys() == operations.OPERATIONS.keys()
+    for name, operation in operations.OPERATIONS.items():
+        if name != "weight_gradient":  # "the same with"
+            named = re.findall("`([a-z_]+)`", found[name].split("|")[2])
+            assert set(named) - {"dispatch_grouped_gemm", "moe"} == operation.settings.keys()
 
 
 def test_the_table_of_operations_says_what_there_is() -> None:

@@ -95,6 +95,38 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
     assert len(others.asked) == 2 * len([*first.asked, *second.asked])
 
 
+def test_times_are_taken_in_turns_and_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of fake programs on a fake clock, whose speed changes with each round as that of a GPU."""
+    clock, order, over = [0.0], [], [False]
+    case_time = {None: 2e-3, 8: 3e-3, 16: 1e-3}
+
+    def make_chain(settings: Settings) -> Any:
+        programs = settings.get("num_combining_programs")
+        if programs == 64:
+            raise RuntimeError("out of resource: shared memory")
+
+        def run(n: int) -> float:
+            order.append((programs, n))
+            clock[0] += (1e-4 + n * case_time[programs]) * (1 + len(order) // 8)
+            return 0.0
+
+        return lambda n: lambda: run(n)
+
+    monkeypatch.setattr(tune_search.time, "perf_counter", lambda: clock[0])
+    recovered: list[bool] = []
+    meter = tune_search.Meter(make_case(make_chain=make_chain), lambda: recovered.append(True), lambda: over[0])
+    log, trials = Log(tmp_path / "a.log", {}), [{"num_combining_programs": n} for n in (8, 64, 16)]
+    eight, failed, sixteen = meter.outcomes(trials, 5, log)
+    assert eight.relative == pytest.approx(1.5, rel=0.35) and sixteen.relative == pytest.approx(0.5, rel=0.35)
+    assert failed.error == "RuntimeError: out of resource: shared memory" and recovered == [True]
+    rounds = [programs for programs, _ in order[-30::2]]
+    assert rounds[:6] == [None, 8, 16, 16, 8, None]
+    over[0] = True
+    before = len(order)
+    assert len(meter.outcomes(trials, 5, log)) == 1  # the first one, of three rounds
+    assert len(order) - before == 2 + tune_search.LEAST_ROUNDS * 2 * 2
+
+
 def test_settings_that_fail_are_left_out(tmp_path: Path) -> None:
     def time(settings: Settings) -> float:
         if settings.get("num_combining_programs") in (32, 64):
@@ -133,7 +165,7 @@ def test_only_what_is_faster_at_the_end_is_written(tmp_path: Path, monkeypatch: 
         times = {tune_search.ROUNDS: relative_time, tune_search.LAST_ROUNDS: lambda _, last=last: last}
 
         class Meter:
-            def __init__(self, case: Case, recover: Any) -> None:
+            def __init__(self, case: Case, recover: Any, is_over: Any) -> None:
                 pass
 
             def outcomes(self, trials: Any, rounds: int, log: Log, times: Any = times) -> list[Outcome]:

@@ -85,9 +85,10 @@ def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
     quantized = isinstance(w_down, QuantizedExperts)
     num_experts, rows, columns = w_down.shape
     hidden, intermediate = (rows, columns) if quantized else (columns, rows)
-    kind = w_down.dtype
     if isinstance(w_down, QuantizedExperts):
         kind = w_down.format if w_down.activations is None else f"{w_down.format}_tokens"
+    else:
+        kind = str(w_down.dtype)
     sizes = {"num_slots": num_slots, "num_experts": num_experts, "hidden": hidden, "intermediate": intermediate}
     return {**sizes, "format": kind}
 
@@ -193,8 +194,8 @@ def fused_sizes(
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     if bits and tiles.hidden_columns % GROUP_SIZE:
         raise ValueError(
-            f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE}, as"
-            " so many columns share a scale; leave the setting out."
+            f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
+            " the columns that share a scale; leave the setting out."
         )
     sizes = FusedMoE(
         T=num_tokens,

@@ -145,7 +145,7 @@ def read(path: Path, device_kind: str) -> Tuning:
         return _parsed(json.loads(data.decode("utf-8")), path, device_kind)
     except (ValueError, RecursionError) as error:
         reason = f"no JSON, {error}" if isinstance(error, json.JSONDecodeError) else error
-        remedy = f"delete it, and `jax-ep tune --out {path}` makes another."
+        remedy = "`jax-ep tune` makes one that does."
         raise ValueError(f"tuned settings of {path} do not fit: {reason}; {remedy}") from error
 
 

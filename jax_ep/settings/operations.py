@@ -66,6 +66,7 @@ _TOKENS = Values(1, 1024, power_of_two=True)
 _ROWS_IN_FLIGHT = Values(1, 10)
 _COMBINE = Values(choices=COMBINE_MODES)
 _BLOCK = Values(16, 256, power_of_two=True)
+_COLUMNS = Values(32, 256, power_of_two=True)  # a quarter, the least part that TMA stores, has whole 16-byte words
 _LAUNCH = {"num_warps": _WARPS, "num_stages": Values(1, 8), "programs": Values(1, 8)}
 _STORED = _LAUNCH | {"group_m": Values(1, 64), "tma_store": _BOOLEAN, "store_parts": Values(choices=(1, 2, 4))}
 
@@ -104,7 +105,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "low_latency_dispatch": Operation((*_EXCHANGE, "wire_dtype"), {"num_communicating_programs": _PROGRAMS}),
     "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
     "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),
-    "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _BLOCK, "block_k": _BLOCK, **_STORED}),
+    "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_k": _BLOCK, **_STORED}),
     "grouped_gemm_fp8": Operation(
         _PRODUCT,
         {
@@ -114,7 +115,7 @@ OPERATIONS: Mapping[str, Operation] = {
             **_LAUNCH,
         },
     ),
-    "weight_gradient": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _BLOCK, "block_r": _BLOCK, **_STORED}),
+    "weight_gradient": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_r": _BLOCK, **_STORED}),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
     "quantized_gemm": Operation(
         ("rows_of_group", "depth", "columns", "groups", "dtype", "format"),

@@ -2,7 +2,8 @@
 
 Clocks move single timings by more than the differences that matter, so settings that are compared run in turns, and
 what is kept of each is the median, over rounds, of its time relative to that of the package's own settings in the same
-round. What has been measured is kept in a log, a line each, and not measured again.
+round. Those run at both ends of a round, and their better time counts: what is no better than they are by chance is not
+chosen. What has been measured is kept in a log, a line each, and not measured again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jax_ep.settings.operations import Setting
 
 Settings = Mapping[str, Setting]
 Run = Callable[[], Any]
-LEAST_ROUNDS, ROUNDS, LAST_ROUNDS = 3, 5, 11
+LEAST_ROUNDS, ROUNDS, LAST_ROUNDS = 5, 7, 15
 WORTH = 0.99
 """At most so much of the time of simpler settings makes others worth it."""
-_SAMPLE_S = 0.02  # that a chain should take
-_LONGEST = 200
+_SAMPLE_S = 0.02  # that a chain should take, beside which what a single launch of a program scatters is little
+_LONGEST = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,17 +138,16 @@ class Meter:
 
     def _prepare(self) -> tuple[tuple[int, int], tuple[Run, Run]]:
         """Lengths of chains that take long enough to be timed, and the chains of the package's own settings."""
-        compile_chain = self._case.make_chain({})
-        runs = compile_chain(1), compile_chain(2)
-        for run in runs:
-            jax.block_until_ready(run())
-        more = round(_SAMPLE_S / max(1e-7, _timed(runs[1]) - _timed(runs[0])))
-        if more <= 1:
-            return (1, 2), runs
-        lengths = (1, 1 + min(_LONGEST, more))
-        runs = runs[0], compile_chain(lengths[1])
-        jax.block_until_ready(runs[1]())
-        return lengths, runs
+        compile_chain, more = self._case.make_chain({}), 1
+        short = compile_chain(1)
+        while True:
+            long = compile_chain(1 + more)
+            seconds = _best(long) - _best(short)
+            if seconds >= _SAMPLE_S or more >= _LONGEST:
+                return (1, 1 + more), (short, long)
+            # Of few calls, that difference may be chance.
+            wanted = round(more * _SAMPLE_S / max(seconds, 1e-7))
+            more = min(max(2 * more, min(wanted, 16 * more)), _LONGEST)
 
     def outcomes(self, trials: Sequence[Settings], rounds: int, log: Log) -> list[Outcome]:
         """What becomes of each, or of the first ones where the time is over. One that fails is left out."""
@@ -159,28 +159,30 @@ class Meter:
             log.add(self._case, settings, "tried")
             try:
                 compile_chain = self._case.make_chain(settings)
-                short, long = (compile_chain(n) for n in self._lengths)
+                short, long = map(compile_chain, self._lengths)
                 jax.block_until_ready((short(), long()))
                 log.add(self._case, settings, "run")
                 chains[i] = short, long
             except Exception as error:
                 found[i] = Outcome(error=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}")
                 self._recover()
-        found |= self._in_turns({-1: self._own, **chains}, rounds)
+        found |= self._in_turns(chains, rounds)
         return [found[i] for i in range(len(found))]
 
     def _in_turns(self, chains: Mapping[int, tuple[Run, Run]], rounds: int) -> dict[int, Outcome]:
-        """Times of chains relative to those of number -1, which is left out."""
+        """Times of chains relative to the better one of the package's own at both ends of their round."""
         samples: dict[int, list[float]] = {i: [] for i in chains}
+        own: list[float] = []
+        for both in (self._own, *chains.values()):  # clocks fall, and graphs are forgotten, while others are compiled
+            jax.block_until_ready([run() for run in both])
         for number in range(rounds):
             if number >= LEAST_ROUNDS and self._is_over():
                 break
+            before = self._seconds(self._own)
             # Every other round runs backwards, so that none always follows the same neighbour.
             for i in list(chains)[:: 1 if number % 2 == 0 else -1]:
-                short, long = chains[i]
-                seconds = (_timed(long) - _timed(short)) / (self._lengths[1] - self._lengths[0])
-                samples[i].append(max(seconds, 1e-9))
-        own = samples.pop(-1)
+                samples[i].append(self._seconds(chains[i]))
+            own.append(min(before, self._seconds(self._own)))
         return {
             i: Outcome(
                 statistics.median(mine / beside for mine, beside in zip(times, own, strict=True)),
@@ -188,6 +190,17 @@ class Meter:
             )
             for i, times in samples.items()
         }
+
+    def _seconds(self, chain: tuple[Run, Run]) -> float:
+        """Of one call."""
+        short, long = chain
+        return max((_timed(long) - _timed(short)) / (self._lengths[1] - self._lengths[0]), 1e-9)
+
+
+def _best(run: Run) -> float:
+    """Seconds of a program that has been run before, at best of three times."""
+    jax.block_until_ready(run())
+    return min(_timed(run) for _ in range(3))
 
 
 def _timed(run: Run) -> float:

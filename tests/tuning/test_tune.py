@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import harness
@@ -97,7 +98,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
 
 def test_times_are_taken_in_turns_and_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of fake programs on a fake clock, whose speed changes with each round as that of a GPU."""
-    clock, order, over = [0.0], [], [False]
+    clock, order, over, speed = [0.0], [], [False], [1.0]
     case_time = {None: 2e-3, 8: 3e-3, 16: 1e-3}
 
     def make_chain(settings: Settings) -> Any:
@@ -107,7 +108,7 @@ def test_times_are_taken_in_turns_and_in_time(monkeypatch: pytest.MonkeyPatch, t
 
         def run(n: int) -> float:
             order.append((programs, n))
-            clock[0] += (1e-4 + n * case_time[programs]) * (1 + len(order) // 8)
+            clock[0] += (1e-4 + n * case_time[programs]) * speed[0] ** len(order)
             return 0.0
 
         return lambda n: lambda: run(n)
@@ -115,16 +116,39 @@ def test_times_are_taken_in_turns_and_in_time(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(tune_search.time, "perf_counter", lambda: clock[0])
     recovered: list[bool] = []
     meter = tune_search.Meter(make_case(make_chain=make_chain), lambda: recovered.append(True), lambda: over[0])
+    assert {n for _, n in order} >= {1, 1 + 10}  # of 2 ms, as many as take 20 ms
+    speed[0], rounds = 1.02, 4
     log, trials = Log(tmp_path / "a.log", {}), [{"num_combining_programs": n} for n in (8, 64, 16)]
-    eight, failed, sixteen = meter.outcomes(trials, 5, log)
-    assert eight.relative == pytest.approx(1.5, rel=0.35) and sixteen.relative == pytest.approx(0.5, rel=0.35)
+    eight, failed, sixteen = meter.outcomes(trials, rounds, log)
+    assert eight.relative == pytest.approx(1.5, rel=0.25) and sixteen.relative == pytest.approx(0.5, rel=0.25)
     assert failed.error == "RuntimeError: out of resource: shared memory" and recovered == [True]
-    rounds = [programs for programs, _ in order[-30::2]]
-    assert rounds[:6] == [None, 8, 16, 16, 8, None]
+    in_turns = [programs for programs, _ in order[-8 * rounds :: 2]]
+    assert in_turns[:8] == [None, 8, 16, None, None, 16, 8, None]
     over[0] = True
     before = len(order)
-    assert len(meter.outcomes(trials, 5, log)) == 1  # the first one, of three rounds
-    assert len(order) - before == 2 + tune_search.LEAST_ROUNDS * 2 * 2
+    assert len(meter.outcomes(trials, 9, log)) == 1  # the first one, of few rounds
+    assert len(order) - before == 2 + 4 + tune_search.LEAST_ROUNDS * 3 * 2
+
+
+@pytest.mark.parametrize("scatter", [0.0, 0.3])
+def test_equal_settings_are_not_better_by_chance(
+    scatter: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of programs whose launches take longer by chance, and calls that take microseconds."""
+    clock, rng = [0.0], np.random.default_rng(0)
+
+    def make_chain(settings: Settings) -> Any:
+        def run(n: int) -> float:
+            clock[0] += 2e-3 * scatter * rng.random() + n * 2e-5
+            return 0.0
+
+        return lambda n: lambda: run(n)
+
+    monkeypatch.setattr(tune_search.time, "perf_counter", lambda: clock[0])
+    meter = tune_search.Meter(make_case(make_chain=make_chain), lambda: None, lambda: False)
+    trials = [{"num_combining_programs": n} for n in (8, 16, 32, 64)]
+    for outcome in meter.outcomes(trials, tune_search.LAST_ROUNDS, Log(tmp_path / "a.log", {})):
+        assert outcome.relative > tune_search.WORTH
 
 
 def test_settings_that_fail_are_left_out(tmp_path: Path) -> None:

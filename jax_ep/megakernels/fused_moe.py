@@ -237,16 +237,16 @@ def fused_tiles(
     blocks = min(slots, num_experts)
     rows = slots / blocks
     if rows > 48:
+        if bits_beside_fp8:
+            return FusedTiles(64, 128, 128, num_warps=8, programs=1)
         if quantized:
-            return FusedTiles(
-                128, 128 if bits_beside_fp8 else 64, 128, depth=128, num_warps=8, num_stages=3, programs=1
-            )
+            return FusedTiles(128, 64, 128, num_warps=8, programs=1)
         return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
     block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
     if bits_beside_fp8 == 4 and blocks * -(-intermediate // 128) <= all_programs(5):
         return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
     if bits_beside_fp8:
-        return FusedTiles(block_m, 128, 128, programs=3)
+        return FusedTiles(block_m, 128, 128, programs=3 if bits_beside_fp8 == 4 else 2)
     if blocks * -(-hidden // 128) >= all_programs(3):
         return FusedTiles(block_m, columns=128, programs=3)
     # So that all programs read from the start, and each enough at a time.

@@ -42,7 +42,7 @@ TRITON = {"implementation": "triton"}
 EXCHANGE = {"plan.plan", "dispatch.dispatch", "combine.combine", "small_exchange.exchange_i32"}
 PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
 ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
-SENDS = {"send_order.count_firsts", "send_order.place_firsts", "exchange_gemm.dispatch_gemm"}
+SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
 FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "activation.quantize_matrices"}
 LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
@@ -101,13 +101,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         layer(),
         FP8_ROWS | {"activation.dequantize_rows"},
     ),
-    "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.grouped_gemm"}),
+    "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
     "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | SUMS_IN_PRODUCT),
     "low latency, FP8": (low_latency, layer(quantize_fp8_weights), LOW_LATENCY | SUMS_IN_PRODUCT),
     "low latency, quantised": (
         low_latency,
         layer(quantized("mxfp4")),
-        LOW_LATENCY | SUMS_AFTER | {"quantized_gemm.masked_grouped_gemm"},
+        LOW_LATENCY | SUMS_AFTER | {"quantized_gemm.quantized_masked_grouped_gemm"},
     ),
     "low latency, apart": (low_latency_apart, TOKENS, SUMS_AFTER),
     "one launch": (

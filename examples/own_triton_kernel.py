@@ -155,7 +155,7 @@ def main() -> None:
     if (reason := missing()) is not None:
         sys.exit(f"own_triton_kernel.py: {reason}.")
     jax.config.update("jax_default_matmul_precision", "highest")
-    mesh = jax.make_mesh((jax.device_count(),), ("expert",))
+    mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     arguments = jax.device_put(make_inputs(jax.random.key(0)), jax.NamedSharding(mesh, P("expert")))
     layer = on_all_devices(mesh)
     error = compare(layer, arguments)

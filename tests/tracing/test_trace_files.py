@@ -209,6 +209,16 @@ def fake_area(rows: list[list[int]], room: int, num_programs: int, launches: int
     return words
 
 
+def test_events_of_a_program_are_one_after_another() -> None:
+    """A pipelined loop looks at the clock when it loads the next tile, while it multiplies the one before."""
+    what = [KINDS.index("tile") << 32 | task for task in (1, 2, 3, 4)]
+    times = [(10, 40), (30, 60), (50, 55), (70, 80)]  # the third was written before the second
+    rows = [[begin, end, word, 0, 9] for (begin, end), word in zip(times, what, strict=True)]
+    member = [90, 90, KINDS.index("member") << 32 | 1 << 52 | 1 << 16, 1 | 6 << 32, 9]
+    found = tracing.events.read(fake_area([*rows, member], 8, 2, launches=1), 0, {})
+    assert found.events[["task", "begin", "end"]].tolist() == [(1, 10, 40), (3, 50, 55), (2, 55, 60), (4, 70, 80)]
+
+
 def test_launches_that_are_not_whole_are_left_out() -> None:
     """Without members a launch belongs to nobody: it was under way when the recording ended, or had no room."""
 

@@ -76,8 +76,8 @@ H200 = Device(
     sums_beside_gradient=0.15,
 )
 
-H200_RATES = Rates(link_bytes_per_s=395e9, memory_bytes_per_s=4.3e12, product_flops_per_s=735e12)
-"""What one does at its best: a copy (dispatch_combine_4_gpus.json), a pass over matrices, a product of cuBLAS."""
+H200_RATES = Rates(link_bytes_per_s=395e9, memory_bytes_per_s=4.53e12, product_flops_per_s=684e12)
+"""What `jax-ep tune rates` finds on one (no report), and a copy to another (dispatch_combine_4_gpus.json)."""
 
 
 @functools.cache

@@ -21,14 +21,16 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.megakernels import tuned
+from jax_ep.megakernels import quantized_gemm, tuned
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels import structs, structs_serving
+from jax_ep.megakernels.kernels.structs_gemm import QuantizedGemm
+from jax_ep.megakernels.kernels.structs_serving import MaskedGemm
 from jax_ep.megakernels.launch import group_on, launch
 from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, tuned_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
-from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
+from jax_ep.types import Array, Layout, LowLatencyHandle, Options, QuantizedExperts, Schedule, Tokens
 
 _DISPATCH = Kernel("low_latency", "low_latency_dispatch")
 _COMBINE = Kernel("low_latency", "low_latency_combine")
@@ -142,15 +144,18 @@ def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int) -> bool:
-    """Whether the second product can send its rows itself: rows of `lhs_dtype` and results of `dtype`."""
-    lhs_dtype, dtype = jnp.dtype(lhs_dtype), jnp.dtype(dtype)
+def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: Array | QuantizedExperts, dtype: DTypeLike) -> bool:
+    """Whether the second product can send its rows itself: rows as `lhs` says, and results of `dtype`."""
+    dtype, depth = jnp.dtype(dtype), lhs.shape[2]
+    if isinstance(rhs, QuantizedExperts):
+        is_read = quantized_gemm.has_kernel(lhs, rhs, dtype)
+    else:
+        is_read = lhs.dtype in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16) and depth * lhs.dtype.itemsize % 16 == 0
     return (
-        lhs_dtype in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16)
+        is_read
         and dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and depth > 0
-        and depth * lhs_dtype.itemsize % 16 == 0
-        and columns * dtype.itemsize % 16 == 0
+        and rhs.shape[1] * dtype.itemsize % 16 == 0
         and layout.num_tokens * layout.top_k <= MOST_ROWS
         and has_tma()
     )
@@ -159,7 +164,7 @@ def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, co
 def low_latency_gemm_combine(
     options: Options,
     lhs: Array,
-    rhs: Array,
+    rhs: Array | QuantizedExperts,
     group_sizes: Array,
     topk_weights: Array,
     handle: LowLatencyHandle,
@@ -172,22 +177,32 @@ def low_latency_gemm_combine(
 ) -> Array:
     """`[L, W * M, I]` rows, `[L, H, I]` matrices and `[T, K]` weights to weighted sums `[T, H]`.
 
-    With a bias `[L, H]` of the product, or None.
+    With a bias `[L, H]` of the product, or None. Rows that are multiplied by `QuantizedExperts` are as these take them.
     """
     if handle.own_ids is None or handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     layout, (experts, rows, depth), hidden = handle.layout, lhs.shape, rhs.shape[1]
     actual, dtype = topk_weights.shape[0], jnp.dtype(out_dtype)
     result = jax.ShapeDtypeStruct((actual, hidden), dtype)
-    product = (*lhs.shape, hidden)
-    tiles = tuned_tiles("low_latency_gemm_combine", product, expected_rows, lhs.dtype, dtype)
     if actual == 0:
         return jnp.zeros_like(lhs, dtype=dtype, shape=result.shape)
     offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
-    sizes = gemm_combine_sizes(layout, actual, hidden, depth, tiles, lhs_scales is not None, offsets["VALUES"])
+    tiles: MaskedTiles | quantized_gemm.QuantizedTiles
+    product: MaskedGemm | QuantizedGemm
+    multiplied: tuple[Any, ...]
+    if isinstance(rhs, QuantizedExperts):
+        tiles = quantized_gemm.masked_tiles(rows, expected_rows, lhs.dtype, rhs)
+        product = quantized_gemm.sizes_of(rows, rhs, tiles)
+        blocks = quantized_gemm.blocks_of(lhs, rhs, tiles)
+        multiplied = (*blocks, group_sizes if lhs_scales is None else lhs_scales, rhs.scales, group_sizes)
+    else:
+        found = (*lhs.shape, hidden)
+        tiles = tuned_tiles("low_latency_gemm_combine", found, expected_rows, lhs.dtype, dtype)
+        product = gemm_sizes(experts, rows, hidden, depth, lhs_scales is not None, tiles)
+        multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
+    sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["VALUES"])
     constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
     sources = structs_serving.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
-    multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
     operands: tuple[Any, ...] = (*multiplied, sources, topk_weights, bias)
     if bias is None:
         operands, constants["bias_ptr"] = operands[:-1], None
@@ -198,17 +213,17 @@ def low_latency_gemm_combine(
 
 
 def gemm_combine_sizes(
-    layout: Layout, num_tokens: int, hidden: int, depth: int, tiles: MaskedTiles, fp8: bool, values: int
+    layout: Layout, num_tokens: int, hidden: int, product: MaskedGemm | QuantizedGemm, values: int
 ) -> structs_serving.LowLatencyGemmCombine:
     """What the kernel is compiled for; `values` is where rows lie in a low-latency buffer."""
-    rows = layout.num_ranks * layout.num_tokens
     return structs_serving.LowLatencyGemmCombine(
         **layout_sizes(layout, num_tokens, hidden),
         VALUES=values,
         BLOCK_H=min(power_of_two(hidden), _BLOCK_H),
         CHOICES=power_of_two(layout.top_k),
         RANKS=power_of_two(layout.num_ranks),
-        gemm=gemm_sizes(layout.num_local_experts, rows, hidden, depth, fp8, tiles),
+        QUANTIZED=isinstance(product, QuantizedGemm),
+        gemm=product,
     )
 
 

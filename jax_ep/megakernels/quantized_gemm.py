@@ -93,7 +93,7 @@ def is_readable(rhs: QuantizedExperts) -> bool:
     )
 
 
-def _has_kernel(lhs: Array, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool:
+def has_kernel(lhs: Array | jax.ShapeDtypeStruct, rhs: QuantizedExperts, out_dtype: DTypeLike) -> bool:
     """Whether the kernels take these operands; the portable loop takes all."""
     return (
         is_readable(rhs)
@@ -116,7 +116,7 @@ def grouped_gemm(
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """See xla/quantized_gemm.py. `tiles` are those of the kernel; None: those for the shape."""
-    if not _has_kernel(lhs, rhs, out_dtype):
+    if not has_kernel(lhs, rhs, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, row_scales, out_dtype=out_dtype)
     num_rows, (groups, columns, _) = lhs.shape[0], rhs.shape
     tiles = tiles or _tuned_tiles(-(-num_rows // groups), lhs.dtype, rhs)
@@ -137,14 +137,26 @@ def masked_grouped_gemm(
     tiles: QuantizedTiles | None = None,
 ) -> Array:
     """See xla/quantized_gemm.py; rows past the sizes hold anything here. `tiles` as for `grouped_gemm`."""
-    if not _has_kernel(lhs, rhs, out_dtype):
+    if not has_kernel(lhs, rhs, out_dtype):
         options = {"out_dtype": out_dtype, "expected_rows": expected_rows}
         return xla.masked_grouped_gemm(lhs, rhs, group_sizes, row_scales, **options)
     groups, most_rows, _ = lhs.shape
-    tiles = tiles or _tuned_tiles(min(most_rows, expected_rows or 32), lhs.dtype, rhs)
+    tiles = tiles or masked_tiles(most_rows, expected_rows, lhs.dtype, rhs)
     most_tasks = groups * -(-most_rows // tiles.block_m) * -(-rhs.shape[1] // tiles.block_n)
     result = jax.ShapeDtypeStruct((groups, most_rows, rhs.shape[1]), out_dtype)
     return _launch(_MASKED, (lhs, rhs, group_sizes, row_scales), result, tiles, most_tasks)
+
+
+def masked_tiles(most_rows: int, expected_rows: int | None, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
+    """Tiles for groups of up to `most_rows` rows of `dtype`."""
+    return _tuned_tiles(min(most_rows, expected_rows or 32), dtype, rhs)
+
+
+def blocks_of(lhs: Array, rhs: QuantizedExperts, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:
+    """Rows and matrices as the kernels read them."""
+    per_byte = storage_of(rhs)[1]
+    columns = (1, tiles.block_n, _DEPTH // per_byte)
+    return Descriptor(lhs, (1, tiles.block_m, _DEPTH)), Descriptor(rhs.values, columns)
 
 
 def _launch(
@@ -153,12 +165,7 @@ def _launch(
     """The arrays: `[1, M, K]` rows, or `[G, M, K]` where groups are masked, matrices, sizes, scales of rows or None."""
     lhs, rhs, group_sizes, row_scales = vary_alike(arrays)
     sizes = sizes_of(lhs.shape[1], rhs, tiles)
-    operands: tuple[Any, ...] = (
-        Descriptor(lhs, (1, tiles.block_m, _DEPTH)),
-        Descriptor(rhs.values, (1, tiles.block_n, _DEPTH // sizes.PER_BYTE)),
-        rhs.scales,
-        group_sizes,
-    )
+    operands: tuple[Any, ...] = (*blocks_of(lhs, rhs, tiles), rhs.scales, group_sizes)
     operands += () if row_scales is None else (row_scales,)
     constants: dict[str, Any] = {"S": sizes} | ({"row_scales_ptr": None} if row_scales is None else {})
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -75,21 +76,32 @@ def masked_grouped_gemm(
     Source: the masked layout and the scales are those of DeepGEMM and DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     function = "masked_grouped_gemm"
-    if isinstance(rhs, QuantizedExperts):
-        lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
-        check_quantized.no_scales(function, None if lhs.dtype == FP8 else lhs_scales, rhs_scales)
-        lhs, rhs, group_sizes = check_quantized.operands(function, lhs, rhs, group_sizes)
-        lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-        check.size(function, "axis 0 of lhs", lhs.shape[0], rhs.shape[0], "pass one block of rows per local expert")
-    else:
-        lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
-        lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-        rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
+    lhs, rhs, group_sizes, *scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
     options = registry.options(function, implementation=implementation)
-    return multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    return multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
+
+
+def checked_operands(
+    function: str,
+    lhs: Array,
+    rhs: Array | QuantizedExperts,
+    group_sizes: Array,
+    lhs_scales: Array | None,
+    rhs_scales: Array | None,
+) -> tuple[Any, ...]:
+    """The same, which fit together, of a product of masked blocks."""
+    if isinstance(rhs, QuantizedExperts):
+        lhs = check.array(function, "lhs", lhs, 3, "[L, M, K]")
+        check_quantized.no_scales(function, None if lhs.dtype == FP8 else lhs_scales, rhs_scales)
+        lhs, rhs, group_sizes = check_quantized.operands(function, lhs, rhs, group_sizes)
+        check.size(function, "axis 0 of lhs", lhs.shape[0], rhs.shape[0], "pass one block of rows per local expert")
+        return lhs, rhs, group_sizes, check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1), None
+    lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
+    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
+    return lhs, rhs, group_sizes, lhs_scales, check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
 
 
 @operation

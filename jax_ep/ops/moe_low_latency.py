@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.ops import registry
+from jax_ep.ops import quantized_gemm, registry
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_layout,
@@ -24,7 +24,7 @@ from jax_ep.ops.low_latency import (
     combine_tokens,
     dispatch_tokens,
 )
-from jax_ep.ops.masked import activate, multiply
+from jax_ep.ops.masked import activate, checked_operands, multiply
 from jax_ep.types import (
     Array,
     AxisName,
@@ -171,7 +171,7 @@ def _one_token_per_expert(
 @operation
 def low_latency_gemm_combine(
     lhs: Array,
-    rhs: Array,
+    rhs: Array | QuantizedExperts,
     group_sizes: Array,
     topk_idx: Array,
     topk_weights: Array,
@@ -192,7 +192,7 @@ def low_latency_gemm_combine(
 
     Args:
       lhs: `[L, M, I]` rows in the layout of the dispatch; for this and all operands see `masked_grouped_gemm`.
-      rhs: `[L, H, I]` matrices, transposed.
+      rhs: `[L, H, I]` matrices, transposed, or `QuantizedExperts` of them.
       group_sizes: `[L]` int32, those of the dispatch.
       topk_idx: `[T, K]` int32, the ids of the dispatch.
       topk_weights: `[T, K]` float32 router weights.
@@ -223,9 +223,7 @@ def low_latency_gemm_combine(
       [128.0, 64.0]
     """
     function = "low_latency_gemm_combine"
-    lhs, rhs, group_sizes = check_fp8.operands(function, lhs, rhs, group_sizes)
-    lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
-    rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
+    lhs, rhs, group_sizes, *scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
@@ -234,9 +232,8 @@ def low_latency_gemm_combine(
     layout = check.handle(function, handle, LowLatencyHandle, axis_name)
     topk_idx, topk_weights = check_combine(function, "lhs", y, topk_idx, topk_weights, layout)
     options = registry.options(function, axis_name, implementation, None, schedule)
-    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales, topk_weights, handle), over=options.axis)
-    lhs, rhs, group_sizes, lhs_scales, rhs_scales, topk_weights, handle = operands
-    product = (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    operands = topk_weights, handle, lhs, rhs, group_sizes, *scales
+    topk_weights, handle, *product = vary_alike(operands, over=options.axis)
     return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, None, *product)
 
 
@@ -256,12 +253,25 @@ def _multiply_and_combine(
     layout = handle.layout
     name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
     run = registry.get("low_latency", name)
-    fuses = run.fuses(layout, lhs.dtype, out_dtype, lhs.shape[2], rhs.shape[1])
-    if isinstance(rhs, QuantizedExperts) or not fuses:
+    rows, _ = jax.eval_shape(_prepared_rows, lhs, rhs, scales[0])
+    if not run.fuses(layout, rows, rhs, out_dtype):
         product = multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
         if bias is not None:
             product = add_bias_of_blocks(product, bias)
         return combine_tokens(options, product, topk_weights, handle)
-    fused = partial(run.low_latency_gemm_combine, options, out_dtype=out_dtype, expected_rows=expected_rows)
+
+    def fused(lhs: Array, rhs: Any, group_sizes: Array, *rest: Any) -> Array:
+        topk_weights, handle, lhs_scales, rhs_scales, bias = rest
+        rows, row_scales = _prepared_rows(lhs, rhs, lhs_scales)
+        operands = (rows, rhs, group_sizes, topk_weights, handle, row_scales, rhs_scales, bias)
+        multiply_and_send = run.low_latency_gemm_combine
+        result: Array = multiply_and_send(options, *operands, out_dtype=out_dtype, expected_rows=expected_rows)
+        return result
+
     operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales, bias)
     return call_without_gradient(f"{options.function} has no gradient: train with moe.", fused, *operands)
+
+
+def _prepared_rows(lhs: Array, rhs: Array | QuantizedExperts, lhs_scales: Array | None) -> tuple[Array, Array | None]:
+    """Rows as their product takes them."""
+    return quantized_gemm.masked_rows(lhs, rhs, lhs_scales) if isinstance(rhs, QuantizedExperts) else (lhs, lhs_scales)

@@ -80,17 +80,22 @@ def multiply_masked(
     run = partial(_kernels(options, dtype).masked_grouped_gemm, out_dtype=out_dtype, expected_rows=expected_rows)
 
     def product(lhs: Array, rhs: QuantizedExperts, group_sizes: Array, lhs_scales: Array | None) -> Array:
-        if rhs.activations == "fp8":
-            rows, scales = quantize_rows(lhs) if lhs_scales is None else (lhs, lhs_scales)
-            return run(rows, rhs, group_sizes, scales)
-        if rhs.activations is None:
-            return run(lhs, rhs, group_sizes, None)
-        num_groups, num_rows, depth = lhs.shape
-        groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
-        rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
-        return run(rows.reshape(lhs.shape), rhs, group_sizes, scales.reshape(num_groups, num_rows))
+        rows, scales = masked_rows(lhs, rhs, lhs_scales)
+        return run(rows, rhs, group_sizes, scales)
 
     return call_without_gradient(_remedy(options), product, *vary_alike((lhs, rhs, group_sizes, lhs_scales)))
+
+
+def masked_rows(lhs: Array, rhs: QuantizedExperts, lhs_scales: Array | None) -> tuple[Array, Array | None]:
+    """`[G, M, K]` rows as their product with these matrices takes them, and their scales where it needs some."""
+    if rhs.activations is None:
+        return lhs, None
+    if rhs.activations == "fp8":
+        return quantize_rows(lhs) if lhs_scales is None else (lhs, lhs_scales)
+    num_groups, num_rows, depth = lhs.shape
+    groups = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
+    rows, scales = quantize_tokens(lhs.reshape(-1, depth), groups, rhs.smooth)
+    return rows.reshape(lhs.shape), scales.reshape(num_groups, num_rows)
 
 
 def without_gradient(options: Options, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -10,10 +11,10 @@ from jax_ep.core import fp8
 from jax_ep.core import layout as rows
 from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Tokens
+from jax_ep.types import Array, Layout, LowLatencyHandle, Options, QuantizedExperts, Tokens
 
 
-def fuses(layout: Layout, lhs_dtype: DTypeLike, dtype: DTypeLike, depth: int, columns: int) -> bool:
+def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: Array | QuantizedExperts, dtype: DTypeLike) -> bool:
     """Whether a product sends its rows itself: no, exchanges and products are separate here."""
     return False
 

@@ -15,6 +15,8 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, Shape, assert_close, integers, probabilities, reals
 from harness import compiled, run
+from jax_ep.quantization import quantize_experts
+from jax_ep.types import EXPERT_FORMATS
 from routings import ROUTINGS, routings
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
@@ -73,6 +75,35 @@ def test_tiles_of_all_sizes(implementation: str, expected_rows: int, expert_mesh
     options = {"preferred_element_type": jnp.float32, "expected_rows": expected_rows}
     got = run(product_and_combine(implementation, shape, **options), expert_mesh(2), *problem.args)
     np.testing.assert_array_equal(got, problem.want())
+
+
+@pytest.mark.parametrize("activations", [None, "int8", "fp8"])
+@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+@pytest.mark.slow(unless={"expert_format": ["mxfp4", "int8"], "activations": [None, "int8"]})
+def test_quantised_matrices(
+    implementation: str, expert_format: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
+) -> None:
+    """As `masked_grouped_gemm` and `low_latency_combine`, to the rounding of sums."""
+    if activations is not None and (activations == "int8") != (expert_format == "int8"):
+        pytest.skip("there is no such product")
+    shape = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=264, intermediate=256)
+    problem = Problem(rng, "duplicates", 2, shape)
+    w = np.swapaxes(reals(rng, *problem.rhs.shape), -1, -2)
+    lhs = np.where(problem.real, reals(rng, *problem.lhs.shape, dtype=BF16), np.array(np.nan, BF16))
+
+    def fn(x, ids, weights, lhs, w):
+        rhs = quantize_experts(w, expert_format, activations=activations)
+        sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS}
+        options: Any = {"implementation": implementation}
+        d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, **options)
+        options["preferred_element_type"] = jnp.float32
+        y = jax_ep.masked_grouped_gemm(lhs, rhs, d.group_sizes, **options)
+        want = jax_ep.low_latency_combine(y, ids, weights, d.handle, implementation=implementation)
+        return jax_ep.low_latency_gemm_combine(lhs, rhs, d.group_sizes, ids, weights, d.handle, **options), want
+
+    got, want = run(fn, expert_mesh(2), problem.x, problem.ids, problem.weights, lhs, w)
+    assert np.all(np.isfinite(want)) and np.any(want)
+    assert_close(got, want.astype(np.float64), tolerance=1e-5)
 
 
 def test_num_tokens(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:

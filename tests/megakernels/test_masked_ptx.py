@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from compiling import build
 
 from jax_ep import Experts, ffi
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import low_latency, masked
+from jax_ep.megakernels import low_latency, masked, quantized_gemm
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels.structs import Peers
 from jax_ep.megakernels.kernels.structs_serving import RowSources
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.megakernels.masked import MaskedTiles
+from jax_ep.quantization import quantize_experts
 from jax_ep.types import Layout
 from oracle_experts import GPT_OSS
 
@@ -76,7 +80,8 @@ def test_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
     types |= {"sizes_ptr": "*i32", "sources": RowSources(*["*i32"] * 4)}
     types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64")}
     layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
-    sizes = low_latency.gemm_combine_sizes(layout, tokens, K, INNER, tiles, fp8, 4352)
+    product = masked.gemm_sizes(G, num_ranks * tokens, K, INNER, fp8, tiles)
+    sizes = low_latency.gemm_combine_sizes(layout, tokens, K, product, 4352)
     heap = heap_of(HeapLayout(num_ranks), num_ranks, int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE))
     kernel, shape = low_latency._GEMM_COMBINE, (tiles.num_warps, tiles.num_stages, 90)
     constants: dict[str, Any] = {"S": sizes, "HEAP": heap}
@@ -93,6 +98,36 @@ def test_gemm_combine(block_m: int, fp8: bool, bias: bool) -> None:
     assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
     assert tiles.programs * tiles.num_warps * 32 * registers <= 65536
+
+
+@pytest.mark.parametrize("expert_format", ["mxfp4", "fp8_channel"])
+@pytest.mark.parametrize("expected_rows", [8, 64])
+@pytest.mark.parametrize("tokens_in", ["bf16", "fp8e4nv"])
+@pytest.mark.slow(unless={"expert_format": ["mxfp4"], "expected_rows": [8]})
+def test_gemm_combine_of_quantised_matrices(tokens_in: str, expected_rows: int, expert_format: str) -> None:
+    num_ranks, tokens, top_k = 4, 128, 8
+    w = jax.eval_shape(
+        partial(quantize_experts, format=expert_format), jax.ShapeDtypeStruct((G, INNER, K), jnp.bfloat16)
+    )
+    rows = num_ranks * tokens
+    tiles = quantized_gemm.quantized_tiles(expected_rows)
+    product = quantized_gemm.sizes_of(rows, w, tiles)
+    layout = Layout(num_ranks, num_ranks * G, tokens, top_k, num_ranks * G * tokens)
+    sizes = low_latency.gemm_combine_sizes(layout, tokens, K, product, 4352)
+    heap = heap_of(HeapLayout(num_ranks), num_ranks, int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE))
+    stored, scales = ("u8", "*u8") if expert_format == "mxfp4" else ("fp8e4nv", "*fp32")
+    types: dict[str, Any] = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": scales, "weights_ptr": "*fp32"}
+    types["lhs"] = f"tensordesc<{tokens_in}[1,{tiles.block_m},128]>"
+    types["rhs"] = f"tensordesc<{stored}[1,{tiles.block_n},{128 // product.PER_BYTE}]>"
+    types |= {"sizes_ptr": "*i32", "sources": RowSources(*["*i32"] * 4)}
+    types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64")}
+    constants: dict[str, Any] = {"S": sizes, "HEAP": heap, "bias_ptr": None}
+    kernel = low_latency._GEMM_COMBINE
+    built = build(kernel.module, kernel.function, types, constants, tiles.num_warps, tiles.num_stages, 90)
+    assert "wgmma.mma_async" in built["ptx"] and "cp.async.bulk.tensor.3d.shared" in built["ptx"]
+    assert re.search(r"st\.global\.v4\.b32", built["ptx"]), "rows are not stored 16 bytes at a time"
+    assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
+    assert tiles.programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024
 
 
 def test_smallest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from .low_latency_buffers import (
 from .masked import find_masked_tile, multiply_masked, number_masked_tasks
 from .programs import all_begun, count_stored
 from .protocol import next_task, open_launch
+from .quantized_gemm import multiply_quantized
 from .table import STARTED
 from .tiles import num_turns, task_of_turn
 from .trace import SUM_EVENT, TILE_EVENT, stamp, trace
@@ -90,6 +91,8 @@ def low_latency_gemm_combine(
 ):
     """`lhs [L, W * M, depth]` and matrices `[L, H, depth]` to `out [T, H]`; scales as for `masked_grouped_gemm`.
 
+    With QUANTIZED, of matrices in 8 or 4 bits, as for `quantized_masked_grouped_gemm`.
+
     With biases `[L, H]` of the product, or None.
     """
     launch, alive = open_launch(peers, HEAP)
@@ -107,9 +110,12 @@ def low_latency_gemm_combine(
         began = stamp(HEAP)
         expert, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, GEMM)
         column = column_tile * BN
-        total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, GEMM)
-        if SWAP:
-            total = tl.trans(total)
+        if S.QUANTIZED:
+            total = multiply_quantized(lhs, rhs, rhs_scales_ptr, lhs_scales_ptr, expert, expert, row, column, GEMM)
+        else:
+            total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, expert, row, column, GEMM)
+            if SWAP:
+                total = tl.trans(total)
         if bias_ptr is not None:
             lanes = column + tl.arange(0, BN)
             bias = tl.load(bias_ptr + expert.to(tl.int64) * H + lanes, mask=lanes < H, other=0.0)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from .structs import Product
+from .structs_gemm import QuantizedGemm
 
 
 class LowLatencyBuffers(NamedTuple):
@@ -228,6 +229,7 @@ class LowLatencyGemmCombine(LowLatency):
       BLOCK_H: columns that are added up at a time.
       CHOICES: a power of two that covers K.
       RANKS: a power of two that covers W.
+      QUANTIZED: matrices are in 8 or 4 bits.
       gemm: of the product.
     """
 
@@ -235,7 +237,8 @@ class LowLatencyGemmCombine(LowLatency):
     BLOCK_H: int
     CHOICES: int
     RANKS: int
-    gemm: MaskedGemm
+    QUANTIZED: bool
+    gemm: MaskedGemm | QuantizedGemm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,8 +46,9 @@ SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
 FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "activation.quantize_matrices"}
 LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
+MASKED = {"masked.masked_grouped_gemm"}
 SUMS_AFTER = {"low_latency.low_latency_combine"}
-SUMS_IN_PRODUCT = {"masked.masked_grouped_gemm", "low_latency_gemm_combine.low_latency_gemm_combine"}
+SUMS_IN_PRODUCT = {"low_latency_gemm_combine.low_latency_gemm_combine"}
 
 TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
 
@@ -102,12 +103,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         FP8_ROWS | {"activation.dequantize_rows"},
     ),
     "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
-    "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | SUMS_IN_PRODUCT),
-    "low latency, FP8": (low_latency, layer(quantize_fp8_weights), LOW_LATENCY | SUMS_IN_PRODUCT),
+    "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
+    "low latency, FP8": (low_latency, layer(quantize_fp8_weights), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),
     "low latency, quantised": (
         low_latency,
         layer(quantized("mxfp4")),
-        LOW_LATENCY | SUMS_AFTER | {"quantized_gemm.quantized_masked_grouped_gemm"},
+        LOW_LATENCY | SUMS_IN_PRODUCT | {"quantized_gemm.quantized_masked_grouped_gemm"},
     ),
     "low latency, apart": (low_latency_apart, TOKENS, SUMS_AFTER),
     "one launch": (
@@ -149,7 +150,7 @@ def mesh() -> Iterator[jax.sharding.Mesh]:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
 

@@ -4,6 +4,9 @@ Per-shard functions for use inside `jax.shard_map`; see `dispatch` for the shape
 globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.flax`.
 """
 
+import importlib
+from types import ModuleType
+
 from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding
@@ -68,3 +71,10 @@ __all__ = [
     "sparsemixer_router",
     "topk_router",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`jax_ep.tracing`, which knows how kernels write, is loaded when it is asked for."""
+    if name == "tracing":
+        return importlib.import_module("jax_ep.tracing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

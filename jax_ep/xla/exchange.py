@@ -1,19 +1,39 @@
 """Dispatch and combine by lax collectives with static shapes.
 
-Every rank gathers the tokens of all ranks into fixed slots `[source rank, token]`, and picks its rows from them; sums
-travel back by one all-to-all. With static shapes and no dropped token no exchange can send less: any rank may hold an
-expert of any token. `after` orders the exchanges of kernels; XLA's own collectives see to that themselves.
+There are two ways. All tokens go to all ranks, into fixed slots `[source rank, token]`, each rank picks its rows from
+them, and sums travel back by one all-to-all. Or each token travels once to each rank that has rows for it, in segments:
+by the ragged exchange where the platform has one, else in rounds; memory then follows the rows and the tokens of one
+rank, not those of all. The first way is that of small arrays, and on platforms with a ragged exchange that of routings
+of which most tokens go to most ranks.
+
+`after` orders the exchanges of kernels; XLA's own collectives see to that themselves.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core import layout as rows
 from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
-from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.types import Array, Handle, Layout, Options, Quantized
+from jax_ep.xla import ragged, rounds, segments
+
+GATHERED_BYTES = 2 << 20
+"""Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
+RAGGED_PLATFORMS = ("cuda", "rocm", "tpu")
+"""Those for which XLA has the ragged exchange."""
+RAGGED_COST = 3
+"""What a byte costs there, in bytes to all ranks: on four H200s 2540 us against 903 (docs/performance.md)."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
@@ -22,10 +42,55 @@ def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
     return rows.make_handle(all_gather(topk_idx, options.axis), rank_on(options.axis), num_invalid, layout)
 
 
+def is_small(layout: Layout, row_bytes: int) -> bool:
+    """Whether tokens of `row_bytes` each go to all ranks, on any platform."""
+    return layout.num_ranks == 1 or layout.num_ranks * layout.num_tokens * row_bytes <= GATHERED_BYTES
+
+
+def ragged_pays(layout: Layout) -> bool:
+    """Whether segments, with uniform routing, are that much less than all tokens to all ranks, or these fill memory."""
+    share = 1 - (1 - 1 / layout.num_ranks) ** layout.top_k
+    return RAGGED_COST * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
+
+
+def _choose(
+    layout: Layout, row_bytes: int, to_all: Callable[[Handle], Any], in_segments: Callable[..., Any], handle: Handle
+) -> Any:
+    """`to_all(handle)`, or `in_segments(handle, send=...)` by what there is where the program is lowered for."""
+    if is_small(layout, row_bytes):
+        return to_all(handle)
+    in_rounds = partial(in_segments, send=partial(rounds.send, num_tokens=layout.num_tokens))
+    at_once = partial(in_segments, send=ragged.send) if ragged_pays(layout) else to_all
+    return lax.platform_dependent(handle, default=in_rounds, **dict.fromkeys(RAGGED_PLATFORMS, at_once))
+
+
+def _pick[Tree](tree: Tree, index: Array) -> Tree:
+    """`index` of the first axis of each array, zeros for -1."""
+    return jax.tree.map(lambda x: rows.gather_rows(x, index), tree)
+
+
+def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
+    """Arrays `[T, ...]` to `[R, ...]`, bit for bit."""
+    layout, axis = handle.layout, options.axis
+
+    def to_all(handle: Handle) -> Tree:
+        gathered = jax.tree.map(lambda x: all_gather(x, axis).reshape(-1, *x.shape[1:]), tree)
+        return _pick(gathered, rows.row_tokens(handle))
+
+    def in_segments(handle: Handle, send: Callable[..., Tree]) -> Tree:
+        places = segments.places(handle, axis)
+        there = segments.to_experts(places, layout)
+        received = send(partial(_pick, tree), there, segments.most_here(layout), axis)
+        # Padding has no place: its -1 stays one.
+        return _pick(received, rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1)
+
+    row_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return cast(Tree, _choose(layout, row_bytes, to_all, in_segments, handle))
+
+
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
     """`[T, ...]` per token to `[R, ...]` per row of any dtype, bit for bit; zero in padding rows."""
-    gathered = all_gather(x, options.axis)
-    return rows.gather_rows(gathered.reshape(-1, *x.shape[1:]), rows.row_tokens(handle))
+    return _dispatch(options, x, handle)
 
 
 def dispatch_tokens(options: Options, x: Array, handle: Handle) -> Array:
@@ -37,8 +102,7 @@ def dispatch_tokens(options: Options, x: Array, handle: Handle) -> Array:
 
 def dispatch_quantized(options: Options, x: Array, handle: Handle) -> Quantized:
     """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows may hold anything."""
-    values, scales = fp8.quantize_rows(x)
-    return dispatch_rows(options, values, handle), dispatch_rows(options, scales, handle)
+    return _dispatch(options, fp8.quantize_rows(x), handle)
 
 
 def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
@@ -48,16 +112,40 @@ def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Ar
 
 def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
     """`[R, H]` rows to their unweighted sums `[T, H]`: first per expert rank, then over ranks in rank order."""
+    dtype, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
+
+    def to_all(handle: Handle) -> Array:
+        sums = _partial_sums(options, y, handle, lax.iota(jnp.int32, layout.num_ranks * layout.num_tokens))
+        parts = jax.tree.map(lambda s: exchange(s.reshape(layout.num_ranks, -1, *s.shape[1:]), axis), sums)
+        return sum_in_order(_widened(parts, dtype))
+
+    def in_segments(handle: Handle, send: Callable[..., Array | Quantized]) -> Array:
+        places = segments.places(handle, axis)
+        back = segments.to_sources(places, layout)
+        received = send(partial(_partial_sums, options, y, handle), back, segments.most_home(layout), axis)
+        total = jnp.zeros((), dtype)
+        for place in segments.in_rank_order(places.home, segments.most_ranks(layout)):
+            total = total + _widened(_pick(received, place), dtype)
+        return total
+
+    wire = y.dtype if options.wire_dtype is None else FP8
+    total = cast(Array, _choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
+    return total.astype(options.sum_dtype or y.dtype)
+
+
+def _partial_sums(options: Options, y: Array, handle: Handle, token: Array) -> Array | Quantized:
+    """Sums of the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, as they travel; zeros for -1."""
     dtype = accumulation_dtype(y.dtype)
-    partial = jnp.zeros((), dtype)
-    for k in range(handle.layout.top_k):
-        partial = partial + rows.gather_rows(y, handle.slot_row[:, :, k]).astype(dtype)
-    if options.wire_dtype is None:
-        parts = exchange(partial.astype(y.dtype), options.axis).astype(dtype)
-    else:
-        values, scales = (exchange(part, options.axis) for part in fp8.quantize_rows(partial))
-        parts = fp8.dequantize_rows(values, scales, dtype)
-    return sum_in_order(parts).astype(options.sum_dtype or y.dtype)
+    total = jnp.zeros((), dtype)
+    token_rows = handle.slot_row.reshape(-1, handle.layout.top_k)
+    index = jnp.where(token[:, None] < 0, -1, token_rows[token])
+    for k in range(index.shape[1]):
+        total = total + rows.gather_rows(y, index[:, k]).astype(dtype)
+    return total.astype(y.dtype) if options.wire_dtype is None else fp8.quantize_rows(total)
+
+
+def _widened(part: Array | Quantized, dtype: DTypeLike) -> Array:
+    return fp8.dequantize_rows(*part, dtype) if isinstance(part, tuple) else part.astype(dtype)
 
 
 def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import jax_ep
 from cases import BF16, F32, Shape, assert_close, probabilities, reals
+from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled
 from lib import baselines
 from routings import ROUTINGS
@@ -51,23 +51,6 @@ def check(got, wanted, tolerance=1e-5):
     for name, g, w in zip(NAMES, got, wanted, strict=True):
         assert g.dtype == w.dtype, name
         assert_close(g, w, name, tolerance=tolerance)
-
-
-def emulated_ragged_all_to_all(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name, axis_index_groups=None
-):
-    """What the primitive is documented to do, for a platform that lacks it; refuses sizes that contradict."""
-    sources, me = lax.all_gather(operand, axis_name), lax.axis_index(axis_name)
-    first, count, place = (
-        lax.all_gather(part, axis_name)[:, me] for part in (input_offsets, send_sizes, output_offsets)
-    )
-    row = lax.iota(jnp.int32, output.shape[0])
-    for source in range(sources.shape[0]):
-        inside = (row >= place[source]) & (row < place[source] + count[source])
-        taken = sources[source][jnp.where(inside, first[source] + row - place[source], 0)]
-        output = jnp.where(inside[:, None], taken, output)
-    contradiction = jnp.any(recv_sizes != count)
-    return jnp.where(contradiction, jnp.full_like(output, jnp.nan), output)
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""Segments in rounds of a padded exchange, for platforms without a ragged one.
+
+A round takes the next `ceil(T / W)` tokens of each segment, so it holds T tokens, whatever W. There are as many rounds
+as the longest segment of any rank needs, which the ranks find out first: balanced routings send little more than the
+tokens that have somewhere to go, and none sends more than all tokens to all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.core.collectives import Axis, exchange
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.types import Array
+from jax_ep.xla.segments import Segments, starts
+
+
+def round_size(num_tokens: int, num_ranks: int) -> int:
+    """Tokens of a segment that travel in one round."""
+    return max(1, -(-num_tokens // num_ranks))
+
+
+def send[Tree](
+    rows_of: Callable[[Array], Tree], segments: Segments, num_received: int, axis: Axis, num_tokens: int
+) -> Tree:
+    """What the ranks send here, in rank order, in `num_received` places; zeros behind it.
+
+    Args:
+      rows_of: from what is sent `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
+      segments: of this rank.
+      num_received: places of the result.
+      axis: mesh axes of the ranks.
+      num_tokens: T.
+    """
+    num_ranks = segments.send_counts.shape[0]
+    size = round_size(num_tokens, num_ranks)
+    num_rounds = -(-lax.pmax(jnp.max(segments.send_counts), axis) // size)
+    send_starts, receive_starts = starts(segments.send_counts), starts(segments.receive_counts)
+
+    def one_round(i: Array, received: Tree) -> Tree:
+        offset = i * size + lax.broadcasted_iota(jnp.int32, (num_ranks, size), 1)
+        last = segments.sent.shape[0] - 1
+        index = segments.sent[jnp.minimum(send_starts[:, None] + offset, last)]
+        parts = rows_of(jnp.where(offset < segments.send_counts[:, None], index, -1).reshape(-1))
+        place = jnp.where(offset < segments.receive_counts[:, None], receive_starts[:, None] + offset, num_received)
+
+        def place_one(whole: Array, part: Array) -> Array:
+            arrived = exchange(part.reshape(num_ranks, size, *part.shape[1:]), axis)
+            return whole.at[place.reshape(-1)].set(arrived.reshape(part.shape), mode="drop")
+
+        return jax.tree.map(place_one, received, parts)
+
+    shapes = jax.eval_shape(rows_of, segments.sent)
+    empty = jax.tree.map(lambda part: jnp.zeros((num_received, *part.shape[1:]), part.dtype), shapes)
+    return lax.fori_loop(0, num_rounds, one_round, vary_alike((empty, segments.sent), over=axis)[0])

@@ -1,0 +1,38 @@
+"""`lax.ragged_all_to_all` for CPU devices, for which XLA lacks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def emulated_ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: Any,
+    axis_index_groups: None = None,
+) -> jax.Array:
+    """What the primitive is documented to do; all bits of the result are ones where sizes or offsets contradict."""
+    sources, me = lax.all_gather(operand, axis_name), lax.axis_index(axis_name)
+    first, count, place = (
+        lax.all_gather(part, axis_name)[:, me] for part in (input_offsets, send_sizes, output_offsets)
+    )
+    row = lax.iota(jnp.int32, output.shape[0])
+    bad = jnp.any(recv_sizes != count) | jnp.any(place + count > output.shape[0])
+    bad |= jnp.any(first + count > operand.shape[0]) | jnp.any(jnp.minimum(jnp.minimum(first, place), count) < 0)
+    written = jnp.zeros_like(row)
+    for source in range(sources.shape[0]):
+        inside = (row >= place[source]) & (row < place[source] + count[source])
+        taken = sources[source][jnp.where(inside, first[source] + row - place[source], 0)]
+        output = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), taken, output)
+        written += inside.astype(jnp.int32)
+    bits = jnp.full_like(output, -1, dtype=f"i{output.dtype.itemsize}")
+    return jnp.where(bad | jnp.any(written > 1), lax.bitcast_convert_type(bits, output.dtype), output)

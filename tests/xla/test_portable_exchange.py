@@ -1,0 +1,369 @@
+"""The exchange of `xla` by segments, in rounds and by the ragged exchange: same results, fewer bytes, less memory.
+
+The contract suite holds the exchange of small arrays to the oracle; here arrays of any size take the way of large ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_ep
+import oracle
+from cases import BASE, BF16, F16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from emulated_ragged import emulated_ragged_all_to_all
+from harness import compiled, make_mesh, per_rank, to_numpy
+from jax_ep.types import Layout
+from jax_ep.xla import exchange, rounds
+from routings import FEW_ROUTINGS, ROUTINGS
+
+WAYS = ("rounds", "ragged")
+WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of any size go this way: "gathered", "rounds" or "ragged"."""
+    monkeypatch.setattr(exchange, "GATHERED_BYTES", 1 << 62 if way == "gathered" else 0)
+    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
+    if way == "ragged" and jax.default_backend() == "cpu":
+        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ("cpu",))
+        monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    elif way == "rounds":
+        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ())
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    take(request.param, monkeypatch)
+    return request.param
+
+
+def round_trip(shape: Shape, wire: Any = None, **options: Any) -> Any:
+    """Rows, and sums of other rows, `[W, ...]` of each."""
+
+    def fn(x, ids, y):
+        sent = jax_ep.dispatch(x, ids, num_experts=shape.num_experts, implementation="xla", wire_dtype=wire, **options)
+        return sent.tokens, jax_ep.combine(y, sent.handle, implementation="xla", wire_dtype=wire)
+
+    return fn
+
+
+# Dropless and aligned, cut within a group, cut to a single row, fewer rows than tokens of a rank.
+@pytest.mark.parametrize(("capacity", "alignment"), [(None, 4), (8, 4), (1, 1), (20, 1)])
+@pytest.mark.slow(unless={"capacity": [20]})
+def test_oracle(way: str, capacity: int | None, alignment: int, mesh: Mesh, rng: Any, subtests: Any) -> None:
+    options = {"capacity": capacity, "alignment": alignment}
+    call = compiled(round_trip(BASE, **options), mesh)
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            ids = ROUTINGS[routing](rng, mesh.size, BASE)
+            lay = oracle.layout(ids, BASE.num_experts, **options)
+            x = reals(rng, mesh.size, BASE.num_tokens, BASE.hidden, dtype=BF16)
+            y = integers(rng, *lay.source.shape, BASE.hidden, dtype=BF16)
+            y[lay.is_padding] = np.nan
+            rows, sums = call(x, ids, y)
+            assert_same_bits(rows, oracle.gather(x, lay), "rows")
+            np.testing.assert_array_equal(sums.astype(np.float64), oracle.combine(y, lay), "sums")
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, way: str, fn: Any, mesh: Mesh, *args: Any, **options: Any) -> Any:
+    """Results of `fn`, and what it returns where tokens of all ranks are gathered, which the contract suite proves."""
+    got = compiled(fn, mesh, **options)(*args)
+    take("gathered", monkeypatch)
+    wanted = compiled(lambda *a: fn(*a), mesh, **options)(*args)
+    take(way, monkeypatch)
+    return got, wanted
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["as they are", "fp8"])
+@pytest.mark.slow(unless={"way": ["rounds"], "dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
+def test_same_numbers_as_gathered(way: str, dtype: Any, wire: Any, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+    """Sums have one order: over the rows of a rank, rounded as they travel, then over ranks.
+
+    XLA may fuse the products of scales with these sums, differently in each program, and spare a rounding.
+    """
+    ids = ROUTINGS["duplicates"](rng, mesh.size, WIDE)
+    lay = oracle.layout(ids, WIDE.num_experts)
+    x = reals(rng, mesh.size, WIDE.num_tokens, WIDE.hidden, dtype=dtype)
+    y = reals(rng, *lay.source.shape, WIDE.hidden, dtype=dtype)
+    (rows, sums), (rows_wanted, sums_wanted) = both_ways(monkeypatch, way, round_trip(WIDE, wire), mesh, x, ids, y)
+    assert_same_bits(rows, rows_wanted, "rows")
+    if wire is None:
+        np.testing.assert_array_equal(sums, sums_wanted)
+    else:
+        assert_close(sums, sums_wanted, "sums")
+
+
+@pytest.mark.slow(unless={"way": ["rounds"]})
+def test_float64(way: str, mesh: Mesh, rng: Any, float64: None, monkeypatch: Any) -> None:
+    ids = ROUTINGS["uniform"](rng, mesh.size, WIDE)
+    x = rng.standard_normal((mesh.size, WIDE.num_tokens, WIDE.hidden))
+    y = rng.standard_normal((*oracle.layout(ids, WIDE.num_experts).source.shape, WIDE.hidden))
+    for got, wanted in zip(*both_ways(monkeypatch, way, round_trip(WIDE), mesh, x, ids, y), strict=True):
+        assert got.dtype == np.float64
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("routing", FEW_ROUTINGS)
+@pytest.mark.slow(unless={"routing": ["duplicates"]})
+def test_quantised_pairs(way: str, routing: str, mesh: Mesh, rng: Any) -> None:
+    """Any bits, of any dtype and shape."""
+
+    def fn(values, scales, ids):
+        kwargs = {"num_experts": WIDE.num_experts, "implementation": "xla"}
+        return jax_ep.dispatch((values, scales), ids, **kwargs).tokens
+
+    ids = ROUTINGS[routing](rng, mesh.size, WIDE)
+    lay = oracle.layout(ids, WIDE.num_experts)
+    values = rng.integers(0, 256, (mesh.size, WIDE.num_tokens, 256), np.uint8).view(oracle.FP8)
+    scales = rng.integers(0, 2**32, (mesh.size, WIDE.num_tokens, 2), np.uint32).view(F32)
+    got = compiled(fn, mesh)(values, scales, ids)
+    assert_same_bits(got[0], oracle.gather(values, lay), "values")
+    assert_same_bits(got[1], oracle.gather(scales, lay), "scales")
+
+
+def layer(x, weights, gate_up, down, ids):
+    """`moe` recomputed in the backward pass, and its gradients."""
+
+    @jax.checkpoint
+    def call(x, weights, gate_up, down):
+        return jax_ep.moe(x, ids, weights, gate_up, down, num_experts=BASE.num_experts, implementation="xla")
+
+    out, pull = jax.vjp(call, x, weights, gate_up, down)
+    return out, *pull(jnp.cos(out))
+
+
+def layer_arguments(rng: np.random.Generator, num_ranks: int, batch: tuple[int, ...] = ()) -> tuple[np.ndarray, ...]:
+    ids = np.stack([ROUTINGS["zipf"](rng, num_ranks, BASE) for _ in range(int(np.prod(batch)))], 1)
+    ids = ids.reshape(num_ranks, *batch, *ids.shape[2:])
+    local = BASE.num_experts // num_ranks
+    gate_up = reals(rng, num_ranks, local, BASE.hidden, 2 * BASE.intermediate)
+    down = reals(rng, num_ranks, local, BASE.intermediate, BASE.hidden)
+    return reals(rng, *ids.shape[:-1], BASE.hidden), probabilities(rng, *ids.shape), gate_up, down, ids
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.slow
+def test_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+    arguments = layer_arguments(rng, mesh.size)
+    for got, wanted in zip(*both_ways(monkeypatch, way, layer, mesh, *arguments, check_vma=check_vma), strict=True):
+        assert_close(got, wanted, "result or gradient")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
+def test_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """Problems of one call have rounds of their own."""
+    if way == "ragged":
+        pytest.skip("the emulation is no primitive, and has no batching rule of its own; see test_vmap_on_gpus")
+    fn = layer
+    for _ in batch:
+        fn = jax.vmap(fn, in_axes=(0, 0, None, None, 0))
+    arguments = layer_arguments(rng, 2, batch)
+    for got, wanted in zip(*both_ways(monkeypatch, way, fn, expert_mesh(2), *arguments), strict=True):
+        assert_close(got, wanted, "result or gradient")
+
+
+@pytest.mark.parametrize("axes", [("expert",), ("data", "expert")], ids=len)
+@pytest.mark.slow(unless={"way": ["ragged"], "axes": [("data", "expert")]})
+def test_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> None:
+    """Experts over some axes of a mesh, or over several."""
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    num_ranks = 2 * len(axes)
+
+    def fn(x, ids):
+        kwargs = {"num_experts": BASE.num_experts, "implementation": "xla", "axis_name": axes}
+        sent = jax_ep.dispatch(x, ids, **kwargs)
+        return sent.tokens, jax_ep.combine(sent.tokens, sent.handle, axis_name=axes, implementation="xla")
+
+    ids = np.stack([ROUTINGS["uniform"](rng, num_ranks, BASE) for _ in range(4 // num_ranks)])
+    x = integers(rng, *ids.shape[:-1], BASE.hidden)
+    stacked = [a.reshape(2, 2, *a.shape[2:]) for a in (x, ids)]
+    rows, sums = (a.reshape(*ids.shape[:2], *a.shape[2:]) for a in compiled(fn, mesh)(*stacked))
+    for group in range(len(ids)):
+        lay = oracle.layout(ids[group], BASE.num_experts)
+        assert_same_bits(rows[group], oracle.gather(x[group], lay), "rows")
+        np.testing.assert_array_equal(sums[group], oracle.combine(oracle.gather(x[group], lay), lay), "sums")
+
+
+@pytest.mark.slow
+def test_outside_of_jit(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+    take("rounds", monkeypatch)
+    ids = ROUTINGS["uniform"](rng, mesh.size, BASE)
+    x = reals(rng, mesh.size, BASE.num_tokens, BASE.hidden)
+    lay = oracle.layout(ids, BASE.num_experts)
+    rows, _ = to_numpy(per_rank(round_trip(BASE), mesh)(x, ids, oracle.gather(x, lay)))
+    assert_same_bits(rows, oracle.gather(x, lay), "rows")
+
+
+# ---- What is chosen, and what it costs -----------------------------------------------------------------------------
+
+
+def lowered(platform: str, fn: Any, mesh: Mesh, *args: Any) -> str:
+    return jax.jit(per_rank(fn, mesh)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_lowering_chooses_by_platform(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+    """The ragged exchange on GPUs and TPUs; CPU devices have none, and exchange in rounds. Remat takes both."""
+    monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
+    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
+    arguments = layer_arguments(rng, mesh.size)
+    for platform, is_ragged in (("cuda", True), ("rocm", True), ("tpu", True), ("cpu", False)):
+        text = lowered(platform, layer, mesh, *arguments)
+        assert ("@ragged_all_to_all" in text) == is_ragged, platform
+    monkeypatch.undo()  # this is too small for any of it
+    assert "@ragged_all_to_all" not in lowered("cuda", layer, mesh, *arguments)
+
+
+def test_ragged_exchange_where_it_pays() -> None:
+    """Where most tokens go to most ranks all go to all, unless those are more than the rows."""
+
+    def pays(num_ranks: int, top_k: int, capacity: int = 1 << 30) -> bool:
+        return exchange.ragged_pays(Layout(num_ranks, 256, 4096, top_k, capacity))
+
+    assert not pays(4, 8) and not pays(8, 8) and not pays(16, 8)  # 90, 66 and 40 percent of what all to all is
+    assert pays(32, 8) and pays(64, 8) and pays(8, 2)  # 22, 12 and 23 percent
+    assert pays(16, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
+
+
+def test_vmap_on_gpus(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """The primitive's own batching rule makes one exchange of all problems."""
+    monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
+    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
+    x, *_, ids = layer_arguments(rng, 2, (3,))
+    y = np.zeros((2, 3, 2 * BASE.num_tokens * BASE.top_k, BASE.hidden), F32)
+    text = lowered("cuda", jax.vmap(round_trip(BASE)), expert_mesh(2), x, ids, y)
+    calls = [line for line in text.splitlines() if "@ragged_all_to_all" in line]
+    assert len(calls) == 2  # there and back
+    assert all("tensor<6xi32>" in line for line in calls)  # segments of three problems to two ranks
+
+
+def test_cpu_devices_have_no_ragged_exchange(expert_mesh: Any) -> None:
+    """When this fails, they have: add "cpu" to RAGGED_PLATFORMS, and measure."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPU devices")
+
+    def fn(x):
+        sizes = jnp.ones((2,), jnp.int32)
+        offsets = lax.pcast(jnp.arange(2, dtype=jnp.int32), "expert", to="varying")
+        return lax.ragged_all_to_all(x, jnp.zeros_like(x), offsets, sizes, offsets, sizes, axis_name="expert")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ragged"):
+        jax.jit(per_rank(fn, expert_mesh(2)))(np.ones((2, 2, 4), F32))
+
+
+def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: bool) -> dict[str, Any]:
+    """Compiled dispatch, which makes its handle if it is to plan, and combine."""
+    options = {"num_experts": shape.num_experts, "implementation": "xla", "capacity": capacity}
+    x = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.hidden), F32)
+    y = jax.ShapeDtypeStruct((num_ranks, capacity, shape.hidden), F32)
+    ids = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.top_k), np.int32)
+    handle = jax.eval_shape(per_rank(lambda x, i: jax_ep.dispatch(x, i, **options).handle, mesh), x, ids)
+    by_ids = (lambda x, i: jax_ep.dispatch(x, i, **options).tokens, (x, ids))
+    by_handle = (lambda x, h: jax_ep.dispatch(x, None, handle=h, **options).tokens, (x, handle))
+    combine = (lambda y, h: jax_ep.combine(y, h, implementation="xla"), (y, handle))
+    calls = {"dispatch": by_ids if plan else by_handle, "combine": combine}
+    return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
+
+
+def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
+    """Temporary memory at the capacity of a balanced load: twice the rows. By gathering it is four times and more."""
+    shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
+    capacity = shape.num_tokens * shape.top_k
+    row_bytes = capacity * shape.hidden * 4
+    found: dict[str, list[int]] = {}
+    for num_ranks in (2, 4, 8):
+        for name, program in programs(num_ranks, shape, capacity, expert_mesh(num_ranks), plan=True).items():
+            found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)
+    for name, of_ranks in found.items():
+        assert max(of_ranks) < 2.5 * row_bytes, name
+        numbers = 32 * (8 - 2) * capacity  # of each slot of all ranks, to find its row
+        assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
+
+
+def sent_bytes(program: Any) -> dict[str, int]:
+    """Bytes of the arrays that a compiled program's collectives exchange, of which each rank keeps its own part."""
+    found: dict[str, int] = {}
+    for line in program.as_text().splitlines():
+        match = re.search(r"= (.*?) (all-to-all|all-gather|all-reduce)\(", line)
+        if match:
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
+                size = math.prod(int(n) for n in shape.split(",") if n)
+                key = f"{match[2]} {dtype}"
+                found[key] = found.get(key, 0) + size * np.dtype(HLO_DTYPES[dtype]).itemsize
+    return found
+
+
+HLO_DTYPES = {"f32": "f4", "u8": "u1", "s32": "i4"}
+
+
+def tokens_between(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """`[W, W]` tokens of each rank with an expert on each rank: the least that can travel."""
+    owners = np.where(ids < 0, -1, ids // (num_experts // len(ids)))
+    return np.stack([(owners == rank).any(-1).sum(-1) for rank in range(len(ids))], 1)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
+@pytest.mark.slow(unless={"routing": ["uniform"]})
+def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("reads programs for CPU devices")
+    take("rounds", monkeypatch)
+    shape, num_ranks = Shape(num_tokens=20, top_k=2, num_experts=16, hidden=12), 8
+    size = -(-shape.num_tokens // num_ranks)
+    for name, program in programs(num_ranks, shape, 40, expert_mesh(num_ranks), plan=False).items():
+        found = sent_bytes(program)
+        assert found.pop("all-to-all f32") == num_ranks * size * shape.hidden * 4, name  # of one round
+        assert found.pop("all-to-all u8") == num_ranks * shape.num_tokens, name
+        assert found == {"all-reduce s32": 4}, name
+    counted: list[None] = []
+    monkeypatch.setattr(rounds, "exchange", count_calls(rounds.exchange, counted))
+    ids = ROUTINGS[routing](rng, num_ranks, shape)
+    x = reals(rng, num_ranks, shape.num_tokens, shape.hidden)
+    compiled(round_trip(shape), expert_mesh(num_ranks))(x, ids, reals(rng, num_ranks, 320, shape.hidden))
+    jax.effects_barrier()
+    num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
+    assert len(counted) == 2 * num_ranks * num_rounds  # there and back
+
+
+def count_calls(function: Any, counted: list[None]) -> Any:
+    """`function`, which adds to a list on each rank and in each round."""
+
+    def call(x, axis):
+        jax.debug.callback(lambda: counted.append(None))
+        return function(x, axis)
+
+    return call
+
+
+def test_ragged_bytes_are_the_least(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """Each token once to each rank with an expert of it, there and back, and no sum of what nobody has."""
+    take("ragged", monkeypatch)
+    shape, sizes = Shape(num_tokens=20, top_k=3, num_experts=16, hidden=12), []
+
+    def recorded(operand, output, starts, send_sizes, places, receive_sizes, *, axis_name):
+        def note(rank, sizes_of_rank):
+            sizes.append((int(rank), sizes_of_rank.tolist()))
+
+        jax.debug.callback(note, lax.axis_index(axis_name), send_sizes)
+        arrays = (operand, output, starts, send_sizes, places, receive_sizes)
+        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
+
+    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
+    ids = ROUTINGS["duplicates"](rng, 4, shape)
+    x, y = reals(rng, 4, 20, 12), reals(rng, 4, 240, 12)
+    compiled(round_trip(shape), expert_mesh(4))(x, ids, y)
+    jax.effects_barrier()
+    least = tokens_between(ids, shape.num_experts)
+    there_and_back = [*enumerate(least.tolist()), *enumerate(least.T.tolist())]
+    assert sorted(sizes) == sorted(there_and_back)

@@ -163,7 +163,7 @@ def test_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh, rng: Any, mo
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
 def test_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Problems of one call have rounds of their own."""
-    if way == "ragged":
+    if way == "ragged" and jax.default_backend() == "cpu":
         pytest.skip("the emulation is no primitive, and has no batching rule of its own; see test_vmap_on_gpus")
     fn = layer
     for _ in batch:
@@ -230,9 +230,9 @@ def test_ragged_exchange_where_it_pays() -> None:
     def pays(num_ranks: int, top_k: int, capacity: int = 1 << 30) -> bool:
         return exchange.ragged_pays(Layout(num_ranks, 256, 4096, top_k, capacity))
 
-    assert not pays(4, 8) and not pays(8, 8) and not pays(16, 8)  # 90, 66 and 40 percent of what all to all is
-    assert pays(32, 8) and pays(64, 8) and pays(8, 2)  # 22, 12 and 23 percent
-    assert pays(16, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
+    assert not pays(4, 8) and not pays(8, 8) and not pays(20, 8)  # 90, 66 and 34 percent of what all to all is
+    assert pays(21, 8) and pays(64, 8) and pays(8, 2)  # 32, 12 and 23 percent
+    assert pays(9, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
 
 
 def test_vmap_on_gpus(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:

@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec
 
 from jax_ep.core import check
 from jax_ep.core.activations import activate
-from jax_ep.core.mesh_axes import rearrange
+from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
-from jax_ep.types import Experts, QuantizedExperts, Routing, Schedule
+from jax_ep.types import AxisName, Experts, QuantizedExperts, Routing, Schedule, Topology
 
 try:
     from flax import nnx
@@ -122,7 +122,7 @@ class MoE(nnx.Module):
       preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
         and that of the tokens for the result.
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
-      axis_name: mesh axis, or axes, that shard the experts.
+      axis_name: mesh axis, or axes, that shard the experts; or a `jax_ep.Topology`, see `jax_ep.moe`.
       batch_axes: further mesh axes that shard the tokens.
       tensor_axis: mesh axis that splits I of the experts. Gates and what they multiply then have an axis of their own:
         `w_gate_up [E, H, 2, I]`, `[E, H, 1, I]` without gates, and `b_gate_up [E, 2, I]`.
@@ -165,7 +165,7 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         preferred_element_type: Any = None,
         mesh: jax.sharding.Mesh | None = None,
-        axis_name: str | tuple[str, ...] = "expert",
+        axis_name: AxisName = "expert",
         batch_axes: str | Sequence[str] = (),
         tensor_axis: str | None = None,
         fsdp_axis: str | None = None,
@@ -210,7 +210,8 @@ class MoE(nnx.Module):
         self.dtype = dtype
         self.preferred_element_type = preferred_element_type
         self.mesh = mesh
-        self.axis_name = _axes(axis_name)
+        self.axis_name = axis_tuple(axis_name)
+        self.topology = axis_name if isinstance(axis_name, Topology) else None
         self.batch_axes = _axes(batch_axes)
         self.tensor_axis = tensor_axis
         self.fsdp_axis = fsdp_axis
@@ -418,7 +419,7 @@ class MoE(nnx.Module):
             self.axis_name, batch_axes=self.batch_axes, tensor_axis=self.tensor_axis, fsdp_axis=self.fsdp_axis
         )
 
-    def _low_latency(self, axis_name: tuple[str, ...]) -> Callable[..., Array]:
+    def _low_latency(self, axis_name: AxisName) -> Callable[..., Array]:
         """The layer per shard, of tokens, ids, weights, and what the experts are made of."""
 
         def run(x: Array, topk_idx: Array, topk_weights: Array, weights: ServingWeights) -> Array:
@@ -499,7 +500,7 @@ class MoE(nnx.Module):
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
         if serving is not None and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
             experts = jax.shard_map(
-                self._low_latency(self.axis_name),
+                self._low_latency(self.topology or self.axis_name),
                 mesh=self.mesh,
                 in_specs=(specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)),
                 out_specs=specs.tokens,
@@ -510,7 +511,7 @@ class MoE(nnx.Module):
             run = sharded_moe(
                 self.mesh,
                 num_experts=self.num_experts,
-                axis_name=self.axis_name,
+                axis_name=self.topology or self.axis_name,
                 batch_axes=self.batch_axes,
                 tensor_axis=None if self.w_gate_up is None else self.tensor_axis,
                 fsdp_axis=None if self.w_gate_up is None else self.fsdp_axis,

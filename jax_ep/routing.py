@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_ep.core import check
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.mesh_axes import axis_size
+from jax_ep.core.mesh_axes import axis_size, axis_tuple
 from jax_ep.core.named_scopes import operation
 from jax_ep.types import Array, AxisName, Routing
 
@@ -254,7 +254,7 @@ def load_balancing_loss(
     slots = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
     counts = jnp.zeros((num_experts,), jnp.int32).at[slots].add(1, mode="drop")
     if axis_name is not None:
-        counts = lax.psum(counts, axis_name)
+        counts = lax.psum(counts, axis_tuple(axis_name))
     share = counts.astype(scores.dtype) / jnp.maximum(jnp.sum(counts), 1).astype(scores.dtype)
     return num_experts * jnp.sum(share * _mean_over_tokens(normalised, token_mask, axis_name))
 
@@ -412,7 +412,7 @@ def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: AxisNa
     count = values.shape[0] if token_mask is None else jnp.sum(token_mask, dtype=jnp.int32)
     if axis_name is not None:
         # Ranks may have different numbers of tokens that count, so the mean of their means would be another one.
-        total, count = lax.psum(total, axis_name), lax.psum(count, axis_name)
+        total, count = (lax.psum(value, axis_tuple(axis_name)) for value in (total, count))
     return total / jnp.maximum(count, 1).astype(values.dtype)
 
 

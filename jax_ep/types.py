@@ -21,12 +21,93 @@ HIDDEN_NAME = "jax_ep.hidden"
 """And the results of the first product."""
 OUTPUT_NAME = "jax_ep.output"
 """And those of the layer."""
-AxisName = str | tuple[str, ...]
 Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
 Tokens = Array | Quantized
 """Rows `[N, H]` as they are, or in FP8."""
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Mesh axes of the experts of which one is slow: tokens cross it once per node, and spread inside the node.
+
+    Taken as `axis_name` in the place of the tuple `(node, local)`, with the same experts on the same ranks: those of a
+    node are contiguous, and so are those of a rank. The tuple alone means one exchange among all ranks.
+
+    Attributes:
+      node: mesh axis, or tuple of axes, between nodes.
+      local: mesh axis, or tuple of axes, inside a node.
+      num_blocks: of a layer, into how many blocks its tokens are divided, each with exchanges and products of its own,
+        so that one block can cross nodes while another is multiplied. Other functions do not read it.
+      node_capacity: tokens that a rank keeps at most of those that come to it over the node axis, its own among them,
+        in the order of nodes; in a layer, of each block. Their slots in this node are counted as dropped where more
+        come. None: as many as there are, the ranks of `node` times T.
+
+    Raises:
+      ValueError: an axis that is named twice, or none; a number less than one.
+      TypeError: a value of another type.
+
+    Example:
+      >>> import jax_ep
+      >>> jax_ep.Topology(node="node", local="expert").axes
+      ('node', 'expert')
+
+    Source: the exchange limited to nodes of DeepSeek-V3 (arXiv:2412.19437, section 3.2.2).
+    """
+
+    node: str | tuple[str, ...]
+    local: str | tuple[str, ...]
+    num_blocks: int = 1
+    node_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("node", "local"):
+            value = getattr(self, field)
+            names = (value,) if isinstance(value, str) else value
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise TypeError(
+                    f"Topology: {field}={value!r} is a {type(value).__name__}, expected the name of a mesh axis, a str,"
+                    " or a tuple of names; pass e.g. Topology(node='node', local='expert')."
+                )
+            if not names:
+                raise ValueError(
+                    f"Topology: {field}={value!r} names no axis, expected at least one; pass the other axes alone as"
+                    " axis_name."
+                )
+        if len(set(self.axes)) != len(self.axes):
+            raise ValueError(
+                f"Topology: node={self.node!r} and local={self.local!r} name an axis twice; expected different axes:"
+                " remove the repeated one."
+            )
+        for field in ("num_blocks", "node_capacity"):
+            value = getattr(self, field)
+            if value is None and field == "node_capacity":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Topology: {field}={value!r} is a {type(value).__name__}, expected an int; pass one.")
+            if value < 1:
+                raise ValueError(f"Topology: {field}={value}, expected 1 or more; pass a positive number.")
+
+    @property
+    def node_axes(self) -> tuple[str, ...]:
+        """The axes between nodes."""
+        return (self.node,) if isinstance(self.node, str) else self.node
+
+    @property
+    def local_axes(self) -> tuple[str, ...]:
+        """The axes inside a node."""
+        return (self.local,) if isinstance(self.local, str) else self.local
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes, nodes first: in this order they number the ranks."""
+        return self.node_axes + self.local_axes
+
+
+AxisName = str | tuple[str, ...] | Topology
+"""One mesh axis, several with one exchange over all of them, or several of which some are slow."""
 
 DISPATCH_MODES = ("fused", "serial")
 COMBINE_MODES = ("scatter", "serial")
@@ -339,6 +420,31 @@ class Handle:
     num_invalid: Array
     num_dropped: Array
     layout: Layout = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HierarchicalHandle:
+    """Where the rows of a dispatch over a `Topology` came from: one handle for each leg; a pytree.
+
+    Attributes:
+      node: of the exchange between the ranks of the same place in their nodes, whose "experts" are the nodes: its rows
+        are the tokens that came to this rank, ordered by node and token.
+      local: of the exchange inside the node, whose tokens are these rows.
+      num_invalid: `[]` int32, see `Handle`.
+      num_dropped: `[]` int32. Slots that should have had a row on this rank and lay past its capacity, and slots in
+        this node of tokens that came to this rank past `Topology.node_capacity`.
+    """
+
+    node: Handle
+    local: Handle
+    num_invalid: Array
+    num_dropped: Array
+
+    @property
+    def group_sizes(self) -> Array:
+        """`[L]` int32, see `Handle`."""
+        return self.local.group_sizes
 
 
 class Dispatched(NamedTuple):

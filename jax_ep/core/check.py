@@ -394,3 +394,14 @@ def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
     if value.dtype.itemsize < 4:
         value = value.astype(jnp.int32)
     return jnp.clip(value, 0, most).astype(jnp.int32)  # in a dtype that has room for `most`
+
+
+def ids_that_count(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Any) -> Array:
+    """Ids without those of tokens at and past `num_tokens`."""
+    if handle is not None or topk_idx is None:
+        raise ValueError(
+            f"{function}: num_tokens without topk_idx, or beside a handle, which knows which tokens count; expected"
+            " num_tokens with topk_idx alone: leave one out."
+        )
+    count = token_count(function, num_tokens, topk_idx.shape[0])
+    return jnp.where(jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < count, topk_idx, -1)

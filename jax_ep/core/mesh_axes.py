@@ -9,11 +9,13 @@ from types import UnionType
 import jax
 from jax import lax
 
-from jax_ep.types import Array, AxisName
+from jax_ep.types import Array, AxisName, Topology
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
-    """`axis_name` as a tuple, whether it names one axis or several."""
+    """`axis_name` as a tuple, whether it names one axis or several, some of which may be slow."""
+    if isinstance(axis_name, Topology):
+        return axis_name.axes
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(

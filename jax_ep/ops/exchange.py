@@ -23,8 +23,20 @@ from jax_ep.core.layout import dropless_capacity, row_groups
 from jax_ep.core.mesh_axes import spread_axes, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import without_gradient
-from jax_ep.ops import registry
-from jax_ep.types import Array, AxisName, Dispatched, Handle, Layout, Options, Quantized, Schedule, Tokens
+from jax_ep.ops import hierarchical, registry
+from jax_ep.types import (
+    Array,
+    AxisName,
+    Dispatched,
+    Handle,
+    HierarchicalHandle,
+    Layout,
+    Options,
+    Quantized,
+    Schedule,
+    Tokens,
+    Topology,
+)
 
 _NO_GRADIENT_OF_PAIRS = (
     "dispatch of a (values, scales) pair has no gradient: pass the tokens themselves with wire_dtype=float8_e4m3fn."
@@ -43,7 +55,7 @@ def dispatch(
     alignment: int = 1,
     num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
-    handle: Handle | None = None,
+    handle: Handle | HierarchicalHandle | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Dispatched:
@@ -60,14 +72,16 @@ def dispatch(
         (outside jit), and are treated as -1 and counted in `handle.num_invalid` elsewhere. May be None with `handle`.
       topk_weights: `[T, K]` float32 router weights, or None.
       num_experts: E over all ranks; rank r owns experts `[r * L, (r + 1) * L)`.
-      axis_name: mesh axis, or tuple of axes, over which experts are spread; `()` on one device without a mesh.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread; `()` on one device without a mesh. Or a
+        `Topology`, whose node axis tokens cross once per node: rows of an expert are then ordered by local rank before
+        node, and the handle is a `HierarchicalHandle`.
       capacity: R, static rows on each rank. None: enough for any routing (W * T * K plus alignment padding), so that
         nothing is dropped. Rows past it, in row order, are dropped and counted.
       alignment: every expert starts at a multiple of this many rows; `group_sizes` include that padding.
       num_tokens: `[]` int32, tokens at and past this index of this rank are ignored, as if their ids were -1: they have
         no rows, and may hold anything; None: all T count. Not with `handle`, which knows.
       wire_dtype: `jnp.float8_e4m3fn` sends tokens quantised per 128 columns, and their cotangents too; None sends them
-        as they are.
+        as they are. Over a `Topology` that is of the way between nodes.
       handle: layout of an earlier dispatch with the same ids, to be used again.
       schedule: how launches share the GPU, see `Schedule`; None: the package's choice.
       implementation: name, names in order of preference, or None for the best that fits.
@@ -95,6 +109,22 @@ def dispatch(
 
     Source: the expert-major layout is that of MegaBlocks (arXiv:2211.15841).
     """
+    if isinstance(axis_name, Topology):
+        return hierarchical.dispatch(
+            dispatch,
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=num_experts,
+            axis_name=axis_name,
+            num_tokens=num_tokens,
+            wire_dtype=wire_dtype,
+            handle=handle,
+            capacity=capacity,
+            alignment=alignment,
+            schedule=schedule,
+            implementation=implementation,
+        )
     options = registry.options("dispatch", axis_name, implementation, wire_dtype, schedule)
     options, x, topk_weights, handle = prepare(
         options,
@@ -119,7 +149,7 @@ def dispatch(
 @operation
 def combine(
     y: Array,
-    handle: Handle,
+    handle: Handle | HierarchicalHandle,
     *,
     axis_name: AxisName = "expert",
     wire_dtype: DTypeLike | None = None,
@@ -130,7 +160,8 @@ def combine(
     """Sends expert outputs back to the ranks of their tokens and sums them there, unweighted.
 
     Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
-    order of k in float32, rounded to the wire format, and added at the source in rank order in float32; the result is
+    order of k in float32, rounded to the wire format, and added at the source in rank order in float32; over a
+    `Topology` the sums of the ranks of a node are rounded to the wire format too, and added in node order. The result is
     deterministic. Differentiable in `y`: the transpose is `dispatch` over the same handle.
 
     Args:
@@ -158,6 +189,17 @@ def combine(
       [2.0, 1.0]
     """
     function = "combine"
+    if isinstance(axis_name, Topology):
+        return hierarchical.combine(
+            combine,
+            y,
+            handle,
+            axis_name=axis_name,
+            wire_dtype=wire_dtype,
+            preferred_element_type=preferred_element_type,
+            schedule=schedule,
+            implementation=implementation,
+        )
     options = registry.options(function, axis_name, implementation, wire_dtype, schedule)
     y = check.matrix(function, "y", y, "[R, H]")
     layout = check.handle(function, handle, Handle, axis_name)
@@ -170,7 +212,7 @@ def combine(
 
 
 @operation
-def row_experts(handle: Handle) -> Array:
+def row_experts(handle: Handle | HierarchicalHandle) -> Array:
     """The local expert of every row of a dispatch, for expert functions of one's own.
 
     Args:
@@ -188,6 +230,7 @@ def row_experts(handle: Handle) -> Array:
       >>> jax_ep.row_experts(d.handle).tolist()
       [0, 1, -1]
     """
+    handle = handle.local if isinstance(handle, HierarchicalHandle) else handle
     if not isinstance(handle, Handle):
         raise TypeError(
             f"row_experts: handle is a {type(handle).__name__}, expected the Handle of a dispatch; pass"
@@ -235,7 +278,7 @@ def prepare(
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
-        topk_idx = ids_that_count(function, topk_idx, num_tokens, handle)
+        topk_idx = check.ids_that_count(function, topk_idx, num_tokens, handle)
         check.expert_ids(function, topk_idx, None, num_experts)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
@@ -248,17 +291,6 @@ def prepare(
     if handle is None:
         handle = registry.get("exchange", name).plan(options, cast(Array, topk_idx), layout)
     return Prepared(options, x, topk_weights, handle)
-
-
-def ids_that_count(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Handle | None) -> Array:
-    """Ids without those of tokens at and past `num_tokens`."""
-    if handle is not None or topk_idx is None:
-        raise ValueError(
-            f"{function}: num_tokens without topk_idx, or beside a handle, which knows which tokens count; expected"
-            " num_tokens with topk_idx alone: leave one out."
-        )
-    count = check.token_count(function, num_tokens, topk_idx.shape[0])
-    return jnp.where(jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < count, topk_idx, -1)
 
 
 def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Handle | None) -> Layout:

@@ -17,7 +17,7 @@ from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
-from jax_ep.ops import exchange, exchange_gemm, moe_fp8, quantized_gemm, registry
+from jax_ep.ops import exchange, exchange_gemm, hierarchical, moe_fp8, quantized_gemm, registry
 from jax_ep.ops import fused_moe as fused_moe_in_one
 from jax_ep.ops.activation import activate, activate_to_fp8, is_one_pass
 from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
@@ -32,9 +32,11 @@ from jax_ep.types import (
     Options,
     QuantizedExperts,
     Schedule,
+    Topology,
 )
 
 _MATRICES = ("w_gate_up", "w_down")
+_NO_WEIGHTS = "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
 
 
 @operation
@@ -80,8 +82,9 @@ def moe(
       b_gate_up: biases of the first product, one for each column of w_gate_up, `[L, 2 * I]`; None: none.
       b_down: `[L, H]` biases of the second, which router weights scale like all that experts return; None: none.
       activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; short for `experts`.
-      axis_name: mesh axis, or tuple of axes, over which experts are spread.
-      capacity: static rows per rank; None: nothing is dropped. See `dispatch`.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, whose node axis tokens
+        cross once per node, and sums of them once, to the layer over its local axis.
+      capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
       num_tokens: see `dispatch`.
       wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward.
       forward_dtype: `jnp.float8_e4m3fn` runs both products of the forward pass in FP8: tokens and activated rows with
@@ -116,14 +119,46 @@ def moe(
 
     Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
     """
+    if isinstance(axis_name, Topology):
+        if topk_weights is None:
+            raise TypeError(_NO_WEIGHTS)
+        if capacity is not None and axis_name.num_blocks > 1:
+            raise ValueError(
+                f"moe: {capacity=} beside num_blocks={axis_name.num_blocks} of the Topology, expected one of the two,"
+                " since each block has rows of its own, fewer than the whole; leave one out."
+            )
+        inside = functools.partial(
+            moe,
+            w_gate_up=w_gate_up,
+            w_down=w_down,
+            experts=experts,
+            b_gate_up=b_gate_up,
+            b_down=b_down,
+            activation=activation,
+            capacity=capacity,
+            forward_dtype=forward_dtype,
+            schedule=schedule,
+            implementation=implementation,
+        )
+        y = hierarchical.layer(
+            inside,
+            "moe",
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=num_experts,
+            axis_name=axis_name,
+            num_tokens=num_tokens,
+            wire_dtypes=(wire_dtype, wire_dtype),
+            sum_dtype=preferred_element_type,
+        )
+        return checkpoint_name(y, OUTPUT_NAME)
     options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
     x = check.matrix("moe", "x", x, "[T, H]")
     parts = ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
     experts, parts = _check_experts(options, x, parts, num_experts, experts, activation)
     if topk_weights is None:
-        raise TypeError(
-            "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
-        )
+        raise TypeError(_NO_WEIGHTS)
     in_fp8 = forward_dtype is not None and moe_fp8.checked(
         options, forward_dtype, experts, parts.b_gate_up, parts.w_down
     )
@@ -308,7 +343,7 @@ def _in_one_launch(
     topk_idx = check.expert_ids(options.function, topk_idx, x.shape[0], num_experts, all_count=all_count)
     topk_weights = check.router_weights(options.function, topk_weights, topk_idx.shape, x)
     if num_tokens is not None:
-        topk_idx = exchange.ids_that_count(options.function, topk_idx, num_tokens, None)
+        topk_idx = check.ids_that_count(options.function, topk_idx, num_tokens, None)
     apart = dataclasses.replace(options.schedule, single_launch=False)
 
     def unfused(topk_idx: Array, x: Array, topk_weights: Array, matrices: Any, biases: Any) -> Array:

@@ -16,7 +16,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.ops import quantized_gemm, registry
+from jax_ep.ops import hierarchical, quantized_gemm, registry
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_layout,
@@ -34,6 +34,7 @@ from jax_ep.types import (
     Quantized,
     QuantizedExperts,
     Schedule,
+    Topology,
 )
 
 
@@ -77,8 +78,9 @@ def low_latency_moe(
       b_gate_up: biases of the first product, one for each row of w_gate_up, `[L, 2 * I]`; None: none.
       b_down: `[L, H]` biases of the second; None: none.
       activation: as for `moe`; short for `experts`.
-      axis_name: mesh axis, or tuple of axes, over which experts are spread.
-      max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers. None: T.
+      axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, see `moe`.
+      max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
+        they hold the tokens that can come from all nodes. None: T.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
       preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
       schedule: see `dispatch`.
@@ -105,6 +107,35 @@ def low_latency_moe(
     Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
     """
     function = "low_latency_moe"
+    if isinstance(axis_name, Topology):
+        inside = partial(
+            low_latency_moe,
+            w_gate_up=w_gate_up,
+            w_down=w_down,
+            experts=experts,
+            b_gate_up=b_gate_up,
+            b_down=b_down,
+            activation=activation,
+            preferred_element_type=preferred_element_type,
+            schedule=schedule,
+            implementation=implementation,
+        )
+        x = check.matrix(function, "x", x, "[T, H]")
+        if max_tokens_per_rank is not None:
+            checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
+        takes_fp8 = check_quantized.takes_fp8(check_quantized.as_pair(function, "w_gate_up", w_gate_up))
+        return hierarchical.layer(
+            inside,
+            function,
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=num_experts,
+            axis_name=axis_name,
+            num_tokens=num_tokens,
+            wire_dtypes=(FP8 if takes_fp8 else None, None),
+            sum_dtype=preferred_element_type,
+        )
     options = registry.options(function, axis_name, implementation, None, schedule)
     x = check.matrix(function, "x", x, "[T, H]")
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)

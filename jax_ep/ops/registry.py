@@ -21,7 +21,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jax_ep.core.mesh_axes import axis_tuple, platform
-from jax_ep.types import AxisName, Options, Schedule
+from jax_ep.types import AxisName, Options, Schedule, Topology
 
 _log = logging.getLogger("jax_ep")
 
@@ -53,7 +53,14 @@ def options(
     Raises:
       ValueError: a name that is not registered.
       TypeError: names, an axis or a schedule of another type.
+      NotImplementedError: a `Topology`, which layers and exchanges that know it have taken apart before.
     """
+    if isinstance(axis_name, Topology):
+        raise NotImplementedError(
+            f"{function}: axis_name={axis_name!r}: only dispatch, combine, moe, low_latency_moe, sharded_moe and"
+            f" flax.MoE know slow axes; call one of them, or pass the tuple {axis_name.axes} for one exchange among all"
+            " ranks."
+        )
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(
             f"{function}: schedule is a {type(schedule).__name__}, expected a jax_ep.Schedule, or None for the"

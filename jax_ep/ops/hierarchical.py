@@ -1,0 +1,241 @@
+"""Two legs instead of one exchange: between nodes, where links are slow, and inside each node.
+
+Ranks of the same place in their nodes exchange tokens first, each token once per node with experts of its own: to that
+exchange, which is the portable one, nodes are the experts. What has arrived are the tokens of an ordinary exchange, or
+layer, inside the node, on the fastest implementation there. Sums come back on the same ways, added up in the node first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_ep.core import check
+from jax_ep.core.collectives import all_gather, rank_on
+from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
+from jax_ep.core.mesh_axes import axis_size, spread_axes, vary_alike
+from jax_ep.ops import registry
+from jax_ep.types import Array, Dispatched, Handle, HierarchicalHandle, Layout, Options, Tokens, Topology
+
+_exchange = partial(registry.get, "exchange", "xla")  # XLA's collectives reach other machines
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_nodes(options: Options, x: Array, handle: Handle) -> Array:
+    """`[T, H]` tokens to `[N, H]`, those that have come to this rank; transpose of `_from_nodes`."""
+    return _exchange().dispatch_tokens(options, x, handle)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _from_nodes(options: Options, y: Array, handle: Handle) -> Array:
+    """`[N, H]` sums of nodes to those of tokens `[T, H]`, in the order of nodes; transpose of `_to_nodes`."""
+    return _exchange().combine_tokens(options, y, handle)
+
+
+def _transposes(function: Any, transpose: Any) -> None:
+    def forward(options: Options, rows: Array, handle: Handle) -> tuple[Array, Any]:
+        return function(options, rows, handle), (rows[:0], handle)
+
+    def backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Array, None]:
+        like, handle = residuals
+        return transpose(options.transposed, cotangent.astype(like.dtype), handle), None
+
+    function.defvjp(forward, backward)
+
+
+_transposes(_to_nodes, _from_nodes)
+_transposes(_from_nodes, _to_nodes)
+
+
+class Arrived(NamedTuple):
+    """What has come to a rank over the node axis, N tokens, as an exchange inside the node takes it.
+
+    Attributes:
+      x: `[N, H]` tokens, or such a pair; zero where there is none.
+      topk_idx: `[N, K]` experts of this node, the first of which is 0, or None where a handle was given.
+      topk_weights: `[N, K]`, or None.
+      handle: of the exchange.
+      num_dropped: `[]` slots of tokens that had no room.
+    """
+
+    x: Any
+    topk_idx: Array | None
+    topk_weights: Array | None
+    handle: Handle
+    num_dropped: Array
+
+
+def _options(function: str, topology: Topology, wire_dtype: DTypeLike | None = None) -> Options:
+    return Options(function, topology.node_axes, ("xla",), wire_dtype)
+
+
+def send(
+    options: Options, topology: Topology, x: Tokens, topk_idx: Array, topk_weights: Array | None, num_experts: int
+) -> Arrived:
+    """Brings tokens to the nodes of their experts, all arguments checked and alike in their mesh axes."""
+    num_nodes = axis_size(options.axis, function=options.function)
+    per_node = num_experts // num_nodes
+    handle = _plan(options, topology, topk_idx, num_nodes, per_node)
+    ids = all_gather(topk_idx, options.axis).reshape(-1, topk_idx.shape[1]) - rank_on(options.axis) * per_node
+    is_here = (ids >= 0) & (ids < per_node)
+    tokens = row_tokens(handle)
+    ids_here = gather_rows(jnp.where(is_here, ids + 1, 0), tokens) - 1  # -1 in rows without a token
+    num_dropped = jnp.sum(is_here, dtype=jnp.int32) - jnp.sum(ids_here >= 0, dtype=jnp.int32)
+    return Arrived(*_send_along(options, x, topk_weights, handle, ids_here), handle, num_dropped)
+
+
+def _send_along(
+    options: Options, x: Tokens, topk_weights: Array | None, handle: Handle, ids: Array | None
+) -> tuple[Any, Array | None, Array | None]:
+    if isinstance(x, tuple):
+        rows: Any = tuple(_exchange().dispatch_rows(options, part, handle) for part in x)
+    else:
+        rows = _to_nodes(options, x, handle)
+    if topk_weights is not None:
+        topk_weights = _to_nodes(dataclasses.replace(options, wire_dtype=None), topk_weights, handle)
+    return rows, ids, topk_weights
+
+
+def _plan(options: Options, topology: Topology, topk_idx: Array, num_nodes: int, per_node: int) -> Handle:
+    """The handle of an exchange in which each token has every node at most once."""
+    num_tokens, top_k = topk_idx.shape
+    valid = (topk_idx >= 0) & (topk_idx < num_nodes * per_node)
+    nodes = jnp.where(valid, topk_idx // per_node, -1)
+    is_same = nodes[:, :, None] == nodes[:, None, :]
+    is_repeated = jnp.any(is_same & jnp.tri(top_k, k=-1, dtype=jnp.bool_)[None], axis=2)
+    most = min(num_nodes, top_k)
+    nodes = lax.top_k(jnp.where(is_repeated, -1, nodes), most)[0]
+    capacity = num_nodes * num_tokens
+    if topology.node_capacity is not None:
+        capacity = min(capacity, topology.node_capacity)
+    layout = Layout(num_nodes, num_nodes, num_tokens, most, capacity, axis=spread_axes(options.axis))
+    return _exchange().plan(options, nodes, layout)
+
+
+def dispatch(
+    inside: Callable[..., Dispatched],
+    x: Tokens,
+    topk_idx: Array | None,
+    topk_weights: Array | None,
+    *,
+    num_experts: int,
+    axis_name: Topology,
+    num_tokens: Array | int | None,
+    wire_dtype: DTypeLike | None,
+    handle: HierarchicalHandle | None,
+    **keywords: Any,
+) -> Dispatched:
+    """`dispatch` over nodes, then `inside`, which is `dispatch`, in the node with further keywords."""
+    topology, function = axis_name, "dispatch"
+    x = check.tokens(function, x)
+    num_rows = (x[0] if isinstance(x, tuple) else x).shape[0]
+    num_experts, _ = check.experts(function, num_experts, topology)
+    options = _options(function, topology, check.wire(function, wire_dtype, x))
+    if topk_idx is not None:
+        topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
+    if num_tokens is not None:
+        topk_idx = check.ids_that_count(function, topk_idx, num_tokens, handle)
+    if handle is None and topk_idx is None:
+        raise ValueError(f"{function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle.")
+    top_k = checked_handle(function, handle, topology, num_rows) if topk_idx is None else topk_idx.shape[1]
+    if topk_weights is not None:
+        topk_weights = check.router_weights(function, topk_weights, (num_rows, top_k), x)
+    x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=topology.axes)
+    if handle is None:
+        arrived = send(options, topology, x, topk_idx, topk_weights, num_experts)
+        num_invalid = count_invalid(topk_idx, num_experts)
+    else:
+        checked_handle(function, handle, topology, num_rows)
+        parts = _send_along(options, x, topk_weights, handle.node, None)
+        arrived = Arrived(*parts, handle.node, handle.num_dropped - handle.local.num_dropped)
+        num_invalid = handle.num_invalid
+    per_node = num_experts // axis_size(topology.node_axes, function=function)
+    local = None if handle is None else handle.local
+    d = inside(*arrived[:3], num_experts=per_node, axis_name=topology.local, handle=local, **keywords)
+    num_dropped = arrived.num_dropped + d.dropped
+    both = HierarchicalHandle(arrived.handle, d.handle, num_invalid, num_dropped)
+    return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
+
+
+def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: int | None = None) -> int:
+    """K of a handle of these axes, for so many tokens."""
+    if not isinstance(handle, HierarchicalHandle):
+        raise TypeError(
+            f"{function}: handle is a {type(handle).__name__}, expected the HierarchicalHandle of the matching dispatch;"
+            f" pass that of a dispatch with axis_name={topology!r}."
+        )
+    layout = check.handle(function, handle.node, Handle, topology.node)
+    check.handle(function, handle.local, Handle, topology.local)
+    if num_tokens is not None:
+        remedy = "pass as many tokens as to the dispatch that made the handle"
+        check.size(function, "the number of tokens", num_tokens, layout.num_tokens, remedy)
+    return handle.local.layout.top_k
+
+
+def combine(
+    inside: Callable[..., Array],
+    y: Array,
+    handle: HierarchicalHandle,
+    *,
+    axis_name: Topology,
+    wire_dtype: DTypeLike | None,
+    preferred_element_type: DTypeLike | None,
+    **keywords: Any,
+) -> Array:
+    """Sums by `inside`, which is `combine`, in the node, and then over the nodes."""
+    function = "combine"
+    y = check.matrix(function, "y", y, "[R, H]")
+    checked_handle(function, handle, axis_name)
+    sum_dtype = check.result_dtype(function, preferred_element_type, y.dtype)
+    options = _options(function, axis_name, check.wire(function, wire_dtype, y))
+    y, handle = vary_alike((y, handle), over=axis_name.axes)
+    sums = inside(y, handle.local, axis_name=axis_name.local, **keywords)
+    return _from_nodes(dataclasses.replace(options, sum_dtype=sum_dtype), sums, handle.node)
+
+
+def layer(
+    inside: Callable[..., Array],
+    function: str,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    *,
+    num_experts: int,
+    axis_name: Topology,
+    num_tokens: Array | int | None,
+    wire_dtypes: tuple[DTypeLike | None, DTypeLike | None],
+    sum_dtype: DTypeLike | None,
+) -> Array:
+    """A layer, `inside` of a node, of the tokens that cross nodes before and whose sums do behind it.
+
+    `wire_dtypes` are those of both ways. Blocks of tokens depend on each other in nothing, so that XLA may let one
+    travel while another is multiplied.
+    """
+    topology = axis_name
+    x = check.matrix(function, "x", x, "[T, H]")
+    num_experts, _ = check.experts(function, num_experts, topology)
+    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
+    if num_tokens is not None:
+        topk_idx = check.ids_that_count(function, topk_idx, num_tokens, None)
+    topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
+    out, back = (_options(function, topology, check.wire(function, dtype, x)) for dtype in wire_dtypes)
+    back = dataclasses.replace(back, sum_dtype=check.result_dtype(function, sum_dtype, x.dtype))
+    arrays = vary_alike((x, topk_idx, topk_weights), over=topology.axes)
+    inside = partial(
+        inside, num_experts=num_experts // axis_size(out.axis, function=function), axis_name=topology.local
+    )
+    if x.shape[0] == 0:
+        return inside(*arrays).astype(back.sum_dtype)
+    size = -(-x.shape[0] // topology.num_blocks)
+    sums = []
+    for start in range(0, x.shape[0], size):
+        arrived = send(out, topology, *(a[start : start + size] for a in arrays), num_experts)
+        sums.append(_from_nodes(back, inside(*arrived[:3]), arrived.handle))
+    return sums[0] if len(sums) == 1 else jnp.concatenate(sums)

@@ -1,0 +1,353 @@
+"""Expert parallelism over a Topology: across nodes once, then inside each node, against the oracle of flat ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+import oracle
+from cases import BASE, BF16, F32, Shape, assert_close, assert_same_bits, integers, reals
+from harness import compiled, make_mesh, per_rank, run, to_numpy
+from layers import Layer
+from routings import ROUTINGS
+
+TOPOLOGY = jax_ep.Topology(node="node", local="expert")
+AXES = (("node", "expert"),)
+FP8 = jnp.float8_e4m3fn
+UNEVEN = ("uniform", "zipf", "one_hot", "one_hot_every_slot", "no_experts", "duplicates", "out_of_range")
+
+
+@pytest.fixture(params=[(2, 4), pytest.param((4, 2), marks=pytest.mark.slow_interpreted)], ids="{0[0]}x{0[1]}".format)
+def nodes(request: pytest.FixtureRequest) -> Mesh:
+    """Nodes and the devices of each."""
+    return make_mesh(request.param, ("node", "expert"))
+
+
+@pytest.fixture
+def two_nodes() -> Mesh:
+    return make_mesh((2, 2), ("node", "expert"))
+
+
+def moe(shape: Shape, implementation: str, **options: Any) -> Any:
+    options = {"axis_name": TOPOLOGY, "num_experts": shape.num_experts, "implementation": implementation} | options
+    return functools.partial(jax_ep.moe, **options)
+
+
+def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks: int, **options: Any) -> oracle.Layout:
+    """Rows in the order expert, local rank, node, token and k: the oracle's, with the ranks numbered in that order."""
+    num_ranks = len(topk_idx)
+    order = np.arange(num_ranks).reshape(-1, num_local_ranks).T.reshape(-1)
+    lay = oracle.layout(topk_idx[order], num_experts, **options)
+    lay.source[...] = np.where(lay.source < 0, -1, order[lay.source])
+    lay.num_invalid[order] = lay.num_invalid.copy()
+    return lay
+
+
+def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.ndarray:
+    """`[W, N]`: how many tokens of each rank have an expert in each node, counted token by token."""
+    counts = np.zeros((len(topk_idx), num_nodes), np.int64)
+    for rank, tokens in enumerate(topk_idx):
+        for ids in tokens:
+            for node in {int(i) * num_nodes // num_experts for i in ids if 0 <= i < num_experts}:
+                counts[rank, node] += 1
+    return counts
+
+
+def test_moe_and_its_gradients(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+    """Equal to the oracle, and to the exchange among all ranks."""
+
+    def layer(axis_name: Any, x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+        call = moe(BASE, implementation, axis_name=axis_name)
+        y, vjp = jax.vjp(lambda *a: call(a[0], idx, *a[1:]), x, weights, w_gate_up, w_down)
+        return y, vjp(d_out)
+
+    def fn(*args: Any) -> Any:
+        return layer(TOPOLOGY, *args)
+
+    call = compiled(fn, nodes, axes=AXES)
+    for routing in UNEVEN:
+        with subtests.test(routing):
+            layer_of = Layer(rng, routing, nodes.size, BASE)
+            d_out = reals(rng, *layer_of.x.shape)
+            y, gradients = call(*layer_of.args, d_out)
+            want = layer_of.oracle()
+            assert_close(y, want.forward(), "moe")
+            expected = want.gradients(d_out.astype(np.float64))
+            for name, got, exact in zip(("x", "topk_weights", "w_gate_up", "w_down"), gradients, expected, strict=True):
+                assert_close(got, exact.reshape(got.shape), f"gradient of {name}")
+    flat = run(functools.partial(layer, ("node", "expert")), nodes, *layer_of.args, d_out, axes=AXES)
+    for got, exact in zip(jax.tree.leaves((y, gradients)), jax.tree.leaves(flat), strict=True):
+        assert_close(got, exact.astype(np.float64), "flat moe")
+
+
+def test_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+    """Tokens, weights, sizes and counts, and the sums of integers, which are exact."""
+    options = {"num_experts": BASE.num_experts, "axis_name": TOPOLOGY, "implementation": implementation}
+
+    def fn(x: Any, idx: Any, weights: Any, y: Any) -> Any:
+        d = jax_ep.dispatch(x, idx, weights, alignment=2, **options)
+        again = jax_ep.dispatch(x, None, weights, handle=d.handle, alignment=2, **options)
+        back = jax_ep.combine(y, d.handle, axis_name=TOPOLOGY, implementation=implementation)
+        counts = d.dropped, d.handle.num_invalid, d.group_sizes, jax_ep.row_experts(d.handle)
+        return d.tokens, d.weights, again.tokens, again.weights, back, counts
+
+    call = compiled(fn, nodes, axes=AXES)
+    for routing in UNEVEN:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, nodes.size, BASE)
+            lay = hierarchical_layout(layer.topk_idx, BASE.num_experts, nodes.shape["expert"], alignment=2)
+            y = integers(rng, *lay.source.shape, BASE.hidden)
+            y[lay.is_padding] = np.nan
+            tokens, weights, again, weights_again, back, counts = call(*layer.args[:3], y)
+            assert_same_bits(tokens, oracle.gather(layer.x, lay), "tokens")
+            assert_same_bits(weights, oracle.gather_weights(layer.topk_weights, lay), "weights")
+            assert_same_bits(again, tokens, "tokens with the handle")
+            assert_same_bits(weights_again, weights, "weights with the handle")
+            np.testing.assert_array_equal(back, oracle.combine(y, lay))
+            dropped, num_invalid, group_sizes, experts = counts
+            assert not dropped.any()
+            np.testing.assert_array_equal(num_invalid, lay.num_invalid)
+            np.testing.assert_array_equal(group_sizes, lay.group_sizes)
+            first = np.arange(nodes.size)[:, None] * (BASE.num_experts // nodes.size)
+            np.testing.assert_array_equal(experts, np.where(lay.is_padding, -1, lay.expert - first))
+
+
+def test_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: pytest.Subtests) -> None:
+    """What the plan sends from node to node is the least there can be: each token once per node that it needs."""
+    num_nodes, num_local = nodes.devices.shape
+
+    def fn(x: Any, idx: Any) -> Any:
+        return jax_ep.dispatch(x, idx, num_experts=BASE.num_experts, axis_name=TOPOLOGY).handle.node.row_slot
+
+    call = compiled(fn, nodes, axes=AXES)
+    for routing in UNEVEN:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, nodes.size, BASE)
+            slots = call(layer.x, layer.topk_idx)
+            per_token = min(num_nodes, BASE.top_k)
+            sources = np.where(slots < 0, -1, slots // (BASE.num_tokens * per_token))
+            pairs = node_pairs(layer.topk_idx, BASE.num_experts, num_nodes)
+            for node, local, source in np.ndindex(num_nodes, num_local, num_nodes):
+                rows = int((sources[node * num_local + local] == source).sum())
+                assert rows == pairs[source * num_local + local, node], (node, local, source)
+
+
+COLLECTIVE = re.compile(
+    r"= \(?(.*?)\)? (?:all-gather|all-to-all|ragged-all-to-all|collective-permute|all-reduce|reduce-scatter)"
+    r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\S+?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
+
+
+def groups_of(text: str) -> np.ndarray:
+    """Device numbers of each group of a collective."""
+    if text.startswith("{"):
+        return np.array([[int(i) for i in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)])
+    shape, dims, order = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore
+    numbers = [[int(i) for i in part.split(",")] if part else None for part in (shape, dims, order)]
+    devices = np.arange(math.prod(numbers[1])).reshape(numbers[1])
+    return (devices if numbers[2] is None else devices.transpose(numbers[2])).reshape(numbers[0])
+
+
+def test_bytes_of_the_compiled_program(nodes: Mesh, rng: Any) -> None:
+    """Collectives over nodes carry at most N * T tokens and their routing; the large ones stay inside the nodes."""
+    num_nodes, num_local = nodes.devices.shape
+    shape = Shape(num_tokens=16, top_k=4, num_experts=16, hidden=64)
+    layer = Layer(rng, "uniform", nodes.size, shape)
+
+    def fn(x: Any, idx: Any, weights: Any) -> Any:
+        d = jax_ep.dispatch(x, idx, weights, num_experts=16, axis_name=TOPOLOGY, implementation="xla")
+        return d.tokens, d.weights
+
+    program = jax.jit(per_rank(fn, nodes, axes=AXES)).lower(*layer.args[:3]).compile().as_text()
+    across = inside = 0
+    for shapes, groups in COLLECTIVE.findall(program):
+        sizes = [
+            BYTES[dtype] * math.prod(int(i) for i in dims.split(",") if i)
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        ]
+        is_across = any(len({int(i) // num_local for i in group}) > 1 for group in groups_of(groups))
+        if is_across:
+            across += sum(sizes)
+        else:
+            inside += sum(sizes)
+    routing = shape.top_k * (4 + 4) + 4 * min(num_nodes, shape.top_k)  # ids, weights, and the nodes of a token
+    # The bytes between all ranks, of which the exchange without a topology sends as many across nodes.
+    assert inside > 0
+    assert 0 < across <= num_nodes * shape.num_tokens * (4 * shape.hidden + routing)
+
+
+@pytest.mark.parametrize("limits", [{"capacity": 12}, {"node_capacity": 5}, {"capacity": 12, "node_capacity": 7}], ids=str)
+def test_drops_are_counted(implementation: str, two_nodes: Mesh, rng: Any, limits: dict[str, int]) -> None:
+    """Each slot has a row or is counted, where it got lost; rows that are there are right."""
+    topology = jax_ep.Topology(node="node", local="expert", node_capacity=limits.get("node_capacity"))
+    options = {"num_experts": BASE.num_experts, "axis_name": topology, "implementation": implementation}
+    layer = Layer(rng, "one_hot_every_slot", 4, BASE)
+    layer.topk_idx[1] = Layer(rng, "uniform", 4, BASE).topk_idx[1]
+
+    def fn(x: Any, idx: Any) -> Any:
+        d = jax_ep.dispatch(x, idx, capacity=limits.get("capacity"), **options)
+        ones = jnp.ones(d.tokens.shape, d.tokens.dtype)
+        return d.dropped, d.handle.num_dropped, d.tokens, jax_ep.combine(ones, d.handle, axis_name=topology)
+
+    dropped, in_handle, tokens, back = run(fn, two_nodes, layer.x, layer.topk_idx, axes=AXES)
+    assert dropped.sum() > 0
+    assert_same_bits(in_handle, dropped)
+    assert dropped.sum() + back[..., 0].sum() == layer.topk_idx.size
+    sent = {token.tobytes() for token in layer.x.reshape(-1, BASE.hidden)}
+    rows = [row for row in tokens.reshape(-1, BASE.hidden) if row.any()]
+    assert len(rows) == back[..., 0].sum()
+    assert {row.tobytes() for row in rows} <= sent
+    if "node_capacity" not in limits:
+        assert_same_bits(dropped, hierarchical_layout(layer.topk_idx, BASE.num_experts, 2, **limits).dropped)
+
+
+def test_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> None:
+    """Tokens are those of the flat exchange in FP8, bit for bit; the layer is within the rounding of sums."""
+    shape = Shape(hidden=128)
+    layer = Layer(rng, "uniform", 4, shape)
+    options = {"num_experts": shape.num_experts, "implementation": implementation, "axis_name": TOPOLOGY}
+
+    def fn(*args: Any) -> Any:
+        axes = (TOPOLOGY, TOPOLOGY.axes)
+        tokens = [jax_ep.dispatch(*args[:3], wire_dtype=FP8, **options | {"axis_name": a}).tokens for a in axes]
+        dx = jax.grad(lambda x: jax_ep.moe(x, *args[1:], wire_dtype=FP8, **options).sum())(args[0])
+        return tokens, jax_ep.moe(*args, wire_dtype=FP8, **options), dx
+
+    (tokens, flat), y, dx = run(fn, two_nodes, *layer.args, axes=AXES)
+    x, layer.x = layer.x, oracle.to_wire(layer.x, oracle.FP8)
+    want = layer.oracle()
+    travelled = np.zeros_like(x)
+    for rank in range(4):
+        for row, source, token, _, _ in want.lay.rows(rank):
+            travelled[source, token] = flat[rank, row]
+    assert_close(travelled, layer.x, "tokens of the flat exchange")
+    assert_same_bits(tokens, oracle.gather(travelled, hierarchical_layout(layer.topk_idx, shape.num_experts, 2)))
+    assert np.linalg.norm(layer.x - x) > 1e-3 * np.linalg.norm(x)
+    # Partial sums are off by 2**-4 at most, by a third of that on average.
+    assert np.linalg.norm(y - want.forward()) < 2**-4 * np.linalg.norm(want.forward())
+    exact = want.gradients(np.ones(layer.x.shape))[0]
+    assert np.linalg.norm(dx - exact) < 2**-3.5 * np.linalg.norm(exact)
+
+
+def test_quantised_pairs(two_nodes: Mesh, rng: Any) -> None:
+    shape = Shape(hidden=128)
+    layer = Layer(rng, "duplicates", 4, shape)
+    values, scales = oracle.quantize(layer.x)
+
+    def fn(values: Any, scales: Any, idx: Any) -> Any:
+        return jax_ep.dispatch((values, scales), idx, num_experts=shape.num_experts, axis_name=TOPOLOGY).tokens
+
+    got = run(fn, two_nodes, values, scales, layer.topk_idx, axes=AXES)
+    lay = hierarchical_layout(layer.topk_idx, shape.num_experts, 2)
+    assert_same_bits(got[0], oracle.gather(values, lay), "values")
+    assert_same_bits(got[1], oracle.gather(scales, lay), "scales")
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_blocks(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
+    """Blocks of tokens change nothing but roundings, also where they are not all of a size, and with a count."""
+    topology = jax_ep.Topology(node="node", local="expert", num_blocks=num_blocks)
+    shape = Shape(num_tokens=7)
+    layer = Layer(rng, "uniform", 4, shape)
+    call = moe(shape, "xla", axis_name=topology, num_tokens=6)
+    d_out = reals(rng, *layer.x.shape)
+
+    def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+        y, vjp = jax.vjp(lambda *a: call(a[0], idx, weights, *a[1:]), x, w_gate_up, w_down)
+        return y, vjp(d_out)
+
+    y, (dx, d_gate_up, d_down) = run(fn, two_nodes, *layer.args, d_out, axes=AXES)
+    layer.topk_idx[:, 6:] = -1
+    want = layer.oracle()
+    assert_close(y, want.forward(), "moe")
+    exact = want.gradients(d_out.astype(np.float64))
+    assert_close(dx, exact[0], "dx")
+    assert_close(d_gate_up, layer.per_rank(exact[2]), "gradient of w_gate_up")
+    assert_close(d_down, layer.per_rank(exact[3]), "gradient of w_down")
+
+
+def test_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
+    """Two layers under scan, jit and checkpoint, in bfloat16: the same as without, and the handle is a pytree."""
+    layer = Layer(rng, "zipf", 4, BASE, BF16)
+    call = moe(BASE, "xla")
+
+    def once(x: Any, args: Any) -> Any:
+        d = jax_ep.dispatch(x, args[0], num_experts=BASE.num_experts, axis_name=TOPOLOGY)
+        handle = jax.tree.unflatten(*reversed(jax.tree.flatten(d.handle)))
+        return x + call(x, *args) + jax_ep.combine(d.tokens, handle, axis_name=TOPOLOGY)
+
+    def fn(x: Any, *args: Any) -> Any:
+        def scanned(x: Any) -> Any:
+            step = jax.checkpoint(lambda x, _: (once(x, args), None))
+            return jax.lax.scan(step, x, None, length=2)[0].astype(F32).sum()
+
+        plain = jax.grad(lambda x: once(once(x, args), args).astype(F32).sum())(x)
+        return jax.grad(scanned)(x), plain
+
+    scanned, plain = run(fn, two_nodes, *layer.args, axes=AXES)
+    assert np.abs(plain.astype(F32)).max() > 1
+    assert_close(scanned, plain.astype(np.float64), "scan")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
+    """Global arrays, and replicated matrices of one's own shard_map, whose gradients are summed."""
+    layer = Layer(rng, "uniform", 4, BASE)
+    x, idx, weights = (a.reshape(-1, a.shape[-1]) for a in layer.args[:3])
+    if check_vma:
+        call = jax_ep.sharding.sharded_moe(two_nodes, num_experts=BASE.num_experts, axis_name=TOPOLOGY)
+    else:
+        spec = P(TOPOLOGY.axes)
+        call = jax.shard_map(moe(BASE, "xla"), mesh=two_nodes, in_specs=spec, out_specs=spec, check_vma=False)
+    got = to_numpy(jax.jit(call)(x, idx, weights, layer.w_gate_up, layer.w_down))
+    assert_close(got, layer.oracle().forward().reshape(got.shape), "sharded_moe")
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool) -> None:
+    shape = Shape(hidden=128, intermediate=128)
+    layer = Layer(rng, "uniform", 4, shape)  # a token has an expert once, as decoding has it
+
+    def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+        matrices: Any = (w_gate_up.mT, w_down.mT)
+        if in_fp8:
+            matrices = (jax_ep.quantization.quantize_fp8_weights(w) for w in (w_gate_up, w_down))
+        options = {"num_experts": shape.num_experts, "axis_name": TOPOLOGY, "num_tokens": 5}
+        return jax_ep.low_latency_moe(x, idx, weights, *matrices, implementation=implementation, **options)
+
+    got = run(fn, two_nodes, *layer.args, axes=AXES)
+    layer.topk_idx[:, 5:] = -1
+    want = layer.oracle().forward()
+    if in_fp8:
+        assert np.linalg.norm(got - want) < 0.06 * np.linalg.norm(want)
+    else:
+        assert_close(got, want, "low_latency_moe")
+
+
+def test_no_tokens(two_nodes: Mesh) -> None:
+    layer = [np.zeros((4, 0, 4), F32), np.zeros((4, 0, 2), np.int32), np.zeros((4, 0, 2), F32)]
+    matrices = np.ones((4, 1, 4, 6), F32), np.ones((4, 1, 3, 4), F32)
+
+    def fn(x: Any, idx: Any, weights: Any, *matrices: Any) -> Any:
+        options = {"num_experts": 4, "axis_name": TOPOLOGY}
+        d = jax_ep.dispatch(x, idx, weights, **options)
+        return jax_ep.moe(x, idx, weights, *matrices, **options), d.tokens
+
+    y, tokens = run(fn, two_nodes, *layer, *matrices, axes=AXES)
+    assert y.shape == (4, 0, 4)
+    assert tokens.shape == (4, 0, 4)
+
+
+def test_routings_that_the_suite_has_are_known() -> None:
+    assert set(UNEVEN) <= set(ROUTINGS)

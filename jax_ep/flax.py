@@ -122,7 +122,8 @@ class MoE(nnx.Module):
       preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
         and that of the tokens for the result.
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
-      axis_name: mesh axis, or axes, that shard the experts; or a `jax_ep.Topology`, see `jax_ep.moe`.
+      axis_name: mesh axis, or axes, that shard the experts; or a `jax_ep.Topology`, see `jax_ep.moe`, without
+        a `node_capacity`.
       batch_axes: further mesh axes that shard the tokens.
       tensor_axis: mesh axis that splits I of the experts. Gates and what they multiply then have an axis of their own:
         `w_gate_up [E, H, 2, I]`, `[E, H, 1, I]` without gates, and `b_gate_up [E, 2, I]`.
@@ -212,6 +213,11 @@ class MoE(nnx.Module):
         self.mesh = mesh
         self.axis_name = axis_tuple(axis_name)
         self.topology = axis_name if isinstance(axis_name, Topology) else None
+        if self.topology is not None and self.topology.node_capacity is not None:
+            raise ValueError(
+                f"node_capacity={self.topology.node_capacity} of the Topology, expected None: the metrics of this layer"
+                " count what `capacity` drops alone; leave node_capacity out, or call jax_ep.moe."
+            )
         self.batch_axes = _axes(batch_axes)
         self.tensor_axis = tensor_axis
         self.fsdp_axis = fsdp_axis

@@ -28,7 +28,6 @@ Tokens = Array | Quantized
 """Rows `[N, H]` as they are, or in FP8."""
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Mesh axes of the experts of which one is slow: tokens cross it once per node, and spread inside the node.
@@ -462,7 +461,7 @@ class Dispatched(NamedTuple):
     tokens: Tokens
     weights: Array | None
     group_sizes: Array
-    handle: Handle
+    handle: Handle | HierarchicalHandle
     dropped: Array
 
 

@@ -135,7 +135,7 @@ def dispatch(
         capacity=capacity,
         alignment=alignment,
         num_tokens=num_tokens,
-        handle=handle,
+        handle=cast(Handle | None, handle),  # checked there
     )
     tokens: Tokens
     if isinstance(x, tuple):
@@ -161,7 +161,7 @@ def combine(
 
     Multiply the rows by `Dispatched.weights` first for a weighted sum. Rows of one token on one rank are added in
     order of k in float32, rounded to the wire format, and added at the source in rank order in float32; over a
-    `Topology` the sums of the ranks of a node are rounded to the wire format too, and added in node order. The result is
+    `Topology` the sums of a node are rounded to the wire format too, and added in node order. The result is
     deterministic. Differentiable in `y`: the transpose is `dispatch` over the same handle.
 
     Args:

@@ -2,7 +2,7 @@
 
 Ranks of the same place in their nodes exchange tokens first, each token once per node with experts of its own: to that
 exchange, which is the portable one, nodes are the experts. What has arrived are the tokens of an ordinary exchange, or
-layer, inside the node, on the fastest implementation there. Sums come back on the same ways, added up in the node first.
+layer, inside the node, on the fastest implementation there. Sums come back on the same ways, those of a node first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def dispatch(
     axis_name: Topology,
     num_tokens: Array | int | None,
     wire_dtype: DTypeLike | None,
-    handle: HierarchicalHandle | None,
+    handle: Any,
     **keywords: Any,
 ) -> Dispatched:
     """`dispatch` over nodes, then `inside`, which is `dispatch`, in the node with further keywords."""
@@ -142,17 +142,20 @@ def dispatch(
         topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
         topk_idx = check.ids_that_count(function, topk_idx, num_tokens, handle)
-    if handle is None and topk_idx is None:
+    if handle is not None:
+        top_k = checked_handle(function, handle, topology, num_rows)
+    elif topk_idx is not None:
+        top_k = topk_idx.shape[1]
+    else:
         raise ValueError(f"{function}: topk_idx is None and handle is None; pass the expert ids [T, K], or a handle.")
-    top_k = checked_handle(function, handle, topology, num_rows) if topk_idx is None else topk_idx.shape[1]
     if topk_weights is not None:
         topk_weights = check.router_weights(function, topk_weights, (num_rows, top_k), x)
     x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=topology.axes)
     if handle is None:
+        topk_idx = cast(Array, topk_idx)
         arrived = send(options, topology, x, topk_idx, topk_weights, num_experts)
         num_invalid = count_invalid(topk_idx, num_experts)
     else:
-        checked_handle(function, handle, topology, num_rows)
         parts = _send_along(options, x, topk_weights, handle.node, None)
         arrived = Arrived(*parts, handle.node, handle.num_dropped - handle.local.num_dropped)
         num_invalid = handle.num_invalid
@@ -160,7 +163,7 @@ def dispatch(
     local = None if handle is None else handle.local
     d = inside(*arrived[:3], num_experts=per_node, axis_name=topology.local, handle=local, **keywords)
     num_dropped = arrived.num_dropped + d.dropped
-    both = HierarchicalHandle(arrived.handle, d.handle, num_invalid, num_dropped)
+    both = HierarchicalHandle(arrived.handle, cast(Handle, d.handle), num_invalid, num_dropped)
     return Dispatched(d.tokens, d.weights, d.group_sizes, both, num_dropped)
 
 
@@ -168,8 +171,8 @@ def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: i
     """K of a handle of these axes, for so many tokens."""
     if not isinstance(handle, HierarchicalHandle):
         raise TypeError(
-            f"{function}: handle is a {type(handle).__name__}, expected the HierarchicalHandle of the matching dispatch;"
-            f" pass that of a dispatch with axis_name={topology!r}."
+            f"{function}: handle is a {type(handle).__name__}, expected the HierarchicalHandle of the matching"
+            f" dispatch; pass that of a dispatch with axis_name={topology!r}."
         )
     layout = check.handle(function, handle.node, Handle, topology.node)
     check.handle(function, handle.local, Handle, topology.local)
@@ -182,7 +185,7 @@ def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: i
 def combine(
     inside: Callable[..., Array],
     y: Array,
-    handle: HierarchicalHandle,
+    handle: Any,
     *,
     axis_name: Topology,
     wire_dtype: DTypeLike | None,
@@ -236,6 +239,7 @@ def layer(
     size = -(-x.shape[0] // topology.num_blocks)
     sums = []
     for start in range(0, x.shape[0], size):
-        arrived = send(out, topology, *(a[start : start + size] for a in arrays), num_experts)
+        block = [a[start : start + size] for a in arrays]
+        arrived = send(out, topology, block[0], block[1], block[2], num_experts)
         sums.append(_from_nodes(back, inside(*arrived[:3]), arrived.handle))
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums)

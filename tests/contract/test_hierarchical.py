@@ -19,7 +19,6 @@ import oracle
 from cases import BASE, BF16, F32, Shape, assert_close, assert_same_bits, integers, reals
 from harness import compiled, make_mesh, per_rank, run, to_numpy
 from layers import Layer
-from routings import ROUTINGS
 
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
 AXES = (("node", "expert"),)
@@ -144,19 +143,25 @@ def test_tokens_cross_nodes_once(nodes: Mesh, rng: Any, subtests: pytest.Subtest
 
 COLLECTIVE = re.compile(
     r"= \(?(.*?)\)? (?:all-gather|all-to-all|ragged-all-to-all|collective-permute|all-reduce|reduce-scatter)"
-    r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\S+?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+    r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(.*?), [a-z_]+="
 )
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
 
 
-def groups_of(text: str) -> np.ndarray:
-    """Device numbers of each group of a collective."""
-    if text.startswith("{"):
-        return np.array([[int(i) for i in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)])
-    shape, dims, order = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore
-    numbers = [[int(i) for i in part.split(",")] if part else None for part in (shape, dims, order)]
-    devices = np.arange(math.prod(numbers[1])).reshape(numbers[1])
-    return (devices if numbers[2] is None else devices.transpose(numbers[2])).reshape(numbers[0])
+def crosses_nodes(groups: str, num_local: int) -> bool:
+    """Whether a collective has devices of several nodes in one group, in each way in which XLA writes groups."""
+    if named := re.search(r"\{('[^}]*)\}", groups):  # mesh['node'=2,'expert'=4] {'node'}
+        return "'node'" in named.group(1)
+    if listed := re.findall(r"\{([\d,]+)\}", groups):  # {{0,4},{1,5}}
+        parts = [[int(i) for i in group.split(",")] for group in listed]
+    else:  # [4,2]<=[2,4]T(1,0)
+        iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups)
+        assert iota is not None, groups
+        shape, dims, order = ([int(i) for i in part.split(",")] if part else None for part in iota.groups())
+        assert shape is not None
+        assert dims is not None
+        parts = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    return any(len({i // num_local for i in group}) > 1 for group in parts)
 
 
 def test_bytes_of_the_compiled_program(nodes: Mesh, rng: Any) -> None:
@@ -176,18 +181,18 @@ def test_bytes_of_the_compiled_program(nodes: Mesh, rng: Any) -> None:
             BYTES[dtype] * math.prod(int(i) for i in dims.split(",") if i)
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
         ]
-        is_across = any(len({int(i) // num_local for i in group}) > 1 for group in groups_of(groups))
-        if is_across:
+        if crosses_nodes(groups, num_local):
             across += sum(sizes)
         else:
             inside += sum(sizes)
     routing = shape.top_k * (4 + 4) + 4 * min(num_nodes, shape.top_k)  # ids, weights, and the nodes of a token
-    # The bytes between all ranks, of which the exchange without a topology sends as many across nodes.
-    assert inside > 0
+    assert inside > across  # among them, those of the tokens of all ranks of a node
     assert 0 < across <= num_nodes * shape.num_tokens * (4 * shape.hidden + routing)
 
 
-@pytest.mark.parametrize("limits", [{"capacity": 12}, {"node_capacity": 5}, {"capacity": 12, "node_capacity": 7}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"capacity": 12}, {"node_capacity": 5}, {"capacity": 12, "node_capacity": 7}], ids=str
+)
 def test_drops_are_counted(implementation: str, two_nodes: Mesh, rng: Any, limits: dict[str, int]) -> None:
     """Each slot has a row or is counted, where it got lost; rows that are there are right."""
     topology = jax_ep.Topology(node="node", local="expert", node_capacity=limits.get("node_capacity"))
@@ -322,15 +327,17 @@ def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8:
     def fn(x: Any, idx: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
         matrices: Any = (w_gate_up.mT, w_down.mT)
         if in_fp8:
-            matrices = (jax_ep.quantization.quantize_fp8_weights(w) for w in (w_gate_up, w_down))
+            matrices = [jax_ep.quantization.quantize_fp8_weights(w) for w in (w_gate_up, w_down)]
         options = {"num_experts": shape.num_experts, "axis_name": TOPOLOGY, "num_tokens": 5}
-        return jax_ep.low_latency_moe(x, idx, weights, *matrices, implementation=implementation, **options)
+        layer = functools.partial(jax_ep.low_latency_moe, x, idx, weights, *matrices, implementation=implementation)
+        return layer(**options), layer(**options | {"axis_name": TOPOLOGY.axes})
 
-    got = run(fn, two_nodes, *layer.args, axes=AXES)
+    got, flat = run(fn, two_nodes, *layer.args, axes=AXES)
     layer.topk_idx[:, 5:] = -1
     want = layer.oracle().forward()
     if in_fp8:
-        assert np.linalg.norm(got - want) < 0.06 * np.linalg.norm(want)
+        assert np.linalg.norm(got - flat) < 0.01 * np.linalg.norm(flat)  # quantised tokens lose little once more
+        assert np.linalg.norm(got - want) < 0.1 * np.linalg.norm(want)
     else:
         assert_close(got, want, "low_latency_moe")
 
@@ -347,7 +354,3 @@ def test_no_tokens(two_nodes: Mesh) -> None:
     y, tokens = run(fn, two_nodes, *layer, *matrices, axes=AXES)
     assert y.shape == (4, 0, 4)
     assert tokens.shape == (4, 0, 4)
-
-
-def test_routings_that_the_suite_has_are_known() -> None:
-    assert set(UNEVEN) <= set(ROUTINGS)

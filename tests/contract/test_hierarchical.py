@@ -354,3 +354,88 @@ def test_no_tokens(two_nodes: Mesh) -> None:
     y, tokens = run(fn, two_nodes, *layer, *matrices, axes=AXES)
     assert y.shape == (4, 0, 4)
     assert tokens.shape == (4, 0, 4)
+
+
+def test_flax_layer(two_nodes: Mesh, rng: Any) -> None:
+    """Nothing but the axis changes: outputs, metrics and gradients are those of the flat layer."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_ep.flax import MoE
+
+    x = reals(rng, 2, 8, 10)
+
+    def run_layer(axis_name: Any) -> Any:
+        def loss(layer: Any, x: Any) -> Any:
+            y, metrics = layer(x)
+            return (y**2).sum(), (y, metrics)
+
+        layer = MoE(10, 6, 8, 2, axis_name=axis_name, mesh=two_nodes, rngs=nnx.Rngs(0))
+        return nnx.jit(nnx.value_and_grad(loss, has_aux=True))(layer, x)
+
+    hierarchical, flat = (to_numpy(jax.tree.leaves(run_layer(axes))) for axes in (TOPOLOGY, TOPOLOGY.axes))
+    for got, want in zip(hierarchical, flat, strict=True):
+        if got.dtype == F32:
+            assert_close(got, want.astype(np.float64))
+        else:
+            np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="node_capacity=4"):
+        MoE(10, 6, 8, 2, axis_name=jax_ep.Topology("node", "expert", node_capacity=4), rngs=nnx.Rngs(0))
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "the same axis twice": ({"node": "node", "local": "node"}, ValueError, "name an axis twice"),
+    "no axis": ({"node": (), "local": "expert"}, ValueError, "names no axis"),
+    "no name": ({"node": 1, "local": "expert"}, TypeError, "expected the name of a mesh axis"),
+    "no block": ({"node": "node", "local": "expert", "num_blocks": 0}, ValueError, "num_blocks=0, expected 1 or more"),
+    "half a token": ({"node": "node", "local": "expert", "node_capacity": 1.5}, TypeError, "node_capacity=1.5"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_topologies_that_are_none(name: str) -> None:
+    arguments, error, message = MISTAKES[name]
+    with pytest.raises(error, match=re.escape(message)):
+        jax_ep.Topology(**arguments)
+
+
+def test_misuse(two_nodes: Mesh) -> None:
+    """Axes, sizes and handles that do not fit are refused, with what was got."""
+    x, idx = np.ones((4, 2, 4), F32), np.zeros((4, 2, 1), np.int32)
+    other = jax_ep.Topology(node="expert", local="node")
+
+    def refused(error: type[Exception], message: str, fn: Any) -> None:
+        with pytest.raises(error, match=message):
+            jax.eval_shape(per_rank(fn, two_nodes, axes=AXES), x, idx)
+
+    def dispatch(x: Any, idx: Any, num_experts: int = 4, axis_name: Any = TOPOLOGY, **options: Any) -> Any:
+        return jax_ep.dispatch(x, idx, num_experts=num_experts, axis_name=axis_name, **options)
+
+    missing = jax_ep.Topology(node="pod", local="expert")
+    refused(ValueError, "dispatch: axis_name=Topology.*'pod'.*axes bound here", lambda *a: dispatch(*a, 4, missing))
+    refused(ValueError, "num_experts=6 is not divisible by the 4 ranks", lambda *a: dispatch(*a, num_experts=6))
+    handle_of = lambda *a: dispatch(*a).handle  # noqa: E731
+    refused(ValueError, "axis of the handle", lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name=other))
+    refused(
+        TypeError,
+        "HierarchicalHandle, expected the Handle",
+        lambda *a: jax_ep.combine(a[0], handle_of(*a), axis_name="node"),
+    )
+    flat = lambda *a: dispatch(*a, axis_name=TOPOLOGY.axes).handle  # noqa: E731
+    refused(TypeError, "expected the HierarchicalHandle", lambda *a: jax_ep.combine(a[0], flat(*a), axis_name=TOPOLOGY))
+    refused(ValueError, "the number of tokens", lambda *a: dispatch(a[0][:1], None, handle=handle_of(*a)))
+    refused(ValueError, "topk_idx is None and handle is None", lambda x, idx: dispatch(x, None))
+    refused(
+        NotImplementedError,
+        "low_latency_dispatch: axis_name=Topology.*pass the tuple",
+        lambda *a: (
+            jax_ep.low_latency_dispatch(
+                *a, num_experts=4, max_tokens_per_rank=2, axis_name=TOPOLOGY, quantize=False
+            ).tokens
+        ),
+    )
+    blocks = jax_ep.Topology(node="node", local="expert", num_blocks=2)
+    matrices = jnp.ones((1, 4, 6)), jnp.ones((1, 3, 4))
+    refused(
+        ValueError,
+        "capacity=4 beside num_blocks=2",
+        lambda x, idx: jax_ep.moe(x, idx, jnp.ones((2, 1)), *matrices, num_experts=4, axis_name=blocks, capacity=4),
+    )

@@ -7,6 +7,7 @@ globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.
 import importlib
 from types import ModuleType
 
+from jax_ep import placement as placement
 from jax_ep import quantization as quantization
 from jax_ep import serving as serving
 from jax_ep import sharding as sharding

@@ -161,12 +161,12 @@ LEVELS = [
     {"context", "pallas"},  # small arrays, and what no kernel takes, are for `xla`
     {"megakernels"},  # its products alone are those of pallas, where these are faster
     {"ops"},  # loads implementations by name
-    {"routing", "quantization", "tuning"},
+    {"routing", "quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing"},
     {"flax", "checkpoints", "tools", "__init__"},  # `__init__` is for users: nothing of the package imports it
     {"__main__"},
 ]
-MOST_LEVELS, MOST_ROOT_FILES = 10, 10
+MOST_LEVELS, MOST_ROOT_FILES = 10, 11
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 

@@ -11,7 +11,14 @@ import pytest
 
 import jax_ep
 
-MODULES = ["jax_ep", "jax_ep.sharding", "jax_ep.quantization", "jax_ep.checkpoints", "jax_ep.tracing"]
+MODULES = [
+    "jax_ep",
+    "jax_ep.sharding",
+    "jax_ep.quantization",
+    "jax_ep.placement",
+    "jax_ep.checkpoints",
+    "jax_ep.tracing",
+]
 NUM_DEVICES = 8
 # A result is compared by its text: give it room for spaces and line breaks, and `...` for what does not matter.
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

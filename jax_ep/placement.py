@@ -1,0 +1,488 @@
+"""Copies of busy experts: which rank holds which, what routers choose then, and matrices as they lie there.
+
+A rank whose experts are chosen more often than others lets all ranks wait. With more slots than experts the busy ones
+have copies on several ranks, which share their tokens. Expert ids of routers are logical; slots are physical, `P / W`
+on each of W ranks, and to `moe` and all other operations a slot is an expert: `num_experts=P`.
+
+The policies are those of DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB; arXiv:2412.19437,
+section 3.4): copies go one by one to the expert with the most load per copy, and slots, by falling load, to the rank
+with the least load that has room. The hierarchical policy first gives whole groups of experts to nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ep.core import check, relayout
+from jax_ep.core.mesh_axes import axis_size, axis_tuple
+from jax_ep.core.named_scopes import operation
+from jax_ep.types import Array, AxisName
+
+__all__ = ["Placement", "move", "plan"]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Which expert each slot holds; frozen, and with at least one slot for each expert.
+
+    A pytree: as an argument of a jitted function its arrays are data, so that `remap` by another placement of the same
+    sizes compiles nothing. Those of several layers have a leading axis, over which `lax.scan` goes; `placement[i]` is
+    that of one, which the methods take.
+
+    Args:
+      physical_to_logical: `[P]` or `[layers, P]` int32, the expert of each slot; rank r has the slots from `r * P / W`.
+      num_experts: E, experts that routers know.
+      num_ranks: W, which divides P.
+      num_nodes: of as many ranks each, consecutive ones; it divides W.
+
+    Attributes:
+      physical_to_logical: the argument.
+      logical_to_physical: `[..., E, P - E + 1]` int32, slots of each expert in rising order, then -1.
+      num_copies: `[..., E]` int32, number of those slots.
+      num_experts: the argument.
+      num_ranks: the argument.
+      num_nodes: the argument.
+
+    Raises:
+      ValueError: sizes that do not divide, ids out of range, or an expert without a slot.
+      TypeError: ids that are no integers.
+
+    Example:
+      >>> from jax_ep.placement import Placement
+      >>> placement = Placement([0, 1, 0, 2], num_experts=3, num_ranks=2)
+      >>> placement.num_copies.tolist(), placement.logical_to_physical.tolist()
+      ([2, 1, 1], [[0, 2], [1, -1], [3, -1]])
+    """
+
+    physical_to_logical: np.ndarray
+    num_experts: int
+    num_ranks: int
+    num_nodes: int = 1
+    logical_to_physical: np.ndarray = dataclasses.field(init=False)
+    num_copies: np.ndarray = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = _known("Placement", "physical_to_logical", self.physical_to_logical)
+        if slots.dtype.kind not in "iu":
+            raise TypeError(f"Placement: physical_to_logical has dtype {slots.dtype}, expected integers; pass ids.")
+        if slots.ndim not in (1, 2):
+            raise ValueError(
+                f"Placement: physical_to_logical has shape {slots.shape}, expected [P] or [layers, P]; reshape it."
+            )
+        _check_sizes("Placement", self.num_experts, slots.shape[-1], self.num_ranks, self.num_nodes)
+        if slots.size and (slots.min() < 0 or slots.max() >= self.num_experts):
+            wrong = int(slots.min() if slots.min() < 0 else slots.max())
+            raise ValueError(
+                f"Placement: physical_to_logical has {wrong}, expected ids in [0, {self.num_experts}); every slot holds"
+                " an expert, so check it and num_experts."
+            )
+        physical, copies = _slots_of(slots, self.num_experts)
+        if not copies.all():
+            expert = int(np.argwhere(copies == 0)[0, -1])
+            raise ValueError(
+                f"Placement: physical_to_logical has no slot for expert {expert}, expected one or more for each of the"
+                f" {self.num_experts}; put it into one, or plan() it from loads."
+            )
+        values = {"physical_to_logical": slots, "logical_to_physical": physical, "num_copies": copies}
+        for name, value in values.items():
+            frozen = np.array(value, np.int32)
+            frozen.flags.writeable = False
+            object.__setattr__(self, name, frozen)
+
+    @property
+    def num_slots(self) -> int:
+        """P, slots of all ranks."""
+        return self.physical_to_logical.shape[-1]
+
+    def __getitem__(self, layer: int) -> Placement:
+        """The placement of one layer of several."""
+        if self.physical_to_logical.ndim != 2:
+            raise IndexError("Placement: it is that of one layer, and has none to choose from")
+        children, sizes = self.tree_flatten()
+        return Placement.tree_unflatten(sizes, tuple(child[layer] for child in children))
+
+    def remap(self, topk_idx: Array, *, axis_name: AxisName = "expert", prefer_own_node: bool = False) -> Array:
+        """The slots that tokens go to: token t of rank r takes copy `(t + r) % num_copies` of an expert.
+
+        So copies get equal shares of the tokens, up to how routing follows positions, and the same in every run.
+
+        Args:
+          topk_idx: `[T, K]` int32 logical ids, -1 for no expert.
+          axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for global or local arrays outside of it.
+          prefer_own_node: take copies on the own node alone, where it has any. Fewer tokens cross nodes; loads are the
+            planned ones only if tokens of all nodes choose alike.
+
+        Returns:
+          `[T, K]` int32 in [0, P); -1 stays -1, and other ids out of range stay out of range.
+
+        Raises:
+          ValueError: shapes, ids, or a number of ranks that does not fit.
+          TypeError: dtypes.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_ep.placement import Placement
+          >>> placement = Placement([0, 1, 0, 2], num_experts=3, num_ranks=2)
+          >>> placement.remap(jnp.array([[0, 1], [0, 2], [0, -1]]), axis_name=()).tolist()
+          [[0, 1], [2, 3], [0, -1]]
+        """
+        with jax.named_scope("jax_ep.placement.remap"):
+            return self._remap(topk_idx, axis_tuple(axis_name), prefer_own_node)
+
+    def _remap(self, topk_idx: Array, axes: tuple[str, ...], prefer_own_node: bool) -> Array:
+        self._check_one_layer("remap")
+        topk_idx = check.expert_ids("remap", topk_idx, None, self.num_experts)
+        if axes:
+            self._check_ranks("remap", axes)
+        elif prefer_own_node:
+            raise ValueError("remap: prefer_own_node=True with axis_name=(), where no rank is known; name the axes.")
+        rank = lax.axis_index(axes) if axes else 0
+        slots, copies = jnp.asarray(self.logical_to_physical), jnp.asarray(self.num_copies)
+        if prefer_own_node:
+            node = rank // (self.num_ranks // self.num_nodes)
+            here = (slots >= 0) & (slots // (self.num_slots // self.num_nodes) == node)
+            slots = jnp.take_along_axis(slots, jnp.argsort(~here, axis=-1, stable=True), axis=-1)
+            num_here = here.sum(axis=-1, dtype=jnp.int32)
+            copies = jnp.where(num_here > 0, num_here, copies)
+        known = (topk_idx >= 0) & (topk_idx < self.num_experts)
+        experts = jnp.where(known, topk_idx, 0)
+        turn = (jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] + rank) % copies[experts]
+        return jnp.where(known, slots[experts, turn], jnp.where(topk_idx < 0, topk_idx, self.num_slots))
+
+    def expand(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
+        """What slots hold, from what experts have: every copy has the values of its expert.
+
+        The gradient of an expert is the sum of those of its copies, in float32 and in one order. Between ranks a row
+        travels once for each slot elsewhere, by `lax.ppermute`; nothing is gathered whole.
+
+        Args:
+          tree: pytree of arrays, such as matrices, biases or `QuantizedExperts`, whose leading axis is that of experts:
+            `[L, ...]` with `L = E / W` of each rank, or `[E, ...]` where `axis_name` is `()`.
+          axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for whole arrays on one device.
+
+        Returns:
+          The pytree with `[P / W, ...]`, or `[P, ...]`.
+
+        Raises:
+          ValueError: a leading axis of another size, or E is not a multiple of W.
+          TypeError: the placement is traced, and `axis_name` is not `()`: who sends to whom must be known.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_ep.placement import Placement
+          >>> placement = Placement([0, 1, 0, 2], num_experts=3, num_ranks=1)
+          >>> placement.expand(jnp.array([5.0, 6.0, 7.0]), axis_name=()).tolist()
+          [5.0, 6.0, 5.0, 7.0]
+        """
+        with jax.named_scope("jax_ep.placement.expand"):
+            relayed = self._from_experts("expand", axis_tuple(axis_name))
+            return _over(tree, "expand", relayed.num_sources, lambda w: relayout.gather(relayed, w))
+
+    def sum_copies(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
+        """The transpose of `expand`: for each expert the sum of what its slots have.
+
+        Such as gradients of matrices that are stored by slots, or the number of tokens of each slot, of which `plan`
+        makes the next placement.
+
+        Args:
+          tree: pytree of arrays `[P / W, ...]` of each rank, or `[P, ...]` where `axis_name` is `()`.
+          axis_name: as in `expand`.
+
+        Returns:
+          The pytree with `[E / W, ...]`, or `[E, ...]`; sums of 16-bit floats are in float32 before they are rounded.
+
+        Raises:
+          ValueError: as `expand`.
+          TypeError: as `expand`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jax_ep.placement import Placement
+          >>> placement = Placement([0, 1, 0, 2], num_experts=3, num_ranks=1)
+          >>> placement.sum_copies(jnp.array([5, 6, 7, 8]), axis_name=()).tolist()
+          [12, 6, 8]
+        """
+        with jax.named_scope("jax_ep.placement.sum_copies"):
+            relayed = self._from_experts("sum_copies", axis_tuple(axis_name))
+            rows = self.num_slots // (self.num_ranks if axis_tuple(axis_name) else 1)
+            return _over(tree, "sum_copies", rows, lambda w: relayout.scatter(relayed, w))
+
+    def rank_loads(self, loads: Any) -> np.ndarray:
+        """What each rank has to do where experts have these loads, and copies equal shares of them.
+
+        Args:
+          loads: `[E]`, or `[layers, E]` for a placement of several layers.
+
+        Returns:
+          `[W]` or `[layers, W]` float64.
+
+        Raises:
+          ValueError: another shape, or loads that are negative or not finite.
+          TypeError: loads that are no numbers, or traced.
+
+        Example:
+          >>> from jax_ep.placement import Placement
+          >>> Placement([0, 1, 0, 2], num_experts=3, num_ranks=2).rank_loads([8, 1, 3]).tolist()
+          [5.0, 7.0]
+        """
+        loads = _loads("rank_loads", loads)
+        if loads.shape != self.num_copies.shape:
+            raise ValueError(
+                f"rank_loads: loads have shape {loads.shape}, expected {self.num_copies.shape}; pass those of as many"
+                " layers and experts."
+            )
+        shares = np.take_along_axis(loads / self.num_copies, self.physical_to_logical, axis=-1)
+        return shares.reshape(*shares.shape[:-1], self.num_ranks, -1).sum(axis=-1)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+        """The arrays, and the sizes."""
+        arrays = (self.physical_to_logical, self.logical_to_physical, self.num_copies)
+        return arrays, (self.num_experts, self.num_ranks, self.num_nodes)
+
+    @classmethod
+    def tree_unflatten(cls, sizes: tuple[int, int, int], arrays: tuple[Any, ...]) -> Placement:
+        """The placement of these arrays, whatever JAX puts in their place."""
+        made = object.__new__(cls)
+        names = ("physical_to_logical", "logical_to_physical", "num_copies", "num_experts", "num_ranks", "num_nodes")
+        for name, value in zip(names, (*arrays, *sizes), strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    def _check_one_layer(self, function: str) -> None:
+        if self.physical_to_logical.ndim != 1:
+            raise ValueError(
+                f"{function}: the placement has {len(self.physical_to_logical)} layers, expected that of one; pass"
+                " placement[layer], or scan over it."
+            )
+
+    def _check_ranks(self, function: str, axes: tuple[str, ...]) -> None:
+        size = axis_size(axes, function=function)
+        check.size(function, f"the number of ranks of {axes}", size, self.num_ranks, "plan() for as many ranks")
+
+    def _from_experts(self, function: str, axes: tuple[str, ...]) -> relayout.Relayout:
+        self._check_one_layer(function)
+        if not axes:
+            return relayout.make(self.physical_to_logical, self.num_experts, 1, axes)
+        self._check_ranks(function, axes)
+        check.divisible_experts(function, self.num_experts, self.num_ranks, axes)
+        slots = _known(function, "the placement", self.physical_to_logical)
+        return relayout.make(slots, self.num_experts, self.num_ranks, axes)
+
+
+def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 1) -> Placement:
+    """Gives busy experts copies, and all ranks about as much to do; by DeepSeek's algorithm.
+
+    With `num_groups` the policy is the hierarchical one: nodes get whole groups, with about equal loads, and copies of
+    an expert lie on the node of its group. That is for routers that choose few groups for a token (DeepSeek-V3), whose
+    tokens then go to few nodes. Without groups it is the global one: copies go anywhere. Copies of an expert are on
+    different ranks as long as there are others with room. Equal loads give equal plans.
+
+    Args:
+      loads: `[E]`, or `[layers, E]` for each layer a plan: tokens that each expert had, as `MoEMetrics.load`, or any
+        other measure; zero for all is allowed.
+      num_slots: P, at least E and a multiple of `num_ranks`.
+      num_ranks: W.
+      num_nodes: of as many ranks each, consecutive ones.
+      num_groups: groups of consecutive experts, a multiple of `num_nodes`; 1 for none.
+
+    Returns:
+      The `Placement`; the ids of a rank rise.
+
+    Raises:
+      ValueError: sizes that do not divide, too few slots, or loads that are negative or not finite.
+      TypeError: loads that are no numbers, or traced.
+
+    Example:
+      >>> from jax_ep.placement import plan
+      >>> placement = plan([90, 10, 20, 30, 10, 20], num_slots=8, num_ranks=4)
+      >>> placement.physical_to_logical.reshape(4, 2).tolist()
+      [[0, 2], [0, 5], [0, 1], [3, 4]]
+      >>> placement.rank_loads([90, 10, 20, 30, 10, 20]).tolist()
+      [50.0, 50.0, 40.0, 40.0]
+    """
+    loads = _loads("plan", loads)
+    if loads.ndim not in (1, 2):
+        raise ValueError(f"plan: loads have shape {loads.shape}, expected [E] or [layers, E]; reshape them.")
+    num_experts = loads.shape[-1]
+    _check_sizes("plan", num_experts, num_slots, num_ranks, num_nodes)
+    check.positive("plan", "num_groups", num_groups)
+    if num_experts % num_groups or (num_groups > 1 and num_groups % num_nodes):
+        raise ValueError(
+            f"plan: num_groups={num_groups}, expected a number that divides the {num_experts} experts and is a multiple"
+            f" of num_nodes={num_nodes}; change it, or leave it out for copies on any node."
+        )
+    sizes = num_slots, num_ranks, num_nodes if num_groups > 1 else 1, num_groups
+    layers = [_plan_layer(layer, *sizes) for layer in loads.reshape(-1, num_experts)]
+    slots = np.array(layers, np.int32).reshape(*loads.shape[:-1], num_slots)
+    return Placement(slots, num_experts, num_ranks, num_nodes)
+
+
+@operation
+def move(tree: Any, old: Placement, new: Placement, *, axis_name: AxisName = "expert") -> Any:
+    """What lies in the slots of one placement, as that of another has it; from rank to rank, not through the host.
+
+    For matrices that are stored by slots, and what optimizers keep of them. A row comes from a copy on the own rank
+    where there is one, else from one on the own node, else from the copy whose rank has sent the least.
+
+    Args:
+      tree: pytree of arrays `[P / W, ...]` of each rank by `old`, or `[P, ...]` where `axis_name` is `()`.
+      old: the placement so far; copies hold equal values.
+      new: the one to come, of as many experts and ranks; its number of slots may differ.
+      axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for whole arrays on one device.
+
+    Returns:
+      The pytree by `new`.
+
+    Raises:
+      ValueError: sizes that do not fit.
+      TypeError: a placement is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.placement import Placement, move
+      >>> old = Placement([0, 1, 0, 2], num_experts=3, num_ranks=2)
+      >>> new = Placement([2, 1, 0, 2], num_experts=3, num_ranks=2)
+      >>> move(jnp.array([5.0, 6.0, 5.0, 7.0]), old, new, axis_name=()).tolist()
+      [7.0, 6.0, 5.0, 7.0]
+    """
+    for placement in (old, new):
+        if not isinstance(placement, Placement):
+            raise TypeError(f"move: got a {type(placement).__name__}, expected a Placement; pass the old and the new.")
+        placement._check_one_layer("move")
+        _known("move", "the placement", placement.physical_to_logical)
+    check.size("move", "the number of experts of new", new.num_experts, old.num_experts, "plan() for the same experts")
+    check.size("move", "the number of ranks of new", new.num_ranks, old.num_ranks, "plan() for the same ranks")
+    axes = axis_tuple(axis_name)
+    if axes:
+        old._check_ranks("move", axes)
+    relayed = relayout.make(_nearest(old, new), old.num_slots, old.num_ranks if axes else 1, axes)
+    return _over(tree, "move", relayed.num_sources, lambda w: relayout.gather(relayed, w))
+
+
+# --- the algorithm ---------------------------------------------------------------------------------------------------
+
+
+def _plan_layer(loads: np.ndarray, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int) -> np.ndarray:
+    """`[P]` expert of each slot."""
+    ranks = num_ranks // num_nodes
+    groups = np.arange(len(loads)).reshape(num_groups, -1)
+    node_of_group = _pack(loads[groups].sum(axis=1), np.arange(num_groups), num_nodes)
+    slots = []
+    for node in range(num_nodes):
+        experts = groups[node_of_group == node].reshape(-1)
+        copies = _replicate(loads[experts], num_slots // num_nodes, ranks)
+        held, shares = np.repeat(experts, copies), np.repeat(loads[experts] / copies, copies)
+        rank_of_slot = _pack(shares, held, ranks)
+        slots += [np.sort(held[rank_of_slot == rank]) for rank in range(ranks)]
+    return np.concatenate(slots)
+
+
+def _replicate(loads: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
+    """`[n]` copies of each: one, then where a copy has the most load; not more than ranks, as far as that can be."""
+    copies = np.ones(len(loads), np.int64)
+    for _ in range(num_slots - len(loads)):
+        full = copies >= num_ranks
+        copies[np.lexsort((copies, -loads / copies, full))[0]] += 1
+    return copies
+
+
+def _pack(loads: np.ndarray, kinds: np.ndarray, num_bins: int) -> np.ndarray:
+    """`[n]` bin of each, as many in all: by falling load into the lightest with room, first those without its kind."""
+    room = np.full(num_bins, len(loads) // num_bins)
+    total, has, found = np.zeros(num_bins), np.zeros((num_bins, kinds.max() + 1), bool), np.zeros(len(loads), np.int64)
+    for i in np.argsort(-loads, kind="stable"):
+        found[i] = lightest = np.lexsort((total, has[:, kinds[i]], room == 0))[0]
+        total[lightest] += loads[i]
+        room[lightest] -= 1
+        has[lightest, kinds[i]] = True
+    return found
+
+
+def _nearest(old: Placement, new: Placement) -> np.ndarray:
+    """`[P of new]` slot of old from which each comes."""
+    sent, sources = np.zeros(old.num_ranks, np.int64), np.zeros(new.num_slots, np.int64)
+    per_node = new.num_ranks // new.num_nodes
+    for slot, expert in enumerate(new.physical_to_logical):
+        copies = old.logical_to_physical[expert, : old.num_copies[expert]]
+        ranks, rank = copies // (old.num_slots // old.num_ranks), slot // (new.num_slots // new.num_ranks)
+        order = np.lexsort((sent[ranks], ranks // per_node != rank // per_node, ranks != rank))
+        sources[slot] = copies[order[0]]
+        sent[ranks[order[0]]] += ranks[order[0]] != rank
+    return sources
+
+
+def _slots_of(slots: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """`logical_to_physical` and `num_copies`."""
+    layers, num_slots = slots.reshape(-1, slots.shape[-1]), slots.shape[-1]
+    physical = np.full((len(layers), num_experts, num_slots - num_experts + 1), -1, np.int32)
+    copies = np.zeros((len(layers), num_experts), np.int32)
+    for layer, held in enumerate(layers):
+        copies[layer] = np.bincount(held, minlength=num_experts)
+        if not copies[layer].all():
+            break  # an expert without a slot leaves another one with more than fit, and is refused
+        order = np.argsort(held, kind="stable")
+        first = np.cumsum(copies[layer]) - copies[layer]
+        physical[layer, held[order], np.arange(num_slots) - first[held[order]]] = order
+    leading = slots.shape[:-1]
+    return physical.reshape(*leading, *physical.shape[1:]), copies.reshape(*leading, num_experts)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _known(function: str, name: str, value: Any) -> np.ndarray:
+    """An array on the host."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} is traced, expected values that are known before; close over it, do not pass it to"
+            " the jitted function."
+        )
+    return np.asarray(value)
+
+
+def _loads(function: str, loads: Any) -> np.ndarray:
+    loads = _known(function, "loads", loads)
+    if loads.dtype.kind not in "iuf":
+        raise TypeError(f"{function}: loads have dtype {loads.dtype}, expected real numbers; pass one per expert.")
+    loads = loads.astype(np.float64)
+    if not (np.isfinite(loads) & (loads >= 0)).all():
+        raise ValueError(f"{function}: loads contain {loads.min()}, expected finite numbers from 0; pass counts.")
+    return loads
+
+
+def _check_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any, num_nodes: Any) -> None:
+    sizes = {"num_experts": num_experts, "num_slots": num_slots, "num_ranks": num_ranks, "num_nodes": num_nodes}
+    for name, value in sizes.items():
+        check.positive(function, name, value)
+    if num_slots < num_experts:
+        raise ValueError(
+            f"{function}: {num_slots} slots for {num_experts} experts, expected at least as many; give each rank more."
+        )
+    for name, whole, parts in (("slots", num_slots, num_ranks), ("ranks", num_ranks, num_nodes)):
+        if whole % parts:
+            what = "ranks" if name == "slots" else "nodes"
+            raise ValueError(
+                f"{function}: {whole} {name} on {parts} {what}, expected a multiple: each of the {what} has as many."
+            )
+
+
+def _over(tree: Any, function: str, rows: int, fn: Any) -> Any:
+    """`fn` of every leaf, each of which has so many rows."""
+
+    def one(path: Any, leaf: Any) -> Array:
+        leaf = check.rows(function, f"tree{jax.tree_util.keystr(path)}", leaf, f"[{rows}, ...]")
+        if leaf.shape[0] != rows:
+            raise ValueError(
+                f"{function}: tree{jax.tree_util.keystr(path)} has shape {leaf.shape}, expected {rows} rows; pass the"
+                " part of this rank inside jax.shard_map, and whole arrays with axis_name=()."
+            )
+        return fn(leaf)
+
+    return jax.tree_util.tree_map_with_path(one, tree)

@@ -1,0 +1,415 @@
+"""Copies of experts: plans hold what they promise, and a layer with copies is the layer without, gradients too."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+import jax_ep.placement
+from cases import BASE, F32, assert_close, integers, reals
+from harness import make_mesh, run
+from jax_ep.core import relayout
+from jax_ep.placement import Placement, move, plan
+from jax_ep.quantization import dequantize_experts, quantize_experts
+from layers import Layer
+
+RANKS = (1, 2, 4)
+
+
+def random_loads(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """From nearly equal to all on a few experts; some of none."""
+    loads = rng.random(shape) ** rng.integers(0, 12) * 1000
+    return np.where(rng.random(shape) < 0.1, 0, np.floor(loads))
+
+
+def random_placement(rng: np.random.Generator, num_ranks: int, *, num_experts: int = 8, extra: int = 4) -> Placement:
+    """Any that is allowed, not only what `plan` makes: copies may share a rank."""
+    slots = np.concatenate([np.arange(num_experts), rng.integers(0, num_experts, extra)])
+    return Placement(rng.permutation(slots), num_experts, num_ranks)
+
+
+def copies_of(placement: Placement) -> list[set[int]]:
+    return [set(np.flatnonzero(placement.physical_to_logical == e).tolist()) for e in range(placement.num_experts)]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_plans_of_random_loads(rng: np.random.Generator) -> None:
+    for _ in range(200):
+        num_nodes, num_groups = int(rng.choice([1, 2])), int(rng.choice([1, 2, 4]))
+        num_ranks = num_nodes * int(rng.choice([1, 2, 4]))
+        num_experts = num_groups * int(rng.integers(1, 9))
+        num_slots = num_ranks * int(rng.integers(-(-num_experts // num_ranks), 2 * num_experts))
+        if num_groups > 1 and num_groups % num_nodes:
+            continue
+        loads = random_loads(rng, num_experts)
+        sizes = {"num_slots": num_slots, "num_ranks": num_ranks, "num_nodes": num_nodes, "num_groups": num_groups}
+        placement = plan(loads, **sizes)
+        held = placement.physical_to_logical.reshape(num_ranks, -1)
+        assert set(held.reshape(-1).tolist()) == set(range(num_experts)), "an expert has no slot"
+        assert placement.num_copies.tolist() == [len(found) for found in copies_of(placement)]
+        rank_loads = placement.rank_loads(loads)
+        assert rank_loads.sum() == pytest.approx(loads.sum())
+        heaviest = (loads / placement.num_copies).max(initial=0)
+        if num_groups == 1:
+            assert rank_loads.max() <= rank_loads.mean() + heaviest * (1 + 1e-9)
+        else:
+            node_of_rank = np.arange(num_ranks) // (num_ranks // num_nodes)
+            groups = [np.unique(held[node_of_rank == node] // (num_experts // num_groups)) for node in range(num_nodes)]
+            assert sorted(np.concatenate(groups).tolist()) == list(range(num_groups)), "copies of a group on two nodes"
+            for node in range(num_nodes):
+                on_node = rank_loads[node_of_rank == node]
+                assert on_node.max() <= on_node.mean() + heaviest * (1 + 1e-9)
+
+
+def test_the_busiest_expert_is_divided(rng: np.random.Generator) -> None:
+    """One has half of all load: as many copies as it takes, each on a rank of its own."""
+    loads = np.ones(16)
+    loads[5] = 16
+    placement = plan(loads, num_slots=24, num_ranks=8)
+    ranks = [slot // 3 for slot in copies_of(placement)[5]]
+    assert len(ranks) == len(set(ranks)) == 8
+    contiguous = Placement(np.arange(16), 16, 8)
+    assert contiguous.rank_loads(loads).max() == 17
+    assert placement.rank_loads(loads).max() <= 4
+
+
+def test_copies_go_one_by_one_to_what_has_the_most_load() -> None:
+    placement = plan([60, 31, 20, 1], num_slots=8, num_ranks=4)
+    assert placement.num_copies.tolist() == [3, 2, 2, 1]  # of 60, 31, 30 and 20, which 20 / 1 has before 60 / 3
+    assert plan([60, 31, 20, 1], num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]  # one for each rank
+
+
+def test_more_slots_than_different_ranks() -> None:
+    """Copies must share ranks then, as few as can."""
+    placement = plan([3, 1], num_slots=12, num_ranks=2)
+    assert placement.num_copies.tolist() == [9, 3]
+    assert placement.rank_loads([3, 1]).tolist() == pytest.approx([2, 2])
+    assert plan(np.zeros(4), num_slots=8, num_ranks=2).num_copies.tolist() == [2, 2, 2, 2]
+
+
+def test_plans_are_the_same_in_every_run(rng: np.random.Generator) -> None:
+    loads = random_loads(rng, 3, 32)
+    plans = [plan(values, num_slots=40, num_ranks=8, num_nodes=2, num_groups=4) for values in (loads, loads.tolist())]
+    for one, other in zip(*(jax.tree.leaves(found) for found in plans), strict=True):
+        assert (one == other).all()
+
+
+def test_every_layer_has_its_plan(rng: np.random.Generator) -> None:
+    loads = random_loads(rng, 3, 16)
+    together = plan(loads, num_slots=20, num_ranks=4)
+    for layer in range(3):
+        alone = plan(loads[layer], num_slots=20, num_ranks=4)
+        assert (together[layer].physical_to_logical == alone.physical_to_logical).all()
+        assert (together[layer].logical_to_physical == alone.logical_to_physical).all()
+        assert (together.rank_loads(loads)[layer] == alone.rank_loads(loads[layer])).all()
+
+
+def test_a_placement_is_frozen() -> None:
+    slots = np.array([0, 1, 0, 2])
+    placement = Placement(slots, 3, 2)
+    slots[0] = 1
+    assert placement.physical_to_logical.tolist() == [0, 1, 0, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        placement.num_copies[0] = 3
+
+
+# --- remap ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_remap(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+    placement = random_placement(rng, num_ranks)
+    ids = rng.integers(-2, 10, (num_ranks, 24, 3)).astype(np.int32)
+    got = run(placement.remap, expert_mesh(num_ranks), ids)
+    known = (ids >= 0) & (ids < 8)
+    assert (placement.physical_to_logical[got[known]] == ids[known]).all()
+    assert (got[ids < 0] == ids[ids < 0]).all() and (got[ids >= 8] == 12).all()
+    for rank, token, k in np.argwhere(known):
+        copies = sorted(copies_of(placement)[ids[rank, token, k]])
+        assert got[rank, token, k] == copies[(token + rank) % len(copies)]
+
+
+def test_copies_have_equal_shares(expert_mesh: Any) -> None:
+    placement = Placement([0, 1, 0, 0, 2, 3, 0, 0], 4, 4)
+    got = run(placement.remap, expert_mesh(4), np.zeros((4, 10, 1), np.int32))
+    assert np.bincount(got.reshape(-1), minlength=8).tolist() == [8, 0, 8, 8, 0, 0, 8, 8]
+    one_token = run(placement.remap, expert_mesh(4), np.zeros((4, 1, 1), np.int32))
+    assert len(set(one_token.reshape(-1).tolist())) == 4, "ranks with one token each all took the same copy"
+
+
+def test_copies_on_the_own_node_first(expert_mesh: Any, rng: np.random.Generator) -> None:
+    placement = Placement([0, 1, 0, 0, 2, 3, 0, 1], 4, 4, num_nodes=2)
+    ids = rng.integers(-1, 4, (4, 12, 2)).astype(np.int32)
+    got = run(lambda ids: placement.remap(ids, prefer_own_node=True), expert_mesh(4), ids)
+    for rank, token, k in np.argwhere(ids >= 0):
+        copies = sorted(copies_of(placement)[ids[rank, token, k]])
+        near = [slot for slot in copies if slot // 4 == rank // 2] or copies
+        assert got[rank, token, k] == near[(token + rank) % len(near)]
+
+
+def test_another_placement_compiles_nothing(rng: np.random.Generator) -> None:
+    remap = jax.jit(lambda placement, ids: placement.remap(ids, axis_name=()))
+    ids = rng.integers(0, 8, (5, 2)).astype(np.int32)
+    for _ in range(3):
+        placement = plan(random_loads(rng, 8), num_slots=12, num_ranks=4)
+        assert (placement.physical_to_logical[remap(placement, ids)] == ids).all()
+    assert remap._cache_size() == 1
+
+
+def test_scan_over_layers(rng: np.random.Generator) -> None:
+    placements = plan(random_loads(rng, 3, 8), num_slots=12, num_ranks=4)
+    ids, w = rng.integers(0, 8, (3, 5, 2)).astype(np.int32), integers(rng, 3, 8, 4)
+
+    def layer(carry: Any, inputs: Any) -> Any:
+        placement, ids, w = inputs
+        return carry, (placement.remap(ids, axis_name=()), placement.expand(w, axis_name=()))
+
+    slots, expanded = jax.jit(lambda *inputs: jax.lax.scan(layer, None, inputs)[1])(placements, ids, w)
+    for i in range(3):
+        assert (placements[i].physical_to_logical[slots[i]] == ids[i]).all()
+        assert (expanded[i] == w[i][placements[i].physical_to_logical]).all()
+
+
+# --- expand, sum_copies, move -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_expand_and_its_gradient(num_ranks: int, kind: AxisType, rng: np.random.Generator) -> None:
+    """Of integers, whose sums are exact; on one axis of ranks or two, as global arrays."""
+    sizes, names = ((2, 2), ("node", "expert")) if num_ranks == 4 else ((num_ranks,), ("expert",))
+    mesh, placement = make_mesh(sizes, names, kind), random_placement(rng, num_ranks)
+    spec = P(names)
+    tree = {"w": integers(rng, 8, 3, 2), "b": (integers(rng, 8).astype(jnp.bfloat16),)}
+    tree = jax.device_put(tree, jax.NamedSharding(mesh, spec))
+
+    def shard(fn: Any) -> Any:
+        return jax.shard_map(lambda t: fn(t, axis_name=names), mesh=mesh, in_specs=spec, out_specs=spec)
+
+    @jax.jit
+    def both(tree: Any, weights: Any) -> Any:
+        expanded, transpose = jax.vjp(shard(placement.expand), tree)
+        return expanded, transpose(weights), jax.vjp(shard(placement.sum_copies), weights)[1](tree)[0]
+
+    weights = jax.tree.map(lambda leaf: integers(rng, 12, *leaf.shape[1:]).astype(leaf.dtype), tree)
+    weights = jax.device_put(weights, jax.NamedSharding(mesh, spec))
+    expanded, (gradient,), again = both(tree, weights)
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        value = lambda t: dict(jax.tree.leaves_with_path(t))[path]  # noqa: B023, E731
+        assert (np.asarray(value(expanded)) == np.asarray(leaf)[placement.physical_to_logical]).all()
+        assert (np.asarray(value(again)) == np.asarray(leaf)[placement.physical_to_logical]).all()
+        want = np.zeros(leaf.shape)
+        np.add.at(want, placement.physical_to_logical, np.asarray(value(weights), np.float64))
+        assert value(gradient).dtype == leaf.dtype
+        assert (np.asarray(value(gradient), np.float64) == want).all()
+
+
+def test_second_derivative(expert_mesh: Any, rng: np.random.Generator) -> None:
+    placement, mesh = random_placement(rng, 2), expert_mesh(2)
+    expand = jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    w, v = integers(rng, 8, 2), integers(rng, 8, 2)
+    # Of the sum of cubes, 6 w v for each copy.
+    got = jax.jit(jax.grad(lambda w: jnp.vdot(jax.grad(lambda w: (expand(w) ** 3).sum())(w), v)))(w)
+    assert (got == 6 * w * v * placement.num_copies[:, None]).all()
+
+
+def test_rows_travel_once_and_nothing_is_gathered(expert_mesh: Any, rng: np.random.Generator) -> None:
+    mesh, placement = expert_mesh(4), plan(random_loads(rng, 16), num_slots=24, num_ranks=4)
+    source = placement.physical_to_logical // 4
+    target = np.arange(24) // 6
+    pairs = np.array([(s, t) for s, t in zip(source, target, strict=True) if s != t])
+    busiest = max(np.bincount(side).max() for side in pairs.T)
+    expand = jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    text = jax.jit(expand).lower(jax.ShapeDtypeStruct((16, 7, 3), F32)).as_text()
+    found = re.findall(r"(?<=stablehlo\.)(collective_permute|all_\w+|reduce_scatter)", text)
+    assert found == ["collective_permute"] * busiest
+    sent = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])> : tensor<(\d+)x2", text)
+    assert sum(int(number) for _, number in sent) == len(pairs)
+
+
+def test_quantized_experts(expert_mesh: Any, rng: np.random.Generator) -> None:
+    placement, mesh = random_placement(rng, 4), expert_mesh(4)
+    expand = jax.jit(jax.shard_map(placement.expand, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
+    w = reals(rng, 8, 128, 128)
+    for expert_format in ("fp8", "int4"):
+        experts = quantize_experts(jnp.asarray(w), format=expert_format)
+        got, want = (np.asarray(dequantize_experts(e, jnp.float32)) for e in (expand(experts), experts))
+        assert (got == want[placement.physical_to_logical]).all(), expert_format
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_move(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+    mesh = expert_mesh(num_ranks)
+    old, new = random_placement(rng, num_ranks), random_placement(rng, num_ranks, extra=8)
+    w = {"mu": integers(rng, 8, 3), "count": rng.integers(0, 9, 8).astype(np.int32)}
+    stored = jax.tree.map(lambda leaf: leaf[old.physical_to_logical], w)
+    spec = P("expert")
+    moved = jax.jit(jax.shard_map(lambda t: move(t, old, new), mesh=mesh, in_specs=spec, out_specs=spec))(stored)
+    whole = move(stored, old, new, axis_name=())
+    for name, leaf in w.items():
+        assert (moved[name] == leaf[new.physical_to_logical]).all()
+        assert (whole[name] == leaf[new.physical_to_logical]).all()
+
+
+def test_what_stays_does_not_travel(expert_mesh: Any, rng: np.random.Generator) -> None:
+    """To the same placement nothing does, and a row from its own node where there is a copy."""
+    old = plan(random_loads(rng, 8), num_slots=12, num_ranks=4)
+    program = jax.shard_map(
+        lambda w: move(w, old, old), mesh=expert_mesh(4), in_specs=P("expert"), out_specs=P("expert")
+    )
+    assert "collective_permute" not in jax.jit(program).lower(jax.ShapeDtypeStruct((12, 3), F32)).as_text()
+    old = Placement([0, 1, 2, 3, 0, 1, 2, 3], 4, 4, num_nodes=2)
+    new = Placement([2, 3, 0, 1, 2, 3, 0, 1], 4, 4, num_nodes=2)
+    sources = jax_ep.placement._nearest(old, new)
+    assert (sources // 4 == np.arange(8) // 4).all()
+
+
+def test_colours_are_few_and_differ(rng: np.random.Generator) -> None:
+    for _ in range(30):
+        num_ranks = int(rng.integers(2, 20))
+        edges = [(int(a), int(b)) for a, b in rng.integers(0, num_ranks, (int(rng.integers(1, 120)), 2))]
+        colours = relayout.colour(edges, num_ranks)
+        assert max(colours) + 1 == max(np.bincount(side).max() for side in np.array(edges).T)
+        for side in (0, 1):
+            assert len({(edge[side], found) for edge, found in zip(edges, colours, strict=True)}) == len(edges)
+
+
+# --- the layer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_the_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Equal to the oracle of the layer without: what it returns, and every gradient."""
+    layer = Layer(rng, "zipf", num_ranks, BASE)
+    loads = np.bincount(layer.topk_idx[layer.topk_idx >= 0].reshape(-1), minlength=BASE.num_experts)
+    placement = plan(loads, num_slots=12, num_ranks=num_ranks)
+    assert placement.num_copies.max() > 1 or num_ranks == 1
+    cotangent = reals(rng, *layer.x.shape)
+
+    def both(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, cotangent: Any) -> Any:
+        def moe(x: Any, weights: Any, *matrices: Any) -> Any:
+            slots, held = placement.remap(ids), placement.expand(matrices)
+            return jax_ep.moe(x, slots, weights, *held, num_experts=placement.num_slots, implementation="xla")
+
+        y, transpose = jax.vjp(moe, x, weights, w_gate_up, w_down)
+        return y, transpose(cotangent)
+
+    y, gradients = run(both, expert_mesh(num_ranks), *layer.args, cotangent)
+    oracle = layer.oracle()
+    assert_close(y, oracle.forward(), "moe")
+    names = ("x", "topk_weights", "w_gate_up", "w_down")
+    for name, got, want in zip(names, gradients, oracle.gradients(cotangent), strict=True):
+        assert_close(got.reshape(want.shape), want, f"gradient of {name}")
+
+
+def test_no_rank_has_more_rows_than_planned(two_by_two: Mesh, rng: np.random.Generator) -> None:
+    """What `dispatch` gives ranks by a remapped routing is what `rank_loads` says, where shares come out even."""
+    ids = np.where(rng.random((4, 24, 1)) < 0.5, 0, rng.integers(0, 8, (4, 24, 1))).astype(np.int32)
+    ids = np.repeat(ids, 24, axis=1)  # each choice at all positions: shares of 2, 3 and 4 copies are even
+    placement = plan(np.bincount(ids.reshape(-1), minlength=8), num_slots=16, num_ranks=4)
+    x = np.ones((4, ids.shape[1], 2), F32)
+
+    def rows(x: Any, ids: Any) -> Any:
+        axes = ("a", "b")
+        slots = placement.remap(ids, axis_name=axes)
+        return jax_ep.dispatch(x, slots, num_experts=16, axis_name=axes, implementation="xla").group_sizes.sum()
+
+    got = run(rows, two_by_two, *(a.reshape(2, 2, *a.shape[1:]) for a in (x, ids)))
+    assert got.reshape(-1).tolist() == placement.rank_loads(np.bincount(ids.reshape(-1), minlength=8)).tolist()
+
+
+@pytest.fixture
+def two_by_two() -> Mesh:
+    return make_mesh((2, 2), ("a", "b"))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+THREE = Placement([0, 1, 0, 2], 3, 2)
+IDS = np.zeros((2, 1), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "fragments"),
+    [
+        (lambda: Placement([0, 1, 3], 3, 1), ValueError, ("has 3", "[0, 3)", "num_experts")),
+        (lambda: Placement([0, 1, 0], 3, 1), ValueError, ("no slot for expert 2", "put it into one")),
+        (lambda: Placement([0, 1, 2], 3, 2), ValueError, ("3 slots on 2 ranks", "multiple")),
+        (lambda: Placement([0, 1, 2], 3, 3, 2), ValueError, ("3 ranks on 2 nodes", "multiple")),
+        (lambda: Placement([0.0, 1.0], 2, 1), TypeError, ("float64", "integers")),
+        (lambda: Placement([[[0, 1]]], 2, 1), ValueError, ("(1, 1, 2)", "[layers, P]")),
+        (lambda: plan([1, 2, 3, 4], num_slots=2, num_ranks=2), ValueError, ("2 slots for 4 experts", "at least")),
+        (lambda: plan([1, -2], num_slots=2, num_ranks=2), ValueError, ("-2", "finite numbers from 0")),
+        (lambda: plan([1, np.nan], num_slots=2, num_ranks=2), ValueError, ("nan", "finite")),
+        (lambda: plan(["a"], num_slots=2, num_ranks=2), TypeError, ("<U1", "real numbers")),
+        (lambda: plan(3.0, num_slots=2, num_ranks=2), ValueError, ("()", "[layers, E]")),
+        (
+            lambda: plan(np.ones(6), num_slots=8, num_ranks=4, num_nodes=2, num_groups=3),
+            ValueError,
+            ("num_groups=3", "multiple of num_nodes=2", "leave it out"),
+        ),
+        (lambda: plan(np.ones(4), num_slots=4, num_ranks=True), TypeError, ("num_ranks", "bool")),
+        (
+            lambda: jax.jit(lambda x: plan(x, num_slots=4, num_ranks=2).num_copies)(np.ones(4)),
+            TypeError,
+            ("traced", "close over it"),
+        ),
+        (lambda: THREE.rank_loads([1, 2]), ValueError, ("(2,)", "(3,)")),
+        (lambda: THREE[0], IndexError, ("one layer",)),
+        (lambda: THREE.remap(IDS + 7, axis_name=()), ValueError, ("7", "[0, 3)")),
+        (lambda: THREE.remap(IDS), ValueError, ("axis_name=('expert',)", "shard_map")),
+        (
+            lambda: THREE.remap(IDS, axis_name=(), prefer_own_node=True),
+            ValueError,
+            ("prefer_own_node", "name the axes"),
+        ),
+        (lambda: THREE.expand(np.ones((4, 2)), axis_name=()), ValueError, ("(4, 2)", "3 rows", "jax.shard_map")),
+        (lambda: THREE.sum_copies({"a": np.ones(3)}, axis_name=()), ValueError, ("tree['a']", "(3,)", "4 rows")),
+        (
+            lambda: plan(np.ones((2, 3)), num_slots=4, num_ranks=2).remap(IDS),
+            ValueError,
+            ("2 layers", "placement[layer]"),
+        ),
+        (lambda: move(np.ones(4), THREE, None), TypeError, ("NoneType", "Placement")),
+        (lambda: move(np.ones(4), THREE, Placement([0, 1], 2, 2)), ValueError, ("is 2", "3", "same experts")),
+        (lambda: move(np.ones(4), THREE, Placement([0, 1, 2], 3, 1)), ValueError, ("is 1", "2", "same ranks")),
+    ],
+)
+def test_errors(call: Any, error: type[Exception], fragments: tuple[str, ...]) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert [text for text in fragments if text not in str(raised.value)] == [], str(raised.value)
+
+
+def test_errors_on_ranks(expert_mesh: Any) -> None:
+    def shard(fn: Any) -> Any:
+        return jax.shard_map(fn, mesh=expert_mesh(4), in_specs=P("expert"), out_specs=P("expert"))
+
+    with pytest.raises(ValueError, match=r"is 4, expected 2; plan\(\) for as many ranks"):
+        shard(THREE.remap)(np.zeros((4, 1), np.int32))
+    with pytest.raises(ValueError, match="num_experts=3 is not divisible by the 4 ranks"):
+        shard(Placement([0, 1, 2, 0], 3, 4).expand)(np.zeros(4))
+    placement = plan(np.ones(4), num_slots=8, num_ranks=4)
+    traced = jax.jit(lambda placement, w: shard(placement.expand)(w))
+    with pytest.raises(TypeError, match="is traced, expected values that are known before"):
+        traced(placement, np.zeros(4))
+
+
+def test_examples_of_methods_run() -> None:
+    """Those of functions run with all others."""
+    for name in ("remap", "expand", "sum_copies", "rank_loads"):
+        (test,) = doctest.DocTestFinder(recurse=False).find(getattr(Placement, name), name, globs={})
+        assert test.examples
+        output: list[str] = []
+        assert doctest.DocTestRunner().run(test, out=output.append).failed == 0, "".join(output)

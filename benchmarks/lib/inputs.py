@@ -45,16 +45,25 @@ def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
     return jax.make_mesh((num_ranks,), AXIS, axis_types=auto, devices=jax.devices()[:num_ranks])
 
 
+def popularity(kind: str, experts: int, rng: np.random.Generator, exponent: float = 1.0) -> np.ndarray:
+    """`[experts]` logarithm of how often each is chosen: all alike, or by Zipf's law in a random order."""
+    if kind != "zipf":
+        return np.zeros(experts)
+    return -exponent * np.log(1 + rng.permutation(experts))
+
+
+def choose(popularity: np.ndarray, num_tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """`[num_tokens, top_k]` different experts per token, one after another by their popularity among the others."""
+    ids = np.empty((num_tokens, top_k), np.int32)
+    for start in range(0, num_tokens, 8192):  # Gumbel top-k
+        scores = popularity + rng.gumbel(size=(min(8192, num_tokens - start), len(popularity)))
+        ids[start : start + len(scores)] = np.argpartition(-scores, top_k, axis=1)[:, :top_k]
+    return ids
+
+
 def routing(kind: str, num_tokens: int, model: Model, rng: np.random.Generator) -> np.ndarray:
     """`[num_tokens, top_k]` different experts per token, all alike or by Zipf's law."""
-    popularity = np.zeros(model.experts)
-    if kind == "zipf":
-        popularity = -np.log(1 + rng.permutation(model.experts))
-    ids = np.empty((num_tokens, model.top_k), np.int32)
-    for start in range(0, num_tokens, 8192):  # Gumbel top-k
-        scores = popularity + rng.gumbel(size=(min(8192, num_tokens - start), model.experts))
-        ids[start : start + len(scores)] = np.argpartition(-scores, model.top_k, axis=1)[:, : model.top_k]
-    return ids
+    return choose(popularity(kind, model.experts, rng), num_tokens, model.top_k, rng)
 
 
 def on_ranks(mesh: jax.sharding.Mesh, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:

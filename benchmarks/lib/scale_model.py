@@ -1,0 +1,167 @@
+"""Bytes over links and over the boundary of nodes, and times that follow, of flat and hierarchical expert parallelism.
+
+A row is a token on its way to a rank. Flat, a token goes once to each rank with one of its experts. Hierarchically it
+goes once to each other node with one of them, to the GPU of the same place there, and from it once to each rank of that
+node with one of its experts; inside its own node it goes straight. Combine takes the same ways back, and adds up before
+it crosses, so its rows are as many.
+
+All tokens of all GPUs are taken to be routed alike. Then how many rows a GPU sends and receives follows from the shares
+of tokens that have an expert on a rank, and on a node: in closed form where all experts are chosen alike, from sampled
+tokens where they are not. With more ranks than experts each expert has as many copies, one of which a token takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+WAYS = ("flat", "hierarchical")
+
+
+class Topology(NamedTuple):
+    """Ranks in consecutive nodes, and slots for experts in consecutive ranks.
+
+    Attributes:
+      num_ranks: W, a multiple of `gpus_per_node`.
+      gpus_per_node: ranks that reach each other by links.
+      num_experts: E, which W divides, or divides W.
+    """
+
+    num_ranks: int
+    gpus_per_node: int
+    num_experts: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.gpus_per_node
+
+    @property
+    def num_slots(self) -> int:
+        return max(self.num_experts, self.num_ranks)
+
+    @property
+    def copies(self) -> int:
+        """Of each expert; slot s holds expert `s % E`."""
+        return self.num_slots // self.num_experts
+
+
+class Rates(NamedTuple):
+    """What a GPU sends, and as much receives, at a time.
+
+    Attributes:
+      link: bytes per second inside a node.
+      nic: bytes per second over the boundary; where GPUs share a NIC, its rate over their number.
+      start: seconds of a launch, of which the hierarchical way has two.
+      message: seconds of the NIC for each peer that is sent to.
+      blocks: in which the hierarchical way overlaps its two legs.
+    """
+
+    link: float
+    nic: float
+    start: float
+    message: float
+    blocks: int
+
+
+class Rows(NamedTuple):
+    """`[W]` rows that each GPU sends and receives: over the boundary of its node, and inside it."""
+
+    nic_sent: np.ndarray
+    nic_received: np.ndarray
+    link_sent: np.ndarray
+    link_received: np.ndarray
+
+    @property
+    def nic(self) -> float:
+        """Of the GPU that has most, in the direction with more."""
+        return float(max(self.nic_sent.max(), self.nic_received.max()))
+
+    @property
+    def link(self) -> float:
+        """Likewise."""
+        return float(max(self.link_sent.max(), self.link_received.max()))
+
+
+def uniform_shares(topology: Topology, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[W]` and `[N]`: probabilities that a token of `top_k` different experts, all alike, has one on a rank, a node.
+
+    Of m slots with different experts, j of which the token chose, it misses each by its choice of another copy.
+    """
+
+    def share(slots: int) -> float:
+        experts, miss = topology.num_experts, 1 - 1 / topology.copies
+        if slots > experts:
+            raise ValueError(f"a node has {slots} slots for {experts} experts, expected no two of one expert")
+        ways = (math.comb(slots, j) * math.comb(experts - slots, top_k - j) * miss**j for j in range(top_k + 1))
+        return 1 - sum(ways) / math.comb(experts, top_k)
+
+    per_rank = topology.num_slots // topology.num_ranks
+    ranks = np.full(topology.num_ranks, share(per_rank))
+    return ranks, np.full(topology.num_nodes, share(per_rank * topology.gpus_per_node))
+
+
+def sampled_shares(slots: np.ndarray, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """`[W]` and `[N]`: shares of the tokens `[M, K]`, ids of slots, that have one on a rank, and on a node."""
+    on_rank = _on_ranks(slots, topology)
+    on_node = on_rank.reshape(len(slots), topology.num_nodes, -1).any(axis=-1)
+    return on_rank.mean(axis=0), on_node.mean(axis=0)
+
+
+def expected(rank_shares: np.ndarray, node_shares: np.ndarray, topology: Topology) -> dict[str, Rows]:
+    """Rows for each token that a GPU has, `{way: Rows}`, where the tokens of all GPUs have these shares."""
+    gpus, nodes = topology.gpus_per_node, topology.num_nodes
+    by_node = rank_shares.reshape(nodes, gpus)
+    beside = np.repeat(by_node.sum(axis=1), gpus) - rank_shares  # the other ranks of the own node
+    away = rank_shares.sum() - beside - rank_shares
+    flat = Rows(away, (topology.num_ranks - gpus) * rank_shares, beside, (gpus - 1) * rank_shares)
+    landing = np.repeat(node_shares, gpus)
+    crossing = Rows(
+        node_shares.sum() - landing, (nodes - 1) * landing, nodes * beside, nodes * (gpus - 1) * rank_shares
+    )
+    return dict(zip(WAYS, (flat, crossing), strict=True))
+
+
+def counted(slots: np.ndarray, topology: Topology) -> dict[str, Rows]:
+    """Rows of a given routing `[W, T, K]`, ids of slots or -1, one by one: `{way: Rows}`."""
+    ranks, gpus, nodes = topology.num_ranks, topology.gpus_per_node, topology.num_nodes
+    hits, crossings = np.zeros((ranks, ranks), np.int64), np.zeros((ranks, nodes), np.int64)
+    for source, tokens in enumerate(slots):
+        on_rank = _on_ranks(tokens, topology)
+        hits[source] = on_rank.sum(axis=0)
+        crossings[source] = on_rank.reshape(len(tokens), nodes, gpus).any(axis=-1).sum(axis=0)
+    node = np.arange(ranks) // gpus
+    inside = node[:, None] == node
+    pairs = hits * ~np.eye(ranks, dtype=bool)
+    flat = Rows(*((pairs * part).sum(axis=axis) for part in (~inside, inside) for axis in (1, 0)))
+    crossings[np.arange(ranks), node] = 0
+    crossed = crossings.reshape(nodes, gpus, nodes)
+    # By place of the source, where rows land on every node, and node and place of the target.
+    landed = hits.reshape(nodes, gpus, nodes, gpus).sum(axis=0)
+    landed[np.arange(gpus), :, np.arange(gpus)] = 0
+    hierarchical = Rows(
+        crossed.sum(axis=2).reshape(-1),
+        crossed.sum(axis=0).T.reshape(-1),
+        landed.sum(axis=2).T.reshape(-1),
+        landed.sum(axis=0).reshape(-1),
+    )
+    return dict(zip(WAYS, (flat, hierarchical), strict=True))
+
+
+def seconds(rows: Rows, way: str, *, tokens: int, row_bytes: int, topology: Topology, rates: Rates) -> float:
+    """Of one exchange, of the GPU with most on either leg; `rows` are for each token."""
+    nic, link = tokens * row_bytes * rows.nic / rates.nic, tokens * row_bytes * rows.link / rates.link
+    peers = topology.num_ranks - topology.gpus_per_node if way == "flat" else topology.num_nodes - 1
+    nic += peers * rates.message
+    if way == "flat" or topology.num_nodes == 1:
+        return rates.start + max(nic, link)
+    return 2 * rates.start + max(nic, link) + min(nic, link) / rates.blocks
+
+
+def _on_ranks(slots: np.ndarray, topology: Topology) -> np.ndarray:
+    """`[M, W]` whether a token `[M, K]` has a slot on a rank."""
+    found = np.zeros((len(slots), topology.num_ranks + 1), bool)
+    ranks = np.where(slots < 0, topology.num_ranks, slots // (topology.num_slots // topology.num_ranks))
+    found[np.arange(len(slots))[:, None], ranks] = True
+    return found[:, :-1]

@@ -1,0 +1,214 @@
+"""What copies of busy experts do to the most loaded rank, by simulation; needs no GPU.
+
+    python benchmarks/placement.py [--models deepseek-v3 qwen3-235b] [--ranks 8 16 32 64 128 256] [--copies-per-rank 1]
+
+Writes results/placement.json and a plot. Experts are chosen by Zipf's law with several exponents; a plan is made of
+the tokens that each expert had, and serves other tokens. With drift a share of the experts has exchanged its popularity
+among itself in between. The load of a rank is the rows that it multiplies, and the figure is that of the most loaded
+rank over the mean: what all ranks wait for. Seconds are those of making the plan, of one layer.
+
+  contiguous    as without a placement: E / W experts per rank in their order
+  packed        as many slots as experts: they move, and none has a copy
+  global        with copies on any rank
+  hierarchical  with copies on the node of their group, where the model has groups and nodes of eight GPUs divide them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ep.placement import Placement, plan
+from lib import harness, inputs, plots
+from lib.harness import Report, Timing
+
+RANKS = (8, 16, 32, 64, 128, 256)
+EXPONENTS = (0.25, 0.5, 0.75, 1.0, 1.25)
+DRIFTS = (0.0, 0.1, 0.25, 0.5, 1.0)
+GROUPS = {"deepseek-v3": 8}
+GPUS_PER_NODE = 8
+SHOWN_RANKS, SHOWN_EXPONENT = 32, 0.75  # of the plot over drift
+
+
+def drifted(popularity: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """With a share of the experts, chosen at random, having exchanged theirs."""
+    changed = rng.permutation(len(popularity))[: round(share * len(popularity))]
+    later = popularity.copy()
+    later[changed] = popularity[rng.permutation(changed)]
+    return later
+
+
+def sampled_loads(popularity: np.ndarray, model: inputs.Model, tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """`[E]` tokens that each expert has."""
+    chosen = inputs.choose(popularity, tokens, model.top_k, rng)
+    return np.bincount(chosen.reshape(-1), minlength=model.experts)
+
+
+def imbalance(placement: Placement, loads: np.ndarray) -> float:
+    """The most loaded rank over the mean."""
+    of_ranks = placement.rank_loads(loads)
+    return float(of_ranks.max() / of_ranks.mean())
+
+
+def policies(name: str, experts: int, num_ranks: int, copies_per_rank: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Names, and arguments of `plan`."""
+    more = experts + copies_per_rank * num_ranks
+    yield "packed", {"num_slots": experts, "num_ranks": num_ranks}
+    yield "global", {"num_slots": more, "num_ranks": num_ranks}
+    nodes, groups = num_ranks // GPUS_PER_NODE, GROUPS.get(name, 1)
+    if nodes > 1 and groups % nodes == 0:
+        yield "hierarchical", {"num_slots": more, "num_ranks": num_ranks, "num_nodes": nodes, "num_groups": groups}
+
+
+def simulate(args: argparse.Namespace, name: str, exponent: float, seed: int) -> Iterator[tuple[Any, float, float]]:
+    """For one random popularity `((policy, ranks, drift), seconds of planning, imbalance)` of all cases."""
+    rng, model = np.random.default_rng(seed), inputs.MODELS[name]
+    before = inputs.popularity("zipf", model.experts, rng, exponent)
+    known = sampled_loads(before, model, args.tokens, rng)
+    served = {d: sampled_loads(drifted(before, d, rng), model, args.tokens, rng) for d in args.drifts}
+    for num_ranks in (n for n in args.ranks if model.experts % n == 0):
+        start = time.perf_counter()
+        contiguous = Placement(np.arange(model.experts), model.experts, num_ranks)
+        placements = {"contiguous": (contiguous, time.perf_counter() - start)}
+        for policy, sizes in policies(name, model.experts, num_ranks, args.copies_per_rank):
+            start = time.perf_counter()
+            placements[policy] = plan(known, **sizes), time.perf_counter() - start
+        for policy, (placement, seconds) in placements.items():
+            for drift, loads in served.items():
+                yield (policy, num_ranks, drift), seconds, imbalance(placement, loads)
+
+
+def spread(drift: float, samples: list[tuple[float, float]]) -> dict[str, float]:
+    """Of the ratios of all seeds."""
+    q1, median, q3 = (float(q) for q in np.quantile([ratio for _, ratio in samples], (0.25, 0.5, 0.75)))
+    return {"drift": drift, "median": median, "q1": q1, "q3": q3}
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """All models, exponents, ranks and drifts."""
+    settings = {"rounds": args.rounds, "quick": args.quick, "models": args.models, "ranks": args.ranks}
+    settings |= {"tokens": args.tokens, "copies_per_rank": args.copies_per_rank, "gpus_per_node": GPUS_PER_NODE}
+    report = Report(f"placement{args.suffix}", args.out, settings)
+    worst: dict[str, float] = {}
+    for name in args.models:
+        for exponent in harness.progress(args.exponents, name):
+            found: dict[Any, list[tuple[float, float]]] = {}
+            for seed in range(args.rounds):
+                for case, seconds, ratio in simulate(args, name, exponent, seed):
+                    found.setdefault(case, []).append((seconds, ratio))
+            for policy, num_ranks in dict.fromkeys(case[:2] for case in found):
+                shape = {"model": name, "ranks": num_ranks, "exponent": exponent, "dtype": "float64"}
+                by_drift = [spread(drift, found[policy, num_ranks, drift]) for drift in args.drifts]
+                seconds = tuple(sample[0] for sample in found[policy, num_ranks, args.drifts[0]])
+                report.add(policy, shape, Timing(seconds), most_loaded_over_mean=by_drift)
+                worst[policy] = max(worst.get(policy, 1.0), by_drift[0]["median"])
+    report.summarise(largest_median_with_least_drift=worst)
+    return report
+
+
+def show(report: Report) -> None:
+    """A table of each model, without drift and with all."""
+    policies = ("contiguous", "packed", "global", "hierarchical")
+    for name in dict.fromkeys(row["shape"]["model"] for row in report.rows):
+        cells: dict[tuple[Any, ...], dict[str, str]] = {}
+        for row in report.rows:
+            if row["shape"]["model"] == name:
+                for found in row["most_loaded_over_mean"]:
+                    case = row["shape"]["exponent"], row["shape"]["ranks"], found["drift"]
+                    cells.setdefault(case, {})[row["variant"]] = f"{found['median']:.2f}"
+        rows = [[*case, *(found.get(policy, "") for policy in policies)] for case, found in cells.items()]
+        harness.show_table(f"{name}: most loaded rank over mean", ["exponent", "ranks", "drift", *policies], rows)
+
+
+def draw(path: Path) -> Path | None:
+    """Over ranks and over drift, for each model; None where matplotlib is not installed."""
+    mpl = plots.matplotlib()
+    if mpl is None:
+        return None
+    from matplotlib import pyplot
+
+    rows = json.loads(path.read_text())["rows"]
+    models = list(dict.fromkeys(row["shape"]["model"] for row in rows))
+    figure, grid = pyplot.subplots(len(models), 2, figsize=(13, 4 * len(models)), squeeze=False, layout="constrained")
+    for name, (over_ranks, over_drift) in zip(models, grid, strict=True):
+        own = [row for row in rows if row["shape"]["model"] == name]
+        for i, exponent in enumerate(sorted({row["shape"]["exponent"] for row in own})):
+            for policy, line in (("contiguous", ":"), ("global", "-")):
+                of_policy = [row for row in own if (row["variant"], row["shape"]["exponent"]) == (policy, exponent)]
+                points = [(row["shape"]["ranks"], row["most_loaded_over_mean"][0]) for row in of_policy]
+                _curve(over_ranks, points, f"C{i}", line, f"{exponent:g}, {policy}")
+        fixed = {
+            "exponent": min((row["shape"]["exponent"] for row in own), key=lambda e: abs(e - SHOWN_EXPONENT)),
+            "ranks": min((row["shape"]["ranks"] for row in own), key=lambda n: abs(n - SHOWN_RANKS)),
+        }
+        for i, row in enumerate(row for row in own if fixed.items() <= row["shape"].items()):
+            points = [(found["drift"], found) for found in row["most_loaded_over_mean"]]
+            _curve(over_drift, points, f"C{i}", "-", row["variant"])
+        title = plots.NAMES.get(name, name)
+        over_ranks.set(title=f"{title}, by Zipf's exponent", xlabel="ranks", xscale="log", yscale="log")
+        for axis in (over_ranks.xaxis, over_ranks.yaxis):
+            axis.set_major_locator(mpl.ticker.LogLocator(base=2))
+            axis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
+            axis.set_minor_locator(mpl.ticker.NullLocator())
+        what = f"{fixed['ranks']} ranks, exponent {fixed['exponent']:g}"
+        over_drift.set(title=f"{title}, {what}", xlabel="share of experts whose popularity changed after the plan")
+        for axes in (over_ranks, over_drift):
+            axes.set(ylabel="most loaded rank / mean")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    drawn = path.with_suffix(".png")
+    figure.savefig(drawn, dpi=100)
+    pyplot.close(figure)
+    return drawn
+
+
+def _curve(axes: Any, points: list[tuple[float, Any]], color: str, line: str, label: str) -> None:
+    """Medians with quartiles."""
+    if not points:
+        return
+    at = [x for x, _ in points]
+    middle = np.array([found["median"] for _, found in points])
+    spread = np.abs(np.array([[found["q1"], found["q3"]] for _, found in points]).T - middle)
+    axes.errorbar(at, middle, spread, marker="o", markersize=3, capsize=2, color=color, linestyle=line, label=label)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=9)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=inputs.MODELS, help="default: deepseek-v3 qwen3-235b; --quick: tiny")
+    add("--tokens", type=int, help="that a plan is made of, and as many that are served (default: 32768)")
+    add("--ranks", type=int, nargs="+", help=f"those that divide the experts (default: {RANKS}; --quick: 2 4)")
+    add("--exponents", type=float, nargs="+", default=EXPONENTS, help=f"of Zipf's law (default: {EXPONENTS})")
+    add("--drifts", type=float, nargs="+", default=DRIFTS, help=f"shares of the experts (default: {DRIFTS})")
+    add("--copies-per-rank", type=int, default=1, help="slots of a rank beyond E / W (default: 1)")
+    return parser
+
+
+def main() -> None:
+    """Simulates, and draws."""
+    parser = options()
+    args = harness.parse(parser)
+    args.models = args.models or ([inputs.QUICK] if args.quick else ["deepseek-v3", "qwen3-235b"])
+    args.ranks = args.ranks or ([2, 4] if args.quick else list(RANKS))
+    args.tokens = args.tokens or (512 if args.quick else 32768)
+    for name in args.models:
+        if not any(inputs.MODELS[name].experts % n == 0 for n in args.ranks):
+            parser.error(f"--ranks {args.ranks}: none divides the {inputs.MODELS[name].experts} experts of {name}")
+    args.drifts = sorted(args.drifts)
+    if wrong := [d for d in args.drifts if not 0 <= d <= 1]:
+        parser.error(f"--drifts {wrong[0]}: expected shares from 0 to 1")
+    report = measure(args)
+    show(report)
+    draw(report.path)
+    print(report.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
-from jax_ep.heap import check, nvshmem, transports
+from jax_ep.heap import check, nvshmem, rendezvous, transports
 from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
 
@@ -71,6 +71,7 @@ _thread = threading.local()  # `.heap`: in which this thread has reserved what i
 _current: Context | None = None
 _is_implicit = False
 _heap: SymmetricHeap | None = None
+_comparison: rendezvous.Comparison | None = None  # of several processes, from init to finalize
 _launcher = _LAUNCHERS[0]  # for which JAX's caches hold traces
 _sizes: dict[int, int] | None = None  # of all heaps so far, see SymmetricHeap.sizes; None: there has been none
 _records = jax.make_user_context(False)  # whether kernels of what is traced now record; part of the key of `jax.jit`
@@ -95,9 +96,11 @@ def init(
     It replaces a context that came into being by itself. Programs compiled for an earlier context run on in the new
     one: it allocates at once what they need, unless `heap_bytes` is less; they then end in an error that says so.
 
-    With transport "nvshmem" all processes must call it, with the same arguments, after `jax.distributed.initialize`.
-    They then share symmetric memory, and so must trace the same programs in the same order: where a program needs more,
-    all allocate it together, and each waits up to ten times `timeout_s` for the others.
+    Where there are several processes, all must call it, with the same arguments, after `jax.distributed.initialize`;
+    each waits up to ten times `timeout_s` for the others, and an error names those that are missing or differ in
+    arguments or versions. They must then trace the same programs on that mesh in the same order: an exchange of other
+    sizes than another process has traced ends in an error. With transport "nvshmem" they also share symmetric memory:
+    where a program needs more, all allocate it together, and wait for each other likewise.
 
     Args:
       mesh: the devices; None: the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`. A mesh that is
@@ -123,7 +126,8 @@ def init(
       ImportError: launcher "jax-triton" without that package.
       RuntimeError: there is not as much memory as `heap_bytes`, or as programs compiled earlier need; or jax-triton
         does not work with this JAX.
-      jax.errors.JaxRuntimeError: another process has not come in time, or has failed; the message says which.
+      jax.errors.JaxRuntimeError: another process has not come in time, has other arguments or versions, or has failed;
+        the message says which.
 
     Example:
       >>> import jax, jax_ep
@@ -132,7 +136,7 @@ def init(
       True
       >>> jax_ep.finalize()
     """
-    global _current, _heap
+    global _current, _heap, _comparison
     wanted = _checked(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
     wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None, launcher=_checked_launcher(launcher))
     with _lock:
@@ -144,6 +148,9 @@ def init(
             )
         if _current is None:
             together = wanted.transport == "nvshmem"  # all processes are here, now
+            if jax.process_count() > 1 and not together:
+                meetings = rendezvous.Meetings(wanted.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES)
+                meetings.meet("init", "setting the context up", same=_in_words(wanted))
             # Kernels that use no heap run in the workers that come with one, too.
             at_once = together or wanted.transport == "shared_memory"
             if at_once or (wanted.transport != "xla" and (heap_bytes is not None or _sizes is not None)):
@@ -151,6 +158,7 @@ def init(
             if together:
                 atexit.register(_finalize_at_exit)
             _current = wanted
+            _comparison = rendezvous.Comparison() if jax.process_count() > 1 else None
             _use_launcher(wanted.launcher)
             _log.info("transport %s: %s", wanted.transport, transports.REASONS[wanted.transport])
         return _current
@@ -175,6 +183,34 @@ def _checked(
     for name in axis_tuple(axis_name):
         num_ranks *= mesh.shape[name]
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
+
+
+def _in_words(context: Context) -> str:
+    """All that processes must have in common."""
+    ids = [device.id for device in context.mesh.devices.flat]
+    order = "in order" if ids == sorted(ids) else f"in the order {ids}"
+    names = ("axis_name", "transport", "heap_bytes", "timeout_s", "launcher")
+    parts = (
+        f"mesh {dict(context.mesh.shape)} of devices {order}",
+        *(f"{name}={getattr(context, name)!r}" for name in names),
+        f"num_processes={rendezvous.processes_asked_for()} of jax.distributed.initialize",
+        *(f"{name} {sys.modules[name].__version__}" for name in ("jax_ep", "jax", "jaxlib")),
+        f"jax_enable_x64={jax.config.read('jax_enable_x64')}",
+    )
+    return "; ".join(parts)
+
+
+def compare(function: str, sizes: str) -> None:
+    """Compares an exchange that is traced with those of the other processes, if it is on the mesh of the context.
+
+    Raises:
+      jax.errors.JaxRuntimeError: another process has traced another one.
+    """
+    with _lock:
+        if _comparison is None or _current is None:
+            return
+        if jax.sharding.get_abstract_mesh().shape_tuple == _current.mesh.shape_tuple:
+            _comparison.compare(function, sizes)
 
 
 def _checked_launcher(launcher: str | None) -> str:
@@ -380,9 +416,7 @@ def _make_heap(context: Context) -> SymmetricHeap:
     elif context.transport == "peer":
         memory = PeerMemory()
     elif context.transport == "nvshmem":
-        settings = f"mesh {dict(context.mesh.shape)}, axis_name={context.axis_name!r}"
-        settings += f", heap_bytes={context.heap_bytes}, timeout_s={context.timeout_s:g}"
-        memory = nvshmem.NvshmemMemory(context.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES, settings)
+        memory = nvshmem.NvshmemMemory(context.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES, _in_words(context))
     else:
         raise ValueError(
             f"transport {context.transport!r} has no symmetric heap; call finalize() and init(transport='peer')."
@@ -409,10 +443,10 @@ def finalize() -> None:
       >>> import jax_ep
       >>> jax_ep.finalize()
     """
-    global _current, _heap, _is_implicit, _sizes
+    global _current, _heap, _is_implicit, _sizes, _comparison
     with _lock:
         the_heap = _heap
-        _current, _heap, _is_implicit = None, None, False
+        _current, _heap, _is_implicit, _comparison = None, None, False, None
         _use_launcher(_LAUNCHERS[0])
         if the_heap is None:
             return

@@ -1,8 +1,8 @@
 """Devices, strictness, and the fixtures that every test shares.
 
 `JAX_EP_TEST_DEVICES=gpu` runs the suite on the machine's GPUs; otherwise it runs on eight CPU devices. run_processes.py
-runs it in several processes in step, with one device each; with `JAX_EP_TEST_GPUS=N` they share N GPUs, where they take
-turns.
+runs it in several processes in step, with one GPU or some CPU devices each; with `JAX_EP_TEST_GPUS=N` they share N
+GPUs, where they take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 NUM_PROCESSES = int(os.environ.get("JAX_EP_TEST_PROCESSES", "1"))
 NUM_GPUS = int(os.environ.get("JAX_EP_TEST_GPUS", NUM_PROCESSES))
-NUM_CPU_DEVICES = 8 if NUM_PROCESSES == 1 else 1
+NUM_CPU_DEVICES = int(os.environ.get("JAX_EP_TEST_CPU_DEVICES", "8"))  # of each process
 ON_GPU = os.environ.get("JAX_EP_TEST_DEVICES", "cpu") == "gpu"
 # Set before JAX is imported: it reads both when it is first used.
 if ON_GPU:

@@ -2,6 +2,9 @@
 
 Allocating memory that every process sees hangs where one of them does not take part. So before such a step all
 processes meet: each says what it is about to do, and goes on only when all have come and want the same.
+
+Exchanges of programs are compared without a meeting: each process says what it traces, and whoever comes later sees
+that it differs.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ _FAILED = "failed: "
 
 # Of the whole process, as the store is: a context that starts again must not find the keys of the one before.
 _serials = itertools.count()
+_comparisons = itertools.count()
 
 
 class Meetings:
@@ -41,7 +45,8 @@ class Meetings:
         Args:
           function: the public function that asks for it, for messages.
           purpose: what the processes are about to do together, in words.
-          same: further words in which all processes must agree.
+          same: further words in which all processes must agree; of several parts, with "; " between them, an error has
+            those that differ.
           words: what this process tells the others.
 
         Returns:
@@ -68,7 +73,7 @@ class Meetings:
             raise jax.errors.JaxRuntimeError(f"{together} {self._broken}.{_REMEDY}") from error
         answers = [told[process].split("\n", 1) for process in range(num_processes)]
         if len({theirs for theirs, _ in answers}) > 1:
-            wishes = "; ".join(f"process {process}: {theirs}" for process, (theirs, _) in enumerate(answers))
+            wishes = _by_process({process: theirs for process, (theirs, _) in enumerate(answers)})
             raise jax.errors.JaxRuntimeError(f"{together} they want different things: {wishes}.{_REMEDY}")
         return [said for _, said in answers]
 
@@ -113,6 +118,54 @@ class Meetings:
         if missing:
             return f"processes {missing} have not come to it within {self._timeout_s:g} s"
         return f"some came after the others had given up, which they do after {self._timeout_s:g} s"
+
+
+class Comparison:
+    """What all processes trace, one exchange after another: in the same order with the same sizes, or it says so.
+
+    Processes with a context make it together, and no more than one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._folder = f"jax_ep/exchanges/{next(_comparisons)}"
+        self._count = itertools.count(1)
+
+    def compare(self, function: str, sizes: str) -> None:
+        """Says what this process traces, and looks at what others that have come as far said; waits for nobody.
+
+        Raises:
+          jax.errors.JaxRuntimeError: another process has traced something else.
+        """
+        client, me, number = _client(function), jax.process_index(), next(self._count)
+        folder = f"{self._folder}/{number}"
+        client.key_value_set(f"{folder}/{me}", f"{function}, {sizes}")
+        told = _told(client, folder)
+        if len(set(told.values())) > 1:
+            raise jax.errors.JaxRuntimeError(
+                f"{function}: the processes run different programs: as exchange number {number} since init() on its"
+                f" mesh, {_by_process(told)}. All must trace the same programs in the same order, with the same sizes"
+                " on every rank: pad the tokens of a smaller batch with expert id -1."
+            )
+
+
+def processes_asked_for() -> int:
+    """How many processes `jax.distributed.initialize` was told of here, which may be more than there are."""
+    from jax._src import distributed  # JAX has no public name for it
+
+    return int(distributed.global_state.num_processes)
+
+
+def _by_process(words: dict[int, str]) -> str:
+    """What each process says: those that say the same once, and of the parts behind the first those that differ."""
+    processes: dict[str, list[int]] = {}
+    for process, text in sorted(words.items()):
+        processes.setdefault(text, []).append(process)
+    common = set.intersection(*(set(text.split("; ")[1:]) for text in processes))
+    said = []
+    for text, who in processes.items():
+        name = f"process {who[0]}" if len(who) == 1 else f"processes {who}"
+        said.append(f"{name}: {', '.join(part for part in text.split('; ') if part not in common)}")
+    return "; ".join(said)
 
 
 def _client(function: str) -> Any:

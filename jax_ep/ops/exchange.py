@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.layout import dropless_capacity, row_groups
 from jax_ep.core.mesh_axes import spread_axes, vary_alike
@@ -289,6 +290,7 @@ def prepare(
     name = choose(options, values, layout, handle, columns)
     x, topk_idx, topk_weights, handle = vary_alike((x, topk_idx, topk_weights, handle), over=options.axis)
     if handle is None:
+        context.compare(function, f"{layout}, tokens {values.dtype}[{values.shape[0]}, {values.shape[1]}]")
         handle = registry.get("exchange", name).plan(options, cast(Array, topk_idx), layout)
     return Prepared(options, x, topk_weights, handle)
 

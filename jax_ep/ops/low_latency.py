@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.mesh_axes import spread_axes, vary_alike
 from jax_ep.core.named_scopes import operation
@@ -213,6 +214,7 @@ def dispatch_tokens(
     """
     hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
     name = registry.choose(options, "low_latency", jnp.dtype(dtype), hidden, layout, False)
+    context.compare(options.function, f"{layout}, tokens {jnp.dtype(dtype)}[{layout.num_tokens}, {hidden}]")
     run = registry.get("low_latency", name).low_latency_dispatch
     return run(options, x, topk_idx, num_tokens, layout, group_size)
 

@@ -1,10 +1,10 @@
-"""Runs tests in several processes in step, one device each, as programs of several processes run.
+"""Runs tests in several processes in step, as programs of several processes run.
 
-    python tests/helpers/run_processes.py N [--timeout SECONDS] [--grace SECONDS] [arguments of pytest]
+    python tests/helpers/run_processes.py N [--devices D] [--timeout SECONDS] [--grace SECONDS] [arguments of pytest]
 
 Each process runs the same pytest command on the same random inputs, through `jax.distributed`, and compares all
 results. The output is that of process 0; of a process that fails, its last lines. With `JAX_EP_TEST_DEVICES=gpu`
-process i drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise a CPU device.
+process i drives GPU i, with `JAX_EP_TEST_GPUS=N` GPU i modulo N, otherwise D CPU devices, one by default.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LAST_WORDS_S = 60  # for what a process prints when it is ended
 class Process:
     """One pytest process; a thread keeps what it prints."""
 
-    def __init__(self, index: int, count: int, address: str, arguments: list[str]) -> None:
+    def __init__(self, index: int, own: dict[str, str], arguments: list[str]) -> None:
         self.index = index
         self.lines: collections.deque[str] = collections.deque(maxlen=NUM_LAST_LINES)
-        own = {"PROCESSES": str(count), "PROCESS": str(index), "COORDINATOR": address}
+        own = own | {"PROCESS": str(index)}
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
             env=os.environ | {f"JAX_EP_TEST_{name}": value for name, value in own.items()},
@@ -114,16 +114,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("num_processes", type=int, metavar="N")
+    parser.add_argument("--devices", type=int, default=1, metavar="D", help="CPU devices of each process (default: 1)")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for everything (default: 7200)")
     text = "seconds that the others have after the first failure, to report the same (default: 15)"
     parser.add_argument("--grace", type=float, default=15.0, help=text)
     options, arguments = parser.parse_known_args()
     if not any(argument.split("=")[0] == "--seed" for argument in arguments):
         arguments += ["--seed", "0" if os.environ.get("CI") else str(secrets.randbits(32))]
-    address = f"127.0.0.1:{free_port()}"
+    count, address = options.num_processes, f"127.0.0.1:{free_port()}"
+    own = {"PROCESSES": str(count), "CPU_DEVICES": str(options.devices), "COORDINATOR": address}
     # The signal of `timeout`, after which nobody may stay behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    processes = [Process(i, options.num_processes, address, arguments) for i in range(options.num_processes)]
+    processes = [Process(index, own, arguments) for index in range(count)]
     try:
         problem = wait(processes, options.timeout, options.grace)
     finally:

@@ -1,0 +1,125 @@
+"""The exchange and the layer over all devices of several nodes: on one axis, and on one axis per level.
+
+In several processes (run_processes.py) a node is a process; in one the devices are halved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+import oracle
+from cases import Shape, assert_close, assert_same_bits, integers, reals
+from harness import compiled, make_mesh
+from layers import Layer
+
+SHAPE = Shape(num_tokens=5, top_k=3, num_experts=16, hidden=8, intermediate=4)
+ROUTINGS = ("duplicates", "zipf", "some_without_expert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """What tokens travel over.
+
+    Attributes:
+      mesh: all devices.
+      axis_name: as the functions take it.
+      options: more keywords that dispatch and `moe` take.
+    """
+
+    mesh: Mesh
+    axis_name: str | tuple[str, ...]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return {"axis_name": self.axis_name, **self.options}
+
+    def compiled(self, fn: Any) -> Any:
+        """`fn` of the ranks' arrays, `[W, ...]` with the ranks in the order of `axis_name`."""
+        return compiled(fn, self.mesh, axes=(self.axis_name,))
+
+
+@pytest.fixture(params=["flat", "nodes"])
+def over(request: pytest.FixtureRequest) -> Over:
+    num_nodes = jax.process_count() if jax.process_count() > 1 else 2
+    num_ranks = jax.device_count() // num_nodes * num_nodes
+    if num_ranks < num_nodes:
+        pytest.skip(f"needs {num_nodes} devices, {jax.device_count()} present")
+    if request.param == "flat":
+        return Over(make_mesh((num_ranks,), ("expert",)), "expert")
+    mesh = make_mesh((num_nodes, num_ranks // num_nodes), ("node", "expert"))
+    if jax.process_count() > 1:
+        processes = [{device.process_index for device in row} for row in mesh.devices]
+        assert processes == [{process} for process in range(num_nodes)], "a node is not a process"
+    return Over(mesh, ("node", "expert"))
+
+
+def test_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
+    """Rows bit for bit, and sums of whole numbers, which no order changes."""
+
+    def fn(x, topk_idx, topk_weights, y):
+        sent = jax_ep.dispatch(
+            x, topk_idx, topk_weights, num_experts=SHAPE.num_experts, implementation=implementation, **over.keywords
+        )
+        back = jax_ep.combine(y, sent.handle, axis_name=over.axis_name, implementation=implementation)
+        return sent.tokens, sent.weights, sent.group_sizes, back
+
+    call = over.compiled(fn)
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, over.mesh.size, SHAPE)
+            lay = layer.oracle().lay
+            y = integers(rng, *lay.source.shape, SHAPE.hidden)
+            tokens, weights, group_sizes, back = call(layer.x, layer.topk_idx, layer.topk_weights, y)
+            assert_same_bits(tokens, oracle.gather(layer.x, lay), "tokens")
+            assert_same_bits(weights, oracle.gather_weights(layer.topk_weights, lay), "weights")
+            assert_same_bits(group_sizes, lay.group_sizes, "group_sizes")
+            assert_same_bits(back, oracle.combine(y, lay).astype(y.dtype), "combined")
+
+
+def test_moe_and_gradients(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
+    """The layer, and the gradients of its tokens, router weights and both matrices."""
+
+    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+        def layer(x, topk_weights, w_gate_up, w_down):
+            arrays = (x, topk_idx, topk_weights, w_gate_up, w_down)
+            return jax_ep.moe(*arrays, num_experts=16, implementation=implementation, **over.keywords)
+
+        out, vjp = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
+        return out, vjp(d_out)
+
+    call = over.compiled(fn)
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, over.mesh.size, SHAPE)
+            d_out = reals(rng, *layer.x.shape)
+            out, gradients = call(*layer.args, d_out)
+            want = layer.oracle()
+            assert_close(out, want.forward(), "moe")
+            names = ("dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
+            for name, got, exact in zip(names, gradients, want.gradients(d_out.astype(np.float64)), strict=True):
+                assert_close(got.reshape(exact.shape), exact, name)
+
+
+def test_capacity(implementation: str, over: Over, rng: np.random.Generator) -> None:
+    """Rows past it are dropped and counted, on each rank as in one process."""
+    capacity = 6
+
+    def fn(x, topk_idx, topk_weights, w_gate_up, w_down):
+        options = {"num_experts": 16, "capacity": capacity, "implementation": implementation, **over.keywords}
+        sent = jax_ep.dispatch(x, topk_idx, topk_weights, **options)
+        return sent.dropped, jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **options)
+
+    layer = Layer(rng, "zipf", over.mesh.size, SHAPE)
+    want = layer.oracle(capacity=capacity)
+    assert want.lay.dropped.sum() > 0
+    dropped, out = over.compiled(fn)(*layer.args)
+    assert_same_bits(dropped, want.lay.dropped, "dropped")
+    assert_close(out, want.forward(), "moe")

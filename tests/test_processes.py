@@ -1,0 +1,137 @@
+"""Several real processes on loopback: the same results as in one, and errors where they differ or do not come."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from run_processes import free_port
+
+HELPERS = Path(__file__).parent / "helpers"
+CONTRACT = Path(__file__).parent / "contract"
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def environment(num_devices: int) -> dict[str, str]:
+    """Of a process with so many CPU devices."""
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
+    return os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """The output of all, of which none stays behind."""
+    try:
+        return [process.communicate() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 4), (4, 2)], ids=["2x4", "4x2"])
+@pytest.mark.slow
+def test_exchange_and_layer(num_processes: int, num_devices: int) -> None:
+    """Dispatch, combine, the layer and its gradient over the devices of all processes, against the oracle."""
+    run = [sys.executable, str(HELPERS / "run_processes.py"), str(num_processes), "--devices", str(num_devices)]
+    command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "--implementation", "xla"]
+    done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\[0\] 6 passed", done.stdout)
+
+
+def test_processes_that_differ() -> None:
+    """Each difference ends in an error that names it; differing_processes.py is what runs."""
+    address = f"127.0.0.1:{free_port()}"
+    commands = [[sys.executable, str(HELPERS / "differing_processes.py"), str(i), address] for i in range(2)]
+    started = [subprocess.Popen(command, env=environment(2), **PIPES) for command in commands]
+    outputs = finish(started)
+    assert [process.returncode for process in started] == [0, 0], outputs
+    both = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+    for found in both:
+        assert found["devices"] == 4
+        for name, zero, one in (
+            ("world", "num_processes=2 of jax.distributed.initialize", "num_processes=3 of jax.distributed.initialize"),
+            ("argument", "timeout_s=100.0", "timeout_s=101.0"),
+        ):
+            mesh = "init: setting the context up, mesh {'expert': 4} of devices in order, "
+            assert f"process 0: {mesh}{zero}; process 1: {mesh}{one}." in found[name]
+        assert "process 1: init: setting the context up, mesh {'expert': 4} of devices in the order [" in found["order"]
+        for name in ("before init", "agree", "same", "same again", "new context", "same in it"):
+            assert found[name] == "no error", name
+    for name, zero, one in (
+        ("tokens", "num_tokens=5", "num_tokens=6"),
+        ("experts", "num_experts=16", "num_experts=32"),
+        ("hidden", "tokens float32[4, 6]", "tokens float32[4, 7]"),
+        ("low latency", "dispatch, Layout", "low_latency_dispatch, Layout"),
+    ):
+        # Who comes first goes on: who comes later, or both, see that they differ.
+        said = [found[name] for found in both if found[name] != "no error"]
+        assert said, name
+        assert all(
+            re.search(rf"process 0: .*{re.escape(zero)}.*; process 1: .*{re.escape(one)}", text) for text in said
+        )
+        assert all("the processes run different programs: as exchange number" in text for text in said)
+    assert both[0]["on its own devices"] == "no error"
+    assert "processes [1] have not come to it within 2 s" in both[0]["missing"]
+
+
+ALONE = """
+import sys
+import jax
+address, count, process = sys.argv[1], *map(int, sys.argv[2:])
+options = {"initialization_timeout": 2, "cluster_detection_method": "deactivate"}
+jax.distributed.initialize(address, count, process, **options)
+"""
+MISMATCHED = """
+import sys
+import jax
+import jax.numpy as jnp
+me = int(sys.argv[3])
+jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), me, cluster_detection_method="deactivate")
+mesh = jax.make_mesh((jax.device_count(),), ("expert",))
+local = jnp.ones((len(jax.local_devices()), 3 + me))
+x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, jax.P("expert")), local)
+gather = lambda x: jax.lax.all_gather(x, "expert")
+specs = {"in_specs": jax.P("expert"), "out_specs": jax.P("expert")}
+jax.block_until_ready(jax.jit(jax.shard_map(gather, mesh=mesh, **specs))(x))
+"""
+
+
+def ends(program: str, num_processes: int, *processes: int) -> list[tuple[int, str]]:
+    """Exit status and errors of these processes of a program that is told of so many."""
+    address = f"127.0.0.1:{free_port()}"
+    common = [sys.executable, "-c", program, address, str(num_processes)]
+    started = [subprocess.Popen([*common, str(i)], env=environment(1), **PIPES) for i in processes]
+    outputs = finish(started)
+    return [(process.returncode, stderr) for process, (_, stderr) in zip(started, outputs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "texts"),
+    [
+        ([1], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # nobody is the coordinator
+        ([0], ["DEADLINE_EXCEEDED", "RegisterTask"]),  # nobody else comes
+        ([0, 1, 1], ["ALREADY_EXISTS", "request from a newer incarnation"]),
+    ],
+    ids=["no coordinator", "too few", "duplicate"],
+)
+def test_jax_ends_processes_that_do_not_find_each_other(processes: list[int], texts: list[str]) -> None:
+    """As docs/multi_process.md says: within `initialization_timeout`, and not by a Python error."""
+    found = ends(ALONE, 3, *processes)
+    assert all(code != 0 for code, _ in found), found
+    assert any(all(text in stderr for text in texts) for _, stderr in found), found
+
+
+@pytest.mark.slow
+def test_jax_ends_collectives_of_other_sizes() -> None:
+    """What the package does not see, because it is not its own exchange, Gloo does."""
+    found = ends(MISMATCHED, 2, 0, 1)
+    assert all(code != 0 for code, _ in found), found
+    assert any("distributed collective mismatch" in stderr for _, stderr in found), found

@@ -135,3 +135,47 @@ def test_jax_ends_collectives_of_other_sizes() -> None:
     found = ends(MISMATCHED, 2, 0, 1)
     assert all(code != 0 for code, _ in found), found
     assert any("distributed collective mismatch" in stderr for _, stderr in found), found
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "multi_process.py"
+
+
+def example(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if not EXAMPLE.exists():
+        pytest.skip("not a source checkout")
+    return subprocess.run([sys.executable, str(EXAMPLE), *arguments], env=environment(2), **PIPES, check=False)
+
+
+@pytest.mark.slow
+def test_example() -> None:
+    """Two processes by one command learn, on a mesh of nodes."""
+    sizes = ["--devices", "2", "--tokens", "64", "--hidden", "32", "--intermediate", "32", "--experts", "8"]
+    done = example("--local", "2", "--nodes", "--steps", "6", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 processes with 2 cpu each, mesh {'node': 2, 'expert': 2}, transport xla" in done.stdout
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+), [\d,]+ tokens/s", done.stdout, re.MULTILINE)
+    ]
+    assert len(losses) == 6 and losses[-1] < 0.97 * losses[0], losses
+
+
+@pytest.mark.slow
+def test_example_with_experts_that_do_not_fit() -> None:
+    done = example("--local", "2", "--experts", "10")
+    assert done.returncode == 1
+    assert "--experts 10 is not divisible by the 4 devices of 2 processes: expected a multiple of 4" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--num-processes 2 --process-id 1 --timeout 0", r"nothing answers at 127.0.0.1:\d+ within 0 s"),
+        ("--num-processes 2 --process-id 2", "--process-id 2, expected 0 to 1"),
+        ("--num-processes 2", "go together"),
+    ],
+    ids=["no coordinator", "number", "incomplete"],
+)
+def test_example_refuses(arguments: str, text: str) -> None:
+    done = example("--coordinator", f"127.0.0.1:{free_port()}", *arguments.split())
+    assert done.returncode != 0
+    assert re.search(text, done.stderr), done.stderr

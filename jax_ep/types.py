@@ -38,8 +38,8 @@ class Topology:
     Attributes:
       node: mesh axis, or tuple of axes, between nodes.
       local: mesh axis, or tuple of axes, inside a node.
-      num_blocks: of a layer, into how many blocks its tokens are divided, each with exchanges and products of its own,
-        so that one block can cross nodes while another is multiplied. Other functions do not read it.
+      num_blocks: of a layer, into how many blocks its tokens `[T, H]` are divided, each with exchanges and products of
+        its own, so that one block can cross nodes while another is multiplied. Other functions do not read it.
       node_capacity: tokens that a rank keeps at most of those that come to it over the node axis, its own among them,
         in the order of nodes; in a layer, of each block. Their slots in this node are counted as dropped where more
         come. None: as many as there are, the ranks of `node` times T.

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jax_ep import ffi
+from jax_ep.heap.peer_access import domains
 from jax_ep.heap.rendezvous import Meetings
 from jax_ep.heap.trace_area import DeviceTraceArea
 
@@ -30,6 +31,11 @@ def missing() -> str | None:
         return (
             f"process {process} of {len(counts)} drives {most} GPUs; it needs one GPU per process, as by"
             " jax.distributed.initialize(local_device_ids=...), or one process that drives every GPU"
+        )
+    if len(apart := domains(jax.devices())) > 1:
+        return (
+            f"devices {apart[0]} of {len(counts)} cannot reach the memory of devices {apart[1]}: they are of"
+            f" {len(apart)} machines or NVLink domains (jax.Device.slice_index), between which collectives of `xla` go"
         )
     if importlib.util.find_spec("nvshmem") is None:
         return "not installed: nvshmem4py (pip install 'jax-ep[cuda13]')"

@@ -23,11 +23,12 @@ import pytest
 
 import fake_nvshmem
 from jax_ep import context, ffi
-from jax_ep.heap import nvshmem, rendezvous, transports
+from jax_ep.heap import nvshmem, peer_access, rendezvous, transports
 from jax_ep.heap.nvshmem import NvshmemMemory
 from jax_ep.heap.symmetric import SymmetricHeap
 from jax_ep.megakernels import capability
 from jax_ep.ops import registry
+from jax_ep.tools import doctor
 from jax_ep.types import Options
 from run_processes import free_port
 
@@ -343,6 +344,28 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="'nvshmem' needs gpu devices, but this process has cpu"):
         context.init(MESH, transport="nvshmem")
+
+
+def test_peers_of_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`xla` serves them, and everything that one asks says why."""
+    assert peer_access.domains(jax.devices()) == [[0, 1]]
+    far = types.SimpleNamespace(process_index=2, platform="gpu", slice_index=1)
+    devices = [jax.local_devices()[0], far, PEER, far]
+    assert peer_access.domains(devices) == [[0, 2], [1, 3]]
+    monkeypatch.setattr(jax, "devices", lambda: [devices[0], far])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
+    reason = "devices [0] of 2 cannot reach the memory of devices [1]: they are of 2 machines or NVLink domains"
+    with pytest.raises(ValueError, match=rf"transport='nvshmem': {re.escape(reason)}"):
+        context.init(MESH, transport="nvshmem")
+    findings = {finding.topic: finding for finding in doctor._transport()}
+    assert findings["transport"].state == "warning" and reason in findings["transport"].text
+    with caplog.at_level(logging.WARNING, "jax_ep"):
+        assert context.init(MESH).transport == "xla"
+    assert reason in caplog.text
+    request = ("grouped_gemm", np.dtype(np.float32))
+    assert registry.choose(Options("dispatch"), *request) == "xla"
+    with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
+        registry.choose(Options("dispatch", (), ("triton",)), *request)
 
 
 def test_launches_that_run_at_the_same_time_are_refused(gpus: None, caplog: Any) -> None:

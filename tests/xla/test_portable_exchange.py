@@ -276,7 +276,7 @@ def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: b
 
 
 def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
-    """Temporary memory at the capacity of a balanced load: twice the rows. By gathering it is four times and more."""
+    """Temporary memory at the capacity of a balanced load: 1.25 times the rows. By gathering it is 4 times and more."""
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
     capacity = shape.num_tokens * shape.top_k
     row_bytes = capacity * shape.hidden * 4
@@ -285,7 +285,7 @@ def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
         for name, program in programs(num_ranks, shape, capacity, expert_mesh(num_ranks), plan=True).items():
             found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)
     for name, of_ranks in found.items():
-        assert max(of_ranks) < 2.5 * row_bytes, name
+        assert max(of_ranks) < 1.5 * row_bytes, name
         numbers = 32 * (8 - 2) * capacity  # of each slot of all ranks, to find its row
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
 
@@ -319,9 +319,9 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
     if jax.default_backend() != "cpu":
         pytest.skip("reads programs for CPU devices")
     take("rounds", monkeypatch)
-    shape, num_ranks = Shape(num_tokens=20, top_k=2, num_experts=16, hidden=12), 8
-    size = -(-shape.num_tokens // num_ranks)
-    for name, program in programs(num_ranks, shape, 40, expert_mesh(num_ranks), plan=False).items():
+    shape, num_ranks = Shape(num_tokens=100, top_k=2, num_experts=16, hidden=12), 8
+    size = -(-shape.num_tokens // (4 * num_ranks))
+    for name, program in programs(num_ranks, shape, 200, expert_mesh(num_ranks), plan=False).items():
         found = sent_bytes(program)
         assert found.pop("all-to-all f32") == num_ranks * size * shape.hidden * 4, name  # of one round
         assert found.pop("all-to-all u8") == num_ranks * shape.num_tokens, name
@@ -330,7 +330,7 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
     monkeypatch.setattr(rounds, "exchange", count_calls(rounds.exchange, counted))
     ids = ROUTINGS[routing](rng, num_ranks, shape)
     x = reals(rng, num_ranks, shape.num_tokens, shape.hidden)
-    compiled(round_trip(shape), expert_mesh(num_ranks))(x, ids, reals(rng, num_ranks, 320, shape.hidden))
+    compiled(round_trip(shape), expert_mesh(num_ranks))(x, ids, reals(rng, num_ranks, 1600, shape.hidden))
     jax.effects_barrier()
     num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
     assert len(counted) == 2 * num_ranks * num_rounds  # there and back

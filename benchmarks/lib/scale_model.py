@@ -13,9 +13,13 @@ tokens where they are not. With more ranks than experts each expert has as many 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from lib import harness
+from lib.inputs import Model
 
 WAYS = ("flat", "hierarchical")
 
@@ -165,3 +169,26 @@ def _on_ranks(slots: np.ndarray, topology: Topology) -> np.ndarray:
     ranks = np.where(slots < 0, topology.num_ranks, slots // (topology.num_slots // topology.num_ranks))
     found[np.arange(len(slots))[:, None], ranks] = True
     return found[:, :-1]
+
+
+COLUMNS = ["ranks", "way", "MB over the NIC", "MB over links", "us"]
+
+
+def show(model: Model, ranks: Sequence[int], *, gpus_per_node: int, tokens: int, rates: Rates) -> None:
+    """Prints what the GPU with most sends in a dispatch of bfloat16 tokens, all experts alike, and its time.
+
+    Raises:
+      ValueError: ranks that make no whole nodes, or over which experts or copies do not divide.
+    """
+    rows = []
+    for num_ranks in ranks:
+        if num_ranks < 1 or num_ranks % gpus_per_node:
+            raise ValueError(f"--predict {num_ranks}: expected a multiple of the {gpus_per_node} GPUs of a node")
+        if max(model.experts, num_ranks) % min(model.experts, num_ranks):
+            raise ValueError(f"--predict {num_ranks}: {model.experts} experts must divide it, or it them")
+        topology, row_bytes = Topology(num_ranks, gpus_per_node, model.experts), 2 * model.hidden
+        for way, found in expected(*uniform_shares(topology, model.top_k), topology).items():
+            time = seconds(found, way, tokens=tokens, row_bytes=row_bytes, topology=topology, rates=rates)
+            sent = (f"{tokens * row_bytes * leg / 1e6:.1f}" for leg in (found.nic, found.link))
+            rows.append([num_ranks, way, *sent, f"{1e6 * time:.0f}"])
+    harness.show_table(f"dispatch, {tokens} tokens per rank, {rates}", COLUMNS, rows)

@@ -98,7 +98,7 @@ test-jax-triton: ## kernels through jax-triton, in an environment of its own wit
 	  PIP_ARGS='jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-triton==0.4.1'
 	JAX_PLATFORMS=cpu '$(WITH_JAX_TRITON)/bin/python' -c 'from jax_ep.core import jax_triton; jax_triton.check()'
 	'$(WITH_JAX_TRITON)/bin/python' -m pytest -q $(PYTEST_ARGS) tests/megakernels/test_jax_triton.py \
-	  tests/test_own_triton_kernel.py
+	  tests/test_own_triton_kernel.py --slow
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)

@@ -111,6 +111,7 @@ def test_serving_without_a_second_copy(kind: str, fp8: bool, rng: np.random.Gene
             assert error < (0.08 if fp8 else 1e-5), len(x)
 
 
+@pytest.mark.slow
 def test_another_router(rng: np.random.Generator) -> None:
     """A module of the caller's, with parameters that get gradients, on a mesh."""
 

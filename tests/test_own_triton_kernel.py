@@ -68,6 +68,7 @@ def test_kernels(interpreted: Mesh, rng: np.random.Generator) -> None:
     assert not got[0][is_padding].any() and not got[1][is_padding].any()
 
 
+@pytest.mark.slow
 def test_layer(interpreted: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole layer and its gradients against plain JAX, and that it learns."""
     monkeypatch.setattr(example, "TOKENS", 48)

@@ -289,6 +289,7 @@ def test_colours_are_few_and_differ(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.slow(unless={"num_ranks": [2]})
 def test_the_layer_with_copies(num_ranks: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Equal to the oracle of the layer without: what it returns, and every gradient."""
     layer = Layer(rng, "zipf", num_ranks, BASE)

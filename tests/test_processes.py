@@ -45,6 +45,7 @@ def test_exchange_and_layer(num_processes: int, num_devices: int) -> None:
     assert re.search(r"\[0\] 6 passed", done.stdout)
 
 
+@pytest.mark.slow
 def test_processes_that_differ() -> None:
     """Each difference ends in an error that names it; differing_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"

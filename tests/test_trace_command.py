@@ -25,7 +25,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("what", CASES)
-@pytest.mark.slow(unless={"what": ["dispatch"]})
+@pytest.mark.slow
 def test_a_recording(what: str, tmp_path: Path) -> None:
     options, kernels = CASES[what]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -260,7 +260,8 @@ def test_quantised_pairs(two_nodes: Mesh, rng: Any) -> None:
     assert_same_bits(got[1], oracle.gather(scales, lay), "scales")
 
 
-@pytest.mark.parametrize("num_blocks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_blocks", [2, 4])
+@pytest.mark.slow
 def test_blocks(two_nodes: Mesh, rng: Any, num_blocks: int) -> None:
     """Blocks of tokens change nothing but roundings, also where they are not all of a size, and with a count."""
     topology = jax_ep.Topology(node="node", local="expert", num_blocks=num_blocks)

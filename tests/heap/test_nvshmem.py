@@ -385,6 +385,7 @@ def test_launches_that_run_at_the_same_time_are_refused(gpus: None, caplog: Any)
 # --- two real processes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     """The key-value store, its barriers and their timeouts, as they are; meeting_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"

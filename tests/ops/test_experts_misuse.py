@@ -41,6 +41,7 @@ def halves(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
     return hidden[:, :INNER], hidden[:, INNER:]
 
 
+@pytest.mark.slow
 def test_a_count_past_all_tokens_on_the_input(rng: np.random.Generator) -> None:
     arrays, experts = Arrays(rng), Experts(weight_on="input")
     want = arrays.low_latency(experts=experts)

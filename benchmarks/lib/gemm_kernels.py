@@ -25,7 +25,7 @@ from jax_ep.pallas import grouped_gemm as pallas_gemm
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 from jax_ep.xla import grouped_gemm as xla_gemm
-from lib import harness
+from lib import harness, torch_products
 from lib.gemm_inputs import check, group_sizes, make_operands, make_sample
 from lib.harness import Report
 
@@ -40,12 +40,13 @@ CUBLAS = "cuBLAS batched"
 TRITON, PALLAS = "triton", "pallas"
 GATHERED = {"left rows gathered": False, "right rows gathered": True}
 """Weight gradients whose tokens come through a list of rows: whether these are the right operand."""
-FP8, QUANTISED = "triton, FP8", "triton, FP8, operands quantised in the same call"
-LARGEST_ERRORS = {FP8: 0.4, QUANTISED: 0.4}
+FP8, PALLAS_FP8 = "triton, FP8", "pallas, FP8"
+QUANTISED = "pallas, FP8, operands quantised in the same call"
+FP8_ERROR, ERROR = 0.4, 0.1
 """Of single elements, in units of the root mean square; FP8 is off by 0.04 in the norm, others by two roundings."""
 SAMPLE_S = 0.01  # of one timed sample: launches then cost nothing
 
-type Product = Callable[[Array, Array, Array], Array]
+type Product = Callable[[Array, Array, Array], Array | torch_products.OnStream]
 
 
 class Problem(NamedTuple):
@@ -94,20 +95,31 @@ def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Ar
     )
 
 
-def in_fp8(problem: Problem) -> dict[str, Product]:
-    """The forward product in FP8: of operands that are quantised already, and with their quantisation."""
+def in_fp8(problem: Problem, tiles: dict[str, PallasForwardTiles] | None = None) -> dict[str, Product]:
+    """The forward product in FP8: of operands that are quantised already, and with their quantisation.
+
+    `tiles` are more variants of the Pallas kernel, by name.
+    """
     a, b, _ = problem.operands["equal"]
 
     def quantise(a: Array, b: Array, sizes: Array) -> tuple[Array, ...]:
         return *activation.quantize_rows(a, sizes), *activation.quantize_matrices(b)
 
-    def multiply(sizes: Array, rows: Array, row_scales: Array, matrices: Array, scales: Array) -> Array:
-        return grouped_gemm.grouped_gemm_fp8(rows, matrices, sizes, row_scales, scales, out_dtype=jnp.bfloat16)
+    def product(run: Callable[..., Array], **keywords: Any) -> Callable[..., Array]:
+        def multiply(sizes: Array, rows: Array, row_scales: Array, matrices: Array, scales: Array) -> Array:
+            return run(rows, matrices, sizes, row_scales, scales, out_dtype=jnp.bfloat16, **keywords)
+
+        return multiply
 
     operands = jax.jit(quantise)(a, b, jnp.full((1,), a.shape[0], jnp.int32))
-    product = jax.jit(multiply)
-    whole = jax.jit(lambda a, b, sizes: multiply(sizes, *quantise(a, b, sizes)))
-    return {FP8: lambda a, b, sizes: product(sizes, *operands), QUANTISED: whole}
+    by_pallas = pallas_gemm.grouped_gemm_fp8
+    runs = {FP8: product(grouped_gemm.grouped_gemm_fp8), PALLAS_FP8: product(by_pallas)}
+    runs |= {f"{PALLAS_FP8}, {name}": product(by_pallas, tiles=some) for name, some in (tiles or {}).items()}
+    found: dict[str, Product] = {}
+    for name, run in runs.items():
+        found[name] = partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(run))
+    found[QUANTISED] = jax.jit(lambda a, b, sizes: runs[PALLAS_FP8](sizes, *quantise(a, b, sizes)))
+    return found
 
 
 def portable(direction: str) -> Product:
@@ -172,7 +184,7 @@ def _difference(out: Array, expected: Array) -> Array:
 
 def refuse_if_different(name: str, out: Array, expected: Array) -> float:
     """Largest difference of any element in units of the root mean square: two roundings to bfloat16 of large ones."""
-    error, limit = float(_difference(out, expected)), LARGEST_ERRORS.get(name, 0.1)
+    error, limit = float(_difference(out, expected)), FP8_ERROR if "FP8" in name else ERROR
     if not error < limit:  # NaN too
         raise RuntimeError(f"{name} is wrong: error {error:.2g} of the root mean square, limit {limit}.")
     return error
@@ -199,7 +211,9 @@ def measure(
         for distribution in DISTRIBUTIONS[: 1 if name == CUBLAS else None]:
             arguments = problem.operands[distribution]
             try:
-                error = refuse_if_different(name, product(*arguments), problem.expected[distribution])
+                out = product(*arguments)
+                out = out.array() if isinstance(out, torch_products.OnStream) else out
+                error = refuse_if_different(name, out, problem.expected[distribution])
             except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as failure:
                 reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
                 report.failed(name, shape, reason, distribution=distribution, **details)
@@ -221,13 +235,13 @@ def measure(
     return lines
 
 
-def repeated(call: Callable[[], Array]) -> tuple[Callable[[], Array], int]:
+def repeated(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     """A compiled call, made so often, without waiting in between, that launches do not count; and how often."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     count = int(np.clip(SAMPLE_S / (time.perf_counter() - start), 0, 20)) + 1
 
-    def run() -> Array:
+    def run() -> Any:
         for _ in range(count - 1):
             call()
         return call()
@@ -243,6 +257,8 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
             products["portable loop"] = portable(problem.direction)
             if problem.direction == "forward" and problem.shape[1] % 128 == 0:
                 products |= in_fp8(problem)
+            if problem.direction == "forward" and torch_products.is_here():
+                products |= torch_products.products(*problem.operands["equal"][:2])
             if problem.direction == "weight gradient":
                 products |= {
                     name: jax.jit(partial(gathered_weights, transpose=side)) for name, side in GATHERED.items()

@@ -40,6 +40,18 @@ class Place(NamedTuple):
     steps: Array
 
 
+def place_of(rows: RowTiles, task: Array, *, tiles_per_row: int, num_steps: int, num_groups: int) -> Place:
+    """The tile of a task: in bands of tiles of rows, in each of them column by column."""
+    any_of_band = lax.div(task, int32(tiles_per_row))
+    first, count = rows.band[any_of_band], rows.band_size[any_of_band]
+    within = task - first * int32(tiles_per_row)
+    tile, column = first + lax.rem(within, count), lax.div(within, count)
+    group = rows.group[tile]
+    steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
+    place = rows.row[tile], rows.height[tile], rows.start[tile], rows.end[tile]
+    return Place(group, *place, column * int32(TILE), steps)
+
+
 def grouped_gemm(
     rows: RowTiles,
     lhs: Ref,
@@ -53,27 +65,10 @@ def grouped_gemm(
     programs: int,
 ) -> None:
     """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; `store` is `epilogue.columns_scratch`."""
-    num_groups = rhs.shape[0]
-    steps_of_rows = int32(-(-lhs.shape[1] // STEP))
-    tiles_per_row = int32(-(-out.shape[1] // TILE))
+    tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
-
-    def locate(task: Array) -> Place:
-        any_of_band = lax.div(task, tiles_per_row)
-        first, count = rows.band[any_of_band], rows.band_size[any_of_band]
-        within = task - first * tiles_per_row
-        tile, column = first + lax.rem(within, count), lax.div(within, count)
-        group = rows.group[tile]
-        steps = jnp.where(group < int32(num_groups), steps_of_rows, int32(0))
-        return Place(
-            group,
-            rows.row[tile],
-            rows.height[tile],
-            rows.start[tile],
-            rows.end[tile],
-            column * int32(TILE),
-            steps,
-        )
+    num_steps = -(-lhs.shape[1] // STEP)
+    locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
 
     def load(place: Place, step: Array) -> Array:
         columns = pl.ds(pl.multiple_of(place.column, TILE), TILE)
@@ -123,6 +118,6 @@ def grouped_gemm(
         lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after
 
-    num_tasks = rows.total[0] * tiles_per_row
+    num_tasks = rows.total[0] * int32(tiles_per_row)
     begin = jnp.int32(0)
     rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, turning=True)

@@ -23,15 +23,16 @@ from jax.typing import DTypeLike
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, varying_axes
-from jax_ep.pallas import epilogue, forward, gradient, result_slots, ring, tiling
-from jax_ep.pallas.memory import WARPGROUP, swizzled
+from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, result_slots, ring, tiling
+from jax_ep.pallas.memory import WARPGROUP, line, swizzled
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ALIGNMENT, STEP, TILE, ForwardTiles, WeightTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, WeightTiles
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
 _MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
 _ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
+_FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _DEFAULT_PROGRAMS = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
 _INTERPRETED_PROGRAMS = 2
 _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
@@ -95,6 +96,56 @@ def _launch_forward(
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
     return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
+
+
+def grouped_gemm_fp8(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: ForwardTiles | None = None,
+) -> Array:
+    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
+
+    Source: sums of each block of the contraction promoted to float32 as in DeepGEMM.
+    """
+    out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    sizes = (*lhs.shape, *rhs.shape, *group_sizes.shape)
+    if 0 in sizes or lhs.shape[0] >= _MOST_ROWS or out_dtype not in _FP8_RESULTS:
+        return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
+    tiles = tiles or tiling.fp8_tiles(lhs.shape[0], group_sizes.shape[0])
+    return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _forward_fp8(
+    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: Any
+) -> Array:
+    # Scales of a step's rows lie one after another. Their loads begin with whole blocks of rows, like the rows'.
+    scales = _pad(lhs_scales, (ALIGNMENT, 1)).T
+    operands = vary_alike((_pad(lhs, (ALIGNMENT, 1)), _pad(rhs, (1, CHUNK, 1)), group_sizes, scales, rhs_scales))
+    run = sequential_vmap(functools.partial(_launch_fp8, **static))
+    return run(*operands)[: lhs.shape[0], : rhs.shape[1]]
+
+
+def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool) -> Array:
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
+    schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
+    programs = _num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // TILE), interpret)
+    tallest, stages = tiles.heights[-1], tiles.stages
+    slots = [swizzled((stages, rows, FP8_STEP), lhs.dtype) for rows in (tallest, TILE)]
+    scratch = {
+        "ring": ring.scratch(slots[0], slots[1], stages, copies=3),
+        "scales": plgpu.SMEM((stages, round_up(tallest, line(jnp.float32))), jnp.float32),  # TMA writes whole lines
+        "store": epilogue.columns_scratch(out_dtype),
+    }
+    body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs)
+    result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)
+    inputs = (schedule, lhs, rhs, lhs_scales, rhs_scales)
+    return _launch("grouped_gemm_fp8", body, inputs, result, scratch, programs, interpret)
 
 
 def weight_gradient(

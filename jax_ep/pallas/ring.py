@@ -37,9 +37,9 @@ class Ring(NamedTuple):
     empty: Ref
 
 
-def scratch(lhs: Any, rhs: Any, stages: int) -> Ring:
-    """Declares a ring of these operands."""
-    full = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+def scratch(lhs: Any, rhs: Any, stages: int, copies: int = 2) -> Ring:
+    """Declares a ring of these operands, with so many copies per step."""
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     return Ring(lhs, rhs, full, plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages))
 
 

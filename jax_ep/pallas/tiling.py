@@ -8,6 +8,8 @@ CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
 STEP = 64
 """Length of the contraction in one step: a row of 128 bytes, the widest that shared memory swizzles."""
+FP8_STEP = 128
+"""The same of 8-bit operands: as many bytes, and the block of the contraction that shares scales."""
 ALIGNMENT = 8
 """Rows of the blocks in which operands lie in shared memory. Copies of whole blocks begin at multiples of it."""
 ROW_UNIT = 16
@@ -65,6 +67,13 @@ class WeightTiles:
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
     return ForwardTiles((32, 64, 80, 96, 112, 128)) if num_rows <= 64 * groups else ForwardTiles()
+
+
+def fp8_tiles(num_rows: int, groups: int) -> ForwardTiles:
+    """For `[M, K]` rows in FP8: a consumer has two sums of a tile in registers, of which 176 rows leave enough."""
+    if num_rows <= 64 * groups:
+        return ForwardTiles((32, 64, 80, 96, 112, 128), stages=5)
+    return ForwardTiles((32, 64, 96, 112, 128, 144, 160, 176), stages=5)
 
 
 def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:

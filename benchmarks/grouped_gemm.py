@@ -8,7 +8,7 @@ Parts:
   groups      (CPU) the same rows in 1 to 256 groups, forward and backward: the cost must follow the rows.
   exchange    (CPU) dispatch + combine on 8 virtual devices with 8 to 512 experts: the cost must not follow the experts.
   kernels     (GPU) TFLOP/s of the Triton and Pallas kernels on the shapes of large models, both gradients included,
-              beside cuBLAS.
+              and in FP8, beside cuBLAS and, where it is installed, PyTorch.
   throughput  (GPU) TFLOP/s of formulations in plain XLA on such shapes; not run by default.
   sweep       (GPU) the kernels with many tiles, to choose the defaults; has a report of its own.
 """
@@ -283,6 +283,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=MODELS, help=f"kernels, sweep: the shapes of {RANKS} GPUs' rank instead")
     directions = gemm_kernels.DIRECTIONS
     parser.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
+    heights = "kernels: rows of the tallest tiles of more variants in FP8, multiples of 16"
+    parser.add_argument("--fp8-heights", nargs="+", type=int, default=(), help=heights)
     settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
     parser.add_argument("--settle", type=float, default=0.1, help=settle)
     parser.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ import jax_ep
 from jax_ep.megakernels import activation, exchange_gemm, grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas import grouped_gemm as pallas_gemm
+from jax_ep.pallas import tiling
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 from jax_ep.xla import grouped_gemm as xla_gemm
@@ -120,6 +122,13 @@ def in_fp8(problem: Problem, tiles: dict[str, PallasForwardTiles] | None = None)
         found[name] = partial(lambda run, _, __, sizes: run(sizes, *operands), jax.jit(run))
     found[QUANTISED] = jax.jit(lambda a, b, sizes: runs[PALLAS_FP8](sizes, *quantise(a, b, sizes)))
     return found
+
+
+def fp8_tiles_to(most: int) -> PallasForwardTiles:
+    """Tiles of at most so many rows."""
+    tiles = tiling.fp8_tiles(most, 1)
+    kept = tuple(height for height in tiles.heights if height < most)
+    return dataclasses.replace(tiles, heights=(*kept, most))
 
 
 def portable(direction: str) -> Product:
@@ -256,7 +265,8 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
             products = {TRITON: triton(problem.direction), PALLAS: pallas(problem.direction)}
             products["portable loop"] = portable(problem.direction)
             if problem.direction == "forward" and problem.shape[1] % 128 == 0:
-                products |= in_fp8(problem)
+                tiles = {f"tiles to {most}": fp8_tiles_to(most) for most in args.fp8_heights}
+                products |= in_fp8(problem, tiles)
             if problem.direction == "forward" and torch_products.is_here():
                 products |= torch_products.products(*problem.operands["equal"][:2])
             if problem.direction == "weight gradient":

@@ -259,7 +259,13 @@ PRODUCTS = {
     "weight gradient, `triton`": ("triton", "weight gradient"),
     "weight gradient, `pallas`": ("pallas", "weight gradient"),
     "forward in FP8, `triton`": ("triton, FP8", FORWARD),
-    "the same, operands quantised in the call": ("triton, FP8, operands quantised in the same call", FORWARD),
+    "forward in FP8, `pallas`": ("pallas, FP8", FORWARD),
+    "the same, operands quantised in the call": ("pallas, FP8, operands quantised in the same call", FORWARD),
+    "PyTorch's `_grouped_mm`, bf16": ("PyTorch _grouped_mm", FORWARD),
+    "PyTorch's `_scaled_grouped_mm`, FP8, a scale per row": (
+        "PyTorch _scaled_grouped_mm, FP8, a scale per row",
+        FORWARD,
+    ),
     "portable loop of `xla`, forward": ("portable loop", FORWARD),
 }
 

@@ -119,8 +119,7 @@ def _grouped_gemm_fp8(
     lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
     rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
-    name = registry.choose(options, "grouped_gemm", lhs.dtype)
-    run = partial(registry.get("grouped_gemm", name).grouped_gemm_fp8, out_dtype=out_dtype)
+    run = partial(quantized_gemm.fp8_product(options, lhs, rhs), out_dtype=out_dtype)
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     remedy = (
         f"{function} of FP8 operands has no gradient: train with moe(forward_dtype=float8_e4m3fn), or pass the operands"

@@ -46,12 +46,20 @@ def fp8_kernels(options: Options) -> tuple[Any, Any]:
     return registry.get("grouped_gemm", name), registry.get("activation", name)
 
 
+def fp8_product(options: Options, lhs: Array, rhs: Array) -> Callable[..., Array]:
+    """The product in FP8 of `[M, K]` rows and `[G, N, K]` matrices; see `grouped_gemm_fp8` in xla/grouped_gemm.py."""
+    facts = *lhs.shape, rhs.shape[1], rhs.shape[0]
+    name = registry.choose(options, "grouped_gemm", lhs.dtype, *facts)
+    run: Callable[..., Array] = registry.get("grouped_gemm", name).grouped_gemm_fp8
+    return run
+
+
 def _multiply_fp8(
     options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
 ) -> Array:
     if rhs.format != "fp8":
         return _kernels(options, FP8).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
-    run = fp8_kernels(options)[0].grouped_gemm_fp8
+    run = fp8_product(options, rows[0], rhs.values)
     return run(rows[0], rhs.values, group_sizes, rows[1], rhs.scales, out_dtype=out_dtype)
 
 

@@ -15,7 +15,7 @@ from jax_ep.pallas.tiling import ALIGNMENT, STEP
 from jax_ep.types import Options
 
 _CAPABILITY = "9.0"
-_DTYPES = ("bfloat16", "float16")
+_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 _ROWS_PER_GROUP = 256
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""

@@ -17,6 +17,8 @@ from cases import BF16, F32, assert_close, fp8_tolerance, reals
 from harness import to_numpy
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
 
+OPERATION = "grouped_gemm"
+pytestmark = pytest.mark.slow_interpreted(unless={"implementation": ["triton"]})  # Mosaic's interpreter takes seconds
 # name: (rows M, group sizes); rows past the sum hold NaN.
 GROUPS = {
     "around tiles": (260, [0, 1, 31, 32, 33, 63, 64, 9, 0]),

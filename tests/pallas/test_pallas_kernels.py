@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import oracle
+import oracle_serving
 from cases import BF16, F16, F32, assert_close, integers, reals
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
@@ -65,6 +66,32 @@ def test_forward(tiles, transpose, rng, races):
     right = np.ascontiguousarray(np.swapaxes(rhs, 1, 2)) if transpose else rhs
     out_dtype = F32 if tiles is HALF else BF16
     out = gemm.grouped_gemm(lhs, right, SIZES, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
+    assert races() == 0
+
+
+# Two steps of the ring more than there are slots; heights of one step and all of those that the package uses.
+FP8_TILES = (ForwardTiles((16, 32), stages=2, band=2), tiling.fp8_tiles(64, 1), tiling.fp8_tiles(256, 1))
+
+
+@pytest.mark.parametrize("tiles", FP8_TILES, ids=str)
+@pytest.mark.slow(unless={"tiles": [FP8_TILES[0]]})
+def test_fp8(tiles, rng, races, monkeypatch):
+    """Scales that are powers of two, of every size, change no bit of sums of small integers."""
+    # The detector wants a fence between loads by threads and later copies by TMA; on GPUs a barrier orders them, which
+    # CUTLASS and DeepGEMM rely on, too.
+    arrive = plgpu.barrier_arrive
+    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
+    depth, columns = 4 * 128, 328
+    lhs, rhs = integers(rng, ROWS, depth, dtype=oracle.FP8), integers(rng, 7, columns, depth, dtype=oracle.FP8)
+    row_scales = np.exp2(rng.integers(-3, 3, (ROWS, 4))).astype(F32)
+    scales = np.exp2(rng.integers(-3, 3, (7, 3, 4))).astype(F32)
+    left = oracle.dequantize(lhs, row_scales, np.float64)
+    right = np.swapaxes(oracle_serving.dequantize_blocks(rhs, scales), 1, 2)
+    want = oracle.grouped_gemm(left, right, SIZES)
+    lhs[SIZES.sum() :], row_scales[SIZES.sum() :] = np.nan, np.nan
+    out_dtype = BF16 if tiles is FP8_TILES[1] else F32
+    out = gemm.grouped_gemm_fp8(lhs, rhs, SIZES, row_scales, scales, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -165,6 +192,27 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 4096, 7168) if transpose else (64, 7168, 4096), (64,))
         if tiles is LOW:
             assert "mosaic_gpu" in lower(call, (5, 9), (3, 8, 9) if transpose else (3, 9, 8), (3,))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("rows", [2048, 32768])
+@pytest.mark.slow(unless={"out_dtype": [F32], "rows": [32768]})
+def test_fp8_lowers(rows, out_dtype):
+    """Results in float32 take as much shared memory as those in 16 bits: the epilogue sends fewer rows at once."""
+    fp8, scale = jnp.float8_e4m3fn, jnp.float32
+    shapes = (
+        ((rows, 7168), fp8),
+        ((64, 4096, 7168), fp8),
+        ((64,), jnp.int32),
+        ((rows, 56), scale),
+        ((64, 32, 56), scale),
+    )
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    call = functools.partial(gemm.grouped_gemm_fp8, out_dtype=out_dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "is_interpreted", lambda: False)
+        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)

@@ -95,7 +95,7 @@ def test_other_gpus(hopper, caplog):
     [
         ("it has no exchange", ("exchange", BF16, *EXCHANGE)),
         ("made for .*'bfloat16', 'float16'.*, not for float32", ("grouped_gemm", F32)),
-        ("not for float8_e4m3fn", ("grouped_gemm", jnp.dtype(jnp.float8_e4m3fn))),
+        ("not for float8_e5m2", ("grouped_gemm", jnp.dtype(jnp.float8_e5m2))),
     ],
 )
 def test_reasons(reason, request_):

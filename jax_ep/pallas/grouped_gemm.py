@@ -24,6 +24,7 @@ from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, varying_axes
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, result_slots, ring, tiling
+from jax_ep.pallas.lowered import lowered_once
 from jax_ep.pallas.memory import WARPGROUP, line, swizzled
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, WeightTiles
@@ -83,6 +84,7 @@ def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **s
     return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
 
 
+@lowered_once
 def _launch_forward(
     *operands: Array, transpose: bool, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool
 ) -> Array:
@@ -131,6 +133,7 @@ def _forward_fp8(
     return run(*operands)[: lhs.shape[0], : rhs.shape[1]]
 
 
+@lowered_once
 def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
     schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
@@ -168,6 +171,7 @@ def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Arra
     return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
+@lowered_once
 def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes = operands
     groups = xla.locate_groups(group_sizes, lhs.shape[0])

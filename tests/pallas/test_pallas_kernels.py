@@ -238,7 +238,7 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
     jax.clear_caches()
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
     with pytest.raises(ValueError, match=r"divisibility|Failed to infer"):
-        lower(call, (32768, 7168), (64, 7168, 4096), (64,))
+        lower(call, (32768, 7232), (64, 7232, 4096), (64,))  # sizes of no other test: launches are lowered once
     jax.clear_caches()
 
 

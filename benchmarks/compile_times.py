@@ -1,0 +1,140 @@
+"""How long the expert layer takes to compile: cold, and with JAX's persistent compilation cache.
+
+    python benchmarks/compile_times.py [--models deepseek-v3 qwen3-30b] [--tokens 4096]
+
+Writes results/compile_times.json. Programs are `jax.jit` of the layer and of the gradient of its sum in all arrays, one
+after the other in a process of their own: first with empty caches, of JAX and of Triton, then with what that has left
+there. Of each: tracing, lowering, compiling, and their sum, which the row's time is. Nothing is executed, and arrays
+are shapes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_ep
+from lib import harness
+from lib.harness import Report, Timing
+from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
+
+PROGRAMS = ("forward", "forward + backward")
+CACHES = ("cold", "cached")
+PARTS = ("trace", "lower", "compile")
+LEAST_S = 0.0  # JAX keeps what took longer than this
+
+
+def make_programs(model: Model, tokens: int) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Functions to compile, and the shapes of their arguments, over all devices."""
+    mesh = expert_mesh(jax.device_count())
+    ranks, spec = mesh.devices.size, jax.sharding.PartitionSpec("expert")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    slots = ranks * tokens, model.top_k
+    arguments = (
+        shape(ranks * tokens, model.hidden),
+        shape(*slots, dtype=jnp.float32),
+        shape(model.experts, model.hidden, 2 * model.intermediate),
+        shape(model.experts, model.intermediate, model.hidden),
+        shape(*slots, dtype=jnp.int32),
+    )
+
+    def layer(x: Any, weights: Any, w_gate_up: Any, w_down: Any, ids: Any) -> Any:
+        return jax_ep.moe(x, ids, weights, w_gate_up, w_down, num_experts=model.experts)
+
+    sharded = jax.shard_map(layer, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec)
+    gradient = jax.grad(lambda *a: jnp.sum(sharded(*a), dtype=jnp.float32), argnums=(0, 1, 2, 3))
+    return {name: (function, arguments) for name, function in zip(PROGRAMS, (sharded, gradient), strict=True)}
+
+
+def measure_here(model: Model, tokens: int) -> dict[str, dict[str, float]]:
+    """Seconds of each part of each program, in this process."""
+    found = {}
+    for name, (function, arguments) in make_programs(model, tokens).items():
+        times = [time.perf_counter()]
+        traced = jax.jit(function).trace(*arguments)
+        times.append(time.perf_counter())
+        lowered = traced.lower()
+        times.append(time.perf_counter())
+        lowered.compile()
+        times.append(time.perf_counter())
+        found[name] = {part: times[i + 1] - times[i] for i, part in enumerate(PARTS)}
+    return found
+
+
+def measure_in_process(name: str, tokens: int, folder: str) -> dict[str, dict[str, float]]:
+    """The same in a process whose caches are in a folder."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "TRITON_CACHE_DIR": f"{folder}/triton"}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_S)}
+    command = [sys.executable, __file__, "--here", "--models", name, "--tokens", str(tokens)]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise RuntimeError(
+            completed.stderr.strip().splitlines()[-1] if completed.stderr.strip() else "it ended at once"
+        )
+    found: dict[str, dict[str, float]] = json.loads(completed.stdout.splitlines()[-1])
+    return found
+
+
+def measure(report: Report, rounds: int, name: str, tokens: int, ranks: int) -> list[tuple[str, ...]]:
+    """Rows of one model, and lines of the table."""
+    samples: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for _ in harness.progress(range(rounds), name):
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in CACHES:
+                for program, parts in measure_in_process(name, tokens, folder).items():
+                    samples.setdefault((cache, program), []).append(parts)
+    table = []
+    shape = {"model": name, "tokens_per_rank": tokens, "ranks": ranks, **MODELS[name]._asdict(), "dtype": "bfloat16"}
+    for (cache, program), found in samples.items():
+        whole = Timing(tuple(sum(parts.values()) for parts in found))
+        medians = {f"{part}_s": sorted(parts[part] for parts in found)[len(found) // 2] for part in PARTS}
+        report.add(cache, shape, whole, direction=program, **medians)
+        table.append((f"{name}, {program}, {cache}", *(f"{s:.1f}" for s in (*medians.values(), whole.median))))
+    return table
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=3, tokens="4096")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
+    parser.add_argument("--here", action="store_true", help="measure once in this process, and print JSON alone")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures every model in processes of their own, or one here."""
+    args = harness.parse(options(), arguments)
+    models = args.models or ([QUICK] if args.quick else [DEFAULT, "qwen3-30b"])
+    tokens = args.tokens or [32 if args.quick else 4096]
+    if args.here:
+        print(json.dumps(measure_here(MODELS[models[0]], tokens[0])))
+        return
+    # Devices of this process would take the memory of the others': it asks for their number, and no array is made.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    report = Report("compile_times" + args.suffix, args.out, {"rounds": args.rounds, "quick": args.quick})
+    table = [
+        line
+        for name in models
+        for count in tokens
+        for line in measure(report, args.rounds, name, count, jax.device_count())
+    ]
+    harness.show_table("seconds to compile", ["", *PARTS, "sum"], table)
+    print(report.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_ep.core import check
+from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.core.named_scopes import operation
@@ -116,9 +116,10 @@ class MoE(nnx.Module):
       gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`; likewise.
       capacity: rows each rank can take over all its experts; None never drops.
       wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
-      forward_dtype: `jnp.float8_e4m3fn` for the experts' forward products in FP8, see `jax_ep.moe`; None: `dtype`.
+      recipe: how the experts compute, see `jax_ep.moe`: "fp8", "fp8-forward" or "bf16"; None: in `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
-      param_dtype: dtype of the parameters, cast to `dtype` in the forward pass.
+      param_dtype: dtype of the parameters, cast to `dtype` in the forward pass, but for the experts' matrices in an FP8
+        recipe without `fsdp_axis`, which are rounded once.
       preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
         and that of the tokens for the result.
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
@@ -161,7 +162,7 @@ class MoE(nnx.Module):
         gated: bool = True,
         capacity: int | None = None,
         wire_dtype: Any = None,
-        forward_dtype: Any = None,
+        recipe: str | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         preferred_element_type: Any = None,
@@ -207,7 +208,8 @@ class MoE(nnx.Module):
             self.experts = dataclasses.replace(self.experts, interleaved=False)
         self.capacity = capacity
         self.wire_dtype = wire_dtype
-        self.forward_dtype = forward_dtype
+        self.recipe = check_recipe.recipe("MoE", recipe, dtype)
+        check_recipe.wire("MoE", recipe, wire_dtype)
         self.dtype = dtype
         self.preferred_element_type = preferred_element_type
         self.mesh = mesh
@@ -397,7 +399,9 @@ class MoE(nnx.Module):
     def _weights(self, serving: ServingWeights | None) -> dict[str, Array | None]:
         """Matrices and biases as `moe` takes them, in `dtype`; those of a layer that serves only are whole."""
         if self.w_gate_up is not None and self.w_down is not None:
-            matrices = {"w_gate_up": self.w_gate_up.astype(self.dtype), "w_down": self.w_down.astype(self.dtype)}
+            matrices = {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
+            if not check_recipe.is_fp8(self.recipe) or self.fsdp_axis is not None:  # less to bring together
+                matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
             return matrices | self._biases()
         found = {field.name: getattr(serving, field.name) for field in dataclasses.fields(ServingWeights)}
         for name in ("w_gate_up", "w_down"):
@@ -410,7 +414,7 @@ class MoE(nnx.Module):
     def _products_of(self, weights: dict[str, Any]) -> dict[str, Any]:
         """How the products run; `QuantizedExperts` say that themselves, in launches of their own."""
         if not isinstance(weights["w_gate_up"], QuantizedExperts):
-            return {"forward_dtype": self.forward_dtype, "schedule": self.schedule}
+            return {"recipe": self.recipe, "schedule": self.schedule}
         schedule = self.schedule or Schedule()
         return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_quantized, expert_formats, fp8
+from jax_ep.core import check, check_quantized, check_recipe, expert_formats, fp8
 from jax_ep.core.check_fp8 import matrices as check_matrices
 from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.mesh_axes import is_one_device
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.types import Array, Quantized, QuantizedExperts
+from jax_ep.ops import registry
+from jax_ep.types import Array, Fp8Weights, Quantized, QuantizedExperts
 
 
 @operation
@@ -129,6 +132,59 @@ def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Ar
     values, scales = quantized_matrices("dequantize_fp8_weights", values, scales)
     dtype = check.dtype("dequantize_fp8_weights", "dtype", dtype, "one of the result, as jnp.bfloat16")
     return fp8.dequantize_matrices(values, scales, dtype)
+
+
+@operation
+def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
+    """Expert matrices in FP8 for all products of a training step, with their master, which gets the gradient.
+
+    `moe` quantises matrices in each call. Those of several microbatches are the same: quantise them once per step, and
+    pass what this returns in their place. The gradient of w is that of the layer with w itself, bit for bit.
+
+    Args:
+      w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them, such as those of all layers,
+        stacked; K and N are multiples of 128.
+      recipe: "fp8", or "fp8-forward", whose backward pass needs half of it.
+
+    Returns:
+      `Fp8Weights`: two bytes for each element, or one, beside w. An infinity or NaN spoils its block of 128 by 128.
+
+    Raises:
+      ValueError: another recipe; sizes that are no multiples of 128; on explicit mesh axes, devices hold no whole
+        blocks.
+      TypeError: w is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_ep
+      >>> from jax_ep.quantization import quantize_master_weights
+      >>> x, idx, weights = jnp.ones((2, 128)), jnp.array([[0], [1]]), jnp.ones((2, 1))
+      >>> def loss(w_gate_up, w_down):
+      ...     matrices = quantize_master_weights(w_gate_up), quantize_master_weights(w_down)
+      ...     return jax_ep.fused_moe(x, idx, weights, *matrices, recipe="fp8").sum()
+      >>> gradient = jax.grad(loss)(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128)))
+      >>> gradient.shape, gradient.dtype.name
+      ((2, 128, 256), 'float32')
+
+    Source: blocks and master weights as in DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    """
+    function = "quantize_master_weights"
+    w = check_matrices(function, "w", w, whole=False)
+    check_recipe.in_fp8(function, recipe)
+    check_recipe.whole_matrices(function, "w", w)
+    whole_blocks_per_device(function, "w", w)
+    values, transposed, scales = _quantize_masters(jax.lax.stop_gradient(w))
+    return Fp8Weights(w, values, transposed if recipe == "fp8" else None, scales)
+
+
+def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
+    if not is_one_device():  # kernels know no arrays that are spread over devices
+        values, scales = fp8.quantize_matrices(w)
+        return values, jnp.swapaxes(values, -1, -2), scales
+    options = registry.options("quantize_master_weights")
+    run = registry.get("activation", registry.choose(options, "activation", w.dtype)).quantize_masters
+    found = run(w.reshape(-1, *w.shape[-2:]))
+    values, transposed, scales = (a.reshape(*w.shape[:-2], *a.shape[1:]) for a in found)
+    return values, transposed, scales
 
 
 @operation

@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.core import check, check_quantized
+from jax_ep.core import check, check_quantized, check_recipe
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.ops.moe import moe
-from jax_ep.types import Array, AxisName, Experts, QuantizedExperts
+from jax_ep.types import Array, AxisName, Experts, Fp8Weights, QuantizedExperts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def sharded_moe(
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
       axis_name, batch_axes, tensor_axis, fsdp_axis: see `moe_specs`.
-      **moe_kwargs: further keywords of `moe`: experts, activation, capacity, wire_dtype, forward_dtype, schedule,
+      **moe_kwargs: further keywords of `moe`: experts, activation, capacity, wire_dtype, recipe, schedule,
         implementation. With a tensor axis gates have an axis of their own, and are interleaved with nothing.
 
     Returns:
@@ -147,8 +147,8 @@ def sharded_moe(
         x: Array,
         topk_idx: Array,
         topk_weights: Array,
-        w_gate_up: Array | QuantizedExperts,
-        w_down: Array | QuantizedExperts,
+        w_gate_up: Array | Fp8Weights | QuantizedExperts,
+        w_down: Array | Fp8Weights | QuantizedExperts,
         *,
         b_gate_up: Array | None = None,
         b_down: Array | None = None,
@@ -164,7 +164,7 @@ def sharded_moe(
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
         num_shards = _num_shards(the_mesh, axis_tuple(axis_name))
         check.divisible_experts(_FUNCTION, num_experts, num_shards, axis_name)
-        if isinstance(w_gate_up, QuantizedExperts):
+        if isinstance(w_gate_up, Fp8Weights | QuantizedExperts):
             columns = _check_quantized(w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
         else:
             columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, tensor_axis)
@@ -178,7 +178,7 @@ def sharded_moe(
         given = {name: value for name, value in arrays.items() if value is not None}
         in_specs = {name: getattr(specs, _ARRAYS[name]) for name in given}
         for name, argument in given.items():
-            if isinstance(argument, QuantizedExperts):
+            if isinstance(argument, Fp8Weights | QuantizedExperts):
                 in_specs[name] = P(specs.w_down[0])
             for part in jax.tree.leaves(argument):
                 _check_explicit(the_mesh, name, part, in_specs[name])
@@ -297,15 +297,25 @@ def _check_matrices(
 
 
 def _check_quantized(
-    w_gate_up: QuantizedExperts, w_down: Any, num_experts: int, tensor_axis: str | None, fsdp_axis: str | None
+    w_gate_up: Fp8Weights | QuantizedExperts,
+    w_down: Any,
+    num_experts: int,
+    tensor_axis: str | None,
+    fsdp_axis: str | None,
 ) -> tuple[int, ...]:
     """Likewise, of quantised ones."""
     if tensor_axis is not None or fsdp_axis is not None:
         raise ValueError(
-            f"{_FUNCTION}: {tensor_axis=}, {fsdp_axis=} with QuantizedExperts, which only the experts' axis splits;"
-            " leave both None, or pass matrices in the dtype of x."
+            f"{_FUNCTION}: {tensor_axis=}, {fsdp_axis=} with {type(w_gate_up).__name__}, which only the experts'"
+            " axis splits; leave both None, or pass matrices that are not quantised."
         )
     check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
+    if isinstance(w_gate_up, Fp8Weights):
+        for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+            remedy = "pass the matrices of all experts"
+            size = check_recipe.fp8_weights(_FUNCTION, name, w).shape[0]
+            check.size(_FUNCTION, f"axis 0 of {name}", size, num_experts, remedy)
+        return w_gate_up.shape[2:]
     for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         check_quantized.experts(_FUNCTION, name, w, num_experts)
     return w_gate_up.shape[1:2]

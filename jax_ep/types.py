@@ -305,6 +305,7 @@ class Options:
       schedule: how launches share the GPU.
       sum_dtype: of the sums that combine returns, or None for that of the rows that it adds. Their transposes take and
         return what the rows are made of, see `transposed`.
+      recipe: one of `RECIPES`, or None for products in the dtype of the tokens.
     """
 
     function: str
@@ -313,6 +314,7 @@ class Options:
     wire_dtype: DTypeLike | None = None
     schedule: Schedule = Schedule()
     sum_dtype: DTypeLike | None = None
+    recipe: str | None = None
 
     @property
     def transposed(self) -> Options:
@@ -359,6 +361,43 @@ class QuantizedExperts:
         """`[..., E, N, K]`, of the matrices for which the values stand."""
         *leading, depth = self.values.shape
         return (*leading, 2 * depth if self.values.dtype == np.uint8 else depth)
+
+
+RECIPES = ("bf16", "fp8", "fp8-forward")
+"""How an expert layer computes, where not in the dtype of its tokens; see `moe`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Weights:
+    """Matrices of experts in training, quantised once for all products of a step; gradients go to the master alone.
+
+    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
+    `jax_ep.quantization.quantize_master_weights`. Blocks of 128 by 128 share a scale.
+
+    Attributes:
+      master: `[..., E, K, N]`, as `moe` takes matrices: of it products read nothing but the dtype of its gradient, and
+        with "fp8-forward" the backward pass reads it.
+      values: `[..., E, N, K]` float8_e4m3fn, for the products of the forward pass.
+      transposed: `[..., E, K, N]` float8_e4m3fn, the same numbers for the gradients of tokens; None: for "fp8-forward",
+        which needs none.
+      scales: `[..., E, N / 128, K / 128]` float32, of both.
+    """
+
+    master: Array
+    values: Array
+    transposed: Array | None
+    scales: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., E, K, N]`."""
+        return self.master.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the master, and of gradients."""
+        return self.master.dtype
 
 
 @dataclasses.dataclass(frozen=True)

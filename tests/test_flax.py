@@ -328,7 +328,7 @@ def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyP
 def test_serving_in_fp8_whatever_the_schedule_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens and many are multiplied in FP8 by the same matrices, in launches that a schedule cannot name."""
     schedule = Schedule(dispatch_mode="serial", combine_mode="serial", num_warps=4)
-    moe, x = serve_layer("Auto", inner=96, schedule=schedule, forward_dtype=jnp.float8_e4m3fn)
+    moe, x = serve_layer("Auto", inner=96, schedule=schedule, recipe="fp8-forward")
     server = moe.to_serving()
 
     def run() -> jax.Array:
@@ -368,14 +368,15 @@ def test_code_of_the_documentation() -> None:
     assert "output" in done.stdout and "loss" in done.stdout
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.slow
-def test_forward_products_in_fp8(on_mesh: bool) -> None:
-    """`forward_dtype` reaches the experts: their output is off by roundings to FP8, and has gradients."""
+def test_products_in_fp8(on_mesh: bool, recipe: str) -> None:
+    """`recipe` reaches the experts: their output is off by roundings to FP8, and has gradients."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     x = jax.random.normal(jax.random.key(3), (16, 128), jnp.float32)
     options = {"mesh": data_expert_mesh("Auto"), "batch_axes": "data"} if on_mesh else {}
-    exact, fp8 = (MoE(**sizes, **options, forward_dtype=d, rngs=nnx.Rngs(0)) for d in (None, jnp.float8_e4m3fn))
+    exact, fp8 = (MoE(**sizes, **options, recipe=r, rngs=nnx.Rngs(0)) for r in (None, recipe))
     want, got = (np.asarray(nnx.jit(lambda moe, x: moe(x)[0])(moe, x), np.float64) for moe in (exact, fp8))
     assert 0.01 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.09
     gradients = [nnx.jit(nnx.grad(lambda moe: jnp.sum(jnp.square(moe(x)[0]))))(moe) for moe in (exact, fp8)]

@@ -99,7 +99,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
         "dispatch_grouped_gemm, grouped_gemm_combine": Operation(fused, layer),
         "moe": Operation(moe, layer),
         "moe, gradients": Operation(moe_gradients, layer),
-        "moe, FP8 forward": Operation(lambda *a: moe(*a, forward_dtype=FP8), layer),
+        "moe, FP8 forward": Operation(lambda *a: moe(*a, recipe="fp8-forward"), layer),
         "low_latency_dispatch, low_latency_combine": Operation(low_latency, few),
         "low_latency_moe, FP8": Operation(low_latency_moe, (*few, served.w_gate_up, served.w_down)),
         "masked_grouped_gemm, FP8": Operation(

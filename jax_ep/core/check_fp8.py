@@ -53,28 +53,6 @@ def whole_blocks_per_device(function: str, name: str, value: Array) -> None:
             )
 
 
-def forward(function: str, forward_dtype: DTypeLike, hidden: int, intermediate: int) -> bool:
-    """Checks that the products of an expert layer can run in this dtype, FP8; True."""
-    try:
-        wanted = jnp.dtype(forward_dtype)
-    except TypeError:
-        raise TypeError(
-            f"{function}: forward_dtype={forward_dtype!r} is no dtype, expected float8_e4m3fn or None; pass"
-            " jnp.float8_e4m3fn."
-        ) from None
-    if wanted != FP8:
-        raise TypeError(
-            f"{function}: forward_dtype={wanted}, expected float8_e4m3fn; pass jnp.float8_e4m3fn, or None to multiply"
-            " in the dtype of the tokens."
-        )
-    if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:
-        raise ValueError(
-            f"{function}: H={hidden} and I={intermediate}, but forward_dtype=float8_e4m3fn needs multiples of"
-            f" {GROUP_SIZE}, the elements that share an FP8 scale; pad both with zeros, or leave forward_dtype=None."
-        )
-    return True
-
-
 def quantized_matrices(function: str, values: Any, scales: Any) -> Quantized:
     """FP8 values `[..., N, K]` with float32 scales of blocks."""
     for name, value in (("values", values), ("scales", scales)):

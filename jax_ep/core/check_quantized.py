@@ -13,7 +13,7 @@ from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import MX_GROUP
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import EXPERT_FORMATS, Array, Options, QuantizedExperts
+from jax_ep.types import EXPERT_FORMATS, Array, Fp8Weights, Options, QuantizedExperts
 
 _REMEDY = "make it with jax_ep.quantization.quantize_experts"
 # Of values and scales.
@@ -153,6 +153,8 @@ def two_of_a_kind(function: str, w_gate_up: Any, w_down: Any) -> None:
 def _kind(w: Any) -> str:
     if isinstance(w, QuantizedExperts):
         return "QuantizedExperts"
+    if isinstance(w, Fp8Weights):
+        return "Fp8Weights"
     return "a pair (values, scales)" if isinstance(w, tuple) else "an array"
 
 

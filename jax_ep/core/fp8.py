@@ -23,7 +23,7 @@ _MIN_SCALE = 2.0**-120
 def quantize_rows(x: Array, group_size: int = GROUP_SIZE) -> Quantized:
     """`[..., H]` to FP8 values and scales `[..., H // group_size]`."""
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
-    values, scales = _quantize(groups, (-1,))
+    values, scales = quantize(groups, (-1,))
     return values.reshape(x.shape), scales
 
 
@@ -33,8 +33,12 @@ def dequantize_rows(values: Array, scales: Array, dtype: DTypeLike) -> Array:
     return (groups * scales[..., None]).astype(dtype).reshape(values.shape)
 
 
-def quantize_matrices(w: Array) -> Quantized:
-    """`[..., K, N]` to FP8 `[..., N, K]` and scales `[..., ceil(N / 128), K / 128]` of blocks of 128 by 128."""
+def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
+    """`[..., K, N]` to FP8 `[..., N, K]` and scales `[..., ceil(N / 128), K / 128]` of blocks of 128 by 128.
+
+    Without `transpose` to the same numbers `[..., K, N]` and scales `[..., ceil(K / 128), N / 128]`.
+    """
+    w = w if transpose else jnp.swapaxes(w, -1, -2)
     depth, columns = w.shape[-2:]
     column_blocks = -(-columns // GROUP_SIZE)
     missing = column_blocks * GROUP_SIZE - columns
@@ -42,7 +46,7 @@ def quantize_matrices(w: Array) -> Quantized:
     # One axis per reshape: on explicit mesh axes JAX infers the sharding of no other.
     rows = padded.reshape(*w.shape[:-2], column_blocks, GROUP_SIZE, depth)
     blocks = rows.reshape(*rows.shape[:-1], depth // GROUP_SIZE, GROUP_SIZE)
-    values, scales = _quantize(blocks, (-3, -1))
+    values, scales = quantize(blocks, (-3, -1))
     return values.reshape(rows.shape).reshape(padded.shape)[..., :columns, :], scales
 
 
@@ -53,7 +57,7 @@ def dequantize_matrices(values: Array, scales: Array, dtype: DTypeLike) -> Array
     return (groups * scales[..., None]).astype(dtype).reshape(values.shape)
 
 
-def _quantize(groups: Array, axes: tuple[int, ...]) -> Quantized:
+def quantize(groups: Array, axes: tuple[int, ...]) -> Quantized:
     """FP8 values and one scale for all elements along `axes`, which the scales lack."""
     groups = groups.astype(jnp.float32)
     scales = scales_of(groups, axes, _FP8_MAX)

@@ -47,6 +47,14 @@ def platform() -> str:
     return "cpu" if device is not None and device.platform == "cpu" else jax.default_backend()
 
 
+def is_one_device() -> bool:
+    """Whether what is traced runs on one device: within `shard_map` over all axes, or where there is no other."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    return set(mesh.manual_axes) == set(mesh.axis_names) or mesh.size == 1
+
+
 def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> int:
     """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank.
 

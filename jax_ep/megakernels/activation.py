@@ -158,11 +158,17 @@ def activate_quantized(
     return quantized.values_ptr, quantized.scales_ptr, rows if keep else None
 
 
-@jax.jit
-def quantize_matrices(w: Array) -> Quantized:
+quantize_columns = xla.quantize_columns
+quantize_both_ways = xla.quantize_both_ways
+activate_columns = xla.activate_columns
+quantize_masters = xla.quantize_masters
+
+
+@functools.partial(jax.jit, static_argnames="transpose")
+def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
     """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of `quantize_fp8_weights`."""
-    if w.dtype == jnp.float64 or 0 in w.shape:
-        return xla.quantize_matrices(w)
+    if w.dtype == jnp.float64 or 0 in w.shape or not transpose:
+        return xla.quantize_matrices(w, transpose=transpose)
     groups, depth, columns = w.shape
     blocks = (groups, -(-columns // GROUP_SIZE), depth // GROUP_SIZE)
     results = (jax.ShapeDtypeStruct((groups, columns, depth), FP8), jax.ShapeDtypeStruct(blocks, jnp.float32))

@@ -248,6 +248,9 @@ def grouped_gemm_fp8(
     return launch(_FP8, kernel_operands, (result,), _config(tiles, most_tasks), constants)[0]
 
 
+weight_gradient_fp8 = xla.weight_gradient_fp8
+
+
 def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs_gemm.GroupedGemm:
     """The sizes of the kernel."""
     sizes = common_sizes(num_rows, columns, depth, groups)

@@ -42,7 +42,7 @@ def grouped_gemm(
 
     Differentiable in `lhs` and `rhs`, to any order. Needs no mesh axis. Sums run in float32 (float64 for float64).
 
-    FP8 operands come with scales, and have no gradient (`moe(forward_dtype=...)` has one). The products of 128 elements
+    FP8 operands come with scales, and have no gradient (`moe(recipe="fp8")` has one). The products of 128 elements
     of a row are scaled by both scales and added in float32.
 
     Args:
@@ -122,8 +122,7 @@ def _grouped_gemm_fp8(
     run = partial(quantized_gemm.fp8_product(options, lhs, rhs), out_dtype=out_dtype)
     operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
     remedy = (
-        f"{function} of FP8 operands has no gradient: train with moe(forward_dtype=float8_e4m3fn), or pass the operands"
-        " in bfloat16."
+        f"{function} of FP8 operands has no gradient: train with moe(recipe='fp8'), or pass the operands in bfloat16."
     )
     return call_without_gradient(remedy, run, *operands)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_quantized
+from jax_ep.core import check, check_quantized, check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.mesh_axes import vary_alike
@@ -28,6 +28,7 @@ from jax_ep.types import (
     Array,
     AxisName,
     Experts,
+    Fp8Weights,
     Handle,
     Options,
     QuantizedExperts,
@@ -44,8 +45,8 @@ def moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedExperts,
-    w_down: Array | QuantizedExperts,
+    w_gate_up: Array | Fp8Weights | QuantizedExperts,
+    w_down: Array | Fp8Weights | QuantizedExperts,
     *,
     num_experts: int,
     experts: Experts | None = None,
@@ -56,7 +57,7 @@ def moe(
     capacity: int | None = None,
     num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
-    forward_dtype: DTypeLike | None = None,
+    recipe: str | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -75,8 +76,9 @@ def moe(
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
         gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns. Or
         `QuantizedExperts` of them, multiplied as matrices of the dtype of x, or as their `activations` say: for
-        inference, without a gradient. With "fp8" tokens travel in FP8 too, which then loses nothing.
-      w_down: `[L, I, H]`, or `QuantizedExperts` of them.
+        inference, without a gradient. With "fp8" tokens travel in FP8 too, which then loses nothing. With an FP8
+        recipe in any floating dtype, or `Fp8Weights`, whose gradient is in `master`.
+      w_down: `[L, I, H]`, or `Fp8Weights` or `QuantizedExperts` of them.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, gated where w_gate_up has 2 * I columns.
       b_gate_up: biases of the first product, one for each column of w_gate_up, `[L, 2 * I]`; None: none.
@@ -86,15 +88,18 @@ def moe(
         cross once per node, and sums of them once, to the layer over its local axis.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
       num_tokens: see `dispatch`.
-      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward.
-      forward_dtype: `jnp.float8_e4m3fn` runs both products of the forward pass in FP8: tokens and activated rows with
-        one scale per 128 columns, matrices, quantised in each call, with one per block of 128 by 128. The backward pass
-        is that of the layer without it, in the dtype of x at the hidden rows of the forward pass; rounding counts as
-        the identity. Tokens that travel in FP8 too (`wire_dtype`) are quantised once. None: the dtype of x.
+      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward; the recipe "fp8" has no
+        other.
+      recipe: how the layer computes. None: in the dtype of x. "bf16": likewise, of which x must be. "fp8": all products
+        of both passes are in FP8, and what travels is: each operand is rounded to it with one scale for 128 elements
+        along the axis that is summed over, matrices with one for a block of 128 by 128. "fp8-forward": the products of
+        the forward pass alone; the backward pass is that of the layer without it, at the hidden rows of the forward
+        pass. Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters.
+        Matrices are quantised in each call, but for `Fp8Weights`; tokens that travel in FP8 are quantised once.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
         again; products, and what travels, stay in the dtype of x. None: that of x.
       schedule: how launches share the GPU, see `Schedule`: its modes count for both products and their gradients;
-        `fuse_weight_gradients` for the first product, and not with `forward_dtype`. None: the package's choice.
+        `fuse_weight_gradients` for the first product, and not with an FP8 recipe. None: the package's choice.
       implementation: see `dispatch`.
 
     Returns:
@@ -102,9 +107,9 @@ def moe(
 
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
-        where there is no such launch; with `forward_dtype`, H or I is not a multiple of 128, or a function of the
-        caller's as activation.
-      TypeError: unsupported or different dtypes; by the second derivative with `forward_dtype`.
+        where there is no such launch; an unknown recipe; with an FP8 recipe, H or I is not a multiple of 128, a
+        function of the caller's as activation, or another wire dtype.
+      TypeError: unsupported or different dtypes; by the second derivative with an FP8 recipe.
       NotImplementedError: none of the implementations asked for can serve the call.
 
     Example:
@@ -117,8 +122,12 @@ def moe(
       >>> jax_ep.moe(x, idx, weights, w_gate_up, w_down, num_experts=2, axis_name=(), experts=experts)[0, 0].item()
       27.0
 
-    Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202).
+    Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202); "fp8" as in
+    DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
+    x = check.matrix("moe", "x", x, "[T, H]")
+    recipe = check_recipe.recipe("moe", recipe, x.dtype)
+    wire_dtype = check_recipe.wire("moe", recipe, wire_dtype)
     if isinstance(axis_name, Topology):
         if topk_weights is None:
             raise TypeError(_NO_WEIGHTS)
@@ -136,7 +145,7 @@ def moe(
             b_down=b_down,
             activation=activation,
             capacity=capacity,
-            forward_dtype=forward_dtype,
+            recipe=recipe,
             schedule=schedule,
             implementation=implementation,
         )
@@ -154,16 +163,16 @@ def moe(
         )
         return checkpoint_name(y, OUTPUT_NAME)
     options = registry.options("moe", axis_name, implementation, wire_dtype, schedule)
-    x = check.matrix("moe", "x", x, "[T, H]")
+    options = dataclasses.replace(options, recipe=recipe)
     parts = ExpertWeights(w_gate_up, w_down, b_gate_up, b_down)
     experts, parts = _check_experts(options, x, parts, num_experts, experts, activation)
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
-    in_fp8 = forward_dtype is not None and moe_fp8.checked(
-        options, forward_dtype, experts, parts.b_gate_up, parts.w_down
-    )
+    in_fp8 = check_recipe.is_fp8(recipe)
+    if in_fp8:
+        moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
-    kept = {"forward_dtype": forward_dtype, "wire_dtype": wire_dtype, "capacity": capacity}
+    kept = {"recipe": recipe if in_fp8 else None, "wire_dtype": wire_dtype, "capacity": capacity}
     if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts[:2], kept):
         return _in_one_launch(options, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
     columns = parts.w_gate_up.shape[1 if isinstance(parts.w_gate_up, QuantizedExperts) else 2]
@@ -186,14 +195,14 @@ def moe(
     tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
     if isinstance(parts.w_gate_up, QuantizedExperts):
         return _by_quantized(options, back, experts, tokens, row_weights, handle, parts)
-    w_gate_up, w_down = cast(Array, parts.w_gate_up), cast(Array, parts.w_down)
-    sizes = handle.group_sizes
     if in_fp8:
-        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, w_gate_up, handle)
+        hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, parts.w_gate_up, handle)
         bias = _bias_of_result(experts, parts, row_weights)
         between = moe_fp8.Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-        y = moe_fp8.multiply_and_combine(back, experts, between, w_down, handle)
+        y = moe_fp8.multiply_and_combine(back, experts, between, parts.w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
+    w_gate_up, w_down = cast(Array, parts.w_gate_up), cast(Array, parts.w_down)
+    sizes = handle.group_sizes
     exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
     if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
         operands = (tokens, row_weights, w_gate_up, handle)
@@ -223,15 +232,15 @@ def fused_moe(
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
-    w_gate_up: Array | QuantizedExperts,
-    w_down: Array | QuantizedExperts,
+    w_gate_up: Array | Fp8Weights | QuantizedExperts,
+    w_down: Array | Fp8Weights | QuantizedExperts,
     *,
     experts: Experts | None = None,
     b_gate_up: Array | None = None,
     b_down: Array | None = None,
     activation: str = "silu",
     num_tokens: Array | int | None = None,
-    forward_dtype: DTypeLike | None = None,
+    recipe: str | None = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -242,14 +251,15 @@ def fused_moe(
       x: `[T, H]` tokens.
       topk_idx: `[T, K]` int32 expert ids; -1 is no expert.
       topk_weights: `[T, K]` router weights.
-      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `QuantizedExperts`, see `moe`.
-      w_down: `[E, I, H]`, or `QuantizedExperts`.
+      w_gate_up: `[E, H, 2 * I]`, or `[E, H, I]` for experts without a gate; or `Fp8Weights` or `QuantizedExperts`, see
+        `moe`.
+      w_down: `[E, I, H]`, or `Fp8Weights` or `QuantizedExperts`.
       experts: see `moe`, also for
       b_gate_up: `[E, 2 * I]`, or None.
       b_down: `[E, H]`, or None.
       activation: short for `experts`.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
-      forward_dtype: see `moe`.
+      recipe: see `moe`.
       preferred_element_type: see `moe`.
       schedule: see `moe`.
       implementation: see `dispatch`.
@@ -268,7 +278,7 @@ def fused_moe(
     """
     if isinstance(w_gate_up, QuantizedExperts):
         w_gate_up = check_quantized.experts("fused_moe", "w_gate_up", w_gate_up)
-    else:
+    elif not isinstance(w_gate_up, Fp8Weights):
         w_gate_up = check.array("fused_moe", "w_gate_up", w_gate_up, 3, "[E, H, 2 * I]")
     return moe(
         x,
@@ -283,7 +293,7 @@ def fused_moe(
         activation=activation,
         axis_name=(),
         num_tokens=num_tokens,
-        forward_dtype=forward_dtype,
+        recipe=recipe,
         preferred_element_type=preferred_element_type,
         schedule=schedule,
         implementation=implementation,
@@ -316,9 +326,9 @@ def _check_experts(
         check.size(function, "the last axis of w_gate_up", w_gate_up.shape[2], x.shape[1], remedy)
         (columns, _), (returned, intermediate) = w_gate_up.shape[1:], w_down.shape[1:]
     else:
-        w_gate_up = check.expert_weights(function, "w_gate_up", parts.w_gate_up, (num_local, x.shape[1]), x.dtype)
-        w_down = check.array(function, "w_down", parts.w_down, 3, f"[{num_local}, I, {x.shape[1]}]")
-        w_down = check.expert_weights(function, "w_down", w_down, (num_local, w_down.shape[1]), x.dtype)
+        matrices = functools.partial(check_recipe.matrices, function, options.recipe, tokens=x.dtype)
+        w_gate_up = matrices("w_gate_up", parts.w_gate_up, (num_local, x.shape[1]))
+        w_down = matrices("w_down", parts.w_down, (num_local, None))
         columns, (intermediate, returned) = w_gate_up.shape[2], w_down.shape[1:]
     experts = check.expert_function(function, experts, activation, columns, intermediate)
     check.size(function, "the number of columns of w_down", returned, x.shape[1], "it must return to H of x")

@@ -1,10 +1,12 @@
-"""The halves of the expert layer with products in FP8, whose derivatives are those of the products without it.
+"""The halves of the expert layer with products in FP8: those of the forward pass, or those of both.
 
-Rounding to FP8 counts as the identity (straight-through). So the backward pass consists of the functions that the
-layer without FP8 has, at the tokens and hidden rows of this one, and is as precise as that of the other.
+Rounding to FP8 counts as the identity (straight-through). With the recipe "fp8-forward" the backward pass consists of
+the functions that the layer without FP8 has, at the tokens and hidden rows of this one, and is as precise as that of
+the other. With "fp8" its products are in FP8 too. Each operand then has its scales along the axis that is summed over:
+cotangents of rows, which travel as they are multiplied, for 128 columns; both operands of a weight gradient, for a
+column of 128 rows; matrices for blocks of 128 by 128, so that their transposes are the same numbers.
 
-Source: forward products with scales per block as in DeepSeek-V3 (arXiv:2412.19437, section 3.3), which however rounds
-the operands of the backward products too.
+Source: products with scales per block, all in e4m3, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core import check_fp8
+from jax_ep.core import check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.no_gradient import call_without_gradient
@@ -26,49 +28,84 @@ from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
 from jax_ep.ops.quantized_gemm import fp8_kernels
-from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, QuantizedExperts, Tokens
-
-_REMEDY = (
-    "an expert layer with forward_dtype=float8_e4m3fn has first derivatives only: for second ones, leave"
-    " forward_dtype=None."
+from jax_ep.types import (
+    TOKENS_NAME,
+    Array,
+    Experts,
+    Fp8Weights,
+    Handle,
+    Options,
+    Quantized,
+    QuantizedExperts,
+    Tokens,
 )
 
+_REMEDY = "an expert layer with an FP8 recipe has first derivatives only: for second ones, leave recipe=None."
+Weights = Array | Fp8Weights
+"""Of one product, as the caller has them or quantised before."""
 
-def checked(options: Options, forward_dtype: DTypeLike, experts: Experts, b_gate_up: Array | None, w: Array) -> bool:
-    """True, after checking that the layer's products, the second by `w [L, I, H]`, can run in this dtype, FP8."""
+
+def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Any) -> None:
+    """Raises where products, the second by `w [L, I, H]`, cannot run in FP8."""
+    function, recipe = options.function, str(options.recipe)
     if isinstance(w, QuantizedExperts):
         raise ValueError(
-            f"{options.function}: forward_dtype={forward_dtype!r} with QuantizedExperts, which say how products run;"
-            " leave forward_dtype=None."
+            f"{function}: recipe={recipe!r} with QuantizedExperts, which say how products run; leave recipe=None."
         )
     intermediate, hidden = w.shape[1:]
-    check_fp8.forward(options.function, forward_dtype, hidden, intermediate)
+    check_recipe.whole_blocks(function, recipe, hidden, intermediate)
     if not is_one_pass(experts, b_gate_up):
         raise ValueError(
-            f"{options.function}: forward_dtype={forward_dtype!r} with a function of the caller's as activation, or"
-            " with b_gate_up and weight_on='input': the pass that makes FP8 rows has neither; leave forward_dtype=None."
+            f"{function}: recipe={recipe!r} with a function of the caller's as activation, or with b_gate_up and"
+            " weight_on='input': the pass that makes FP8 rows has neither; leave recipe=None."
         )
     if options.schedule.fuse_weight_gradients:
         raise ValueError(
-            f"{options.function}: fuse_weight_gradients=True and forward_dtype={forward_dtype!r}: the layer with FP8"
-            " products saves its tokens in another form, by other launches; leave one of them None."
+            f"{function}: fuse_weight_gradients=True and recipe={recipe!r}: the layer with FP8 products saves its"
+            " tokens in another form, by other launches; leave one of them None."
         )
-    return True
 
 
-def _multiply(options: Options, saved: Tokens, w: Array, handle: Handle) -> Array:
-    """`[R, K]` rows, as they were saved or quantised here, times `w [L, K, N]`, quantised here."""
+def _multiply(
+    options: Options, rows: Tokens, w: Weights, handle: Handle, dtype: DTypeLike, *, transpose: bool = False
+) -> Array:
+    """`[R, K]` rows times `w [L, K, N]`, or `[R, N]` rows times its transpose; what is not in FP8 is quantised here."""
     products, operands = fp8_kernels(options)
-    rows = _as_fp8(saved) if isinstance(saved, tuple) else operands.quantize_rows(saved, handle.group_sizes)
-    matrices, scales = operands.quantize_matrices(w)
-    return products.grouped_gemm_fp8(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=w.dtype)
+    if not isinstance(rows, tuple):
+        rows = operands.quantize_rows(rows, handle.group_sizes)
+    if not isinstance(w, Fp8Weights):
+        matrices, scales = operands.quantize_matrices(w, transpose=not transpose)
+    elif transpose:
+        matrices, scales = w.transposed, jnp.swapaxes(w.scales, 1, 2)
+    else:
+        matrices, scales = w.values, w.scales
+    return products.grouped_gemm_fp8(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
+
+
+def _weight_gradient(options: Options, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
+    """Of columns in FP8, the cotangent of `w`."""
+    run = fp8_kernels(options)[0].weight_gradient_fp8
+    return _cotangent(w, run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=w.dtype))
+
+
+def _cotangent(w: Weights, gradient: Array) -> Weights:
+    """The cotangent of matrices, which goes to their master."""
+    gradient = gradient.astype(w.dtype)
+    return Fp8Weights(gradient, *(cast(Array, None),) * 3) if isinstance(w, Fp8Weights) else gradient
+
+
+def _unquantized(w: Weights, dtype: DTypeLike) -> Array:
+    """The matrices themselves, for products without FP8."""
+    return (w.master if isinstance(w, Fp8Weights) else w).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_and_multiply(options: Options, x: Array, weights: Array, w: Array, handle: Handle) -> tuple[Array, Array]:
+def dispatch_and_multiply(
+    options: Options, x: Array, weights: Array, w: Weights, handle: Handle
+) -> tuple[Array, Array]:
     """`[T, H]` tokens to rows, times `w [L, H, N]` in FP8; and `[T, K]` weights to `[R]`."""
     saved, row_weights = _dispatch(options, x, weights, handle)
-    return _multiply(options, saved, w, handle), row_weights
+    return _multiply(options, _as_fp8(saved), w, handle, x.dtype), row_weights
 
 
 def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Tokens, Array]:
@@ -83,30 +120,48 @@ def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tup
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
 
 
-def _as_fp8(saved: Quantized) -> Quantized:
-    """Values that were saved as bytes, or are FP8 already."""
-    return lax.bitcast_convert_type(saved[0], FP8), saved[1]
+def _as_fp8(saved: Tokens) -> Tokens:
+    """Rows that were saved; values in bytes are FP8."""
+    return (lax.bitcast_convert_type(saved[0], FP8), saved[1]) if isinstance(saved, tuple) else saved
 
 
-def _dispatch_forward(options: Options, x: Array, weights: Array, w: Array, handle: Handle) -> Any:
+def _dispatch_forward(options: Options, x: Array, weights: Array, w: Weights, handle: Handle) -> Any:
     saved, row_weights = call_without_gradient(_REMEDY, partial(_dispatch, options), x, weights, handle)
     saved = checkpoint_name(saved, TOKENS_NAME)
-    hidden = call_without_gradient(_REMEDY, partial(_multiply, options), saved, w, handle)
-    return (hidden, row_weights), (saved, w, handle)
+
+    def run(saved: Tokens, w: Weights, handle: Handle) -> Array:
+        return _multiply(options, _as_fp8(saved), w, handle, x.dtype)
+
+    return (call_without_gradient(_REMEDY, run, saved, w, handle), row_weights), (saved, w, handle)
 
 
 def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+    if options.recipe == "fp8":
+        return call_without_gradient(_REMEDY, partial(_dispatch_backward_in_fp8, options), residuals, cotangents)
     saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents
+    dtype, matrices = d_hidden.dtype, _unquantized(w, d_hidden.dtype)
     if exchange_gemm.fuses(options, d_hidden, w.shape[1], handle):
-        d_x, d_weights = exchange_gemm.multiply_and_combine(options, True, d_hidden, d_row_weights, w, handle)
+        d_x, d_weights = exchange_gemm.multiply_and_combine(options, True, d_hidden, d_row_weights, matrices, handle)
     else:
-        d_rows = multiply(options, True, w.dtype, d_hidden, w, handle.group_sizes)
+        d_rows = multiply(options, True, dtype, d_hidden, matrices, handle.group_sizes)
         d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
-    if isinstance(saved, tuple):
-        values, scales = _as_fp8(saved)
-        saved = fp8_kernels(options)[1].dequantize_rows(values, scales, handle.group_sizes, dtype=w.dtype)
-    return d_x, d_weights, weight_gradient(options, w.dtype, saved, d_hidden, handle.group_sizes), None
+    rows = _as_fp8(saved)
+    if isinstance(rows, tuple):
+        rows = fp8_kernels(options)[1].dequantize_rows(*rows, handle.group_sizes, dtype=dtype)
+    d_w = weight_gradient(options, w.dtype, rows, d_hidden, handle.group_sizes)
+    return d_x, d_weights, _cotangent(w, d_w), None
+
+
+def _dispatch_backward_in_fp8(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+    saved, w, handle = residuals
+    d_hidden, d_row_weights = cotangents
+    operands, sizes = fp8_kernels(options)[1], handle.group_sizes
+    rows, columns = operands.quantize_both_ways(d_hidden, sizes)
+    d_rows = _multiply(options, rows, w, handle, d_hidden.dtype, transpose=True)
+    d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
+    tokens = operands.quantize_columns(_as_fp8(saved), sizes)
+    return d_x, d_weights, _weight_gradient(options, tokens, columns, w, handle), None
 
 
 class Between(NamedTuple):
@@ -126,57 +181,77 @@ class Between(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply_and_combine(options: Options, experts: Experts, between: Between, w: Array, handle: Handle) -> Array:
+def multiply_and_combine(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    rows, _ = _activate(options, experts, between, handle, keep=False)
-    y = _with_bias(_multiply(options, rows, w, handle), between, handle)
-    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
-    return run.combine_tokens(options, y, handle)
+    return _multiply_and_combine(options, experts, False, between, w, handle)[0]
 
 
-def _activate(
-    options: Options, experts: Experts, between: Between, handle: Handle, *, keep: bool
-) -> tuple[Quantized, Array | None]:
-    """Activated and weighted rows in FP8 and, with `keep`, without that rounding."""
-    run, operands = fp8_kernels(options)[1].activate_quantized, (between.hidden, between.row_weights, between.b_gate_up)
-    values, scales, rows = run(experts, *operands, handle.group_sizes, keep=keep)
-    return (values, scales), rows
+def _multiply_and_combine(
+    options: Options, experts: Experts, keep: bool, between: Between, w: Weights, handle: Handle
+) -> tuple[Array, Array | None]:
+    """The sums and, with `keep`, activated and weighted rows without their rounding to FP8."""
+    hidden, sizes = between.hidden, handle.group_sizes
+    run, operands = fp8_kernels(options)[1].activate_quantized, (hidden, between.row_weights, between.b_gate_up)
+    values, scales, rows = run(experts, *operands, sizes, keep=keep)
+    y = _multiply(options, (values, scales), w, handle, hidden.dtype)
+    if between.b_down is not None:
+        y = add_bias(y, between.b_down, sizes)
+    combine = registry.get("exchange", exchange.choose(options, y, handle.layout, handle)).combine_tokens
+    return combine(options, y, handle), rows
 
 
-def _with_bias(y: Array, between: Between, handle: Handle) -> Array:
-    return y if between.b_down is None else add_bias(y, between.b_down, handle.group_sizes)
-
-
-def _combine_forward(options: Options, experts: Experts, between: Between, w: Array, handle: Handle) -> Any:
-    def run(between: Between, w: Array, handle: Handle) -> tuple[Array, Array | None]:
-        quantized, rows = _activate(options, experts, between, handle, keep=True)
-        y = _with_bias(_multiply(options, quantized, w, handle), between, handle)
-        combine = registry.get("exchange", exchange.choose(options, y, handle.layout, handle)).combine_tokens
-        return combine(options, y, handle), rows
-
+def _combine_forward(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
+    # With products in FP8 in the backward pass, too, rows are made again there: as columns, from the hidden rows.
+    run = partial(_multiply_and_combine, options, experts, options.recipe != "fp8")
     sums, rows = call_without_gradient(_REMEDY, run, between, w, handle)
     return sums, (between, rows, w, handle)
 
 
 def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+    options = options.transposed
+    if options.recipe == "fp8":
+        run = partial(_combine_backward_in_fp8, options, experts)
+        return call_without_gradient(_REMEDY, run, residuals, d_sums)
     between, rows, w, handle = residuals
-    sizes, options, d_sums = handle.group_sizes, options.transposed, d_sums.astype(w.dtype)
+    sizes, dtype = handle.group_sizes, between.hidden.dtype
+    d_sums, matrices = d_sums.astype(dtype), _unquantized(w, dtype)
     if exchange_gemm.fuses(options, d_sums, w.shape[1], handle):
-        d_rows, d_products, _ = exchange_gemm.dispatch_and_multiply(options, True, "rows", d_sums, None, w, handle)
+        d_rows, d_products, _ = exchange_gemm.dispatch_and_multiply(
+            options, True, "rows", d_sums, None, matrices, handle
+        )
         d_w = exchange_gemm.weight_gradient(options, True, "rows", d_sums, d_products, rows, handle)
     else:
         d_products, _ = exchange.dispatch_tokens(options, d_sums, None, handle)
-        d_rows = multiply(options, True, w.dtype, d_products, w, sizes)
+        d_rows = multiply(options, True, dtype, d_products, matrices, sizes)
         d_w = weight_gradient(options, w.dtype, rows, d_products, sizes)
-    operands = (between.hidden, between.row_weights, between.b_gate_up)
-    d_hidden, d_weights = activate_gradient(options, experts, *operands, d_rows, sizes)
-    d_gate_up = between.b_gate_up
+    d_between = _gradient_between(options, experts, between, d_rows, cast(Array, d_products), sizes)
+    return d_between, _cotangent(w, d_w), None
+
+
+def _combine_backward_in_fp8(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
+    between, _, w, handle = residuals
+    sizes, dtype = handle.group_sizes, between.hidden.dtype
+    operands, d_sums = fp8_kernels(options)[1], d_sums.astype(dtype)
+    run = registry.get("exchange", exchange.choose(options, d_sums, handle.layout, handle))
+    in_fp8 = run.dispatch_quantized(options, d_sums, handle)
+    d_rows = _multiply(options, in_fp8, w, handle, dtype, transpose=True)
+    rows = operands.activate_columns(experts, *between[:3], sizes)
+    d_w = _weight_gradient(options, rows, operands.quantize_columns(in_fp8, sizes), w, handle)
+    d_products = None if between.b_down is None else operands.dequantize_rows(*in_fp8, sizes, dtype=dtype)
+    return _gradient_between(options, experts, between, d_rows, d_products, sizes), d_w, None
+
+
+def _gradient_between(
+    options: Options, experts: Experts, between: Between, d_rows: Array, d_products: Array | None, sizes: Array
+) -> Between:
+    """The cotangents of what is between the products, and of the bias behind them."""
+    d_hidden, d_weights = activate_gradient(options, experts, *between[:3], d_rows, sizes)
+    d_gate_up, d_down = between.b_gate_up, between.b_down
     if d_gate_up is not None:
         d_gate_up = sum_groups(options, d_hidden, None, sizes).astype(d_gate_up.dtype)
-    d_down = between.b_down
     if d_down is not None:
         d_down = bias_gradient(options, cast(Array, d_products), d_down, sizes)
-    return Between(d_hidden, d_weights, d_gate_up, d_down), d_w, None
+    return Between(d_hidden, d_weights, d_gate_up, d_down)
 
 
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import activations, fp8
-from jax_ep.types import Array, Experts, Quantized
+from jax_ep.core import activations, fp8, fp8_columns
+from jax_ep.types import Array, Experts, Quantized, Tokens
 
 
 def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
@@ -30,9 +31,37 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
     return fp8.dequantize_rows(values, scales, dtype)
 
 
-def quantize_matrices(w: Array) -> Quantized:
-    """`[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`."""
-    return fp8.quantize_matrices(w)
+def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
+    """`[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`.
+
+    Without `transpose` to `[G, K, N]` and `[G, ceil(K / 128), N / 128]`.
+    """
+    return fp8.quantize_matrices(w, transpose=transpose)
+
+
+def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
+    """`[G, K, N]`, both multiples of 128, to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first."""
+    values, scales = fp8.quantize_matrices(w)
+    return values, jnp.swapaxes(values, 1, 2), scales
+
+
+def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:
+    """`[R, H]` rows, which may be in FP8, to FP8 values `[H, P]` and scales `[P / 128, H]`: see core/fp8_columns.py."""
+    rows = fp8.dequantize_rows(*x, jnp.float32) if isinstance(x, tuple) else x
+    return fp8_columns.quantize_columns(rows, group_sizes)
+
+
+def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantized]:
+    """`quantize_rows` and `quantize_columns` of the same rows."""
+    return quantize_rows(x, group_sizes), quantize_columns(x, group_sizes)
+
+
+def activate_columns(
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Quantized:
+    """Activated and weighted rows, rounded once: `quantize_columns` of them; see `activate_quantized`."""
+    rows = activations.weighted_wide(experts, hidden, weights, bias, group_sizes)
+    return fp8_columns.quantize_columns(rows, group_sizes)
 
 
 def activate_quantized(

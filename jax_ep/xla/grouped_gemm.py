@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8
+from jax_ep.core import fp8, fp8_columns
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import vary_alike
@@ -225,3 +225,46 @@ def grouped_gemm_fp8(
 
     groups = locate_groups(group_sizes, num_rows)
     return multiply_groups(groups, rows_of, matrix_of, out, transpose_rhs=True)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype",))
+def weight_gradient_fp8(
+    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, *, out_dtype: DTypeLike
+) -> Array:
+    """`out[g] = lhs[:, places of g] @ rhs[:, places of g].T` of the float32 values for which the operands stand.
+
+    Args:
+      lhs: `[K, P]` float8_e4m3fn, columns of rows in groups as core/fp8_columns.py has them.
+      rhs: `[N, P]` float8_e4m3fn, likewise.
+      group_sizes: `[G]` int32, rows of each group.
+      lhs_scales: `[P / 128, K]` float32.
+      rhs_scales: `[P / 128, N]` float32.
+      out_dtype: dtype of the result; sums run in float32.
+
+    Returns:
+      `[G, K, N]`; zero for empty groups.
+    """
+    shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+    operands = (lhs, rhs, group_sizes, lhs_scales, rhs_scales, jnp.zeros(shape, out_dtype))
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales, out = vary_alike(operands)
+    if 0 in (lhs.shape[1], *shape):
+        return lax.optimization_barrier((out, group_sizes))[0]  # see `weight_gradient`
+    ends = jnp.minimum(fp8_columns.blocks_until(group_sizes), lhs.shape[1] // fp8.GROUP_SIZE)
+    groups = order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
+
+    def one_group(i: Array, out: Array) -> Array:
+        group = groups.order[i]
+
+        def one_block(block: Array, total: Array) -> Array:
+            operands = []
+            for values, scales in ((lhs, lhs_scales), (rhs, rhs_scales)):
+                columns = lax.dynamic_slice_in_dim(values, block * fp8.GROUP_SIZE, fp8.GROUP_SIZE, axis=1)
+                scale = lax.dynamic_index_in_dim(scales, block, keepdims=False)
+                operands.append(columns.astype(jnp.float32) * scale[:, None])
+            return total + _dot(operands[0], operands[1], (1, 1))
+
+        total = vary_alike((jnp.zeros(shape[1:], jnp.float32), lhs))[0]
+        total = lax.fori_loop(groups.starts[group], groups.ends[group], one_block, total)
+        return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, axis=0)
+
+    return lax.fori_loop(0, groups.num_used, one_group, out)

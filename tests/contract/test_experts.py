@@ -124,7 +124,7 @@ def test_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: A
 def test_fp8_products(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
     inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)
-    call = moe(implementation, inputs, forward_dtype=jnp.float8_e4m3fn)
+    call = moe(implementation, inputs, recipe="fp8-forward")
     y, gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
     for g, w in zip((y, *gradients), (want, *wanted), strict=True):

@@ -1,4 +1,4 @@
-"""moe(forward_dtype=float8_e4m3fn): products in FP8 forward, and the gradients of the layer without it."""
+"""moe(recipe="fp8-forward"): products in FP8 forward, and the gradients of the layer without it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def moe(implementation: str, **options: Any):
-    options = {"num_experts": SHAPE.num_experts, "forward_dtype": FP8, **options}
+    options = {"num_experts": SHAPE.num_experts, "recipe": "fp8-forward", **options}
     return functools.partial(jax_ep.moe, implementation=implementation, **options)
 
 
@@ -141,8 +141,8 @@ def test_gradients_are_those_without_fp8(
     exact_in_fp8(rng, layer, dtype)
     options = {"wire_dtype": wire_dtype}
     results = [
-        run(with_gradients(moe(implementation, forward_dtype=f, **options)), expert_mesh(2), *layer.args, layer.probe)
-        for f in (FP8, None)
+        run(with_gradients(moe(implementation, recipe=r, **options)), expert_mesh(2), *layer.args, layer.probe)
+        for r in ("fp8-forward", None)
     ]
     assert relative(results[0][0], results[1][0].astype(np.float64)) > 1e-3, "the second product was not in FP8"
     for name, got, want in zip(NAMES, results[0][1:], results[1][1:], strict=True):
@@ -198,7 +198,7 @@ def test_scan_and_remat(implementation: str, wire_dtype: Any, saved: Any, expert
 
 def test_fused_moe(implementation: str, rng: Any) -> None:
     layer = Layer(rng, "uniform", 1, dtype=BF16)
-    call = functools.partial(jax_ep.fused_moe, forward_dtype=FP8, implementation=implementation)
+    call = functools.partial(jax_ep.fused_moe, recipe="fp8-forward", implementation=implementation)
     args = (layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down)
     y, *gradients = to_numpy(jax.jit(with_gradients(call))(*args, layer.probe[0]))
     assert 0.01 < relative(y, layer.oracle().forward()[0]) < 0.11
@@ -216,7 +216,7 @@ def test_nan_stays_with_its_token(implementation: str, expert_mesh: Any, rng: An
 
 def test_no_second_derivative(implementation: str, rng: Any) -> None:
     layer = Layer(rng, "uniform", 1)
-    call = functools.partial(jax_ep.fused_moe, forward_dtype=FP8, implementation=implementation)
+    call = functools.partial(jax_ep.fused_moe, recipe="fp8-forward", implementation=implementation)
 
     def loss(x):
         args = (layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down)

@@ -248,7 +248,7 @@ def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, exp
         return jax_ep.moe(x, ids, weights, *quantised, **options)
 
     def in_each_call(*operands):
-        return jax_ep.moe(*operands, forward_dtype=jnp.float8_e4m3fn, **options)
+        return jax_ep.moe(*operands, recipe="fp8-forward", **options)
 
     got = compiled(stored, expert_mesh(num_ranks))(*layer.args)
     assert got.dtype == BF16
@@ -323,7 +323,7 @@ def test_mistakes(implementation: str) -> None:
     with pytest.raises(ValueError, match=r"mode='fused' with QuantizedExperts"):
         layer(x, ids, weights, q, down, schedule=jax_ep.Schedule(dispatch_mode="fused"))
     with pytest.raises(ValueError, match="with QuantizedExperts, which say how products run"):
-        layer(x, ids, weights, q, down, forward_dtype=jnp.float8_e4m3fn)
+        layer(x, ids, weights, q, down, recipe="fp8-forward")
     with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
         jax.grad(lambda x: layer(x, ids, weights, q, down).sum())(x)
     both = (quantize_experts(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))

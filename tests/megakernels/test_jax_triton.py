@@ -84,7 +84,7 @@ def quantized(expert_format: str, **options: Any) -> Callable[..., Any]:
 FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter", fuse_weight_gradients=True)
 BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_gradients=True)
 SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
-IN_FP8 = {"wire_dtype": FP8, "forward_dtype": FP8}
+IN_FP8 = {"wire_dtype": FP8, "recipe": "fp8-forward"}
 ONE_LAUNCH = Schedule(single_launch=True)
 
 # name: (function of one rank, its arguments, kernels among those that it launches)
@@ -96,9 +96,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         layer(),
         SENDS | {"exchange_gemm.combine_with_weight_gradient", "rows.gather_rows"},
     ),
-    "FP8": (gradient(moe(forward_dtype=FP8), 0, 2, 3, 4), layer(), FP8_OPERANDS),
+    "FP8": (gradient(moe(recipe="fp8-forward"), 0, 2, 3, 4), layer(), FP8_OPERANDS),
     "FP8 on the wire": (
-        gradient(moe(forward_dtype=FP8, wire_dtype=FP8), 0, 2, 3, 4),
+        gradient(moe(recipe="fp8-forward", wire_dtype=FP8), 0, 2, 3, 4),
         layer(),
         FP8_ROWS | {"activation.dequantize_rows"},
     ),

@@ -45,7 +45,7 @@ CALLS = {
     "moe": moe(),
     "moe, fused": moe(schedule=jax_ep.Schedule(dispatch_mode="fused", combine_mode="scatter")),
     "moe, serial": moe(schedule=jax_ep.Schedule(dispatch_mode="serial", combine_mode="serial")),
-    "moe in FP8": moe(wire_dtype=FP8, forward_dtype=FP8),
+    "moe in FP8": moe(wire_dtype=FP8, recipe="fp8-forward"),
 }
 
 

@@ -1,0 +1,209 @@
+"""Matrices quantised once per training step: the layer with them is that with their masters, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle_fp8
+from cases import BF16, F32, assert_close, assert_same_bits, probabilities, reals
+from fp8_layers import NAMES, SHAPE, Layer, with_gradients
+from harness import make_mesh, run, to_numpy
+from jax_ep.quantization import quantize_master_weights
+from jax_ep.types import Fp8Weights
+from layers import Layer as PlainLayer
+
+
+def test_what_they_are(rng: Any) -> None:
+    """Both orientations hold the numbers of the oracle, and parts of stacked layers are those of each layer."""
+    w = reals(rng, 3, 2, 256, 128, dtype=BF16)
+    found = jax.jit(quantize_master_weights)(w)
+    want = np.stack([oracle_fp8.quantised_blocks(layer.astype(F32)) for layer in w])
+    scales = np.asarray(found.scales, np.float64).repeat(128, -1).repeat(128, -2)
+    assert_same_bits(np.asarray(found.master), w)
+    assert_close(np.asarray(found.values).astype(F32) * scales, np.swapaxes(want, -1, -2), tolerance=1e-6)
+    assert_same_bits(np.asarray(found.transposed), np.swapaxes(np.asarray(found.values), -1, -2))
+    forward = quantize_master_weights(jnp.asarray(w[1]), recipe="fp8-forward")
+    assert forward.transposed is None
+    for part in ("master", "values", "scales"):
+        assert_same_bits(np.asarray(getattr(forward, part)), np.asarray(getattr(found, part)[1]), part)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
+@pytest.mark.slow
+def test_same_bits_as_masters(implementation: str, recipe: str, expert_mesh: Any, rng: Any) -> None:
+    """In a mesh, with masters and gradients in float32 beside tokens in bfloat16."""
+    layer = Layer(rng, "duplicates", 2, dtype=BF16)
+    matrices = [layer.per_rank(reals(rng, *w.shape) / 16) for w in (layer.w_gate_up, layer.w_down)]
+    plain = with_gradients(implementation=implementation, recipe=recipe)
+
+    def quantised(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
+        def layer(x, weights, up, down):
+            up, down = (quantize_master_weights(w, recipe=recipe) for w in (up, down))
+            options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "recipe": recipe}
+            return jax_ep.moe(x, topk_idx, weights, up, down, **options)
+
+        y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
+        return y, *pull(probe)
+
+    args = (*layer.args[:3], *matrices, layer.probe)
+    got, want = (run(fn, expert_mesh(2), *args) for fn in (quantised, plain))
+    for name, g, w in zip(NAMES, got, want, strict=True):
+        assert np.abs(w.astype(F32)).max() > 0
+        assert_same_bits(g, w, name)
+    assert [a.dtype for a in got] == [BF16, BF16, F32, F32, F32]
+
+
+def steps(recipe: str, implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | None) -> Any:
+    """Gradients of stacked masters, added up over microbatches: with masters, and with `Fp8Weights` in three ways."""
+    layer = functools.partial(jax_ep.fused_moe, recipe=recipe, implementation=implementation)
+
+    def loss(matrices, x):
+        def block(x, matrices):
+            return x + layer(x, ids, weights, *matrices), None
+
+        if saved is not None:
+            block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*saved))
+        return jnp.sum(jnp.sin(jax.lax.scan(block, x, matrices)[0].astype(jnp.float32)))
+
+    def accumulate(gradient, masters, microbatches):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, gradient(x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, masters), microbatches)[0]
+
+    def plain(masters, microbatches):
+        return accumulate(lambda x: jax.grad(loss)(masters, x), masters, microbatches)
+
+    def of_all_parts(masters, microbatches):
+        quantised = tuple(quantize_master_weights(w, recipe=recipe) for w in masters)
+        return accumulate(lambda x: tuple(g.master for g in jax.grad(loss)(quantised, x)), masters, microbatches)
+
+    def of_masters(masters, microbatches):
+        quantised = tuple(quantize_master_weights(w, recipe=recipe) for w in masters)
+
+        def beside(masters, x):
+            return loss(tuple(dataclasses.replace(q, master=w) for q, w in zip(quantised, masters, strict=True)), x)
+
+        return accumulate(lambda x: jax.grad(beside)(masters, x), masters, microbatches)
+
+    def through(masters, microbatches):
+        def total(masters):
+            quantised = tuple(quantize_master_weights(w, recipe=recipe) for w in masters)
+            return sum(loss(quantised, x) for x in microbatches)
+
+        return jax.grad(total)(masters)
+
+    return {"plain": plain, "of all parts": of_all_parts, "of masters": of_masters, "through": through}
+
+
+KEPT = ("jax_ep.tokens", "jax_ep.hidden")
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
+@pytest.mark.parametrize("saved", [None, KEPT, ()], ids=["no remat", "experts kept", "nothing kept"])
+@pytest.mark.parametrize("way", ["of all parts", "of masters", "through"])
+@pytest.mark.slow(unless={"saved": [KEPT], "way": ["of all parts"], "recipe": ["fp8"]})
+def test_scan_over_layers_with_gradient_accumulation(
+    implementation: str, recipe: str, saved: tuple[str, ...] | None, way: str, rng: Any
+) -> None:
+    if implementation == "triton" and jax.default_backend() == "cpu":
+        pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
+    layers = [PlainLayer(rng, "uniform", 1, SHAPE) for _ in range(2)]
+    masters = tuple(np.stack([getattr(layer, name) for layer in layers]) for name in ("w_gate_up", "w_down"))
+    microbatches = reals(rng, 2, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
+    ids, weights = layers[0].topk_idx[0], probabilities(rng, SHAPE.num_tokens, SHAPE.top_k)
+    functions = steps(recipe, implementation, ids, weights, saved)
+    want = to_numpy(jax.jit(functions["plain"])(masters, microbatches))
+    got = to_numpy(jax.jit(functions[way])(masters, microbatches))
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == F32 and np.abs(w).max() > 0
+        # Sums over microbatches may have another order.
+        assert_close(g, w, way) if way == "through" else assert_same_bits(g, w, way)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
+@pytest.mark.slow
+def test_in_sharded_moe(explicit: bool, implementation: str, rng: Any) -> None:
+    """Global arrays: quantised where they lie, with the gradients of masters at the same places."""
+    if implementation != "xla":
+        pytest.skip("the portable functions make them of global arrays")
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = make_mesh((2, 2), ("data", "expert"), kind)
+    layer = PlainLayer(rng, "uniform", 1, dataclasses.replace(SHAPE, num_tokens=8), BF16)
+    specs = jax_ep.sharding.moe_specs(batch_axes="data")
+    arrays = [
+        jax.device_put(a, jax.NamedSharding(mesh, spec))
+        for a, spec in zip(
+            (layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down),
+            (specs.tokens, specs.routing, specs.routing, specs.w_gate_up, specs.w_down),
+            strict=True,
+        )
+    ]
+
+    def gradients(make):
+        call = jax_ep.sharding.sharded_moe(
+            mesh, num_experts=8, batch_axes="data", recipe="fp8", implementation=implementation
+        )
+
+        def loss(up, down):
+            return jnp.sum(jnp.sin(call(*arrays[:3], make(up), make(down)).astype(jnp.float32)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays[3:])
+
+    got, want = gradients(quantize_master_weights), gradients(lambda w: w)
+    for g, w in zip(got, want, strict=True):
+        assert g.sharding == w.sharding
+        assert_same_bits(to_numpy(g), to_numpy(w))
+
+
+def whole(**parts: Any) -> Fp8Weights:
+    return dataclasses.replace(quantize_master_weights(jnp.ones((2, 128, 256))), **parts)
+
+
+MISTAKES = {
+    "another recipe": (ValueError, {"recipe": None}, {}, r"w_gate_up is Fp8Weights with recipe=None.*master"),
+    "made for the forward pass": (
+        *(ValueError, {}, {"transposed": None}),
+        r"w_gate_up is Fp8Weights of recipe 'fp8-forward', expected those of 'fp8'",
+    ),
+    "parts of others": (
+        *(ValueError, {}, {"scales": jnp.ones((2, 1, 1))}),
+        r"w_gate_up.scales is float32\[2, 1, 1\], expected float32\[2, 2, 1\] for a master \[2, 128, 256\]",
+    ),
+    "parts of another dtype": (
+        *(ValueError, {}, {"values": jnp.ones((2, 256, 128))}),
+        r"w_gate_up.values is float32\[2, 256, 128\], expected float8_e4m3fn",
+    ),
+    "no array": (TypeError, {}, {"values": [1]}, r"w_gate_up.values is a list"),
+    "several layers": (
+        *(ValueError, {}, {"master": jnp.ones((3, 2, 128, 256))}),
+        r"stands for matrices \(3, 2, 128, 256\).*one layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    error, options, parts, message = MISTAKES[name]
+    x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
+    matrices = whole(**parts), quantize_master_weights(jnp.ones((2, 128, 128)))
+    with pytest.raises(error, match=message):
+        jax_ep.fused_moe(x, ids, weights, *matrices, **{"recipe": "fp8", **options})
+
+
+def test_mistakes_of_making_them() -> None:
+    with pytest.raises(ValueError, match=r"axis -1 of w is 100, expected a multiple of 128"):
+        quantize_master_weights(jnp.ones((2, 128, 100)))
+    with pytest.raises(ValueError, match=r"recipe='bf16', expected one of \('fp8', 'fp8-forward'\)"):
+        quantize_master_weights(jnp.ones((2, 128, 128)), recipe="bf16")
+    x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
+    with pytest.raises(TypeError, match=r"w_gate_up is Fp8Weights and w_down is an array, expected two of a kind"):
+        jax_ep.fused_moe(x, ids, weights, whole(), jnp.ones((2, 128, 128)), recipe="fp8")

@@ -1,0 +1,180 @@
+"""moe(recipe="fp8"): all products of both passes in FP8, against an oracle with the same roundings."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle_fp8
+from cases import BF16, F32, Shape, assert_same_bits, reals
+from fp8_layers import NAMES, SHAPE, Layer, relative, with_gradients
+from harness import compiled, make_mesh, run, to_numpy
+from routings import FEW_ROUTINGS
+
+FP8, ON_GPU = jnp.float8_e4m3fn, jax.default_backend() == "gpu"
+NEAR = 0.03 if ON_GPU else 0.015
+"""Relative, of what is rounded alike: values next to a tie round differently, more of them where tensor cores add."""
+
+
+def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
+    for name, g, w in zip(NAMES, got, want, strict=True):
+        assert np.linalg.norm(w.astype(np.float64)) > 0, name
+        assert relative(g, w) < limit, name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.slow(unless={"num_ranks": [2]})
+def test_against_the_oracle(
+    implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
+) -> None:
+    """Near the layer with the same roundings, and as far from the one without as those are."""
+    call = compiled(with_gradients(implementation=implementation), expert_mesh(num_ranks))
+    for routing in FEW_ROUTINGS:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, num_ranks)
+            got = call(*layer.args, layer.probe)
+            assert_near(got, oracle_fp8.layer(layer, layer.probe))
+            exact = layer.oracle()
+            for name, g, w in zip(NAMES, got, (exact.forward(), *exact.gradients(layer.probe)), strict=True):
+                assert 0.01 < relative(g, w) < 0.15, name
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.slow
+def test_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
+    layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
+    call = with_gradients(activation=activation, implementation=implementation)
+    got = run(call, expert_mesh(2), *layer.args, layer.probe)
+    assert {a.dtype for i, a in enumerate(got) if i != 2} == {BF16}
+    assert_near(got, oracle_fp8.layer(layer, layer.probe.astype(np.float64), activation), 2 * NEAR)
+
+
+@pytest.mark.parametrize("routing", ["one_hot_every_slot", "zipf"])
+@pytest.mark.slow
+def test_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -> None:
+    """More than 128 rows of an expert, no whole number of blocks; experts without rows have gradients of zero."""
+    shape = Shape(num_tokens=150, top_k=2, num_experts=3, hidden=128, intermediate=128)
+    layer = Layer(rng, routing, 1, shape)
+    mesh = make_mesh((1,), ("expert",))
+    got = run(with_gradients(num_experts=3, implementation=implementation), mesh, *layer.args, layer.probe)
+    assert_near(got, oracle_fp8.layer(layer, layer.probe))
+    empty = [e for e in range(3) if not (layer.topk_idx == e).any()]
+    assert routing == "zipf" or len(empty) == 2
+    assert not got[3][0][empty].any() and not got[4][0][empty].any()
+
+
+def test_nan_stays_with_its_token(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    """In the result and in the gradient of tokens; in those of matrices it reaches the experts of its token."""
+    layer = Layer(rng, "uniform", 2)
+    layer.x[1, 2, 7] = np.nan
+    y, d_x, _, d_up, d_down = run(
+        with_gradients(implementation=implementation), expert_mesh(2), *layer.args, layer.probe
+    )
+    for rows in (y, d_x):
+        spoilt = np.isnan(rows).any(-1)
+        assert spoilt[1, 2] and spoilt.sum() == 1
+    reached = set(layer.topk_idx[1, 2].tolist())
+    for matrices in (d_up, d_down):
+        spoilt = np.isnan(matrices).any((-1, -2)).reshape(-1)
+        assert set(np.flatnonzero(spoilt)) == reached
+
+
+@pytest.mark.parametrize("factor", [2.0**60, 2.0**-60, 2.0**-110], ids="{:.0e}".format)
+@pytest.mark.slow
+def test_any_size_of_numbers(implementation: str, factor: float, rng: Any) -> None:
+    """Scales follow the operands: neither large tokens nor small cotangents overflow or vanish."""
+    layer = Layer(rng, "uniform", 1)
+    mesh = make_mesh((1,), ("expert",))
+    call = compiled(with_gradients(implementation=implementation), mesh)
+    want = call(*layer.args, layer.probe)
+    x, ids, weights, up, down = layer.args
+    got = call(x * F32.type(factor), ids, weights, up / F32.type(factor), down, layer.probe)
+    factors = (1, 1 / factor, 1, factor, 1)
+    for name, g, w, f in zip(NAMES, got, want, factors, strict=True):
+        # Scales that are no smaller than 2**-120 cost bits where numbers are.
+        assert relative(g / f, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
+    got = call(*layer.args, layer.probe * F32.type(1 / factor))
+    for name, g, w in zip(NAMES[1:], got[1:], want[1:], strict=True):
+        assert relative(g.astype(np.float64) * factor, w) < (1e-5 if abs(np.log2(factor)) < 100 else 0.1), name
+
+
+@pytest.mark.slow
+def test_zeros(implementation: str, rng: Any) -> None:
+    """Blocks of zeros have a scale that is none, and results that are zero and no NaN."""
+    layer = Layer(rng, "uniform", 1)
+    layer.x[..., :128] = 0
+    layer.w_down[:, :, 128:] = 0
+    mesh = make_mesh((1,), ("expert",))
+    call = compiled(with_gradients(implementation=implementation), mesh)
+    y, _, _, d_up, _ = got = call(*layer.args, layer.probe)
+    assert_near(got, oracle_fp8.layer(layer, layer.probe))
+    assert not y[..., 128:].any() and not d_up[:, :, :128].any()
+    for name, gradient in zip(NAMES[1:], call(*layer.args, np.zeros_like(layer.probe))[1:], strict=True):
+        assert not gradient.any(), name
+
+
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.slow
+def test_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any) -> None:
+    """Those behind the second product, and before the activation, have the gradients of the layer without FP8."""
+    layer = Layer(rng, "uniform", 2)
+    biases = [reals(rng, 2, 4, columns) for columns in (256, 256)][: 2 if weight_on == "output" else 1]
+    experts = jax_ep.Experts("silu", weight_on=weight_on)
+
+    def gradients(recipe: str | None):
+        def fn(x, topk_idx, topk_weights, w_gate_up, w_down, probe, b_down, b_gate_up=None):
+            def loss(*biases):
+                named = dict(zip(("b_down", "b_gate_up"), biases, strict=False))
+                options = {"num_experts": 8, "recipe": recipe, "implementation": implementation, "experts": experts}
+                return jnp.vdot(jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **named, **options), probe)
+
+            given = (b_down,) if b_gate_up is None else (b_down, b_gate_up)
+            return jax.grad(loss, argnums=tuple(range(len(given))))(*given)
+
+        return run(fn, expert_mesh(2), *layer.args, layer.probe, *biases)
+
+    for got, want in zip(gradients("fp8"), gradients(None), strict=True):
+        assert 0 < relative(got, want) < 0.12
+
+
+@pytest.mark.slow
+def test_over_nodes(implementation: str, rng: Any) -> None:
+    """Between nodes tokens travel in FP8 too, once rounded: the layer is that of flat ranks but for sums of nodes."""
+    layer = Layer(rng, "uniform", 4)
+    topology = jax_ep.Topology(node="node", local="expert")
+    call = with_gradients(implementation=implementation, axis_name=topology)
+    got = run(call, make_mesh((2, 2), ("node", "expert")), *layer.args, layer.probe, axes=(("node", "expert"),))
+    assert_near(got, oracle_fp8.layer(layer, layer.probe), 0.05)
+
+
+@pytest.mark.slow
+def test_fused_moe_and_bf16(implementation: str, rng: Any) -> None:
+    """On one device "fp8" is `moe` bit for bit, and "bf16" is no recipe, said aloud."""
+    layer = Layer(rng, "duplicates", 1, dtype=BF16)
+    args = [jnp.asarray(a) for a in (layer.x[0], layer.topk_idx[0], layer.topk_weights[0], *layer.args[3:])]
+    args[3:] = (a[0] for a in args[3:])
+    for recipe, other in (("fp8", None), ("bf16", None)):
+        options = {"recipe": recipe, "implementation": implementation}
+        got = to_numpy(jax.jit(functools.partial(jax_ep.fused_moe, **options))(*args))
+        options["recipe"] = other if recipe == "bf16" else recipe
+        call = functools.partial(jax_ep.moe, num_experts=SHAPE.num_experts, axis_name=(), **options)
+        assert_same_bits(got, to_numpy(jax.jit(call)(*args)), recipe)
+
+
+def test_no_second_derivative(implementation: str, rng: Any) -> None:
+    layer = Layer(rng, "uniform", 1)
+
+    def loss(x):
+        args = (layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down)
+        call = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
+        return jnp.sum(jnp.square(call(x, *map(jnp.asarray, args))))
+
+    with pytest.raises(TypeError, match="first derivatives only"):
+        jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(jax.grad(loss)(x)))))(jnp.asarray(layer.x[0]))

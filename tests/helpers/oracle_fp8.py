@@ -1,0 +1,79 @@
+"""The expert layer with the recipe "fp8" in float64, with its roundings to FP8 and to the dtype of its tokens.
+
+Written a second time, as loops over rows: forward, and the gradients for a cotangent. Everything is rounded where it
+travels or is multiplied: rows for 128 columns, matrices for blocks of 128 by 128, and both operands of a weight
+gradient for a column of 128 rows of the expert, counted from its first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import oracle
+
+
+def quantised_blocks(w: np.ndarray) -> np.ndarray:
+    """`[E, K, N]` rounded to FP8 with one scale per block of 128 by 128, whole blocks only."""
+    experts, depth, columns = w.shape
+    blocks = w.astype(np.float32).reshape(experts, depth // 128, 128, columns // 128, 128).transpose(0, 1, 3, 2, 4)
+    flat = oracle.dequantize(*oracle.quantize(blocks.reshape(*blocks.shape[:3], -1), 128 * 128), np.float64)
+    return flat.reshape(blocks.shape).transpose(0, 1, 3, 2, 4).reshape(w.shape)
+
+
+def quantised_rows(x: np.ndarray) -> np.ndarray:
+    """`[..., H]` rounded for 128 columns."""
+    return oracle.to_wire(x.astype(np.float32), oracle.FP8).astype(np.float64)
+
+
+def quantised_columns(x: np.ndarray) -> np.ndarray:
+    """The rows `[n, H]` of one expert, rounded for a column of 128 of them; the last block may be shorter."""
+    out = np.zeros(x.shape)
+    for start in range(0, len(x), 128):
+        block = x[start : start + 128].T
+        whole = np.zeros((block.shape[0], 128))
+        whole[:, : block.shape[1]] = block
+        out[start : start + 128] = quantised_rows(whole)[:, : block.shape[1]].T
+    return out
+
+
+def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """`[M, K]` and `[M, N]` rows, rounded as columns, to float64 `[G, K, N]`."""
+    out, start = np.zeros((len(group_sizes), lhs.shape[1], rhs.shape[1])), 0
+    for group, size in enumerate(group_sizes):
+        rows = slice(start, start + int(size))
+        out[group] = quantised_columns(lhs[rows].astype(np.float64)).T @ quantised_columns(rhs[rows].astype(np.float64))
+        start += int(size)
+    return out
+
+
+def layer(inputs: object, d_out: np.ndarray, activation: str = "silu") -> tuple[np.ndarray, ...]:
+    """Of a `layers.Layer`: its result, and the cotangents of x, router weights and both matrices for `d_out`."""
+    dtype, lay = inputs.x.dtype, oracle.layout(inputs.topk_idx, len(inputs.w_down))
+
+    def rounded(a: np.ndarray) -> np.ndarray:
+        return a.astype(dtype).astype(np.float64)
+
+    up, down = quantised_blocks(inputs.w_gate_up), quantised_blocks(inputs.w_down)
+    x, cotangents = quantised_rows(inputs.x), quantised_rows(d_out.astype(dtype))
+    y, d_x = (np.zeros((*lay.source.shape, x.shape[-1])) for _ in range(2))
+    d_weights, d_up, d_down = (np.zeros(a.shape) for a in (inputs.topk_weights, up, down))
+    for rank in range(len(x)):
+        rows = lay.rows(rank)
+        for expert in sorted({row[4] for row in rows}):
+            parts = []
+            for row, source, token, k, _ in (r for r in rows if r[4] == expert):
+                weight = float(inputs.topk_weights[source, token, k])
+                z = rounded(x[source, token] @ up[expert])
+                hidden, slopes = oracle.expert_hidden(activation, z, down.shape[1])
+                y[rank, row] = rounded(quantised_rows(weight * hidden) @ down[expert])
+                d_row = rounded(cotangents[source, token] @ down[expert].T)
+                d_weights[source, token, k] = hidden @ d_row
+                d_z = rounded((weight * d_row * slopes).reshape(-1))
+                d_x[rank, row] = rounded(quantised_rows(d_z) @ up[expert].T)
+                parts.append((x[source, token], d_z, weight * hidden, cotangents[source, token]))
+            tokens, d_zs, activated, arrived = (np.stack(part) for part in zip(*parts, strict=True))
+            size = np.array([len(parts)])
+            d_up[expert] = weight_gradient(tokens, d_zs, size)[0]
+            d_down[expert] = weight_gradient(activated, arrived, size)[0]
+    sums, d_tokens = (oracle.combine(a, lay, oracle.FP8) for a in (y, d_x))
+    return sums, d_tokens, d_weights, d_up, d_down

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import activations
+from jax_ep.core import activations, fp8_columns
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
-from jax_ep.core.layout import row_groups
+from jax_ep.core.layout import power_of_two, row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.kernels.structs import Rows
-from jax_ep.megakernels.kernels.structs_serving import Activation, RowBias, RowPass
+from jax_ep.megakernels.kernels.structs_serving import Activation, ColumnPass, RowBias, RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
-from jax_ep.types import Array, Experts, Quantized
+from jax_ep.types import Array, Experts, Quantized, Tokens
 from jax_ep.xla import activation as xla
 
 _ACTIVATE = Kernel("activation", "weighted_activation")
@@ -34,8 +34,11 @@ _QUANTIZE_ROWS = Kernel("activation", "quantize_rows")
 _DEQUANTIZE_ROWS = Kernel("activation", "dequantize_rows")
 _ACTIVATE_QUANTIZED = Kernel("activation", "activate_quantized")
 _QUANTIZE_MATRICES = Kernel("activation", "quantize_matrices")
+_QUANTIZE_COLUMNS = Kernel("fp8_columns", "quantize_columns")
+_ACTIVATE_COLUMNS = Kernel("fp8_columns", "activate_columns")
 # Of a block.
 _MOST_COLUMNS, _MOST_GRADIENT_COLUMNS = 512, 1024
+_ACTIVATED_COLUMNS = 64  # gates, and what they multiply, of twice as many would not fit in registers
 
 
 def _has_kernel(experts: Experts, hidden: Array, weights: Array, group_sizes: Array) -> bool:
@@ -158,23 +161,113 @@ def activate_quantized(
     return quantized.values_ptr, quantized.scales_ptr, rows if keep else None
 
 
-quantize_columns = xla.quantize_columns
-quantize_both_ways = xla.quantize_both_ways
-activate_columns = xla.activate_columns
-quantize_masters = xla.quantize_masters
-
-
 @functools.partial(jax.jit, static_argnames="transpose")
 def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
-    """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of `quantize_fp8_weights`."""
-    if w.dtype == jnp.float64 or 0 in w.shape or not transpose:
+    """`[G, K, N]` to FP8 `[G, N, K]`, one scale per block of 128 by 128: the bits of `quantize_fp8_weights`.
+
+    Without `transpose` to `[G, K, N]`, with scales `[G, ceil(K / 128), N / 128]`.
+    """
+    if w.dtype == jnp.float64 or 0 in w.shape:
         return xla.quantize_matrices(w, transpose=transpose)
-    groups, depth, columns = w.shape
-    blocks = (groups, -(-columns // GROUP_SIZE), depth // GROUP_SIZE)
-    results = (jax.ShapeDtypeStruct((groups, columns, depth), FP8), jax.ShapeDtypeStruct(blocks, jnp.float32))
-    constants = {"K": depth, "N": columns, "G": groups}
-    values, scales = launch(_QUANTIZE_MATRICES, (w,), results, matrices_config(math.prod(blocks)), constants)
+    values, scales = launch(_QUANTIZE_MATRICES, (w,), *_matrices_launch(w, turned=transpose, straight=not transpose))
     return values, scales
+
+
+@jax.jit
+def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
+    """`[G, K, N]` to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first, read once."""
+    if w.dtype == jnp.float64 or 0 in w.shape:
+        return xla.quantize_masters(w)
+    turned, straight, scales = launch(_QUANTIZE_MATRICES, (w,), *_matrices_launch(w, turned=True, straight=True))
+    return turned, straight, scales
+
+
+def _matrices_launch(w: Array, *, turned: bool, straight: bool) -> tuple[list[Any], Config, dict[str, Any]]:
+    """Results, of which FP8 `[G, N, K]` and `[G, K, N]` are there where wanted, config and constants."""
+    groups, depth, columns = w.shape
+    blocks = (-(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE))
+    shapes = {"turned_ptr": (groups, columns, depth), "straight_ptr": (groups, depth, columns)}
+    wanted = {"turned_ptr": turned, "straight_ptr": straight}
+    results = [jax.ShapeDtypeStruct(shape, FP8) for name, shape in shapes.items() if wanted[name]]
+    results.append(jax.ShapeDtypeStruct((groups, *(blocks if turned else blocks[::-1])), jnp.float32))
+    constants: dict[str, Any] = {"K": depth, "N": columns, "G": groups}
+    constants |= {name: None for name, is_wanted in wanted.items() if not is_wanted}
+    return results, matrices_config(groups * math.prod(blocks)), constants
+
+
+@jax.jit
+def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:
+    """`[R, H]` rows, which may be in FP8, to columns in FP8: values `[H, P]` and scales `[P / 128, H]`.
+
+    Places past the blocks in use hold anything.
+    """
+    rows = x[0] if isinstance(x, tuple) else x
+    if not _has_columns(rows, group_sizes):
+        return xla.quantize_columns(x, group_sizes)
+    columns = launch(_QUANTIZE_COLUMNS, *_columns_launch(x, group_sizes, both=False))[0]
+    return columns.values_ptr, columns.scales_ptr
+
+
+@jax.jit
+def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantized]:
+    """`quantize_rows` and `quantize_columns` of the same rows, read once."""
+    if not _has_columns(x, group_sizes):
+        return xla.quantize_both_ways(x, group_sizes)
+    columns, rows = launch(_QUANTIZE_COLUMNS, *_columns_launch(x, group_sizes, both=True))
+    return (rows.values_ptr, rows.scales_ptr), (columns.values_ptr, columns.scales_ptr)
+
+
+def _has_columns(x: Array, group_sizes: Array) -> bool:
+    return x.dtype != jnp.float64 and x.shape[1] % GROUP_SIZE == 0 and 0 not in (*x.shape, *group_sizes.shape)
+
+
+def _columns_launch(x: Tokens, group_sizes: Array, *, both: bool) -> tuple[Any, list[Any], Config, dict[str, Any]]:
+    """Operands, results, which are columns and, with `both`, rows, config and constants."""
+    operands = vary_alike((*(x if isinstance(x, tuple) else (x,)), group_sizes))
+    sizes = column_sizes_of(operands[0].shape, group_sizes, GROUP_SIZE)
+    constants: dict[str, Any] = {"S": sizes} | ({} if isinstance(x, tuple) else {"scales_ptr": None})
+    results = [_quantized_columns(sizes)]
+    if both:
+        results.append(_quantized(operands[0].shape))
+    else:
+        constants["rows"] = None
+    return operands, results, columns_config(sizes, both=both), constants
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def activate_columns(
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Quantized:
+    """Activated and weighted rows, rounded once, as `quantize_columns` has them."""
+    shape = (hidden.shape[0], _columns(experts, hidden))
+    if weights.dtype != jnp.float32 or not _has_columns(hidden, group_sizes) or shape[1] % GROUP_SIZE:
+        return xla.activate_columns(experts, hidden, weights, bias, group_sizes)
+    hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
+    sizes = column_sizes_of(shape, group_sizes, _ACTIVATED_COLUMNS)
+    operands, constants = _with_bias((hidden, weights, group_sizes), bias)
+    constants |= {"S": sizes, "KIND": kind_of(experts)}
+    columns = launch(_ACTIVATE_COLUMNS, operands, (_quantized_columns(sizes),), columns_config(sizes), constants)[0]
+    return columns.values_ptr, columns.scales_ptr
+
+
+def column_sizes_of(shape: tuple[int, ...], group_sizes: Array, block: int) -> ColumnPass:
+    """Of a pass that turns an array of this shape, so many columns at a time."""
+    (num_rows, columns), groups = shape, group_sizes.shape[0]
+    places = fp8_columns.num_blocks(num_rows, groups) * GROUP_SIZE
+    return ColumnPass(num_rows, columns, groups, max(16, power_of_two(groups)), GROUP_SIZE, block, places)
+
+
+def columns_config(sizes: ColumnPass, *, both: bool = False) -> Config:
+    """As that of `quantize_matrices`; where rows are stored too, one program has the registers of two."""
+    num_tasks = sizes.P // GROUP_SIZE * -(-sizes.H // sizes.BC)
+    if both:
+        return Config(num_programs(num_tasks), num_warps=16, max_registers=128)
+    return matrices_config(num_tasks)
+
+
+def _quantized_columns(sizes: ColumnPass) -> Rows:
+    scales = jax.ShapeDtypeStruct((sizes.P // GROUP_SIZE, sizes.H), jnp.float32)
+    return Rows(jax.ShapeDtypeStruct((sizes.H, sizes.P), FP8), scales)
 
 
 def sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:

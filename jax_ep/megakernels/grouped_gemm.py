@@ -34,6 +34,7 @@ from jax_ep.xla import grouped_gemm as xla
 _FORWARD = Kernel("grouped_gemm", "grouped_gemm")
 _FP8 = Kernel("grouped_gemm", "grouped_gemm_fp8")
 _WEIGHT_GRADIENT = Kernel("grouped_gemm", "weight_gradient")
+_FP8_WEIGHT_GRADIENT = Kernel("grouped_gemm", "weight_gradient_fp8")
 _WORD = 8  # elements of a 16-byte word
 MAX_GROUPS = 1024
 """More groups would take more registers than a program has to spare."""
@@ -100,6 +101,17 @@ class Fp8Tiles(_Programs):
     num_stages: int = 5
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8WeightTiles(_Programs):
+    """How the weight gradient of FP8 columns covers its result, in steps of the 128 places that share a scale.
+
+    As many elements as of `Fp8Tiles`, for the same reason.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+
+
 def forward_tiles(num_rows: int, columns: int, groups: int, out_itemsize: int) -> Tiles:
     """Tiles for `[num_rows, .]` times `[groups, ., columns]`."""
     if jax.default_backend() == "cpu":  # several steps, rows and columns at the sizes of tests
@@ -120,6 +132,13 @@ def fp8_tiles(num_rows: int, groups: int, out_itemsize: int) -> Fp8Tiles:
     if num_rows <= 64 * groups:
         return Fp8Tiles(block_m=64, num_warps=4, num_stages=3 if out_itemsize > 2 else 4, programs=2)
     return Fp8Tiles()
+
+
+def fp8_weight_tiles() -> Fp8WeightTiles:
+    """Tiles for the weight gradient of FP8 columns."""
+    if jax.default_backend() == "cpu":
+        return Fp8WeightTiles(block_m=32, block_n=64, group_m=2, num_stages=2)
+    return Fp8WeightTiles()
 
 
 def weight_tiles(out_itemsize: int) -> WeightTiles:
@@ -248,7 +267,39 @@ def grouped_gemm_fp8(
     return launch(_FP8, kernel_operands, (result,), _config(tiles, most_tasks), constants)[0]
 
 
-weight_gradient_fp8 = xla.weight_gradient_fp8
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
+def weight_gradient_fp8(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: Fp8WeightTiles | None = None,
+) -> Array:
+    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
+    operands = vary_alike((lhs, rhs, group_sizes, lhs_scales, rhs_scales))
+    lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
+    (rows, places), columns, groups, out_dtype = lhs.shape, rhs.shape[0], group_sizes.shape[0], jnp.dtype(out_dtype)
+    if 0 in (*lhs.shape, *rhs.shape, groups) or groups > MAX_GROUPS or places > BOUND or out_dtype == jnp.float64:
+        return xla.weight_gradient_fp8(*operands, out_dtype=out_dtype)
+    tiles = tiles or fp8_weight_tiles()
+    left, right = (Descriptor(x, (block, GROUP_SIZE)) for x, block in ((lhs, tiles.block_m), (rhs, tiles.block_n)))
+    tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
+    result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    constants = {"S": fp8_weight_sizes(places, columns, rows, groups, tiles)}
+    kernel_operands = (left, right, lhs_scales, rhs_scales, group_sizes)
+    return launch(_FP8_WEIGHT_GRADIENT, kernel_operands, (result,), _config(tiles, tasks), constants)[0]
+
+
+def fp8_weight_sizes(
+    num_places: int, columns: int, rows: int, groups: int, tiles: Fp8WeightTiles
+) -> structs_gemm.WeightGradient:
+    """The sizes of the kernel."""
+    sizes = common_sizes(num_places, columns, rows, groups)
+    tile = structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m, STAGES=None)
+    return structs_gemm.WeightGradient(**sizes, PARTS=1, TMA_STORE=False, tile=tile)
 
 
 def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs_gemm.GroupedGemm:
@@ -269,7 +320,7 @@ def common_sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[s
     return {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
 
 
-def _config(tiles: Tiles | WeightTiles | Fp8Tiles, num_tasks: int) -> Config:
+def _config(tiles: _Programs, num_tasks: int) -> Config:
     return Config(num_programs(num_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
 
 

@@ -183,26 +183,35 @@ class Between(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_and_combine(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Array:
     """Hidden rows, activated and weighted, times `w [L, I, H]` in FP8, to unweighted sums `[T, H]`."""
-    return _multiply_and_combine(options, experts, False, between, w, handle)[0]
+    rows, _ = _activate(options, experts, between, handle, keep=False)
+    return _combine(options, _multiply(options, rows, w, handle, between.hidden.dtype), between, handle)
 
 
-def _multiply_and_combine(
-    options: Options, experts: Experts, keep: bool, between: Between, w: Weights, handle: Handle
-) -> tuple[Array, Array | None]:
-    """The sums and, with `keep`, activated and weighted rows without their rounding to FP8."""
-    hidden, sizes = between.hidden, handle.group_sizes
-    run, operands = fp8_kernels(options)[1].activate_quantized, (hidden, between.row_weights, between.b_gate_up)
-    values, scales, rows = run(experts, *operands, sizes, keep=keep)
-    y = _multiply(options, (values, scales), w, handle, hidden.dtype)
+def _activate(
+    options: Options, experts: Experts, between: Between, handle: Handle, *, keep: bool
+) -> tuple[Quantized, Array | None]:
+    """Activated and weighted rows in FP8 and, with `keep`, without that rounding."""
+    run = fp8_kernels(options)[1].activate_quantized
+    values, scales, rows = run(experts, *between[:3], handle.group_sizes, keep=keep)
+    return (values, scales), rows
+
+
+def _combine(options: Options, y: Array, between: Between, handle: Handle) -> Array:
     if between.b_down is not None:
-        y = add_bias(y, between.b_down, sizes)
-    combine = registry.get("exchange", exchange.choose(options, y, handle.layout, handle)).combine_tokens
-    return combine(options, y, handle), rows
+        y = add_bias(y, between.b_down, handle.group_sizes)
+    run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
+    return run.combine_tokens(options, y, handle)
 
 
 def _combine_forward(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
     # With products in FP8 in the backward pass, too, rows are made again there: as columns, from the hidden rows.
-    run = partial(_multiply_and_combine, options, experts, options.recipe != "fp8")
+    keep = options.recipe != "fp8"
+
+    def run(between: Between, w: Weights, handle: Handle) -> tuple[Array, Array | None]:
+        quantized, rows = _activate(options, experts, between, handle, keep=keep)
+        y = _multiply(options, quantized, w, handle, between.hidden.dtype)
+        return _combine(options, y, between, handle), rows
+
     sums, rows = call_without_gradient(_REMEDY, run, between, w, handle)
     return sums, (between, rows, w, handle)
 

@@ -30,6 +30,7 @@ def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
+@pytest.mark.slow_interpreted
 def test_against_the_oracle(
     implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
@@ -53,7 +54,7 @@ def test_activations(implementation: str, activation: str, gated: bool, expert_m
     call = with_gradients(activation=activation, implementation=implementation)
     got = run(call, expert_mesh(2), *layer.args, layer.probe)
     assert {a.dtype for i, a in enumerate(got) if i != 2} == {BF16}
-    assert_near(got, oracle_fp8.layer(layer, layer.probe.astype(np.float64), activation), 2 * NEAR)
+    assert_near(got, oracle_fp8.layer(layer, layer.probe.astype(np.float64), activation), 0.05)
 
 
 @pytest.mark.parametrize("routing", ["one_hot_every_slot", "zipf"])
@@ -147,6 +148,8 @@ def test_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any)
 @pytest.mark.slow
 def test_over_nodes(implementation: str, rng: Any) -> None:
     """Between nodes tokens travel in FP8 too, once rounded: the layer is that of flat ranks but for sums of nodes."""
+    if implementation == "triton" and not ON_GPU:
+        pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
     layer = Layer(rng, "uniform", 4)
     topology = jax_ep.Topology(node="node", local="expert")
     call = with_gradients(implementation=implementation, axis_name=topology)

@@ -38,6 +38,7 @@ def with_gradients(**options: Any) -> Callable[..., Any]:
             return jax_ep.moe(x, topk_idx, weights, up, down, **options)
 
         y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
-        return y, *pull(probe)
+        # Behind the forward pass, as a cotangent comes: what is independent has no order in the interpreter.
+        return y, *pull(probe + (y.reshape(-1)[0] == 12345.678).astype(probe.dtype))
 
     return fn

@@ -51,6 +51,60 @@ def test_matrices(pool, rng, columns):
     same(scales, want[1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_matrices_as_they_are_and_both_ways(pool, rng, dtype):
+    w = jnp.asarray(magnitudes(rng, 2, 256, 384, dtype=dtype))
+    for name, options in (("quantize_matrices", {"transpose": False}), ("quantize_masters", {})):
+        for got, want in zip(*(getattr(k, name)(w, **options) for k in (kernels, portable)), strict=True):
+            assert got.shape == want.shape
+            same(got, want)
+
+
+BLOCKS = jnp.array([5, 0, 130, 128, 3], jnp.int32)  # 5 blocks in use, of two groups more than one
+IN_BLOCKS, BLOCK_ROWS = 266, 290
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32", "FP8", "both ways"])
+def test_columns(pool, rng, kind):
+    """The bits of the portable function in the blocks in use, zeros behind the rows of a group, and nothing else."""
+    x = magnitudes(rng, BLOCK_ROWS, 256, dtype=jnp.float32 if kind == "f32" else jnp.bfloat16)
+    x[8, 130], x[20], x[:, 3], x[IN_BLOCKS:] = np.nan, 0, 0, np.nan
+    x = jnp.asarray(x)
+    rows = portable.quantize_rows(x, BLOCKS) if kind == "FP8" else x
+    if kind == "both ways":
+        (by_rows, by_columns), (want_rows, want) = (k.quantize_both_ways(x, BLOCKS) for k in (kernels, portable))
+        for got, expected in zip(by_rows, want_rows, strict=True):
+            same(got[:IN_BLOCKS], expected[:IN_BLOCKS])
+        assert (np.asarray(by_rows[0])[IN_BLOCKS:].view(np.uint8) == 0xFF).all(), "rows past the groups were written"
+    else:
+        by_columns, want = (k.quantize_columns(rows, BLOCKS) for k in (kernels, portable))
+    same(by_columns[0][:, : 5 * 128], want[0][:, : 5 * 128])
+    same(by_columns[1][:5], want[1][:5])
+    assert np.isnan(np.asarray(by_columns[1])).sum() > 1  # that of the NaN, and those that were not written
+    assert (np.asarray(by_columns[0])[:, 5 * 128 :].view(np.uint8) == 0xFF).all(), "places not in use were written"
+
+
+@pytest.mark.parametrize("experts", [
+    Experts(),
+    Experts("gelu", gated=False),
+    Experts(interleaved=True, alpha=1.702, clamp=1.0, up_offset=1.0),
+], ids=str)  # fmt: skip
+def test_activated_columns(pool, rng, experts):
+    columns = 256 if experts.gated else 128
+    hidden = rng.standard_normal((BLOCK_ROWS, columns)).astype(jnp.bfloat16)
+    weights = rng.random(BLOCK_ROWS).astype(np.float32)
+    bias = jnp.asarray(rng.standard_normal((BLOCKS.shape[0], columns)), jnp.bfloat16) if experts.interleaved else None
+    hidden[IN_BLOCKS:], weights[IN_BLOCKS:] = np.nan, np.nan
+    inputs = jnp.asarray(hidden), jnp.asarray(weights), bias, BLOCKS
+    got, want = (k.activate_columns(experts, *inputs) for k in (kernels, portable))
+    np.testing.assert_allclose(np.asarray(got[1])[:5], np.asarray(want[1])[:5], rtol=1e-5)
+    got, want = (np.asarray(pair[0]).astype(np.float32)[:, : 5 * 128] for pair in (got, want))
+    # Where the last bits of the activations differ, a value may round to its neighbour.
+    error = np.abs(got - want)
+    assert (error <= np.maximum(np.abs(want) * 2.0**-3, 2.0**-9)).all() and (error > 0).mean() < 0.01
+    assert not got[:, 5:128].any() and np.abs(want).max() == 448
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("experts", [
     *(Experts(name, gated=gated) for name in ("silu", "gelu", "relu") for gated in (True, False)),

@@ -62,12 +62,43 @@ def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-def test_matrices(monkeypatch: pytest.MonkeyPatch, element: str, capability: int) -> None:
+@pytest.mark.parametrize("values", [("turned_ptr",), ("straight_ptr",), ("turned_ptr", "straight_ptr")], ids=len)
+@pytest.mark.slow(unless={"capability": [90]})
+def test_matrices(monkeypatch: pytest.MonkeyPatch, values: tuple[str, ...], element: str, capability: int) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS}
-    types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "turned_ptr": None, "straight_ptr": None}
+    types = {"w_ptr": f"*{element}", "scales_ptr": "*fp32", **dict.fromkeys(values, "*fp8e4nv")}
+    constants = {name: value for name, value in constants.items() if name not in values}
     check(kernels._QUANTIZE_MATRICES, types, constants, kernels.matrices_config(num_tasks), capability)
+
+
+COLUMNS = {"sizes_ptr": "*i32", "columns": Rows("*fp8e4nv", "*fp32")}
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["bf16", "FP8", "both ways"])
+def test_columns(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int) -> None:
+    monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
+    sizes = kernels.column_sizes_of((ROWS, HIDDEN), np.zeros(GROUPS, np.int32), 128)
+    types: dict[str, Any] = COLUMNS | {"x_ptr": "*fp8e4nv" if kind == "FP8" else "*bf16"}
+    constants: dict[str, Any] = {"S": sizes}
+    for name, given, type_name in (
+        ("scales_ptr", kind == "FP8", "*fp32"),
+        ("rows", kind == "both ways", Rows("*fp8e4nv", "*fp32")),
+    ):
+        (types if given else constants)[name] = type_name if given else None
+    config = kernels.columns_config(sizes, both=kind == "both ways")
+    check(kernels._QUANTIZE_COLUMNS, types, constants, config, capability)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_activated_columns(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+    monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
+    sizes = kernels.column_sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32), kernels._ACTIVATED_COLUMNS)
+    constants = {"S": sizes, "KIND": kernels.kind_of(Experts(gated=gated)), "bias": None}
+    types = COLUMNS | {"hidden_ptr": "*bf16", "weights_ptr": "*fp32"}
+    check(kernels._ACTIVATE_COLUMNS, types, constants, kernels.columns_config(sizes))
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -9,6 +9,7 @@ import jax
 import pytest
 from compiling import build
 
+from jax_ep.core.fp8_columns import num_blocks
 from jax_ep.megakernels import grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Fp8Tiles
 
@@ -38,16 +39,38 @@ def test_gemm(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int,
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     tiles = grouped_gemm.fp8_tiles(size[0], size[3], 2 if out == "bf16" else 4)
     built = compile_gemm(tiles, size, out, capability)
+    assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
+    check(built, tiles, capability)
+
+
+def check(built: Any, tiles: Any, capability: int) -> None:
     product = r"wgmma\.mma_async\S*n128k32\.f32\.e4m3\.e4m3" if capability == 90 else r"tcgen05\.mma"
     assert re.search(product, built["ptx"]), "the tensor cores do not multiply FP8"
-    assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"
-    assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
+    assert re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared", built["ptx"]), "not read by TMA"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
     assert "serialized" not in built["report"], built["report"]
     assert built["scratch"] == 0
     assert tiles.programs * (built["shared"] + 1024) <= MULTIPROCESSOR["shared"]  # 1 KB of each is the driver's
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
     assert tiles.programs * tiles.num_warps * 32 * registers <= MULTIPROCESSOR["registers"]
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize(("capability", "size"), [(90, DEEPSEEK), (90, ODD), (100, DEEPSEEK)])
+@pytest.mark.slow(unless={"size": [DEEPSEEK], "capability": [90]})
+def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capability: int, size: tuple[int, ...], out: str) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (rows, depth, columns, groups), tiles = size, grouped_gemm.fp8_weight_tiles()
+    types = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": "*fp32", "sizes_ptr": "*i32", "out": f"*{out}"}
+    types["lhs"] = f"tensordesc<fp8e4nv[{tiles.block_m},128]>"
+    types["rhs"] = f"tensordesc<fp8e4nv[{tiles.block_n},128]>"
+    places = num_blocks(rows, groups) * 128
+    constants = {"S": grouped_gemm.fp8_weight_sizes(places, columns, depth, groups, tiles)}
+    kernel = grouped_gemm._FP8_WEIGHT_GRADIENT
+    config = (tiles.num_warps, tiles.num_stages, capability)
+    built = build(kernel.module, kernel.function, types, constants, *config)
+    check(built, tiles, capability)
+    assert re.search(r"st\.global\.v4\.b32", built["ptx"]) or size == ODD, "results are not stored 16 bytes at a time"
 
 
 def test_loads_of_the_next_tile_begin_before_this_one_ends() -> None:

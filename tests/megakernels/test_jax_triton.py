@@ -45,6 +45,7 @@ ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_
 SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
 FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "activation.quantize_matrices"}
+FP8_COLUMNS = {"fp8_columns.quantize_columns", "fp8_columns.activate_columns", "grouped_gemm.weight_gradient_fp8"}
 LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
 MASKED = {"masked.masked_grouped_gemm"}
 SUMS_AFTER = {"low_latency.low_latency_combine"}
@@ -97,6 +98,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         SENDS | {"exchange_gemm.combine_with_weight_gradient", "rows.gather_rows"},
     ),
     "FP8": (gradient(moe(recipe="fp8-forward"), 0, 2, 3, 4), layer(), FP8_OPERANDS),
+    "FP8 both ways": (
+        gradient(moe(recipe="fp8"), 0, 2, 3, 4),
+        layer(),
+        FP8_ROWS | {"activation.quantize_matrices"} | FP8_COLUMNS,
+    ),
     "FP8 on the wire": (
         gradient(moe(recipe="fp8-forward", wire_dtype=FP8), 0, 2, 3, 4),
         layer(),

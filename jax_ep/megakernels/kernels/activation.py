@@ -270,10 +270,13 @@ def activate_quantized(
 
 
 @triton.jit
-def quantize_matrices(w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
-    """`w [G, K, N]` to values `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`, one per block of 128 by 128."""
+def quantize_matrices(w_ptr, turned_ptr, straight_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
+    """`w [G, K, N]` to values `[G, N, K]` and `[G, K, N]`, unless one is None, and scales of blocks of 128 by 128.
+
+    These are `[G, ceil(N / 128), K / 128]`, or, with values `[G, K, N]` alone, `[G, ceil(K / 128), N / 128]`.
+    """
     column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
-    depth_blocks: tl.constexpr = K // GROUP
+    depth_blocks: tl.constexpr = (K + GROUP - 1) // GROUP
     lanes = tl.arange(0, GROUP)
     for turn in range(num_turns(G * column_blocks * depth_blocks)):
         task = task_of_turn(turn)
@@ -283,13 +286,19 @@ def quantize_matrices(w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.cons
         k = (depth * GROUP + lanes)[:, None]
         block = task % column_blocks
         columns = (block * GROUP + lanes)[None, :]
-        source = w_ptr + group * (K * N) + k * N + columns
-        values = tl.load(source, mask=columns < N, other=0.0).to(tl.float32)
+        mask = (k < K) & (columns < N)
+        place = group * (K * N) + k * N + columns
+        values = tl.load(w_ptr + place, mask=mask, other=0.0).to(tl.float32)
         bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
         scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
-        turned = tl.trans((values * inverse).to(values_ptr.dtype.element_ty))
-        columns = (block * GROUP + lanes)[:, None]
-        target = values_ptr + group * (K * N) + columns.to(tl.int64) * K + (depth * GROUP + lanes)[None, :]
-        tl.store(target, turned, mask=columns < N)
-        index = (group * column_blocks + block) * depth_blocks + depth + tl.zeros((1, 1), tl.int32)
-        tl.store(scales_ptr + index, scale)
+        rounded = (values * inverse).to(tl.float8e4nv)
+        if straight_ptr is not None:
+            tl.store(straight_ptr + place, rounded, mask=mask)
+        if turned_ptr is not None:
+            lines, across = (block * GROUP + lanes)[:, None], (depth * GROUP + lanes)[None, :]
+            target = turned_ptr + group * (K * N) + lines.to(tl.int64) * K + across
+            tl.store(target, tl.trans(rounded), mask=(lines < N) & (across < K))
+            index = (group * column_blocks + block) * depth_blocks + depth
+        else:
+            index = (group * depth_blocks + depth) * column_blocks + block
+        tl.store(scales_ptr + index + tl.zeros((1, 1), tl.int32), scale)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .bounded import halves, load_bounded
+from .fp8_columns import locate_places
 from .quantization import GROUP
 from .structs_gemm import GradientTile
 from .tiles import (
@@ -163,6 +164,50 @@ def multiply_rows(lhs, rhs, out, groups, first_task, most_tasks, S: tl.constexpr
             tile = find_matrix_tile(task, groups, S)
             block = 0
             num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BR), 1)
+
+
+@triton.jit
+def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out, S: tl.constexpr):
+    """`out[g] = lhs[:, places of g] @ rhs[:, places of g].T` in `[G, K, N]`, zero for empty groups.
+
+    `lhs` describes `[K, P]` in blocks `[BM, 128]`, `rhs` `[N, P]` in blocks `[BN, 128]`, with the places of
+    fp8_columns.py, and M places at most; scales are `[M / 128, K]` and `[M / 128, N]`. Products of one block of places
+    are scaled and added in float32 registers. The loops over tiles and blocks are one, see `multiply_rows`.
+    """
+    BM: tl.constexpr = S.tile.BM
+    BN: tl.constexpr = S.tile.BN
+    places = locate_places(sizes_ptr, S)
+    num_tiles: tl.constexpr = ((S.K + BM - 1) // BM) * ((S.N + BN - 1) // BN)
+    programs = tl.num_programs(0)
+    task = tl.program_id(0)
+    index = tl.arange(0, S.GROUPS)
+    before = tl.cdiv(tl.maximum(index * num_tiles - task, 0), programs)
+    until = tl.cdiv(tl.maximum((index + 1) * num_tiles - task, 0), programs)
+    blocks_of_group = tl.maximum(places.rows // GROUP, 1)
+    num_steps = tl.sum(tl.where(index < S.G, (until - before) * blocks_of_group, 0), axis=0)
+    tile = find_matrix_tile(task, places, S)
+    place = tile.start
+    total = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, num_steps, num_stages=S.tile.STAGES):
+        # A group without rows has one step, behind the last place: what lies there reads as zero.
+        first = tl.where(place < tile.end, place, S.M)
+        a = lhs.load([tile.row, first])
+        b = rhs.load([tile.column, first])
+        rows = tile.row + tl.arange(0, BM)
+        columns = tile.column + tl.arange(0, BN)
+        block = (first // GROUP).to(tl.int64)
+        left = tl.load(lhs_scales_ptr + block * S.K + rows, mask=(rows < S.K) & (first < S.M), other=0.0)
+        right = tl.load(rhs_scales_ptr + block * S.N + columns, mask=(columns < S.N) & (first < S.M), other=0.0)
+        total += tl.dot(a, tl.trans(b)) * left[:, None] * right[None, :]
+        place += GROUP
+        is_last = place >= tile.end
+        if is_last:
+            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BN, S.PARTS, S)
+            total = tl.zeros((BM, BN), tl.float32)
+        if is_last:
+            task += programs
+            tile = find_matrix_tile(task, places, S)
+            place = tile.start
 
 
 @triton.jit

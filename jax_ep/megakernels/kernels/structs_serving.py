@@ -426,6 +426,29 @@ class RowPass:
 
 
 @dataclasses.dataclass(frozen=True)
+class ColumnPass:
+    """Static sizes of a pass over blocks of 128 rows of a group, which turns `[M, H]` into `[H, P]`.
+
+    Attributes:
+      M: rows, in use or not.
+      H: columns.
+      G: groups.
+      GROUPS: a power of two that covers the groups.
+      BR: 128, rows of a block.
+      BC: columns of a block.
+      P: places for rows.
+    """
+
+    M: int
+    H: int
+    G: int
+    GROUPS: int
+    BR: int
+    BC: int
+    P: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Activation:
     """What experts compute between their products, as `jax_ep.Experts` says it.
 

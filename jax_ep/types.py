@@ -115,7 +115,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How an operation's launches share the GPU. It changes the time, and no result but the order of some roundings.
+    """How an operation's launches share the GPU. It changes times and memory, and of results some roundings' order.
 
     Everything is the package's choice where it is None. A mode, or `fuse_weight_gradients=True`, is an error where
     there is no such launch; numbers that a launch has no use for are not read. A handle does not depend on the
@@ -131,6 +131,9 @@ class Schedule:
       fuse_weight_gradients: True: in the backward pass of dispatch + product, the gradient of the matrices comes from
         the launch that sends the gradient of the tokens, whose other programs multiply meanwhile; False: from a launch
         of its own. True exists where "fused" does.
+      keep_tokens: of dispatch + product whose matrices are trained: True: tokens are kept for the backward pass as they
+        have arrived, under the name `jax_ep.tokens`; False, as None: they are sent again there, and read where they lie
+        on one device. Sending again takes the time of one more exchange, and none of the memory.
       num_communicating_programs: of dispatch + product in one kernel, how many programs, of one per multiprocessor,
         send tokens before they multiply too: fewer leave more to the first products, more send sooner. Of a dispatch
         alone, at most how many it has.
@@ -157,6 +160,7 @@ class Schedule:
     dispatch_mode: str | None = None
     combine_mode: str | None = None
     fuse_weight_gradients: bool | None = None
+    keep_tokens: bool | None = None
     num_communicating_programs: int | None = None
     num_combining_programs: int | None = None
     num_summing_programs: int | None = None
@@ -172,12 +176,12 @@ class Schedule:
                 raise ValueError(
                     f"Schedule: {name}={mode!r}, expected one of {known}, or None for what should be fastest."
                 )
-        for name in ("fuse_weight_gradients", "single_launch"):
+        for name in ("fuse_weight_gradients", "keep_tokens", "single_launch"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise TypeError(
-                    f"Schedule: {name}={value!r} is a {type(value).__name__}, expected True, False, or None for what"
-                    " should be faster."
+                    f"Schedule: {name}={value!r} is a {type(value).__name__}, expected True, False, or None for the"
+                    " package's choice."
                 )
         for name in ("num_communicating_programs", "num_combining_programs", "num_summing_programs"):
             self._check_number(name, 1, 1 << 16)

@@ -75,11 +75,11 @@ def weighted_wide(experts: Experts, hidden: Array, weights: Array, bias: Array |
 
 def weighted_gradient(
     experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
-) -> tuple[Array, Array]:
-    """The cotangents of `hidden` and `weights` for that of `weighted`; all that is float32 is computed again."""
+) -> tuple[Array, Array, Array]:
+    """The cotangents of `hidden` and `weights` for that of `weighted`, and `weighted` itself, all computed again."""
 
     def run(hidden: Array, weights: Array) -> Array:
         return weighted(experts, hidden, weights, bias, group_sizes)
 
-    d_hidden, d_weights = jax.vjp(run, hidden, weights)[1](d_rows)
-    return d_hidden, d_weights
+    rows, pull = jax.vjp(run, hidden, weights)
+    return *pull(d_rows), rows

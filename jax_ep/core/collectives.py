@@ -33,6 +33,15 @@ def exchange(parts: Array, axis: Axis) -> Array:
     return lax.bitcast_convert_type(lax.all_to_all(lax.bitcast_convert_type(parts, jnp.uint8), axis, 0, 0), parts.dtype)
 
 
+def known_after(x: Array, earlier: Array) -> Array:
+    """Integers `x`, not known before the floats `earlier` are: a data dependence, which orders launches.
+
+    A barrier would not do: XLA takes it out before it orders what it runs.
+    """
+    first = earlier[(0,) * earlier.ndim]
+    return x + ((first != first) & (first == 0)).astype(x.dtype)  # never, but XLA does not know
+
+
 def sum_in_order(parts: Array) -> Array:
     """Sum over the first axis in index order, so that the result does not depend on how XLA reduces."""
     total = parts[0]

@@ -75,27 +75,36 @@ def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None
     return launch(_ACTIVATE, operands, (result,), pass_config(num_blocks(sizes)), constants)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
 def activate_gradient(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
-) -> tuple[Array, Array]:
-    """Cotangents of `hidden`, which hold anything past the groups, and of `weights`.
+    experts: Experts,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    d_rows: Array,
+    group_sizes: Array,
+    *,
+    keep: bool,
+) -> tuple[Array, Array, Array | None]:
+    """Cotangents of `hidden`, which hold anything past the groups, and of `weights`; and activated rows.
 
     Args:
       experts: as for `activate`, as are all others but
       hidden, weights, bias, group_sizes: likewise.
       d_rows: `[R, I]`, the cotangent of its result.
+      keep: also return that result, made again in the same pass; else None.
     """
     if not _has_kernel(experts, hidden, weights, group_sizes):
-        return activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
+        return xla.activate_gradient(experts, hidden, weights, bias, d_rows, group_sizes, keep=keep)
     hidden, weights, bias, d_rows, group_sizes = vary_alike((hidden, weights, bias, d_rows, group_sizes))
     sizes = gradient_sizes_of(experts, d_rows.shape, group_sizes)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights)]
+    results.append(jax.ShapeDtypeStruct(d_rows.shape if keep else (1,), d_rows.dtype))
     operands, constants = _with_bias((hidden, weights, d_rows, group_sizes), bias)
-    constants |= {"S": sizes, "KIND": kind_of(experts)}
+    constants |= {"S": sizes, "KIND": kind_of(experts), "KEEP": keep}
     config = gradient_config(experts, sizes)
-    d_hidden, d_weights = launch(_GRADIENT, operands, results, config, constants)
-    return d_hidden, d_weights
+    d_hidden, d_weights, rows = launch(_GRADIENT, operands, results, config, constants)
+    return d_hidden, d_weights, rows if keep else None
 
 
 def kind_of(experts: Experts) -> Activation:

@@ -92,6 +92,11 @@ def dispatch_grouped_gemm(
     return hidden, None if save_as is None else saved
 
 
+def dispatch_again(options: Options, x: Array, handle: Handle) -> Array:
+    """Rows `[R, H]` of tokens that were multiplied before, for `weight_gradient`; anything past the groups."""
+    return dispatch_tokens(options, x, handle, clear=handle.layout.alignment > 1)
+
+
 def _dispatch_arguments(
     schedule: Schedule,
     x: Array,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.core import activations, check
+from jax_ep.core import check
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.layout import row_groups
 from jax_ep.ops import registry
 from jax_ep.ops.grouped_gemm import sum_groups
 from jax_ep.types import Array, Experts, Options, Quantized
+from jax_ep.xla import activation as portable
 
 
 def activate(
@@ -82,7 +83,15 @@ def _activate(
     return run(experts, hidden, weights, bias, group_sizes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class Gradient(NamedTuple):
+    """Cotangents of an activation's operands, and its rows `[R, I]` where they are made again."""
+
+    hidden: Array
+    weights: Array
+    bias: Array | None
+    rows: Array | None
+
+
 def activate_gradient(
     options: Options,
     experts: Experts,
@@ -92,9 +101,46 @@ def activate_gradient(
     d_rows: Array,
     group_sizes: Array,
 ) -> tuple[Array, Array]:
-    """Cotangents of `hidden` and `weights`."""
+    """Cotangents of `hidden` and `weights`, where `is_one_pass`."""
+    found = _activate_gradient(options, experts, False, hidden, weights, bias, d_rows, group_sizes)
+    return found[0], found[1]
+
+
+def activate_again(
+    options: Options,
+    experts: Experts,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    d_rows: Array,
+    group_sizes: Array,
+) -> Gradient:
+    """All cotangents, and the rows of `activate`, made again in the same pass, where `is_one_pass`."""
+    return _gradient(options, experts, True, hidden, weights, bias, d_rows, group_sizes)
+
+
+def _gradient(
+    options: Options,
+    experts: Experts,
+    keep: bool,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    d_rows: Array,
+    group_sizes: Array,
+) -> Gradient:
+    d_hidden, d_weights, rows = _activate_gradient(options, experts, keep, hidden, weights, bias, d_rows, group_sizes)
+    d_bias = None if bias is None else sum_groups(options, d_hidden, None, group_sizes).astype(bias.dtype)
+    return Gradient(d_hidden, d_weights, d_bias, rows)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _activate_gradient(
+    options: Options, experts: Experts, keep: bool, hidden: Array, *others: Any
+) -> tuple[Array, Array, Array | None]:
     run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_gradient
-    return run(experts, hidden, weights, bias, d_rows, group_sizes)
+    found: tuple[Array, Array, Array | None] = run(experts, hidden, *others, keep=keep)
+    return found
 
 
 def _activate_forward(options: Options, experts: Experts, *operands: Any) -> Any:
@@ -105,25 +151,26 @@ def _activate_backward(
     options: Options, experts: Experts, residuals: Any, d_rows: Array
 ) -> tuple[Array, Array, Array | None, None]:
     hidden, weights, bias, group_sizes = residuals
-    d_hidden, d_weights = activate_gradient(options, experts, hidden, weights, bias, d_rows, group_sizes)
-    d_bias = None if bias is None else sum_groups(options, d_hidden, None, group_sizes).astype(bias.dtype)
-    return d_hidden, d_weights, d_bias, None
+    found = _gradient(options, experts, False, hidden, weights, bias, d_rows, group_sizes)
+    return found.hidden, found.weights, found.bias, None
 
 
-def _activate_gradient_forward(options: Options, experts: Experts, *operands: Any) -> Any:
-    return activate_gradient(options, experts, *operands), operands
+def _activate_gradient_forward(options: Options, experts: Experts, keep: bool, *operands: Any) -> Any:
+    return _activate_gradient(options, experts, keep, *operands), operands
 
 
-def _activate_gradient_backward(options: Options, experts: Experts, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _activate_gradient_backward(
+    options: Options, experts: Experts, keep: bool, residuals: Any, cotangents: Any
+) -> tuple[Any, ...]:
     # Second derivatives are rare: the portable formula, which JAX differentiates again.
     *operands, group_sizes = residuals
 
-    def gradient(hidden: Array, weights: Array, bias: Array | None, d_rows: Array) -> tuple[Array, Array]:
-        return activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
+    def gradient(hidden: Array, weights: Array, bias: Array | None, d_rows: Array) -> tuple[Array, Array, Array | None]:
+        return portable.activate_gradient(experts, hidden, weights, bias, d_rows, group_sizes, keep=keep)
 
     _, pull = jax.vjp(gradient, *operands)
     return *pull(cotangents), None
 
 
 _activate.defvjp(_activate_forward, _activate_backward)
-activate_gradient.defvjp(_activate_gradient_forward, _activate_gradient_backward)
+_activate_gradient.defvjp(_activate_gradient_forward, _activate_gradient_backward)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
+from jax_ep.core.collectives import known_after
 from jax_ep.core.layout import dropless_capacity, row_groups
 from jax_ep.core.mesh_axes import spread_axes, vary_alike
 from jax_ep.core.named_scopes import operation
@@ -351,6 +353,26 @@ def dispatch_weights(options: Options, weights: Array, handle: Handle) -> tuple[
 def combine_weights(options: Options, row_weights: Array, handle: Handle) -> tuple[Array]:
     """`[R]` row values to their `[T, K]` slots; transpose of `dispatch_weights`."""
     return (_run(options, row_weights[:, None], handle).combine_weights(options, row_weights, handle),)
+
+
+def dispatch_again(options: Options, x: Array, handle: Handle, after: Array) -> Array:
+    """`[T, H]` tokens that have travelled before to `[R, H]` rows, once `after` is known.
+
+    Else XLA might make one dispatch of both, and keep its rows.
+    """
+    x, after = lax.optimization_barrier((x, after))
+    return dispatch_tokens(options, x, None, later(handle, after))[0]
+
+
+def later(handle: Handle, earlier: Array) -> Handle:
+    """The handle for a launch that is to come after what makes `earlier`, where kernels need one order on all ranks.
+
+    The launch reads the slots of rows, or sizes of groups.
+    """
+    if handle.group is None or handle.layout.num_ranks == 1:
+        return handle
+    row_slot, group_sizes = (known_after(x, earlier) for x in (handle.row_slot, handle.group_sizes))
+    return dataclasses.replace(handle, row_slot=row_slot, group_sizes=group_sizes)
 
 
 def _transposes(function: Any, transpose: Any) -> None:

@@ -1,9 +1,11 @@
 """Dispatch + grouped GEMM and grouped GEMM + combine, each in one launch where the implementation has it.
 
 They are each other's transpose with the transposed matrices, so the backward pass of each is the other kernel. The
-gradient of the matrices multiplies rows with the tokens that the forward kernel has saved; an implementation may have
-one launch for it and for what travels in the backward pass. All are closed under differentiation, so gradients of any
-order exist.
+gradient of the matrices multiplies rows with dispatched tokens, which are sent again, or were kept where the schedule
+says so; an implementation may have one launch for it and for what travels in the backward pass. All are closed under
+differentiation, so gradients of any order exist.
+
+Source: tokens that are not kept as they were dispatched are those of SonicMoE (arXiv:2512.14080).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
@@ -23,7 +26,7 @@ from jax_ep.core import check
 from jax_ep.core.bias import Bias
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
-from jax_ep.ops import exchange, registry
+from jax_ep.ops import exchange, grouped_gemm, registry
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply
 from jax_ep.types import TOKENS_NAME, Array, AxisName, DispatchedGemm, Handle, Layout, Options, Schedule
 
@@ -58,7 +61,7 @@ def dispatch_grouped_gemm(
       wire_dtype: FP8 on the wire.
       handle: layout to be used again.
       schedule: how launches share the GPU, see `Schedule`: here its `dispatch_mode` and `num_communicating_programs`,
-        and, for the backward pass, `fuse_weight_gradients` and `combine_mode`.
+        and, for the backward pass, `keep_tokens`, `fuse_weight_gradients` and `combine_mode`.
       implementation: see `dispatch`.
 
     Returns:
@@ -97,9 +100,7 @@ def dispatch_grouped_gemm(
     if fuses(options, tokens, w.shape[2], handle):
         hidden, _, row_weights = dispatch_and_multiply(options, False, None, tokens, weights, w, handle)
     else:
-        rows, row_weights = exchange.dispatch_tokens(options, tokens, weights, handle)
-        rows = checkpoint_name(rows, TOKENS_NAME)
-        hidden = multiply(options, False, x.dtype, rows, w, handle.group_sizes)
+        hidden, row_weights = dispatch_then_multiply(options, tokens, weights, w, handle)
     return DispatchedGemm(hidden, row_weights, handle.group_sizes, handle, handle.num_dropped)
 
 
@@ -204,15 +205,17 @@ class Dispatched(NamedTuple):
     row_weights: Array | None
 
 
-def _saved_as(layout: Layout) -> str:
-    """What is saved for the gradient of the matrices: whichever takes less memory.
+def _kept_as(options: Options, layout: Layout) -> str | None:
+    """What is kept of tokens for the gradient of the matrices: whichever takes less memory; or None.
 
-    "tokens" are `[W * T, H]` by source rank and token, "rows" `[R, H]`.
+    "tokens" are `[W * T, H]` by source rank and token, "rows" `[R, H]`. On one device the former are x itself.
     """
+    if not options.schedule.keep_tokens or layout.num_ranks == 1:
+        return None
     return "rows" if layout.capacity <= layout.num_ranks * layout.num_tokens else "tokens"
 
 
-def _run(options: Options, rows: Array, w: Array, handle: Handle) -> tuple[Any, Any]:
+def implementations(options: Options, rows: Array, w: Array, handle: Handle) -> tuple[Any, Any]:
     """The implementation's functions of fused operations, and of exchanges."""
     name = exchange.choose(options, rows, handle.layout, handle, w.shape[2])
     return registry.get("exchange_gemm", name), registry.get("exchange", name)
@@ -230,9 +233,9 @@ def dispatch_and_multiply(
 ) -> Dispatched:
     """`[T, H]` tokens to rows, times `w [L, H, N]` (`[L, N, H]` if `transpose_rhs`); and `[T, K]` weights to `[R]`.
 
-    `save_as` says which dispatched tokens it returns, see `_saved_as`; None: none. Transpose of `multiply_and_combine`.
+    `save_as` says which dispatched tokens it returns, see `_kept_as`; None: none. Transpose of `multiply_and_combine`.
     """
-    run, weights_by = _run(options, x, w, handle)
+    run, weights_by = implementations(options, x, w, handle)
     hidden, saved = run.dispatch_grouped_gemm(options, x, w, handle, transpose_rhs=transpose_rhs, save_as=save_as)
     row_weights = None if weights is None else weights_by.dispatch_weights(options, weights, handle, after=hidden)
     return Dispatched(hidden, saved, row_weights)
@@ -246,7 +249,7 @@ def multiply_and_combine(
 
     Transpose of `dispatch_and_multiply`.
     """
-    run, weights_by = _run(options, h, w, handle)
+    run, weights_by = implementations(options, h, w, handle)
     sums = run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=transpose_rhs)
     return sums, None if row_weights is None else weights_by.combine_weights(options, row_weights, handle, after=sums)
 
@@ -254,7 +257,8 @@ def multiply_and_combine(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_and_combine_with_bias(options: Options, h: Array, w: Array, handle: Handle, bias: Bias) -> Array:
     """`multiply_and_combine` by `[L, F, H]`, of rows with the bias of their experts, without row weights."""
-    return _run(options, h, w, handle)[0].grouped_gemm_combine(options, h, w, handle, transpose_rhs=False, bias=bias)
+    run, _ = implementations(options, h, w, handle)
+    return cast(Array, run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=False, bias=bias))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -263,7 +267,7 @@ def weight_gradient(
 ) -> Array:
     """Per local expert, dispatched tokens times rows: `[L, H, N]`, or `[L, N, H]` with `transpose`.
 
-    `saved` holds what became of the tokens `x` on the way; gradients go to `x`.
+    `saved` holds what became of the tokens `x` on the way; gradients go to `x` alone.
     """
     name = exchange.choose(options, x, handle.layout, handle, rows.shape[1])
     run = registry.get("exchange_gemm", name)
@@ -283,7 +287,7 @@ def multiply_and_combine_with_weight_gradient(
     handle: Handle,
 ) -> tuple[Array, Array | None, Array]:
     """`multiply_and_combine`, and `weight_gradient` of the same rows in the shape of `w`, which share a launch."""
-    run, weights_by = _run(options, h, w, handle)
+    run, weights_by = implementations(options, h, w, handle)
     sums, gradient = run.grouped_gemm_combine_with_weight_gradient(
         options, h, w, saved, handle, transpose_rhs=transpose_rhs, saved_as=saved_as
     )
@@ -292,34 +296,56 @@ def multiply_and_combine_with_weight_gradient(
 
 
 def _dispatch_forward(options: Options, transpose_rhs: bool, save_as: str | None, *arguments: Any) -> Any:
-    """Saves no tokens for matrices of which nobody wants the gradient."""
+    """Keeps no tokens for matrices of which nobody wants the gradient."""
     trains = arguments[2].perturbed
     x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
-    form = save_as or (_saved_as(handle.layout) if trains else None)
+    form = save_as or (_kept_as(options, handle.layout) if trains else None)
     found = dispatch_and_multiply(options, transpose_rhs, form, x, weights, w, handle)
     saved = None if found.saved is None else checkpoint_name(found.saved, TOKENS_NAME)
-    return found._replace(saved=saved if save_as else None), (x, saved if trains else None, w, handle)
+    kept = (x, saved) if trains else (None, None)
+    return found._replace(saved=saved if save_as else None), (*kept, w, handle)
 
 
 def _dispatch_backward(
     options: Options, transpose_rhs: bool, save_as: str | None, residuals: Any, cotangents: Dispatched
 ) -> Any:
     x, saved, w, handle = residuals
-    d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
-    if isinstance(d_hidden, SymbolicZero):
-        d_hidden = vary_alike((jnp.zeros(d_hidden.shape, d_hidden.dtype), x))[0]
-    if isinstance(d_row_weights, SymbolicZero):
-        d_row_weights = None
+    d_hidden, d_row_weights = _cotangents(cotangents.hidden, cotangents.row_weights, w)
     back = (options, not transpose_rhs)
-    if saved is None:
+    if save_as == "rows" and not isinstance(cotangents.saved, SymbolicZero):
+        # Of rows that something else than `weight_gradient` has read, as the gradient of a bias does.
+        d_rows = multiply(*back, w.dtype, d_hidden, w, handle.group_sizes) + cast(Array, cotangents.saved)
+        d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
+        d_w = None if x is None else weight_gradient(options, transpose_rhs, "rows", x, saved, d_hidden, handle)
+        return d_x, d_weights, d_w, None
+    if x is None:
         return *multiply_and_combine(*back, d_hidden, d_row_weights, w, handle), None, None
-    form = save_as or _saved_as(handle.layout)
+    run, _ = implementations(options, d_hidden, w, handle)
+    form, behind = save_as or _kept_as(options, handle.layout), handle
+    if form is None:
+        form, saved = _sent_again(options, run, x, handle, d_hidden)
+        behind = exchange.later(handle, saved)
     sizes = (d_hidden.shape[1], x.shape[1])
-    if _run(options, d_hidden, w, handle)[0].fuses_weight_gradient(options.schedule, handle.layout, x.dtype, *sizes):
+    if run.fuses_weight_gradient(options.schedule, handle.layout, x.dtype, *sizes):
         operands = (d_hidden, d_row_weights, x, saved, w, handle)
         return *multiply_and_combine_with_weight_gradient(*back, form, *operands), None
-    d_x, d_weights = multiply_and_combine(*back, d_hidden, d_row_weights, w, handle)
+    d_x, d_weights = multiply_and_combine(*back, d_hidden, d_row_weights, w, behind)
     return d_x, d_weights, weight_gradient(options, transpose_rhs, form, x, saved, d_hidden, handle), None
+
+
+def _cotangents(d_hidden: Any, d_row_weights: Any, w: Array) -> tuple[Array, Array | None]:
+    """Zeros where there is no cotangent of hidden rows, and None where there is none of their weights."""
+    if isinstance(d_hidden, SymbolicZero):
+        d_hidden = vary_alike((jnp.zeros(d_hidden.shape, d_hidden.dtype), w))[0]
+    return d_hidden, None if isinstance(d_row_weights, SymbolicZero) else d_row_weights
+
+
+def _sent_again(options: Options, run: Any, x: Array, handle: Handle, after: Array) -> tuple[str, Array]:
+    """Dispatched tokens and their form, once `after` is known, for `weight_gradient`, whose own gradients go to `x`."""
+    x, after = lax.optimization_barrier((lax.stop_gradient(x), after))
+    if handle.layout.num_ranks == 1:
+        return "tokens", x  # read where they lie
+    return "rows", run.dispatch_again(options, x, exchange.later(handle, after))
 
 
 def _combine_forward(
@@ -354,6 +380,39 @@ def _combine_with_bias_backward(
     return back.hidden, d_w, None, bias_gradient(options, cast(Array, back.saved), bias, handle.group_sizes)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_then_multiply(
+    options: Options, x: Array, weights: Array | None, w: Array, handle: Handle
+) -> tuple[Array, Array | None]:
+    """`dispatch_and_multiply` by `w [L, H, N]` for all that has no function of its own for both."""
+    rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
+    return multiply(options, False, x.dtype, rows, w, handle.group_sizes), row_weights
+
+
+def _then_multiply_forward(options: Options, *arguments: Any) -> Any:
+    trains = arguments[2].perturbed
+    x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
+    if not trains or not options.schedule.keep_tokens:
+        found = dispatch_then_multiply(options, x, weights, w, handle)
+        return found, (x if trains else None, None, w, handle)
+    rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
+    rows = checkpoint_name(rows, TOKENS_NAME)
+    return (multiply(options, False, x.dtype, rows, w, handle.group_sizes), row_weights), (None, rows, w, handle)
+
+
+def _then_multiply_backward(options: Options, residuals: Any, cotangents: Any) -> Any:
+    x, rows, w, handle = residuals
+    d_hidden, d_row_weights = _cotangents(cotangents[0], cotangents[1], w)
+    behind = handle
+    if x is not None:
+        rows = exchange.dispatch_again(options, x, handle, d_hidden)
+        behind = exchange.later(handle, rows)
+    d_rows = multiply(options, True, w.dtype, d_hidden, w, behind.group_sizes)
+    d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
+    d_w = None if rows is None else grouped_gemm.weight_gradient(options, w.dtype, rows, d_hidden, handle.group_sizes)
+    return d_x, d_weights, d_w, None
+
+
 def _weight_gradient_forward(options: Options, transpose: bool, saved_as: str, *arguments: Any) -> Any:
     return weight_gradient(options, transpose, saved_as, *arguments), arguments
 
@@ -361,10 +420,10 @@ def _weight_gradient_forward(options: Options, transpose: bool, saved_as: str, *
 def _weight_gradient_backward(
     options: Options, transpose: bool, saved_as: str, residuals: Any, cotangent: Array
 ) -> Any:
-    x, saved, rows, handle = residuals
+    x, _, rows, handle = residuals
     d_x, _ = multiply_and_combine(options, not transpose, rows, None, cotangent, handle)
     d_rows = dispatch_and_multiply(options, transpose, None, x, None, cotangent, handle).hidden
-    return d_x, jnp.zeros_like(saved), d_rows, None
+    return d_x, None, d_rows, None  # of what was saved, which is x
 
 
 def _with_weight_gradient_forward(
@@ -387,6 +446,7 @@ def _with_weight_gradient_backward(
     return d_h + d_rows, d_row_weights, d_x, d_saved, d_w, None
 
 
+dispatch_then_multiply.defvjp(_then_multiply_forward, _then_multiply_backward, symbolic_zeros=True)
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward, symbolic_zeros=True)
 multiply_and_combine.defvjp(_combine_forward, _combine_backward)
 multiply_and_combine_with_bias.defvjp(_combine_with_bias_forward, _combine_with_bias_backward)

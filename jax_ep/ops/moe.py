@@ -17,14 +17,21 @@ from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
-from jax_ep.ops import exchange, exchange_gemm, hierarchical, moe_fp8, quantized_gemm, registry
+from jax_ep.ops import (
+    activation_gemm_combine,
+    exchange,
+    exchange_gemm,
+    hierarchical,
+    moe_fp8,
+    quantized_gemm,
+    registry,
+)
 from jax_ep.ops import fused_moe as fused_moe_in_one
 from jax_ep.ops.activation import activate, activate_to_fp8, is_one_pass
-from jax_ep.ops.grouped_gemm import multiply, multiply_with_bias
+from jax_ep.ops.activation_gemm_combine import Between
 from jax_ep.types import (
     HIDDEN_NAME,
     OUTPUT_NAME,
-    TOKENS_NAME,
     Array,
     AxisName,
     Experts,
@@ -202,28 +209,16 @@ def moe(
         y = moe_fp8.multiply_and_combine(back, experts, between, parts.w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
     w_gate_up, w_down = cast(Array, parts.w_gate_up), cast(Array, parts.w_down)
-    sizes = handle.group_sizes
     exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
     if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
         operands = (tokens, row_weights, w_gate_up, handle)
         hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
     else:
-        rows, row_weights = exchange.dispatch_tokens(options, tokens, row_weights, handle)
-        hidden = multiply(options, False, x.dtype, checkpoint_name(rows, TOKENS_NAME), w_gate_up, sizes)
-    hidden, row_weights = checkpoint_name(hidden, HIDDEN_NAME), cast(Array, row_weights)
-    rows = activate(options, experts, w_down.shape[1], hidden, row_weights, parts.b_gate_up, sizes)
+        hidden, row_weights = exchange_gemm.dispatch_then_multiply(options, tokens, row_weights, w_gate_up, handle)
+    row_weights = cast(Array, row_weights)
     bias = _bias_of_result(experts, parts, row_weights)
-    if exchange_gemm.fuses(options, rows, w_down.shape[2], handle):
-        if bias is None:
-            y, _ = exchange_gemm.multiply_and_combine(back, False, rows, None, w_down, handle)
-        else:
-            y = exchange_gemm.multiply_and_combine_with_bias(back, rows, w_down, handle, bias)
-        return checkpoint_name(y, OUTPUT_NAME)
-    if bias is None:
-        products = multiply(options, False, x.dtype, rows, w_down, sizes)
-    else:
-        products = multiply_with_bias(options, x.dtype, rows, w_down, sizes, bias)
-    y, _ = exchange.combine_tokens(back, products, None, handle)
+    kept_rows = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    y = activation_gemm_combine.for_experts(experts, parts.b_gate_up)(back, experts, kept_rows, w_down, handle)
     return checkpoint_name(y, OUTPUT_NAME)
 
 

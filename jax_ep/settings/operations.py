@@ -134,7 +134,8 @@ OPERATIONS: Mapping[str, Operation] = {
         },
     ),
 }
-SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule))
+SCHEDULE_FIELDS = frozenset(field.name for field in dataclasses.fields(Schedule)) - {"keep_tokens"}
+"""Those that times can settle: what is kept is a matter of memory, too."""
 MOST_BLOCKS = 1 << 15
 """Flags that a peer has in the symmetric heap: blocks of tokens are no more (`heap.symmetric.MAX_BLOCKS`)."""
 NAMES = frozenset({"dtype", "out_dtype", "wire_dtype", "format"})

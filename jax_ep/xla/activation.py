@@ -15,10 +15,18 @@ def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None
 
 
 def activate_gradient(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
-) -> tuple[Array, Array]:
-    """Cotangents of `hidden` and `weights`."""
-    return activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
+    experts: Experts,
+    hidden: Array,
+    weights: Array,
+    bias: Array | None,
+    d_rows: Array,
+    group_sizes: Array,
+    *,
+    keep: bool,
+) -> tuple[Array, Array, Array | None]:
+    """Cotangents of `hidden` and `weights`, and, with `keep`, the rows of `activate` once more."""
+    d_hidden, d_weights, rows = activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
+    return d_hidden, d_weights, rows if keep else None
 
 
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:

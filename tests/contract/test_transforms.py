@@ -112,20 +112,25 @@ def test_checkpoint_names_select_residuals(implementation: str, expert_mesh: Any
     stack = Stack(rng, 2, layers=1)
     topk_idx, *parameters = (a[:, 0] for a in stack.layers)
 
-    def kept(policy: Any) -> collections.Counter[int]:
-        layer = per_rank(jax.checkpoint(moe(implementation), policy=policy), expert_mesh(2))
-        vjp = jax.eval_shape(
-            lambda *args: jax.vjp(lambda x, *rest: layer(x, topk_idx, *rest), *args)[1], stack.x, *parameters
-        )
+    def pulled(keep: bool | None, policy: Any) -> Any:
+        call = moe(implementation, schedule=jax_ep.Schedule(keep_tokens=keep))
+        layer = per_rank(jax.checkpoint(call, policy=policy), expert_mesh(2))
+        return lambda *args: jax.vjp(lambda x, *rest: layer(x, topk_idx, *rest), *args)[1]
+
+    def kept(keep: bool | None, policy: Any) -> collections.Counter[int]:
+        vjp = jax.eval_shape(pulled(keep, policy), stack.x, *parameters)
         return collections.Counter(leaf.size for leaf in jax.tree.leaves(vjp))
 
-    jaxpr = str(jax.make_jaxpr(per_rank(moe(implementation), expert_mesh(2)))(stack.x, topk_idx, *parameters))
+    nothing_saveable, these = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names
+    jaxpr = str(jax.make_jaxpr(pulled(True, these()))(stack.x, *parameters))
     assert all(f"name={name}" in jaxpr for name in CHECKPOINT_NAMES)
     rows = 2 * stack.layer(0).lay.source.shape[1]
     sizes = {"jax_ep.tokens": rows * SHAPE.hidden, "jax_ep.hidden": rows * 2 * SHAPE.intermediate}
-    nothing = kept(jax.checkpoint_policies.nothing_saveable)
-    for name, size in sizes.items():
-        assert kept(jax.checkpoint_policies.save_only_these_names(name)) - nothing == {size: 1}, name
+    for keep in (True, None):
+        nothing = kept(keep, nothing_saveable)
+        for name, size in sizes.items():
+            added = {} if name == "jax_ep.tokens" and not keep else {size: 1}
+            assert kept(keep, these(name)) - nothing == added, (keep, name)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_close
+from cases import assert_close, assert_same_bits
 from jax_ep import Experts
 from jax_ep.megakernels import activation as kernels
 from jax_ep.types import ACTIVATIONS
@@ -39,7 +39,13 @@ def run(experts, hidden, weights, bias, d_rows, sizes):
     forward = (hidden, weights, bias, sizes)
     rows = kernels.activate(experts, *(None if x is None else jnp.asarray(x) for x in forward))
     backward = (hidden, weights, bias, d_rows, sizes)
-    gradient = kernels.activate_gradient(experts, *(None if x is None else jnp.asarray(x) for x in backward))
+    arrays = [None if x is None else jnp.asarray(x) for x in backward]
+    *gradient, again = kernels.activate_gradient(experts, *arrays, keep=True)
+    assert_same_bits(again, rows)
+    *alone, nothing = kernels.activate_gradient(experts, *arrays, keep=False)
+    for one, other in zip(alone, gradient, strict=True):
+        assert_same_bits(one, other)
+    assert nothing is None
     return [np.asarray(x) for x in (rows, *gradient)]
 
 

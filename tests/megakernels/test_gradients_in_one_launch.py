@@ -157,22 +157,24 @@ def gradient_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: Any) -> None:
-    """Whatever was asked for: none is made, and no tokens are kept for it."""
+    """Whatever was asked for: none is made, and no tokens are kept, or sent again, for it."""
     launched = gradient_launches(monkeypatch)
-    forms, dispatch = [], exchange_gemm.dispatch_grouped_gemm
+    forms, dispatch, sent = [], exchange_gemm.dispatch_grouped_gemm, []
+    again = exchange_gemm.dispatch_again
 
     def note(*arguments: Any, save_as: str | None, **options: Any) -> Any:
         forms.append(save_as)
         return dispatch(*arguments, save_as=save_as, **options)
 
     monkeypatch.setattr(exchange_gemm, "dispatch_grouped_gemm", note)
+    monkeypatch.setattr(exchange_gemm, "dispatch_again", lambda *args: sent.append(args[1].shape) or again(*args))
     x, ids, weights, w, w_down = layer_inputs()
     rng = np.random.default_rng(5)
     x, w = sixteenths(rng, *x.shape), sixteenths(rng, *w.shape)
 
-    def fn(argnums: Any, x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
+    def fn(argnums: Any, keep: bool, x: Any, ids: Any, weights: Any, w: Any, w_down: Any) -> Any:
         def loss(x: Any, w: Any) -> Any:
-            schedule = Schedule(fuse_weight_gradients=True)
+            schedule = Schedule(fuse_weight_gradients=True, keep_tokens=keep)
             common = {"num_experts": 4, "implementation": "triton", "schedule": schedule}
             hidden = jax_ep.dispatch_grouped_gemm(x, ids, weights, w, **common).hidden.astype(jnp.float32)
             return jnp.sum(hidden * jnp.arange(32, dtype=jnp.float32)[None, :])
@@ -180,13 +182,14 @@ def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: 
         return jax.grad(loss, argnums)(x, w)
 
     arguments = x, ids, weights, w, w_down
-    d_x, d_w = harness.run(functools.partial(fn, (0, 1)), mesh, *arguments)
-    assert (
-        launched == ["combine_with_weight_gradient"] and forms == ["rows"] and np.abs(d_w.astype(np.float32)).max() > 0
-    )
-    launched.clear(), forms.clear()
-    np.testing.assert_array_equal(harness.run(functools.partial(fn, 0), mesh, *arguments), d_x)
-    assert launched == [] and forms == [None]
+    for keep in (True, False):
+        d_x, d_w = harness.run(functools.partial(fn, (0, 1), keep), mesh, *arguments)
+        assert launched == ["combine_with_weight_gradient"] and np.abs(d_w.astype(np.float32)).max() > 0
+        assert (forms, sent) == (["rows"], []) if keep else ([None], [(4, 16)])
+        launched.clear(), forms.clear(), sent.clear()
+        np.testing.assert_array_equal(harness.run(functools.partial(fn, 0, keep), mesh, *arguments), d_x)
+        assert (launched, forms, sent) == ([], [None], [])
+        forms.clear()
 
 
 def layer_inputs(dtype: Any = BF16) -> tuple[np.ndarray, ...]:

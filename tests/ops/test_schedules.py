@@ -69,10 +69,11 @@ def test_modes_have_names(field: str, known: str, value: Any) -> None:
     assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
 
 
-def test_fusing_is_a_choice_of_two() -> None:
-    with pytest.raises(TypeError, match=r"^Schedule: fuse_weight_gradients='always' is a str, .*True, False, or None"):
-        Schedule(fuse_weight_gradients="always")  # type: ignore[arg-type]
-    assert Schedule(fuse_weight_gradients=False).fuse_weight_gradients is False
+@pytest.mark.parametrize("field", ["fuse_weight_gradients", "keep_tokens", "single_launch"])
+def test_some_are_choices_of_two(field: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Schedule: {field}='always' is a str, .*True, False, or None"):
+        Schedule(**{field: "always"})
+    assert getattr(Schedule(**{field: False}), field) is False
 
 
 # --- who takes one --------------------------------------------------------------------------------------------------

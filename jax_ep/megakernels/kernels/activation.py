@@ -182,10 +182,15 @@ def weighted_activation_gradient(
     bias,
     d_hidden_ptr,
     d_weights_ptr,
+    rows_ptr,
     KIND: tl.constexpr,
+    KEEP: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Cotangents of `hidden` and `weights` for `d_rows [R, H]`; those of weights past the groups are zero."""
+    """Cotangents of `hidden` and `weights` for `d_rows [R, H]`; those of weights past the groups are zero.
+
+    With KEEP also `rows` as `weighted_activation` has them.
+    """
     H: tl.constexpr = S.H
     BR: tl.constexpr = S.BR
     BC: tl.constexpr = S.BC
@@ -197,10 +202,13 @@ def weighted_activation_gradient(
         if block * BR < used:
             for column in range(0, H, BC):
                 columns = (column + tl.arange(0, BC))[None, :]
-                d_rows = load_block(d_rows_ptr, rows, columns, (rows < used)[:, None] & (columns < H), H)
+                mask = (rows < used)[:, None] & (columns < H)
+                d_rows = load_block(d_rows_ptr, rows, columns, mask, H)
                 gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
                 if KIND.ON_INPUT:
                     d_gate, d_up, values = differentiate_block(gate, up, d_rows, KIND)
+                    if KEEP:
+                        store_block(rows_ptr, rows, columns, values, mask, H)
                     # Of the rows as they were: there is no bias here, and a weight may be zero.
                     gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
                     products += d_gate * gate
@@ -210,6 +218,8 @@ def weighted_activation_gradient(
                 else:
                     d_gate, d_up, values = differentiate_block(gate, up, d_rows * weights[:, None], KIND)
                     products += d_rows * values
+                    if KEEP:
+                        store_block(rows_ptr, rows, columns, values * weights[:, None], mask, H)
                 store_halves(d_hidden_ptr, rows, column, d_gate, d_up, used, KIND, S)
         tl.store(d_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < S.R)
 

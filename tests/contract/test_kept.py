@@ -1,0 +1,215 @@
+"""What the layer keeps for the backward pass, in bytes; what is sent or made again there changes no bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from cases import BF16, F32, Shape, assert_same_bits, reals
+from harness import compiled, per_rank
+from jax_ep.ops import registry
+from jax_ep.types import Layout
+from layers import Layer
+from oracle_experts import GPT_OSS
+
+SHAPE = Shape(num_tokens=21, top_k=2, num_experts=8, hidden=40, intermediate=24)
+T, K, H, INNER = SHAPE.num_tokens, SHAPE.top_k, SHAPE.hidden, SHAPE.intermediate
+
+
+def own_activation(hidden: Any) -> Any:
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    return jnp.tanh(gate) * up
+
+
+EXPERTS = {
+    "silu": (jax_ep.Experts(), False),
+    "gpt-oss, biases": (GPT_OSS, True),
+    "own activation, biases": (jax_ep.Experts(own_activation), True),
+    "weights and biases on the input": (jax_ep.Experts("gelu", weight_on="input"), True),
+}
+
+
+def inputs(rng: Any, num_ranks: int, bias: bool, dtype: Any = BF16) -> tuple[tuple[Any, ...], np.ndarray]:
+    """x, ids, router weights, matrices and biases by rank; and ids alone."""
+    layer = Layer(rng, "uniform", num_ranks, SHAPE, dtype)
+    local = SHAPE.num_experts // num_ranks
+    biases = [reals(rng, num_ranks, local, columns, dtype=dtype) for columns in (2 * INNER, H)]
+    x, topk_idx, *others = layer.args
+    return (x, *others, *(biases if bias else (None, None))), topk_idx
+
+
+def layer(implementation: str, experts: jax_ep.Experts, keep: bool | None, **options: Any) -> Any:
+    schedule = jax_ep.Schedule(keep_tokens=keep, **options.pop("schedule", {}))
+    common = {"num_experts": SHAPE.num_experts, "implementation": implementation, "schedule": schedule}
+
+    def call(x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down):
+        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
+        return jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, experts=experts, **biases, **common, **options)
+
+    return call
+
+
+def fuses(implementation: str, num_ranks: int, dtype: Any, capacity: int) -> bool:
+    if implementation not in registry.available("exchange_gemm"):
+        return False
+    layout = Layout(num_ranks, SHAPE.num_experts, T, K, capacity)
+    return registry.get("exchange_gemm", implementation).fuses(layout, dtype, H, 2 * INNER)
+
+
+def kept_bytes(call: Any, arrays: Any, topk_idx: np.ndarray, mesh: Any) -> float:
+    """Per rank, what `jax.vjp` keeps of arrays beside parameters."""
+
+    def pulled(*arrays: Any) -> Any:
+        def of(x: Any, *others: Any) -> Any:
+            return per_rank(call, mesh)(x, topk_idx, *others)
+
+        return jax.vjp(of, *arrays)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(pulled, *arrays))
+    parameters = sum(array.nbytes for array in arrays[2:] if array is not None)
+    return (sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) - parameters) / len(topk_idx)
+
+
+CASES = [(name, BF16, num_ranks) for name in EXPERTS for num_ranks in (1, 4)] + [("silu", F32, 4)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "num_ranks"), CASES)
+def test_bytes_are_those_of_the_formula(
+    implementation: str, name: str, dtype: Any, num_ranks: int, expert_mesh: Any, rng: np.random.Generator
+) -> None:
+    """x, hidden rows, and some numbers for each slot; with `keep_tokens` also tokens, where they have travelled."""
+    (experts, bias), mesh, rows = EXPERTS[name], expert_mesh(num_ranks), T * K
+    arrays, topk_idx = inputs(rng, num_ranks, bias, dtype)
+    capacity = rows if num_ranks > 1 else None
+    again, kept = (
+        kept_bytes(layer(implementation, experts, keep, capacity=capacity), arrays, topk_idx, mesh)
+        for keep in (None, True)
+    )
+    size = np.dtype(dtype).itemsize
+    formula = size * (T * H + 2 * rows * INNER)
+    # Row numbers, weights (twice where biases have them), ids, groups, ranks and counters.
+    routing = 4 * ((3 if bias else 2) * rows + 2 * num_ranks * T * K + SHAPE.num_experts + num_ranks + 3)
+    assert formula < again <= formula + routing
+    tokens = min(num_ranks * T, rows) if fuses(implementation, num_ranks, dtype, rows) else rows
+    of_x = 0 if fuses(implementation, num_ranks, dtype, rows) else T * H  # rows that are kept need no x
+    expected = 0 if num_ranks == 1 and not of_x else size * (tokens * H - of_x)
+    assert kept - again == expected
+
+
+@pytest.mark.slow
+def test_a_program_takes_that_memory(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Of a scan over layers as XLA compiles it, one layer more: no tokens, and no activated rows."""
+    if implementation != "xla":
+        pytest.skip("the interpreter's calls have memory of their own")
+    mesh, capacity, few, many = expert_mesh(4), T * K, 2, 12
+    arrays, topk_idx = inputs(rng, 4, bias=False)
+
+    def temporary(keep: bool, layers: int) -> int:
+        call = layer(implementation, jax_ep.Experts(), keep, capacity=capacity)
+
+        def body(x: Any, layer_arrays: Any) -> Any:
+            return x + call(x, *layer_arrays, None, None), None
+
+        def loss(x: Any, weights: Any, w_gate_up: Any, w_down: Any, topk_idx: Any) -> Any:
+            return jnp.sum(jax.lax.scan(body, x, (topk_idx, weights, w_gate_up, w_down))[0].astype(jnp.float32) ** 2)
+
+        stacked = [np.stack([array] * layers, axis=1) for array in (*arrays[1:4], topk_idx)]
+        gradient = jax.jit(per_rank(jax.grad(loss, (0, 1, 2, 3)), mesh))
+        return gradient.lower(arrays[0], *stacked).compile().memory_analysis().temp_size_in_bytes
+
+    again, kept = ((temporary(keep, many) - temporary(keep, few)) / (many - few) for keep in (False, True))
+    formula = 2 * (T * H + 2 * T * K * INNER)
+    assert formula <= again < 1.01 * formula + 4 * (2 * T * K + 2 * 4 * T * K)
+    assert kept - again >= 0.99 * 2 * (T * K - T) * H
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.slow(unless={"name": ["own activation, biases"]})
+def test_no_product_is_computed_again(implementation: str, name: str, rng: np.random.Generator) -> None:
+    """As many in the compiled program as forward and two gradients of each take."""
+    if implementation != "xla":
+        pytest.skip("counts the products of XLA")
+    arrays, topk_idx = inputs(rng, 1, bias=EXPERTS[name][1])
+    x, *others = (None if a is None else a[0] for a in arrays)
+
+    def loss(x: Any, *others: Any) -> Any:
+        call = layer(implementation, EXPERTS[name][0], None, axis_name=())
+        return jnp.sum(call(x, topk_idx[0], *others).astype(jnp.float32) ** 2)
+
+    def products(run: Any) -> int:
+        return jax.jit(run).lower(x, *others).compile().as_text().count(" dot(")
+
+    forward, both = products(loss), products(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    # Router weights that scale biases get gradients of them by a product of one column, in tiles of two heights.
+    of_bias = 2 if EXPERTS[name][1] and EXPERTS[name][0].weight_on == "output" else 0
+    assert forward > 0 and both == 3 * forward + of_bias
+
+
+WAYS = {
+    "fp8 on the wire": {"wire_dtype": jnp.float8_e4m3fn},
+    "gradient beside": {"schedule": {"fuse_weight_gradients": True}},
+    "gradient apart": {"schedule": {"fuse_weight_gradients": False, "combine_mode": "scatter"}},
+}
+
+
+@pytest.mark.parametrize(("name", "way"), [*((name, None) for name in EXPERTS), *(("silu", way) for way in WAYS)])
+@pytest.mark.slow(unless={"way": ["fp8 on the wire", "gradient apart"]})
+def test_gradients_have_the_same_bits(
+    implementation: str, name: str, way: str | None, expert_mesh: Any, rng: np.random.Generator
+) -> None:
+    """Whether tokens are kept or sent again, also where some have no expert and others no row."""
+    if way in ("gradient beside", "gradient apart") and not fuses(implementation, 2, BF16, 2 * T * K):
+        pytest.skip(f"{implementation} fuses no products with exchanges")
+    shape = Shape(
+        num_tokens=T, top_k=K, num_experts=8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER
+    )
+    (experts, bias), options = EXPERTS[name], WAYS.get(way, {})
+    of = Layer(rng, "some_without_expert", 2, shape, BF16)
+    biases = [reals(rng, 2, 4, columns, dtype=BF16) if bias else None for columns in (2 * INNER, shape.hidden)]
+    x, topk_idx, *others = of.args
+    d_out = reals(rng, *x.shape, dtype=BF16)
+
+    def gradients(keep: bool, x, topk_idx, d_out, *others):
+        call = layer(implementation, experts, keep, capacity=T, **options)
+        return jax.vjp(lambda x, *others: call(x, topk_idx, *others), x, *others)[1](d_out)
+
+    mesh, arrays = expert_mesh(2), (x, topk_idx, d_out, *others, *biases)
+    again, kept = (compiled(functools.partial(gradients, keep), mesh)(*arrays) for keep in (False, True))
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(kept), strict=True):
+        assert_same_bits(one, other)
+        assert np.abs(one.astype(np.float32)).max() > 0
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.slow(unless={"name": ["gpt-oss, biases"]})
+def test_second_derivatives(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """In everything, through rows that are made again, as in float32 with tokens that are kept.
+
+    On one rank, since exchanges of a second derivative depend on each other in nothing, and the interpreter's devices
+    would take them up in any order; tests/contract/test_fused.py has two.
+    """
+    experts, bias = EXPERTS[name]
+    arrays, topk_idx = inputs(rng, 1, bias)
+
+    def fn(implementation: str, keep: bool, topk_idx, x, weights, w_gate_up, w_down, *biases):
+        def loss(parameters: Any) -> Any:
+            call = layer(implementation, experts, keep)
+            return jnp.sum(call(parameters[0], topk_idx, *parameters[1:]).astype(jnp.float32) ** 2)
+
+        def slope(parameters: Any) -> Any:  # to which each gradient adds as much
+            return sum(jnp.linalg.norm(d.astype(jnp.float32)) for d in jax.tree.leaves(jax.grad(loss)(parameters)))
+
+        return jax.grad(slope)((x, weights, w_gate_up, w_down, *biases))
+
+    mesh, wide = expert_mesh(1), [None if a is None else a.astype(F32) for a in arrays]
+    got = compiled(functools.partial(fn, implementation, False), mesh)(topk_idx, *arrays)
+    wanted = compiled(functools.partial(fn, "xla", True), mesh)(topk_idx, *wide)
+    for i, (one, other) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)):
+        error = np.linalg.norm(one.astype(np.float64) - other.astype(np.float64))
+        assert error < 0.05 * np.linalg.norm(other.astype(np.float64)), f"parameter {i}"

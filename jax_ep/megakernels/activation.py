@@ -102,7 +102,7 @@ def activate_gradient(
     results.append(jax.ShapeDtypeStruct(d_rows.shape if keep else (1,), d_rows.dtype))
     operands, constants = _with_bias((hidden, weights, d_rows, group_sizes), bias)
     constants |= {"S": sizes, "KIND": kind_of(experts), "KEEP": keep}
-    config = gradient_config(experts, sizes)
+    config = gradient_config(experts, sizes, keep)
     d_hidden, d_weights, rows = launch(_GRADIENT, operands, results, config, constants)
     return d_hidden, d_weights, rows if keep else None
 
@@ -290,10 +290,12 @@ def gradient_sizes_of(experts: Experts, shape: tuple[int, ...], group_sizes: Arr
     return row_pass(shape, group_sizes, _MOST_GRADIENT_COLUMNS, elements)
 
 
-def gradient_config(experts: Experts, sizes: RowPass) -> Config:
-    """Fewer programs where one needs more registers than eight leave it."""
+def gradient_config(experts: Experts, sizes: RowPass, keep: bool) -> Config:
+    """Fewer programs where one needs more registers than eight leave it, as where rows are kept."""
     num_tasks = -(-sizes.R // sizes.BR)
-    return pass_config(num_tasks, 4) if _is_wide(experts) else pass_config(num_tasks)
+    if _is_wide(experts):
+        return pass_config(num_tasks, 4)
+    return pass_config(num_tasks, 5) if keep else pass_config(num_tasks)
 
 
 def _is_wide(experts: Experts) -> bool:

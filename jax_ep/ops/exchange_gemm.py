@@ -310,7 +310,11 @@ def _dispatch_backward(
     options: Options, transpose_rhs: bool, save_as: str | None, residuals: Any, cotangents: Dispatched
 ) -> Any:
     x, saved, w, handle = residuals
-    d_hidden, d_row_weights = _cotangents(cotangents.hidden, cotangents.row_weights, w)
+    d_hidden, d_row_weights = cotangents.hidden, cotangents.row_weights
+    if isinstance(d_hidden, SymbolicZero):
+        d_hidden = vary_alike((jnp.zeros(d_hidden.shape, d_hidden.dtype), w))[0]
+    if isinstance(d_row_weights, SymbolicZero):
+        d_row_weights = None
     back = (options, not transpose_rhs)
     if save_as == "rows" and not isinstance(cotangents.saved, SymbolicZero):
         # Of rows that something else than `weight_gradient` has read, as the gradient of a bias does.
@@ -331,13 +335,6 @@ def _dispatch_backward(
         return *multiply_and_combine_with_weight_gradient(*back, form, *operands), None
     d_x, d_weights = multiply_and_combine(*back, d_hidden, d_row_weights, w, behind)
     return d_x, d_weights, weight_gradient(options, transpose_rhs, form, x, saved, d_hidden, handle), None
-
-
-def _cotangents(d_hidden: Any, d_row_weights: Any, w: Array) -> tuple[Array, Array | None]:
-    """Zeros where there is no cotangent of hidden rows, and None where there is none of their weights."""
-    if isinstance(d_hidden, SymbolicZero):
-        d_hidden = vary_alike((jnp.zeros(d_hidden.shape, d_hidden.dtype), w))[0]
-    return d_hidden, None if isinstance(d_row_weights, SymbolicZero) else d_row_weights
 
 
 def _sent_again(options: Options, run: Any, x: Array, handle: Handle, after: Array) -> tuple[str, Array]:
@@ -389,12 +386,9 @@ def dispatch_then_multiply(
     return multiply(options, False, x.dtype, rows, w, handle.group_sizes), row_weights
 
 
-def _then_multiply_forward(options: Options, *arguments: Any) -> Any:
-    trains = arguments[2].perturbed
-    x, weights, w, handle = custom_vjp_primal_tree_values(arguments)
-    if not trains or not options.schedule.keep_tokens:
-        found = dispatch_then_multiply(options, x, weights, w, handle)
-        return found, (x if trains else None, None, w, handle)
+def _then_multiply_forward(options: Options, x: Array, weights: Array | None, w: Array, handle: Handle) -> Any:
+    if not options.schedule.keep_tokens:
+        return dispatch_then_multiply(options, x, weights, w, handle), (x, None, w, handle)
     rows, row_weights = exchange.dispatch_tokens(options, x, weights, handle)
     rows = checkpoint_name(rows, TOKENS_NAME)
     return (multiply(options, False, x.dtype, rows, w, handle.group_sizes), row_weights), (None, rows, w, handle)
@@ -402,15 +396,14 @@ def _then_multiply_forward(options: Options, *arguments: Any) -> Any:
 
 def _then_multiply_backward(options: Options, residuals: Any, cotangents: Any) -> Any:
     x, rows, w, handle = residuals
-    d_hidden, d_row_weights = _cotangents(cotangents[0], cotangents[1], w)
+    d_hidden, d_row_weights = cotangents
     behind = handle
-    if x is not None:
+    if rows is None:
         rows = exchange.dispatch_again(options, x, handle, d_hidden)
         behind = exchange.later(handle, rows)
     d_rows = multiply(options, True, w.dtype, d_hidden, w, behind.group_sizes)
     d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
-    d_w = None if rows is None else grouped_gemm.weight_gradient(options, w.dtype, rows, d_hidden, handle.group_sizes)
-    return d_x, d_weights, d_w, None
+    return d_x, d_weights, grouped_gemm.weight_gradient(options, w.dtype, rows, d_hidden, handle.group_sizes), None
 
 
 def _weight_gradient_forward(options: Options, transpose: bool, saved_as: str, *arguments: Any) -> Any:
@@ -446,7 +439,7 @@ def _with_weight_gradient_backward(
     return d_h + d_rows, d_row_weights, d_x, d_saved, d_w, None
 
 
-dispatch_then_multiply.defvjp(_then_multiply_forward, _then_multiply_backward, symbolic_zeros=True)
+dispatch_then_multiply.defvjp(_then_multiply_forward, _then_multiply_backward)
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward, symbolic_zeros=True)
 multiply_and_combine.defvjp(_combine_forward, _combine_backward)
 multiply_and_combine_with_bias.defvjp(_combine_with_bias_forward, _combine_with_bias_backward)

@@ -30,10 +30,14 @@ def compile_pass(monkeypatch, kernel, types, constants, config=None):
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_exact", "relu", "relu_squared", "gpt-oss", "llama 4"])
-@pytest.mark.parametrize("kernel", [kernels._ACTIVATE, kernels._GRADIENT], ids=lambda kernel: kernel.function)
+@pytest.mark.parametrize(
+    ("kernel", "keep"),
+    [(kernels._ACTIVATE, False), (kernels._GRADIENT, False), (kernels._GRADIENT, True)],
+    ids=["rows", "gradient", "gradient and rows"],
+)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
 @pytest.mark.slow(unless={"name": ["silu", "gpt-oss"]})
-def test_activation(monkeypatch, kernel, name, gated):
+def test_activation(monkeypatch, kernel, keep, name, gated):
     """The experts of gpt-oss have gates and biases."""
     experts = {"llama 4": Experts(gated=gated, weight_on="input"), "gpt-oss": GPT_OSS}.get(name)
     if experts is None:
@@ -48,7 +52,10 @@ def test_activation(monkeypatch, kernel, name, gated):
         types["bias"] = RowBias("*bf16", "*i32")
     else:
         constants["bias"] = None
-    config = kernels.gradient_config(experts, constants["S"]) if kernel is kernels._GRADIENT else None
+    config = None
+    if kernel is kernels._GRADIENT:
+        config = kernels.gradient_config(experts, constants["S"], keep)
+        constants["KEEP"], types["rows_ptr"] = keep, "*bf16"
     compile_pass(monkeypatch, kernel, types, constants, config)
 
 

@@ -16,10 +16,11 @@ lib/baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the
 128, which the host knows from the routing, so that nothing is dropped; `--layers dropless` is the layer with room for
 any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
 GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
-apart" with `fuse_weight_gradients`. `--layers moe wire fp8 "fp8 and wire" xla` compares the layer in bfloat16 with
-those that send, or multiply forward, in FP8; the quantisation of the matrices is in their time. The other baseline
-drops, and the report says how much. TFLOP/s are those of a GPU on average and count real rows only, with three times
-the forward's for both ways.
+apart" with `fuse_weight_gradients`, and "kept" with `keep_tokens`: beside "moe" it shows what it costs to send tokens
+again, and how much each keeps for the backward pass, without matrices. `--layers moe wire fp8 "fp8 and wire" xla`
+compares the layer in bfloat16 with those that send, or multiply forward, in FP8; the quantisation of the matrices is in
+their time. The other baseline drops, and the report says how much. TFLOP/s are those of a GPU on average and count real
+rows only, with three times the forward's for both ways.
 
 The parts of a case take turns with each other, and so do its layers. The ragged baseline comes last, by itself: it is
 slow, and a run in which it hangs ends there.
@@ -43,7 +44,18 @@ from lib.exchange_chains import OPTIONS
 from lib.inputs import MODELS, expert_mesh, make_weights
 from lib.layer_chains import Case, make_case
 from lib.layer_run import Run, label, ratio_to_longer, shape_of
-from lib.layer_variants import DISPATCHED, GRADIENT_MODES, LAYERS, MODES, PALLAS, PARTS, layers, parts, with_programs
+from lib.layer_variants import (
+    DISPATCHED,
+    GRADIENT_MODES,
+    LAYERS,
+    MODES,
+    PALLAS,
+    PARTS,
+    kept_bytes,
+    layers,
+    parts,
+    with_programs,
+)
 
 RAGGED_TIMEOUT_S = 60.0
 RAGGED_ROUNDS, RAGGED_LENGTHS = 3, (1, 2)
@@ -95,7 +107,12 @@ def measure_layers(run: Run, case: Case, chosen: list[str], args: argparse.Names
     lengths = chain_lengths(case.layout.num_tokens, layer=True, quick=args.quick)
     for direction in args.directions:
         variants = layers(case, chosen, backward=DIRECTIONS[direction])
-        times = run.measure(case, direction, variants, lengths, notes=layer_notes(case))
+        notes = layer_notes(case)
+        if DIRECTIONS[direction]:
+            for key in {"moe", "kept"} & set(chosen):
+                kept = {"kept_mib": kept_bytes(case, key) / 2**20}
+                notes[LAYERS[key]] = notes.get(LAYERS[key], {}) | kept
+        times = run.measure(case, direction, variants, lengths, notes=notes)
         ours = times.pop(LAYERS["moe"], None)
         if ours is not None:
             run.summarise(case, **{f"{direction}, moe / {name}": ours.ratio_to(t) for name, t in times.items()})

@@ -131,9 +131,9 @@ class Schedule:
       fuse_weight_gradients: True: in the backward pass of dispatch + product, the gradient of the matrices comes from
         the launch that sends the gradient of the tokens, whose other programs multiply meanwhile; False: from a launch
         of its own. True exists where "fused" does.
-      keep_tokens: of dispatch + product whose matrices are trained: True: tokens are kept for the backward pass as they
-        have arrived, under the name `jax_ep.tokens`; False, as None: they are sent again there, and read where they lie
-        on one device. Sending again takes the time of one more exchange, and none of the memory.
+      keep_tokens: of dispatch + product: True: tokens are kept for the gradient of the matrices as they have arrived,
+        under the name `jax_ep.tokens`; False, as None: they are sent again in the backward pass, or on one device read
+        where they lie, which takes one more exchange, or a copy, and no memory between the passes.
       num_communicating_programs: of dispatch + product in one kernel, how many programs, of one per multiprocessor,
         send tokens before they multiply too: fewer leave more to the first products, more send sooner. Of a dispatch
         alone, at most how many it has.

@@ -234,6 +234,7 @@ LAYERS = {
     **{mode: f"jax_ep.moe, combine_mode {mode}" for mode in COMBINE_MODES},
     "fused gradients": "jax_ep.moe, weight gradients in the launch of an exchange",
     "gradients apart": "jax_ep.moe, weight gradients in launches of their own",
+    "kept": "jax_ep.moe, tokens kept for the backward pass",
     **{f"{mode} dispatch": f"jax_ep.moe, dispatch_mode {mode}" for mode in DISPATCH_MODES},
     "xla": "jax_ep.moe, implementation xla",
     "capacity": f"all_to_all + einsum, capacity {CAPACITY_FACTOR}",
@@ -246,10 +247,9 @@ OURS = tuple(key for key in LAYERS if key not in BASELINES)
 FP8_DIFFERENCE = 0.6  # a relative error of 0.05 to 0.1 in the norm, several times that of single elements
 
 
-def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Variant]:
-    """The layer, forward or with the gradients of tokens, router weights and both matrices."""
+def _functions(case: Case) -> dict[str, Callable[..., Array]]:
     moe = partial(jax_ep.moe, capacity=case.layout.capacity)
-    functions: dict[str, Callable[..., Array]] = {
+    return {
         "moe": moe,
         "dropless": jax_ep.moe,
         "wire": partial(moe, wire_dtype=FP8),
@@ -258,11 +258,17 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
         **{mode: partial(moe, schedule=Schedule(combine_mode=mode)) for mode in COMBINE_MODES},
         "fused gradients": partial(moe, schedule=Schedule(fuse_weight_gradients=True)),
         "gradients apart": partial(moe, schedule=Schedule(fuse_weight_gradients=False)),
+        "kept": partial(moe, schedule=Schedule(keep_tokens=True)),
         **{f"{mode} dispatch": partial(moe, schedule=Schedule(dispatch_mode=mode)) for mode in DISPATCH_MODES},
         "xla": partial(moe, implementation="xla"),
         "capacity": partial(baselines.capacity_layer, capacity=case.slot_capacity),
         "ragged": partial(baselines.ragged_layer, capacity=case.layout.capacity),
     }
+
+
+def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Variant]:
+    """The layer, forward or with the gradients of tokens, router weights and both matrices."""
+    functions = _functions(case)
     x, d_y, ids, router_weights = case.inputs
     layout, model = case.layout, case.model
     flops = (18.0 if backward else 6.0) * layout.num_tokens * layout.top_k * model.hidden * model.intermediate
@@ -279,6 +285,19 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
         )
         for key in chosen
     }
+
+
+def kept_bytes(case: Case, key: str) -> int:
+    """What a layer keeps on each rank between the passes, without the matrices."""
+    layer = case.shard_map(partial(_functions(case)[key], num_experts=case.model.experts))
+    x, _, ids, router_weights = case.inputs
+
+    def pulled(x: Array, *others: Array) -> Any:
+        return jax.vjp(lambda x, *others: layer(x, ids, *others), x, *others)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(pulled, x, router_weights, *case.weights))
+    found = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) - sum(w.nbytes for w in case.weights)
+    return found // case.layout.num_ranks
 
 
 def _anew(fixed: Any, zero: Array) -> Any:

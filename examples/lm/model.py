@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ep import Schedule
 from jax_ep.flax import MoE, MoEMetrics
 from jax_ep.serving import ServingWeights
 from lm.data import NUM_BYTES
@@ -130,6 +131,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             mesh=mesh,
             batch_axes="data",
+            schedule=Schedule(keep_tokens=config.remat == "keep-experts"),
             implementation=config.implementation,
             rngs=rngs,
         )

@@ -208,11 +208,12 @@ class Dispatched(NamedTuple):
 def _kept_as(options: Options, layout: Layout) -> str | None:
     """What is kept of tokens for the gradient of the matrices: whichever takes less memory; or None.
 
-    "tokens" are `[W * T, H]` by source rank and token, "rows" `[R, H]`. On one device the former are x itself.
+    "tokens" are `[W * T, H]` by source rank and token, "rows" `[R, H]`. On one device the former would be x itself.
     """
-    if not options.schedule.keep_tokens or layout.num_ranks == 1:
+    if not options.schedule.keep_tokens:
         return None
-    return "rows" if layout.capacity <= layout.num_ranks * layout.num_tokens else "tokens"
+    few = layout.capacity <= layout.num_ranks * layout.num_tokens
+    return "rows" if few or layout.num_ranks == 1 else "tokens"
 
 
 def implementations(options: Options, rows: Array, w: Array, handle: Handle) -> tuple[Any, Any]:

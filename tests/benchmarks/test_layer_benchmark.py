@@ -155,6 +155,19 @@ def test_layers_agree_and_report_their_gradients(case):
     assert layer_chains.difference(wrong, expected) > 0.25
 
 
+def test_kept_bytes_are_those_of_one_rank(case):
+    """Of two layers that keep tokens, or x, beside hidden rows and a few numbers of each slot."""
+    tokens, rows, hidden, inner = (
+        case.layout.num_tokens,
+        case.layout.capacity,
+        case.model.hidden,
+        case.model.intermediate,
+    )
+    again, kept = (layer_variants.kept_bytes(case, key) for key in ("moe", "kept"))
+    assert 0 <= again - 2 * (tokens * hidden + rows * 2 * inner) < 4 * (2 * rows + 3 * RANKS * tokens * 2)
+    assert kept - again == 2 * (rows - tokens) * hidden
+
+
 @pytest.mark.slow
 def test_layers_in_fp8_are_near_the_others(case):
     variants = layer_variants.layers(case, ["moe", "wire", "fp8", "fp8 and wire"], backward=True)

@@ -83,7 +83,7 @@ CASES = [(name, BF16, num_ranks) for name in EXPERTS for num_ranks in (1, 4)] + 
 def test_bytes_are_those_of_the_formula(
     implementation: str, name: str, dtype: Any, num_ranks: int, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
-    """x, hidden rows, and some numbers for each slot; with `keep_tokens` also tokens, where they have travelled."""
+    """x, hidden rows, and some numbers for each slot; with `keep_tokens` also tokens."""
     (experts, bias), mesh, rows = EXPERTS[name], expert_mesh(num_ranks), T * K
     arrays, topk_idx = inputs(rng, num_ranks, bias, dtype)
     capacity = rows if num_ranks > 1 else None
@@ -96,10 +96,11 @@ def test_bytes_are_those_of_the_formula(
     # Row numbers, weights (twice where biases have them), ids, groups, ranks and counters.
     routing = 4 * ((3 if bias else 2) * rows + 2 * num_ranks * T * K + SHAPE.num_experts + num_ranks + 3)
     assert formula < again <= formula + routing
-    tokens = min(num_ranks * T, rows) if fuses(implementation, num_ranks, dtype, rows) else rows
-    of_x = 0 if fuses(implementation, num_ranks, dtype, rows) else T * H  # rows that are kept need no x
-    expected = 0 if num_ranks == 1 and not of_x else size * (tokens * H - of_x)
-    assert kept - again == expected
+    if fuses(implementation, num_ranks, dtype, rows):
+        tokens = rows if num_ranks == 1 else min(num_ranks * T, rows)
+    else:
+        tokens = rows - T  # which take the place of x
+    assert kept - again == size * tokens * H
 
 
 @pytest.mark.slow

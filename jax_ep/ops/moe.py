@@ -71,8 +71,9 @@ def moe(
 ) -> Array:
     """The expert layer: `y[t] = sum_k weight[t, k] * (act(x[t] @ gate) * (x[t] @ up)) @ down` of expert `idx[t, k]`.
 
-    Differentiable in x, the router weights, the matrices and the biases. Under `jax.checkpoint` the names
-    `jax_ep.tokens` (dispatched tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed
+    Differentiable in x, the router weights, the matrices and the biases. For the backward pass it keeps x, the first
+    product and the routing; dispatched tokens only as `keep_tokens` of the schedule says. Under `jax.checkpoint` the
+    names `jax_ep.tokens` (such tokens), `jax_ep.hidden` (first product) and `jax_ep.output` can be saved or recomputed
     by a policy.
 
     Args:
@@ -130,7 +131,7 @@ def moe(
       27.0
 
     Source: Mixture of Experts as in Mixtral (arXiv:2401.04088) with GLU experts (arXiv:2002.05202); "fp8" as in
-    DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
     x = check.matrix("moe", "x", x, "[T, H]")
     recipe = check_recipe.recipe("moe", recipe, x.dtype)

@@ -106,8 +106,8 @@ def test_bytes_are_those_of_the_formula(
 @pytest.mark.slow
 def test_a_program_takes_that_memory(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Of a scan over layers as XLA compiles it, one layer more: no tokens, and no activated rows."""
-    if implementation != "xla":
-        pytest.skip("the interpreter's calls have memory of their own")
+    if implementation != "xla" or jax.default_backend() != "cpu":
+        pytest.skip("the interpreter's calls have memory of their own, and XLA's products on GPUs")
     mesh, capacity, few, many = expert_mesh(4), T * K, 2, 12
     arrays, topk_idx = inputs(rng, 4, bias=False)
 
@@ -137,8 +137,8 @@ def test_no_product_is_computed_again(implementation: str, name: str, rng: np.ra
 
     The third program keeps nothing, and so computes one product twice.
     """
-    if implementation != "xla":
-        pytest.skip("counts the products of XLA")
+    if implementation != "xla" or jax.default_backend() != "cpu":
+        pytest.skip("counts the products of XLA as it writes them for the CPU")
     arrays, topk_idx = inputs(rng, 1, bias=EXPERTS[name][1])
     x, *others = (None if a is None else a[0] for a in arrays)
 
@@ -178,7 +178,9 @@ def test_gradients_have_the_same_bits(
     shape = Shape(
         num_tokens=T, top_k=K, num_experts=8, hidden=128 if way == "fp8 on the wire" else H, intermediate=INNER
     )
-    (experts, bias), options = EXPERTS[name], WAYS.get(way, {})
+    (experts, bias), options = EXPERTS[name], dict(WAYS.get(way, {}))
+    # Else what is kept decides how many launches there are, and these which kernel multiplies.
+    options["schedule"] = {"dispatch_mode": "serial"} | options.get("schedule", {})
     of = Layer(rng, "some_without_expert", 2, shape, BF16)
     biases = [reals(rng, 2, 4, columns, dtype=BF16) if bias else None for columns in (2 * INNER, shape.hidden)]
     x, topk_idx, *others = of.args

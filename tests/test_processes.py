@@ -42,7 +42,7 @@ def test_exchange_and_layer(num_processes: int, num_devices: int) -> None:
     command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "--implementation", "xla"]
     done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\[0\] 6 passed", done.stdout)
+    assert re.search(r"\[0\] 9 passed", done.stdout)
 
 
 @pytest.mark.slow
@@ -70,6 +70,15 @@ def test_processes_that_differ() -> None:
         ("experts", "num_experts=16", "num_experts=32"),
         ("hidden", "tokens float32[4, 6]", "tokens float32[4, 7]"),
         ("low latency", "dispatch, Layout", "low_latency_dispatch, Layout"),
+        ("node tokens", "num_tokens=5", "num_tokens=6"),
+        ("node experts", "num_experts=16, K=2", "num_experts=32, K=2"),
+        ("node K", "num_experts=8, K=1", "num_experts=8, K=2"),
+        ("node hidden", "float32[4, 6]", "float32[4, 7]"),
+        ("node capacity", "node_capacity=3", "node_capacity=None"),
+        ("node blocks", "num_blocks=2", "num_blocks=1"),
+        ("node layer", "moe, over nodes", "dispatch, over nodes"),
+        ("node wire", "wire_dtype=float8_e4m3fn", "wire_dtype=None"),
+        ("node or flat", "dispatch, over nodes", "dispatch, Layout"),
     ):
         # Who comes first goes on: who comes later, or both, see that they differ.
         said = [found[name] for found in both if found[name] != "no error"]

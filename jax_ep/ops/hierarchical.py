@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.collectives import all_gather, rank_on
 from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
@@ -82,7 +83,12 @@ def send(
     """Brings tokens to the nodes of their experts, all arguments checked and alike in their mesh axes."""
     num_nodes = axis_size(options.axis, function=options.function)
     per_node = num_experts // num_nodes
-    handle = _plan(options, topology, topk_idx, num_nodes, per_node)
+    num_tokens, top_k = topk_idx.shape
+    layout = _layout(options, topology, num_tokens, top_k, num_nodes)
+    rows = ", ".join(f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves((x, topk_weights)))
+    sizes = f"{topology}, {num_experts=}, K={top_k}, {layout}, wire_dtype={options.wire_dtype}, arrays {rows}"
+    context.compare(options.function, f"over nodes, {sizes}")
+    handle = _plan(options, topk_idx, per_node, layout)
     ids = all_gather(topk_idx, options.axis).reshape(-1, topk_idx.shape[1]) - rank_on(options.axis) * per_node
     is_here = (ids >= 0) & (ids < per_node)
     tokens = row_tokens(handle)
@@ -103,19 +109,20 @@ def _send_along(
     return rows, ids, topk_weights
 
 
-def _plan(options: Options, topology: Topology, topk_idx: Array, num_nodes: int, per_node: int) -> Handle:
-    """The handle of an exchange in which each token has every node at most once."""
-    num_tokens, top_k = topk_idx.shape
-    valid = (topk_idx >= 0) & (topk_idx < num_nodes * per_node)
-    nodes = jnp.where(valid, topk_idx // per_node, -1)
-    is_same = nodes[:, :, None] == nodes[:, None, :]
-    is_repeated = jnp.any(is_same & jnp.tri(top_k, k=-1, dtype=jnp.bool_)[None], axis=2)
-    most = min(num_nodes, top_k)
-    nodes = lax.top_k(jnp.where(is_repeated, -1, nodes), most)[0]
+def _layout(options: Options, topology: Topology, num_tokens: int, top_k: int, num_nodes: int) -> Layout:
     capacity = num_nodes * num_tokens
     if topology.node_capacity is not None:
         capacity = min(capacity, topology.node_capacity)
-    layout = Layout(num_nodes, num_nodes, num_tokens, most, capacity, axis=spread_axes(options.axis))
+    return Layout(num_nodes, num_nodes, num_tokens, min(num_nodes, top_k), capacity, axis=spread_axes(options.axis))
+
+
+def _plan(options: Options, topk_idx: Array, per_node: int, layout: Layout) -> Handle:
+    """The handle of an exchange in which each token has every node at most once."""
+    valid = (topk_idx >= 0) & (topk_idx < layout.num_ranks * per_node)
+    nodes = jnp.where(valid, topk_idx // per_node, -1)
+    is_same = nodes[:, :, None] == nodes[:, None, :]
+    is_repeated = jnp.any(is_same & jnp.tri(topk_idx.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)
+    nodes = lax.top_k(jnp.where(is_repeated, -1, nodes), layout.top_k)[0]
     return _exchange().plan(options, nodes, layout)
 
 

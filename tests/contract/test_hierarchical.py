@@ -43,16 +43,6 @@ def moe(shape: Shape, implementation: str, **options: Any) -> Any:
     return functools.partial(jax_ep.moe, **options)
 
 
-def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks: int, **options: Any) -> oracle.Layout:
-    """Rows in the order expert, local rank, node, token and k: the oracle's, with the ranks numbered in that order."""
-    num_ranks = len(topk_idx)
-    order = np.arange(num_ranks).reshape(-1, num_local_ranks).T.reshape(-1)
-    lay = oracle.layout(topk_idx[order], num_experts, **options)
-    lay.source[...] = np.where(lay.source < 0, -1, order[lay.source])
-    lay.num_invalid[order] = lay.num_invalid.copy()
-    return lay
-
-
 def node_pairs(topk_idx: np.ndarray, num_experts: int, num_nodes: int) -> np.ndarray:
     """`[W, N]`: how many tokens of each rank have an expert in each node, counted token by token."""
     counts = np.zeros((len(topk_idx), num_nodes), np.int64)
@@ -105,7 +95,7 @@ def test_rows_bit_for_bit(implementation: str, nodes: Mesh, rng: Any, subtests: 
     for routing in UNEVEN if implementation == "xla" else FEW:
         with subtests.test(routing):
             layer = Layer(rng, routing, nodes.size, BASE)
-            lay = hierarchical_layout(layer.topk_idx, BASE.num_experts, nodes.shape["expert"], alignment=2)
+            lay = oracle.hierarchical_layout(layer.topk_idx, BASE.num_experts, nodes.shape["expert"], alignment=2)
             y = integers(rng, *lay.source.shape, BASE.hidden)
             y[lay.is_padding] = np.nan
             tokens, weights, again, weights_again, back, counts = call(*layer.args[:3], y)
@@ -215,7 +205,7 @@ def test_drops_are_counted(implementation: str, two_nodes: Mesh, rng: Any, limit
     assert len(rows) == back[..., 0].sum()
     assert {row.tobytes() for row in rows} <= sent
     if "node_capacity" not in limits:
-        assert_same_bits(dropped, hierarchical_layout(layer.topk_idx, BASE.num_experts, 2, **limits).dropped)
+        assert_same_bits(dropped, oracle.hierarchical_layout(layer.topk_idx, BASE.num_experts, 2, **limits).dropped)
 
 
 def test_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> None:
@@ -238,7 +228,7 @@ def test_fp8_between_nodes(implementation: str, two_nodes: Mesh, rng: Any) -> No
         for row, source, token, _, _ in want.lay.rows(rank):
             travelled[source, token] = flat[rank, row]
     assert_close(travelled, layer.x, "tokens of the flat exchange")
-    assert_same_bits(tokens, oracle.gather(travelled, hierarchical_layout(layer.topk_idx, shape.num_experts, 2)))
+    assert_same_bits(tokens, oracle.gather(travelled, oracle.hierarchical_layout(layer.topk_idx, shape.num_experts, 2)))
     assert np.linalg.norm(layer.x - x) > 1e-3 * np.linalg.norm(x)
     # Partial sums are off by 2**-4 at most, by a third of that on average.
     assert np.linalg.norm(y - want.forward()) < 2**-4 * np.linalg.norm(want.forward())
@@ -255,7 +245,7 @@ def test_quantised_pairs(two_nodes: Mesh, rng: Any) -> None:
         return jax_ep.dispatch((values, scales), idx, num_experts=shape.num_experts, axis_name=TOPOLOGY).tokens
 
     got = run(fn, two_nodes, values, scales, layer.topk_idx, axes=AXES)
-    lay = hierarchical_layout(layer.topk_idx, shape.num_experts, 2)
+    lay = oracle.hierarchical_layout(layer.topk_idx, shape.num_experts, 2)
     assert_same_bits(got[0], oracle.gather(values, lay), "values")
     assert_same_bits(got[1], oracle.gather(scales, lay), "scales")
 

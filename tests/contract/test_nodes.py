@@ -1,4 +1,4 @@
-"""The exchange and the layer over all devices of several nodes: on one axis, and on one axis per level.
+"""The exchange and the layer over all devices of several nodes: on one axis, on one axis per level, over a Topology.
 
 In several processes (run_processes.py) a node is a process; in one the devices are halved.
 """
@@ -6,6 +6,7 @@ In several processes (run_processes.py) a node is a process; in one the devices 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax_ep
 import oracle
 from cases import Shape, assert_close, assert_same_bits, integers, reals
 from harness import compiled, make_mesh
+from jax_ep.types import AxisName
 from layers import Layer
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=16, hidden=8, intermediate=4)
@@ -30,23 +32,23 @@ class Over:
     Attributes:
       mesh: all devices.
       axis_name: as the functions take it.
-      options: more keywords that dispatch and `moe` take.
+      ranks_per_node: where tokens go over nodes first, which orders rows by the rank in the node before the node.
     """
 
     mesh: Mesh
-    axis_name: str | tuple[str, ...]
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return {"axis_name": self.axis_name, **self.options}
+    axis_name: AxisName
+    ranks_per_node: int = 1
 
     def compiled(self, fn: Any) -> Any:
         """`fn` of the ranks' arrays, `[W, ...]` with the ranks in the order of `axis_name`."""
-        return compiled(fn, self.mesh, axes=(self.axis_name,))
+        return compiled(fn, self.mesh, axes=(self.mesh.axis_names,))
+
+    def oracle(self, layer: Layer, **options: Any) -> oracle.MoE:
+        lay = oracle.hierarchical_layout(layer.topk_idx, SHAPE.num_experts, self.ranks_per_node, **options)
+        return oracle.MoE(layer.x, layer.topk_weights, layer.w_gate_up, layer.w_down, lay)
 
 
-@pytest.fixture(params=["flat", "nodes"])
+@pytest.fixture(params=["flat", "nodes", "topology"])
 def over(request: pytest.FixtureRequest) -> Over:
     num_nodes = jax.process_count() if jax.process_count() > 1 else 2
     num_ranks = jax.device_count() // num_nodes * num_nodes
@@ -58,16 +60,17 @@ def over(request: pytest.FixtureRequest) -> Over:
     if jax.process_count() > 1:
         processes = [{device.process_index for device in row} for row in mesh.devices]
         assert processes == [{process} for process in range(num_nodes)], "a node is not a process"
-    return Over(mesh, ("node", "expert"))
+    if request.param == "nodes":
+        return Over(mesh, ("node", "expert"))
+    return Over(mesh, jax_ep.Topology(node="node", local="expert"), num_ranks // num_nodes)
 
 
 def test_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
     """Rows bit for bit, and sums of whole numbers, which no order changes."""
 
     def fn(x, topk_idx, topk_weights, y):
-        sent = jax_ep.dispatch(
-            x, topk_idx, topk_weights, num_experts=SHAPE.num_experts, implementation=implementation, **over.keywords
-        )
+        options = {"num_experts": SHAPE.num_experts, "axis_name": over.axis_name, "implementation": implementation}
+        sent = jax_ep.dispatch(x, topk_idx, topk_weights, **options)
         back = jax_ep.combine(y, sent.handle, axis_name=over.axis_name, implementation=implementation)
         return sent.tokens, sent.weights, sent.group_sizes, back
 
@@ -75,7 +78,7 @@ def test_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Ge
     for routing in ROUTINGS:
         with subtests.test(routing):
             layer = Layer(rng, routing, over.mesh.size, SHAPE)
-            lay = layer.oracle().lay
+            lay = over.oracle(layer).lay
             y = integers(rng, *lay.source.shape, SHAPE.hidden)
             tokens, weights, group_sizes, back = call(layer.x, layer.topk_idx, layer.topk_weights, y)
             assert_same_bits(tokens, oracle.gather(layer.x, lay), "tokens")
@@ -85,27 +88,31 @@ def test_dispatch_and_combine(implementation: str, over: Over, rng: np.random.Ge
 
 
 def test_moe_and_gradients(implementation: str, over: Over, rng: np.random.Generator, subtests: Any) -> None:
-    """The layer, and the gradients of its tokens, router weights and both matrices."""
+    """The layer, and the gradients of its tokens, router weights and both matrices: over nodes as among all ranks."""
 
-    def fn(x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
+    def fn(axis_name, x, topk_idx, topk_weights, w_gate_up, w_down, d_out):
         def layer(x, topk_weights, w_gate_up, w_down):
             arrays = (x, topk_idx, topk_weights, w_gate_up, w_down)
-            return jax_ep.moe(*arrays, num_experts=16, implementation=implementation, **over.keywords)
+            return jax_ep.moe(*arrays, num_experts=16, axis_name=axis_name, implementation=implementation)
 
         out, vjp = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
         return out, vjp(d_out)
 
-    call = over.compiled(fn)
+    call = over.compiled(functools.partial(fn, over.axis_name))
     for routing in ROUTINGS:
         with subtests.test(routing):
             layer = Layer(rng, routing, over.mesh.size, SHAPE)
             d_out = reals(rng, *layer.x.shape)
             out, gradients = call(*layer.args, d_out)
-            want = layer.oracle()
+            want = over.oracle(layer)
             assert_close(out, want.forward(), "moe")
             names = ("dx", "d_topk_weights", "d_w_gate_up", "d_w_down")
             for name, got, exact in zip(names, gradients, want.gradients(d_out.astype(np.float64)), strict=True):
                 assert_close(got.reshape(exact.shape), exact, name)
+    if isinstance(over.axis_name, jax_ep.Topology):
+        flat = over.compiled(functools.partial(fn, over.mesh.axis_names))(*layer.args, d_out)
+        for got, exact in zip(jax.tree.leaves((out, gradients)), jax.tree.leaves(flat), strict=True):
+            assert_close(got, exact.astype(np.float64), "flat moe")
 
 
 def test_capacity(implementation: str, over: Over, rng: np.random.Generator) -> None:
@@ -113,12 +120,17 @@ def test_capacity(implementation: str, over: Over, rng: np.random.Generator) -> 
     capacity = 6
 
     def fn(x, topk_idx, topk_weights, w_gate_up, w_down):
-        options = {"num_experts": 16, "capacity": capacity, "implementation": implementation, **over.keywords}
+        options = {
+            "num_experts": 16,
+            "axis_name": over.axis_name,
+            "capacity": capacity,
+            "implementation": implementation,
+        }
         sent = jax_ep.dispatch(x, topk_idx, topk_weights, **options)
         return sent.dropped, jax_ep.moe(x, topk_idx, topk_weights, w_gate_up, w_down, **options)
 
     layer = Layer(rng, "zipf", over.mesh.size, SHAPE)
-    want = layer.oracle(capacity=capacity)
+    want = over.oracle(layer, capacity=capacity)
     assert want.lay.dropped.sum() > 0
     dropped, out = over.compiled(fn)(*layer.args)
     assert_same_bits(dropped, want.lay.dropped, "dropped")

@@ -5,9 +5,11 @@ python tests/helpers/differing_processes.py PROCESS COORDINATOR
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +23,60 @@ PATIENCE_S = 100.0  # ten times as long between processes: beyond the time limit
 SHORT_S = 0.2
 
 
-def trace(mesh: jax.sharding.Mesh, tokens: int = 4, experts: int = 8, hidden: int = 4, *, low_latency: bool = False):
+TOPOLOGY = jax_ep.Topology(node="node", local="expert")
+OVER_NODES: dict[str, tuple[dict[str, Any], ...]] = {  # what each process traces over TOPOLOGY, or another axis_name
+    "node tokens": ({"tokens": 5}, {"tokens": 6}),
+    "node experts": ({"experts": 16}, {"experts": 32}),
+    "node K": ({"top_k": 1}, {"top_k": 2}),
+    "node hidden": ({"hidden": 6}, {"hidden": 7}),
+    "node capacity": ({"axis_name": dataclasses.replace(TOPOLOGY, node_capacity=3)}, {}),
+    "node blocks": ({"layer": True, "axis_name": dataclasses.replace(TOPOLOGY, num_blocks=2)}, {"layer": True}),
+    "node layer": ({"layer": True}, {}),
+    "node wire": ({"wire_dtype": jnp.float8_e4m3fn, "hidden": 128}, {"hidden": 128}),
+    "node or flat": ({}, {"axis_name": TOPOLOGY.axes}),
+}
+
+
+def trace(
+    mesh: jax.sharding.Mesh,
+    tokens: int = 4,
+    experts: int = 8,
+    hidden: int = 4,
+    top_k: int = 2,
+    *,
+    low_latency: bool = False,
+    layer: bool = False,
+    axis_name: jax_ep.types.AxisName = "expert",
+    wire_dtype: Any = None,
+) -> None:
     """Lowers an exchange on the mesh, and runs nothing."""
+    options = {"num_experts": experts, "axis_name": axis_name}
 
     def fn(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
         if low_latency:
-            options = {"max_tokens_per_rank": tokens, "quantize": False}
-            return jax_ep.low_latency_dispatch(x, topk_idx, num_experts=experts, **options).tokens.sum()[None]
-        sent = jax_ep.dispatch(x, topk_idx, num_experts=experts)
-        return jax_ep.combine(sent.tokens, sent.handle)
+            own = {"max_tokens_per_rank": tokens, "quantize": False}
+            return jax_ep.low_latency_dispatch(x, topk_idx, **options, **own).tokens.sum()[None]
+        if layer:
+            num_local = experts // mesh.size
+            matrices = jnp.ones((num_local, hidden, 4)), jnp.ones((num_local, 2, hidden))
+            return jax_ep.moe(x, topk_idx, jnp.ones(topk_idx.shape), *matrices, **options)
+        sent = jax_ep.dispatch(x, topk_idx, wire_dtype=wire_dtype, **options)
+        return jax_ep.combine(sent.tokens, sent.handle, axis_name=axis_name)
 
-    spread = jax.P("expert")
+    spread = jax.P(mesh.axis_names)
     rows, sharding = mesh.size * tokens, jax.NamedSharding(mesh, spread)
     x = jax.ShapeDtypeStruct((rows, hidden), jnp.float32, sharding=sharding)
-    topk_idx = jax.ShapeDtypeStruct((rows, 2), jnp.int32, sharding=sharding)
+    topk_idx = jax.ShapeDtypeStruct((rows, top_k), jnp.int32, sharding=sharding)
     jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spread, out_specs=spread)).lower(x, topk_idx)
+
+
+def over_nodes(mesh: jax.sharding.Mesh, different: tuple[dict[str, Any], ...]) -> str:
+    """What comes of it, in a context of its own: which of the two notices decides how far each has counted."""
+    jax_ep.init(mesh, axis_name=TOPOLOGY, timeout_s=PATIENCE_S)
+    trace(mesh, tokens=3, axis_name=TOPOLOGY)
+    found = outcome(lambda: trace(mesh, **{"axis_name": TOPOLOGY} | different[ME]))
+    jax_ep.finalize()
+    return found
 
 
 def main() -> None:
@@ -64,6 +105,8 @@ def main() -> None:
     found["new context"] = outcome(lambda: jax_ep.init(mesh, timeout_s=PATIENCE_S))
     found["same in it"] = outcome(lambda: trace(mesh, tokens=8))
     jax_ep.finalize()
+    nodes = jax.make_mesh((2, 2), TOPOLOGY.axes)
+    found |= {name: over_nodes(nodes, different) for name, different in OVER_NODES.items()}
     if ME == 0:
         found["missing"] = outcome(lambda: jax_ep.init(mesh, timeout_s=SHORT_S))
     print(json.dumps(found), flush=True)

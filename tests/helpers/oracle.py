@@ -74,6 +74,16 @@ def layout(topk_idx: np.ndarray, num_experts: int, *, capacity: int | None = Non
     return Layout(*columns, group_sizes, dropped, num_invalid, num_tokens, top_k)
 
 
+def hierarchical_layout(topk_idx: np.ndarray, num_experts: int, num_local_ranks: int, **options: int | None) -> Layout:
+    """Rows in the order expert, local rank, node, token and k: the oracle's, with the ranks numbered in that order."""
+    num_ranks = len(topk_idx)
+    order = np.arange(num_ranks).reshape(-1, num_local_ranks).T.reshape(-1)
+    lay = layout(topk_idx[order], num_experts, **options)
+    lay.source[...] = np.where(lay.source < 0, -1, order[lay.source])
+    lay.num_invalid[order] = lay.num_invalid.copy()
+    return lay
+
+
 def gather(values: np.ndarray, lay: Layout) -> np.ndarray:
     """dispatch: [W, T, ...] per token to [W, R, ...] per row, bit for bit, padding zero."""
     rows = np.zeros(lay.source.shape + values.shape[2:], values.dtype)

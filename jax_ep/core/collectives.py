@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -42,8 +44,8 @@ def known_after(x: Array, earlier: Array) -> Array:
     return x + ((first != first) & (first == 0)).astype(x.dtype)  # never, but XLA does not know
 
 
-def sum_in_order(parts: Array) -> Array:
-    """Sum over the first axis in index order, so that the result does not depend on how XLA reduces."""
+def sum_in_order(parts: Array | Sequence[Array]) -> Array:
+    """Sum over the first axis, or of several arrays, in index order: the result does not depend on how XLA reduces."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

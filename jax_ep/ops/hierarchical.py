@@ -22,6 +22,7 @@ from jax_ep.core import check
 from jax_ep.core.collectives import all_gather, rank_on
 from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
 from jax_ep.core.mesh_axes import axis_size, spread_axes, vary_alike
+from jax_ep.core.transposes import transposes
 from jax_ep.ops import registry
 from jax_ep.types import Array, Dispatched, Handle, HierarchicalHandle, Layout, Options, Tokens, Topology
 
@@ -40,19 +41,8 @@ def _from_nodes(options: Options, y: Array, handle: Handle) -> Array:
     return _exchange().combine_tokens(options, y, handle)
 
 
-def _transposes(function: Any, transpose: Any) -> None:
-    def forward(options: Options, rows: Array, handle: Handle) -> tuple[Array, Any]:
-        return function(options, rows, handle), (rows[:0], handle)
-
-    def backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Array, None]:
-        like, handle = residuals
-        return transpose(options.transposed, cotangent.astype(like.dtype), handle), None
-
-    function.defvjp(forward, backward)
-
-
-_transposes(_to_nodes, _from_nodes)
-_transposes(_from_nodes, _to_nodes)
+transposes(_to_nodes, _from_nodes)
+transposes(_from_nodes, _to_nodes)
 
 
 class Arrived(NamedTuple):

@@ -2,8 +2,8 @@
 
 Symbols: M = max_tokens_per_rank; the others as in exchange.py.
 
-Kernels for decoding need no fast gradient: both backward passes are those of the portable implementation, which reads
-the handles of all.
+Kernels for decoding need no fast gradient: both backward passes travel by the portable implementation, which reads the
+handles of all.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core import check
+from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import spread_axes, vary_alike
 from jax_ep.core.named_scopes import operation
+from jax_ep.core.transposes import transposes
 from jax_ep.ops import registry
 from jax_ep.types import (
     Array,
@@ -198,6 +200,22 @@ def check_combine(
     return topk_idx, check.router_weights(function, topk_weights, topk_idx.shape, y)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_rows(options: Options, x: Array, handle: LowLatencyHandle) -> Array:
+    """`[M, H]` tokens to `[L, W * M, H]` rows; transpose of `_from_rows`."""
+    return portable.dispatch_rows(options, x, handle)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _from_rows(options: Options, y: Array, handle: LowLatencyHandle) -> Array:
+    """`[L, W * M, H]` rows to `[M, H]` sums; transpose of `_to_rows`."""
+    return portable.combine_rows(options, y, handle)
+
+
+transposes(_to_rows, _from_rows)
+transposes(_from_rows, _to_rows)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def dispatch_tokens(
     options: Options,
@@ -235,8 +253,7 @@ def _dispatch_backward(
         raise TypeError(
             "low_latency_dispatch in FP8 has no gradient: pass quantize=False, or train with dispatch(wire_dtype=...)."
         )
-    _, transpose = jax.vjp(lambda x: portable.dispatch_rows(options, x, handle), x)
-    return *transpose(cotangents[0]), None, None
+    return _from_rows(options, cotangents[0], handle)[: x.shape[0]], None, None
 
 
 dispatch_tokens.defvjp(_dispatch_forward, _dispatch_backward)
@@ -258,11 +275,14 @@ def _combine_backward(options: Options, residuals: Any, cotangent: Array) -> tup
     y, topk_weights, handle = residuals
     if options.wire_dtype is not None:
         raise TypeError("low_latency_combine in FP8 has no gradient: leave wire_dtype=None, or train with combine.")
-
-    def combine(y: Array, topk_weights: Array) -> Array:
-        return portable.low_latency_combine(options, y, topk_weights, handle)
-
-    return *jax.vjp(combine, y, topk_weights)[1](cotangent), None
+    dtype, layout = accumulation_dtype(y.dtype), handle.layout
+    room = jnp.zeros_like(cotangent, shape=(layout.num_tokens - cotangent.shape[0], cotangent.shape[1]))
+    sent = _to_rows(options, jnp.concatenate([cotangent, room]), handle).astype(dtype)
+    weights = portable.dispatch_weights(options, topk_weights.astype(dtype), handle)
+    d_y = (sent * weights[:, :, None]).astype(y.dtype)
+    d_row_weights = jnp.sum(sent * y.astype(dtype), axis=2)
+    d_weights = portable.combine_weights(options, d_row_weights, handle)[: topk_weights.shape[0]]
+    return d_y, d_weights.astype(topk_weights.dtype), None
 
 
 combine_tokens.defvjp(_combine_forward, _combine_backward)

@@ -25,7 +25,7 @@ from jax_ep.core import fp8
 from jax_ep.core import layout as rows
 from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import FP8, accumulation_dtype
-from jax_ep.types import Array, Handle, Layout, Options, Quantized
+from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
 from jax_ep.xla import ragged, rounds, segments
 
 GATHERED_BYTES = 2 << 20
@@ -53,18 +53,23 @@ def ragged_pays(layout: Layout) -> bool:
     return RAGGED_COST * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
 
 
-def _choose(
-    layout: Layout, row_bytes: int, to_all: Callable[[Handle], Any], in_segments: Callable[..., Any], handle: Handle
+def choose[Handles: (Handle, LowLatencyHandle)](
+    layout: Layout, row_bytes: int, to_all: Callable[[Handles], Any], in_segments: Callable[..., Any], handle: Handles
 ) -> Any:
-    """`to_all(handle)`, or `in_segments(handle, send=...)` by what there is where the program is lowered for."""
+    """`to_all(handle)`, or `in_segments(handle, way=...)` by what there is where the program is lowered for."""
     if is_small(layout, row_bytes):
         return to_all(handle)
-    in_rounds = partial(in_segments, send=partial(rounds.send, num_tokens=layout.num_tokens))
-    at_once = partial(in_segments, send=ragged.send) if ragged_pays(layout) else to_all
+    in_rounds = partial(in_segments, way=rounds)
+    at_once = partial(in_segments, way=ragged) if ragged_pays(layout) else to_all
     return lax.platform_dependent(handle, default=in_rounds, **dict.fromkeys(RAGGED_PLATFORMS, at_once))
 
 
-def _pick[Tree](tree: Tree, index: Array) -> Tree:
+def token_bytes(tree: Any) -> int:
+    """Of one token in arrays `[T, ...]`."""
+    return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def pick[Tree](tree: Tree, index: Array) -> Tree:
     """`index` of the first axis of each array, zeros for -1."""
     return jax.tree.map(lambda x: rows.gather_rows(x, index), tree)
 
@@ -75,17 +80,16 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
 
     def to_all(handle: Handle) -> Tree:
         gathered = jax.tree.map(lambda x: all_gather(x, axis).reshape(-1, *x.shape[1:]), tree)
-        return _pick(gathered, rows.row_tokens(handle))
+        return pick(gathered, rows.row_tokens(handle))
 
-    def in_segments(handle: Handle, send: Callable[..., Tree]) -> Tree:
+    def in_segments(handle: Handle, way: Any) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
-        received = send(partial(_pick, tree), there, segments.most_here(layout), axis)
+        received = way.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
         # Padding has no place: its -1 stays one.
-        return _pick(received, rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1)
+        return pick(received, rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1)
 
-    row_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    return cast(Tree, _choose(layout, row_bytes, to_all, in_segments, handle))
+    return cast(Tree, choose(layout, token_bytes(tree), to_all, in_segments, handle))
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
@@ -119,17 +123,17 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
         parts = jax.tree.map(lambda s: exchange(s.reshape(layout.num_ranks, -1, *s.shape[1:]), axis), sums)
         return sum_in_order(_widened(parts, dtype))
 
-    def in_segments(handle: Handle, send: Callable[..., Array | Quantized]) -> Array:
+    def in_segments(handle: Handle, way: Any) -> Array:
         places = segments.places(handle, axis)
         back = segments.to_sources(places, layout)
-        received = send(partial(_partial_sums, options, y, handle), back, segments.most_home(layout), axis)
+        received = way.send(partial(_partial_sums, options, y, handle), back, segments.most_home(layout), axis, layout)
         total = jnp.zeros((), dtype)
         for place in segments.in_rank_order(places.home, segments.most_ranks(layout)):
-            total = total + _widened(_pick(received, place), dtype)
+            total = total + _widened(pick(received, place), dtype)
         return total
 
     wire = y.dtype if options.wire_dtype is None else FP8
-    total = cast(Array, _choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
+    total = cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
     return total.astype(options.sum_dtype or y.dtype)
 
 

@@ -1,6 +1,12 @@
-"""Dispatch and combine of decode-sized batches by lax collectives."""
+"""Dispatch and combine of decode-sized batches by lax collectives, in the ways of exchange.py.
+
+Fixed blocks of rows have room for any routing, so what arrives goes to its rows at once, and needs no room of its own.
+"""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +18,8 @@ from jax_ep.core import layout as rows
 from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.types import Array, Layout, LowLatencyHandle, Options, QuantizedExperts, Tokens
+from jax_ep.xla import exchange as portable
+from jax_ep.xla import segments
 
 
 def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: Array | QuantizedExperts, dtype: DTypeLike) -> bool:
@@ -41,10 +49,8 @@ def low_latency_dispatch(
         index = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)
         topk_idx = jnp.where((index < num_tokens)[:, None], topk_idx, -1)
     handle = _plan(options, _pad_rows(topk_idx, layout.num_tokens, -1), layout)
-    values, scales = x if isinstance(x, tuple) else (x, None)
-    tokens = dispatch_rows(options, values, handle)
-    group_sizes = jnp.sum(handle.source_count, axis=1, dtype=jnp.int32)
-    return tokens, None if scales is None else dispatch_rows(options, scales, handle), group_sizes, handle
+    tokens, scales = dispatch_rows(options, x if isinstance(x, tuple) else (x, None), handle)
+    return tokens, scales, jnp.sum(handle.source_count, axis=1, dtype=jnp.int32), handle
 
 
 def _plan(options: Options, topk_idx: Array, layout: Layout) -> LowLatencyHandle:
@@ -72,15 +78,60 @@ def _plan(options: Options, topk_idx: Array, layout: Layout) -> LowLatencyHandle
     return LowLatencyHandle(source_token.reshape(num_local, block), start, count, slot_row, num_invalid, layout)
 
 
-def dispatch_rows(options: Options, x: Array, handle: LowLatencyHandle) -> Array:
-    """`[T, ...]` per token to `[L, W * max_tokens_per_rank, ...]`, bit for bit; zero elsewhere."""
-    layout = handle.layout
+def dispatch_rows[Tree](options: Options, x: Tree, handle: LowLatencyHandle) -> Tree:
+    """Arrays `[T, ...]` per token to `[L, W * max_tokens_per_rank, ...]`, bit for bit; zero elsewhere."""
+    layout, axis = handle.layout, options.axis
+
+    def to_all(handle: LowLatencyHandle) -> Tree:
+        index = _row_tokens(handle).reshape(-1)
+        everywhere = jax.tree.map(lambda part: all_gather(_pad_rows(part, layout.num_tokens, 0), axis), x)
+        return portable.pick(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), everywhere), index)
+
+    def in_segments(handle: LowLatencyHandle, way: Any) -> Tree:
+        places = segments.places(handle, axis)
+        token = segments.to_sources(places, layout).sent
+        there = segments.to_experts(places, layout)
+        filled = rows.gather_rows(_rows_of_tokens(handle) + 1, token) - 1
+        return way.send(partial(portable.pick, x), there, layout.capacity, axis, layout, filled)
+
+    flat = portable.choose(layout, portable.token_bytes(x), to_all, in_segments, handle)
+    return jax.tree.map(lambda part: part.reshape(layout.num_local_experts, -1, *part.shape[1:]), flat)
+
+
+def _row_tokens(handle: LowLatencyHandle) -> Array:
+    """`[L, W * M]` int32 `source_rank * M + token` of each row; -1 for none."""
     position = jnp.arange(handle.source_token.shape[1], dtype=jnp.int32)[None, :]
     ends = handle.source_start + handle.source_count
     source = jnp.sum(position[:, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
-    index = jnp.where(handle.source_token < 0, -1, source * layout.num_tokens + handle.source_token)
-    x = _pad_rows(x, layout.num_tokens, 0)
-    return rows.gather_rows(all_gather(x, options.axis).reshape(-1, *x.shape[1:]), index)
+    return jnp.where(handle.source_token < 0, -1, source * handle.layout.num_tokens + handle.source_token)
+
+
+def _is_first(handle: LowLatencyHandle) -> Array:
+    """`[W, M, K]` whether a slot is the first of its token that has its row here."""
+    slot_row, earlier = handle.slot_row, jnp.tri(handle.layout.top_k, k=-1, dtype=jnp.bool_)
+    same = (slot_row[..., :, None] == slot_row[..., None, :]) & earlier[None, None]
+    return (slot_row >= 0) & ~jnp.any(same, axis=-1)
+
+
+def _rows_of_tokens(handle: LowLatencyHandle) -> Array:
+    """`[W * M, min(K, L)]` int32 rows of each token here, each once; -1 for none."""
+    slot_row = jnp.where(_is_first(handle), handle.slot_row, -1).reshape(-1, handle.layout.top_k)
+    return lax.top_k(slot_row, min(handle.layout.top_k, handle.layout.num_local_experts))[0]
+
+
+def dispatch_weights(options: Options, weights: Array, handle: LowLatencyHandle) -> Array:
+    """`[T, K]` values of slots to `[L, W * max_tokens_per_rank]`: the sums of those of each row."""
+    layout = handle.layout
+    everywhere = all_gather(_pad_rows(weights, layout.num_tokens, 0), options.axis)
+    slot_row = jnp.where(handle.slot_row < 0, layout.capacity, handle.slot_row)
+    sums = jnp.zeros_like(everywhere, shape=(layout.capacity,)).at[slot_row].add(everywhere, mode="drop")
+    return sums.reshape(layout.num_local_experts, -1)
+
+
+def combine_weights(options: Options, row_values: Array, handle: LowLatencyHandle) -> Array:
+    """`[L, W * max_tokens_per_rank]` values to the `[max_tokens_per_rank, K]` slots of each row; zero for no row."""
+    values = rows.gather_rows(row_values.reshape(-1), handle.slot_row)
+    return sum_in_order(exchange(values, options.axis))
 
 
 def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
@@ -89,17 +140,58 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     Rounding to the wire format applies to each row; the weighted sums of a rank then travel in float32.
     """
     dtype = accumulation_dtype(y.dtype)
-    flat = y.reshape(-1, y.shape[-1])
-    if options.wire_dtype is not None:
-        flat = fp8.dequantize_rows(*fp8.quantize_rows(flat), y.dtype)
     weights = all_gather(_pad_rows(topk_weights.astype(dtype), handle.layout.num_tokens, 0), options.axis)
-    partial = jnp.zeros((), dtype)
+    # The weight of a slot without a row here may be anything.
+    weights = jnp.where(handle.slot_row < 0, jnp.zeros((), dtype), weights)
+    sums = _combine(options, y, weights, handle, dtype)
+    return sums.astype(options.sum_dtype or y.dtype)[: topk_weights.shape[0]]
+
+
+def combine_rows(options: Options, y: Array, handle: LowLatencyHandle) -> Array:
+    """`[L, W * max_tokens_per_rank, H]` rows to `[max_tokens_per_rank, H]` sums per token: of each row once.
+
+    Sums of a rank travel in the dtype of y.
+    """
+    weights = _is_first(handle).astype(accumulation_dtype(y.dtype))
+    return _combine(options, y, weights, handle, y.dtype).astype(y.dtype)
+
+
+def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandle, wire: DTypeLike) -> Array:
+    """Sums of the rows of each token of this rank, with the `[W, M, K]` weights of all, in the dtype of those."""
+    layout, axis = handle.layout, options.axis
+
+    def to_all(handle: LowLatencyHandle) -> Array:
+        token = lax.iota(jnp.int32, layout.num_ranks * layout.num_tokens)
+        sums = _partial_sums(options, y, weights, handle, token).astype(wire)
+        parts = exchange(sums.reshape(layout.num_ranks, -1, y.shape[-1]), axis)
+        return sum_in_order(parts.astype(weights.dtype))
+
+    def in_segments(handle: LowLatencyHandle, way: Any) -> Array:
+        def sums_of(token: Array) -> Array:
+            return _partial_sums(options, y, weights, handle, token).astype(wire)
+
+        places = segments.places(handle, axis)
+        back = segments.to_sources(places, layout)
+        received = way.send(sums_of, back, segments.most_home(layout), axis, layout)
+        order = segments.in_rank_order(places.home, segments.most_ranks(layout))
+        return sum_in_order([rows.gather_rows(received, place).astype(weights.dtype) for place in order])
+
+    row_bytes = y.shape[-1] * jnp.dtype(wire).itemsize
+    return cast(Array, portable.choose(layout, row_bytes, to_all, in_segments, handle))
+
+
+def _partial_sums(options: Options, y: Array, weights: Array, handle: LowLatencyHandle, token: Array) -> Array:
+    """Weighted sums of the rows here of tokens `[N]`, `source_rank * M + token`; zeros for -1."""
+    flat = y.reshape(-1, y.shape[-1])
+    token_rows = rows.gather_rows(handle.slot_row.reshape(-1, handle.layout.top_k) + 1, token) - 1
+    weight = rows.gather_rows(weights.reshape(-1, handle.layout.top_k), token)
+    total = jnp.zeros((), weights.dtype)
     for k in range(handle.layout.top_k):
-        row = rows.gather_rows(flat, handle.slot_row[:, :, k]).astype(dtype)
-        # The weight of a slot without a row here may be anything.
-        weight = jnp.where(handle.slot_row[:, :, k] < 0, jnp.zeros((), dtype), weights[:, :, k])
-        partial = partial + row * weight[:, :, None]
-    return sum_in_order(exchange(partial, options.axis)).astype(options.sum_dtype or y.dtype)[: topk_weights.shape[0]]
+        row = rows.gather_rows(flat, token_rows[:, k])
+        if options.wire_dtype is not None:
+            row = fp8.dequantize_rows(*fp8.quantize_rows(row), y.dtype)
+        total = total + row.astype(weights.dtype) * weight[:, k, None]
+    return total
 
 
 def _pad_rows(x: Array, num_rows: int, fill: int) -> Array:

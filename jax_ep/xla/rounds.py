@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.core.collectives import Axis, exchange
+from jax_ep.core.layout import gather_rows
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.types import Array
-from jax_ep.xla.segments import Segments, starts
+from jax_ep.types import Array, Layout
+from jax_ep.xla.segments import Segments, put, starts
 
 _ROUNDS_OF_ALL = 4  # on CPU devices as fast as one, with less memory
 
@@ -28,19 +29,25 @@ def round_size(num_tokens: int, num_ranks: int) -> int:
 
 
 def send[Tree](
-    rows_of: Callable[[Array], Tree], segments: Segments, num_received: int, axis: Axis, num_tokens: int
+    rows_of: Callable[[Array], Tree],
+    segments: Segments,
+    num_rows: int,
+    axis: Axis,
+    layout: Layout,
+    rows: Array | None = None,
 ) -> Tree:
-    """What the ranks send here, in rank order, in `num_received` places; zeros behind it.
+    """What the ranks send here, in rank order, in `num_rows` places or in rows of its own; zeros elsewhere.
 
     Args:
       rows_of: from what is sent `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
       segments: of this rank.
-      num_received: places of the result.
+      num_rows: of the result.
       axis: mesh axes of the ranks.
-      num_tokens: T.
+      layout: static sizes.
+      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the one of its number.
     """
-    num_ranks = segments.send_counts.shape[0]
-    size = round_size(num_tokens, num_ranks)
+    num_ranks = layout.num_ranks
+    size = round_size(layout.num_tokens, num_ranks)
     num_rounds = -(-lax.pmax(jnp.max(segments.send_counts), axis) // size)
     send_starts, receive_starts = starts(segments.send_counts), starts(segments.receive_counts)
 
@@ -49,14 +56,17 @@ def send[Tree](
         last = segments.sent.shape[0] - 1
         index = segments.sent[jnp.minimum(send_starts[:, None] + offset, last)]
         parts = rows_of(jnp.where(offset < segments.send_counts[:, None], index, -1).reshape(-1))
-        place = jnp.where(offset < segments.receive_counts[:, None], receive_starts[:, None] + offset, num_received)
+        place = jnp.where(offset < segments.receive_counts[:, None], receive_starts[:, None] + offset, -1).reshape(
+            -1, 1
+        )
+        filled = place if rows is None else gather_rows(rows + 1, place[:, 0]) - 1
 
-        def place_one(whole: Array, part: Array) -> Array:
+        def put_one(whole: Array, part: Array) -> Array:
             arrived = exchange(part.reshape(num_ranks, size, *part.shape[1:]), axis)
-            return whole.at[place.reshape(-1)].set(arrived.reshape(part.shape), mode="drop")
+            return put(whole, arrived.reshape(part.shape), filled)
 
-        return jax.tree.map(place_one, received, parts)
+        return jax.tree.map(put_one, received, parts)
 
     shapes = jax.eval_shape(rows_of, segments.sent)
-    empty = jax.tree.map(lambda part: jnp.zeros((num_received, *part.shape[1:]), part.dtype), shapes)
+    empty = jax.tree.map(lambda part: jnp.zeros((num_rows, *part.shape[1:]), part.dtype), shapes)
     return lax.fori_loop(0, num_rounds, one_round, vary_alike((empty, segments.sent), over=axis)[0])

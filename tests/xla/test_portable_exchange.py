@@ -5,8 +5,6 @@ The contract suite holds the exchange of small arrays to the oracle; here arrays
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 import jax
@@ -18,29 +16,19 @@ from jax.sharding import Mesh
 
 import jax_ep
 import oracle
+import portable_ways
 from cases import BASE, BF16, F16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh, per_rank, to_numpy
 from jax_ep.types import Layout
 from jax_ep.xla import exchange, rounds
+from portable_ways import both_ways, count_calls, lowered, sent_bytes, take, tokens_between
 from routings import FEW_ROUTINGS, ROUTINGS
 
-WAYS = ("rounds", "ragged")
 WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
 
 
-def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size go this way: "gathered", "rounds" or "ragged"."""
-    monkeypatch.setattr(exchange, "GATHERED_BYTES", 1 << 62 if way == "gathered" else 0)
-    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
-    if way == "ragged" and jax.default_backend() == "cpu":
-        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ("cpu",))
-        monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-    elif way == "rounds":
-        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ())
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=portable_ways.WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     take(request.param, monkeypatch)
     return request.param
@@ -74,13 +62,17 @@ def test_oracle(way: str, capacity: int | None, alignment: int, mesh: Mesh, rng:
             np.testing.assert_array_equal(sums.astype(np.float64), oracle.combine(y, lay), "sums")
 
 
-def both_ways(monkeypatch: pytest.MonkeyPatch, way: str, fn: Any, mesh: Mesh, *args: Any, **options: Any) -> Any:
-    """Results of `fn`, and what it returns where tokens of all ranks are gathered, which the contract suite proves."""
-    got = compiled(fn, mesh, **options)(*args)
-    take("gathered", monkeypatch)
-    wanted = compiled(lambda *a: fn(*a), mesh, **options)(*args)
-    take(way, monkeypatch)
-    return got, wanted
+@pytest.mark.parametrize("routing", ["one_hot", "duplicates"])
+def test_sums_in_windows(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """With more ranks than twice the experts of a token, the ragged exchange sends sums one window after another."""
+    take("ragged", monkeypatch)
+    shape = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=8)
+    ids = ROUTINGS[routing](rng, 8, shape)
+    lay = oracle.layout(ids, shape.num_experts)
+    x, y = reals(rng, 8, 5, 8), integers(rng, *lay.source.shape, 8)
+    rows, sums = compiled(round_trip(shape), expert_mesh(8))(x, ids, y)
+    assert_same_bits(rows, oracle.gather(x, lay), "rows")
+    np.testing.assert_array_equal(sums, oracle.combine(y, lay), "sums")
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
@@ -208,10 +200,6 @@ def test_outside_of_jit(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------
 
 
-def lowered(platform: str, fn: Any, mesh: Mesh, *args: Any) -> str:
-    return jax.jit(per_rank(fn, mesh)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-
-
 def test_lowering_chooses_by_platform(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     """The ragged exchange on GPUs and TPUs; CPU devices have none, and exchange in rounds. Remat takes both."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
@@ -290,28 +278,6 @@ def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
 
 
-def sent_bytes(program: Any) -> dict[str, int]:
-    """Bytes of the arrays that a compiled program's collectives exchange, of which each rank keeps its own part."""
-    found: dict[str, int] = {}
-    for line in program.as_text().splitlines():
-        match = re.search(r"= (.*?) (all-to-all|all-gather|all-reduce)\(", line)
-        if match:
-            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
-                size = math.prod(int(n) for n in shape.split(",") if n)
-                key = f"{match[2]} {dtype}"
-                found[key] = found.get(key, 0) + size * np.dtype(HLO_DTYPES[dtype]).itemsize
-    return found
-
-
-HLO_DTYPES = {"f32": "f4", "u8": "u1", "s32": "i4"}
-
-
-def tokens_between(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """`[W, W]` tokens of each rank with an expert on each rank: the least that can travel."""
-    owners = np.where(ids < 0, -1, ids // (num_experts // len(ids)))
-    return np.stack([(owners == rank).any(-1).sum(-1) for rank in range(len(ids))], 1)
-
-
 @pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
 @pytest.mark.slow(unless={"routing": ["uniform"]})
 def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
@@ -334,16 +300,6 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
     jax.effects_barrier()
     num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
     assert len(counted) == 2 * num_ranks * num_rounds  # there and back
-
-
-def count_calls(function: Any, counted: list[None]) -> Any:
-    """`function`, which adds to a list on each rank and in each round."""
-
-    def call(x, axis):
-        jax.debug.callback(lambda: counted.append(None))
-        return function(x, axis)
-
-    return call
 
 
 def test_ragged_bytes_are_the_least(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:

@@ -1,0 +1,233 @@
+"""The exchange of decode-sized batches of `xla` by segments: the same rows and sums, fewer bytes, less memory.
+
+The contract suite holds small batches, whose tokens go to all ranks, to the oracle; here any go the way of large ones.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_ep
+import oracle_serving
+import portable_ways
+from cases import BF16, F32, Shape, assert_close, assert_same_bits, integers, probabilities, reals
+from emulated_ragged import emulated_ragged_all_to_all
+from harness import compiled, per_rank
+from jax_ep.types import Layout
+from jax_ep.xla import ragged, rounds
+from portable_ways import both_ways, count_calls, lowered, sent_bytes, take, tokens_between
+from routings import ROUTINGS
+
+SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
+MAX_TOKENS = 6  # more room than tokens
+NUM_RANKS = 8  # more than twice the experts of a token, so that ragged exchanges have several windows
+
+
+@pytest.fixture(params=portable_ways.WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    take(request.param, monkeypatch)
+    return request.param
+
+
+def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = None, **options: Any) -> Any:
+    """Rows, their scales, and weighted sums of other rows."""
+    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "implementation": "xla"} | options
+
+    def fn(x, ids, weights, y):
+        sent = jax_ep.low_latency_dispatch(x, ids, **options)
+        back = jax_ep.low_latency_combine(y, ids, weights, sent.handle, wire_dtype=wire, implementation="xla")
+        return sent.tokens, sent.scales, back
+
+    return fn
+
+
+# Of the routings all tokens to one expert fill a rank far beyond the first window.
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.slow(unless={"routing": ["duplicates", "one_hot", "out_of_range"]})
+def test_oracle(way: str, routing: str, expert_mesh: Any, rng: Any) -> None:
+    ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
+    lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
+    x = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
+    y = integers(rng, *lay.token.shape, SHAPE.hidden, dtype=BF16)
+    y[lay.token < 0] = np.nan
+    weights = integers(rng, *ids.shape)
+    wanted = oracle_serving.low_latency_combine(y, ids, weights, lay)
+    weights[(ids < 0) | (ids >= SHAPE.num_experts)] = np.nan
+    rows, _, sums = compiled(round_trip(quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
+    assert_same_bits(rows, oracle_serving.low_latency_gather(x, lay), "rows")
+    np.testing.assert_array_equal(sums.astype(np.float64), wanted)
+
+
+def problem(rng: np.random.Generator, num_ranks: int, shape: Shape = SHAPE, dtype: Any = F32) -> tuple[np.ndarray, ...]:
+    ids = ROUTINGS["duplicates"](rng, num_ranks, shape)
+    x = reals(rng, num_ranks, shape.num_tokens, shape.hidden, dtype=dtype)
+    local = shape.num_experts // num_ranks
+    return x, ids, probabilities(rng, *ids.shape), reals(rng, num_ranks, local, num_ranks * MAX_TOKENS, shape.hidden)
+
+
+def test_quantised(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+    """Values and scales travel together, and rows are rounded to FP8 before they are added."""
+    fn = round_trip(wire=jnp.float8_e4m3fn)
+    (*rows, sums), (*rows_wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
+    for got, wanted in zip(rows, rows_wanted, strict=True):
+        assert_same_bits(got, wanted)
+    assert_close(sums, sums_wanted.astype(np.float64), "sums")
+
+
+def test_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+    """Of both functions, and of these: against the oracle, and against tokens that go to all ranks."""
+    options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": MAX_TOKENS, "implementation": "xla"}
+
+    def gradients(x, ids, weights, y, d_rows, d_out):
+        def dispatch(x):
+            out = jax_ep.low_latency_dispatch(x, ids, quantize=False, **options)
+            return out.tokens, out.handle
+
+        _, dispatch_vjp, handle = jax.vjp(dispatch, x, has_aux=True)
+        combine = lambda y, w: jax_ep.low_latency_combine(y, ids, w, handle, implementation="xla")  # noqa: E731
+        return *dispatch_vjp(d_rows), *jax.vjp(combine, y, weights)[1](d_out)
+
+    def of_gradients(x, ids, weights, y, *cotangents):
+        def loss(x, weights, y, *cotangents):
+            return sum(jnp.sum(jnp.sin(g)) for g in gradients(x, ids, weights, y, *cotangents))
+
+        return jax.grad(loss, (1, 2, 3, 4))(x, weights, y, *cotangents)
+
+    x, ids, weights, y = problem(rng, mesh.size)
+    lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
+    d_rows, d_out = reals(rng, *y.shape), reals(rng, *x.shape)
+    dx, dy, d_weights = compiled(gradients, mesh)(x, ids, weights, y, d_rows, d_out)
+    wanted = oracle_serving.low_latency_combine_gradients(y, ids, weights, lay, d_out)
+    assert_close(dx, oracle_serving.low_latency_scatter(d_rows, lay, SHAPE.num_tokens), "dx")
+    assert_close(dy, wanted[0], "dy")
+    assert_close(d_weights, wanted[1], "d_weights")
+    seconds = both_ways(monkeypatch, way, of_gradients, mesh, x, ids, weights, y, d_rows, d_out)
+    for got, exact in zip(*seconds, strict=True):
+        assert np.abs(exact).max() > 0.1
+        assert_close(got, exact.astype(np.float64), "second derivative")
+
+
+@pytest.mark.slow(unless={"way": ["rounds"]})
+def test_no_tokens(way: str, mesh: Mesh) -> None:
+    shape = Shape(num_tokens=0, top_k=2, num_experts=8, hidden=128)
+    x, ids = np.zeros((mesh.size, 0, 128), BF16), np.zeros((mesh.size, 0, 2), np.int32)
+    y = np.zeros((mesh.size, 8 // mesh.size, mesh.size * MAX_TOKENS, 128), BF16)
+    rows, scales, sums = compiled(round_trip(shape), mesh)(x, ids, ids.astype(F32), y)
+    assert rows.shape == y.shape and not rows.astype(F32).any() and not scales.any() and sums.shape == x.shape
+
+
+# ---- What is chosen, and what it costs -----------------------------------------------------------------------------
+
+
+def programs(num_ranks: int, shape: Shape, mesh: Mesh) -> dict[str, Any]:
+    """Compiled dispatch and combine of full batches."""
+    options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "implementation": "xla"}
+
+    def dispatch(x, ids):
+        return jax_ep.low_latency_dispatch(x, ids, quantize=False, **options)
+
+    def combine(y, ids, weights, handle):
+        return jax_ep.low_latency_combine(y, ids, weights, handle, implementation="xla")
+
+    x = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.hidden), F32)
+    ids = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.top_k), np.int32)
+    weights = jax.ShapeDtypeStruct(ids.shape, F32)
+    sent = jax.eval_shape(per_rank(dispatch, mesh), x, ids)
+    y = jax.ShapeDtypeStruct(sent.tokens.shape, F32)
+    calls = {
+        "dispatch": (lambda *a: dispatch(*a).tokens, (x, ids)),
+        "combine": (combine, (y, ids, weights, sent.handle)),
+    }
+    return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
+
+
+def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
+    """Temporary memory at two experts per rank: a round of tokens, and the sums that come back."""
+    tokens, top_k, hidden = 256, 2, 2048
+    found: dict[str, list[int]] = {}
+    for num_ranks in (2, 4, 8):
+        shape = Shape(num_tokens=tokens, top_k=top_k, num_experts=2 * num_ranks, hidden=hidden)
+        for name, program in programs(num_ranks, shape, expert_mesh(num_ranks)).items():
+            found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)
+    token_bytes, numbers = tokens * hidden * 4, 64 * 8 * tokens * top_k  # of each slot of all ranks, to find its row
+    for name, of_ranks in found.items():
+        assert max(of_ranks) < (top_k + 1.5) * token_bytes + numbers, (name, of_ranks)
+        assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
+@pytest.mark.slow(unless={"routing": ["uniform"]})
+def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("reads programs for CPU devices")
+    take("rounds", monkeypatch)
+    shape, max_tokens = Shape(num_tokens=100, top_k=2, num_experts=16, hidden=12), 100
+    size = -(-max_tokens // (4 * NUM_RANKS))
+    slot_bytes = NUM_RANKS * max_tokens * shape.top_k * 4  # ids of all tokens there, their weights on the way back
+    for name, program in programs(NUM_RANKS, shape, expert_mesh(NUM_RANKS)).items():
+        found = sent_bytes(program)
+        assert found.pop("all-to-all f32") == NUM_RANKS * size * shape.hidden * 4, name  # of one round
+        assert found.pop("all-to-all u8") == NUM_RANKS * max_tokens, name
+        slots = found.pop("all-gather s32", 0) + found.pop("all-gather f32", 0)
+        assert slots == slot_bytes and found == {"all-reduce s32": 4}, name
+    counted: list[None] = []
+    monkeypatch.setattr(rounds, "exchange", count_calls(rounds.exchange, counted))
+    ids = ROUTINGS[routing](rng, NUM_RANKS, shape)
+    x, weights = reals(rng, NUM_RANKS, shape.num_tokens, shape.hidden), probabilities(rng, *ids.shape)
+    y = reals(rng, NUM_RANKS, 2, NUM_RANKS * max_tokens, shape.hidden)
+    compiled(round_trip(shape, max_tokens, quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
+    jax.effects_barrier()
+    num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
+    assert len(counted) == 2 * NUM_RANKS * num_rounds  # there and back
+
+
+@pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
+def test_ragged_bytes_are_the_least(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+    """Each token once to each rank with an expert of it, there and back, in as many windows as the fullest rank has."""
+    take("ragged", monkeypatch)
+    sent, windows = np.zeros((2, NUM_RANKS, NUM_RANKS), np.int64), [0, 0]
+    window = ragged.window_size(Layout(NUM_RANKS, SHAPE.num_experts, MAX_TOKENS, SHAPE.top_k, 0))
+
+    def recorded(operand, output, starts, send_sizes, places, receive_sizes, *, axis_name):
+        is_back = operand.shape[0] == window  # sums are sent from windows, tokens arrive in them
+
+        def note(rank, sizes_of_rank):
+            sent[int(is_back), int(rank)] += sizes_of_rank
+            windows[int(is_back)] += 1
+
+        jax.debug.callback(note, lax.axis_index(axis_name), send_sizes)
+        arrays = (operand, output, starts, send_sizes, places, receive_sizes)
+        return emulated_ragged_all_to_all(*arrays, axis_name=axis_name)
+
+    monkeypatch.setattr(lax, "ragged_all_to_all", recorded)
+    ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
+    x, weights = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden), probabilities(rng, *ids.shape)
+    y = reals(rng, NUM_RANKS, 2, NUM_RANKS * MAX_TOKENS, SHAPE.hidden)
+    compiled(round_trip(quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
+    jax.effects_barrier()
+    least = tokens_between(ids, SHAPE.num_experts)
+    np.testing.assert_array_equal(sent, [least, least.T])
+    assert windows == [NUM_RANKS * -(-least.sum(0).max() // window)] * 2
+    assert windows[0] > NUM_RANKS or routing != "one_hot"
+
+
+def test_lowered_for_gpus(expert_mesh: Any, monkeypatch: Any) -> None:
+    """The ragged exchange, in FP8 too, with arrays of windows and of the tokens of one rank beside the result."""
+    monkeypatch.setattr(portable_ways.exchange, "GATHERED_BYTES", 0)
+    shape = Shape(num_tokens=6, top_k=1, num_experts=16, hidden=256)
+    x, y = np.zeros((8, 6, 256), F32), np.zeros((8, 2, 48, 256), F32)
+    ids, weights = np.zeros((8, 6, 1), np.int32), np.zeros((8, 6, 1), F32)
+    for quantize, count in ((False, 2), (True, 3)):
+        text = lowered("cuda", round_trip(shape, 6, quantize=quantize), expert_mesh(8), x, ids, weights, y)
+        assert text.count("@ragged_all_to_all") == count
+        rows = {int(n) for n in re.findall(r"tensor<(\d+)x256x", text)}
+        assert rows - {2 * 48} == {6, 2 * 6}, rows

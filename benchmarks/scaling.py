@@ -46,7 +46,6 @@ from lib import (
     layer_chains,
     link_rate,
     plots,
-    scale_model,
     training_rate,
 )
 from lib import scaling_model as model_of_times
@@ -327,15 +326,6 @@ def options() -> argparse.ArgumentParser:
     model = parser.add_argument_group("a model of times from published reports, instead of a measurement")
     model.add_argument("--predict", type=int, nargs="*", metavar="RANKS", help="numbers of ranks (default: 2 4 8)")
     model.add_argument("--results", type=Path, nargs="+", default=model_of_times.RESULTS, help="of exchange.py")
-    nodes = parser.add_argument_group("--predict over nodes, flat and hierarchical, from rates that you give")
-    nodes.add_argument("--gpus-per-node", type=int, help="takes this model in place of that of the reports")
-    nodes.add_argument("--link-rate", type=float, default=370e9, help="bytes/s of a GPU in its node (default: 370e9)")
-    nodes.add_argument(
-        "--nic-rate", type=float, default=45e9, help="bytes/s of a GPU over its boundary (default: 45e9)"
-    )
-    nodes.add_argument("--start", type=float, default=20e-6, help="seconds of a launch (default: 20e-6)")
-    nodes.add_argument("--message", type=float, default=1e-6, help="seconds of the NIC for each peer (default: 1e-6)")
-    nodes.add_argument("--blocks", type=int, default=4, help="in which both legs overlap (default: 4)")
     names = {"choices": model_of_times.VARIANTS, "metavar": "VARIANT"}
     model.add_argument("--variants", nargs="+", default=model_of_times.VARIANTS, **names)
     return parser
@@ -395,12 +385,6 @@ def main() -> None:
     args = harness.parse(parser)
     if args.predict is not None:
         try:
-            if args.gpus_per_node is not None:
-                rates = scale_model.Rates(args.link_rate, args.nic_rate, args.start, args.message, args.blocks)
-                sizes = {"gpus_per_node": args.gpus_per_node, "tokens": args.tokens or 4096, "rates": rates}
-                ranks = args.predict or [8, 16, 32, 64, 128, 256, 512, 1024]
-                scale_model.show(inputs.MODELS[args.model or inputs.DEFAULT], ranks, **sizes)
-                return
             model_of_times.show(args.results, args.variants, args.predict or [2, 4, 8])
         except ValueError as error:
             parser.error(str(error))

@@ -7,19 +7,16 @@ it crosses, so its rows are as many.
 
 All tokens of all GPUs are taken to be routed alike. Then how many rows a GPU sends and receives follows from the shares
 of tokens that have an expert on a rank, and on a node: in closed form where all experts are chosen alike, from sampled
-tokens where they are not. With more ranks than experts each expert has as many copies, one of which a token takes.
+tokens where they are not. With more ranks than experts there are copies of all experts, each on whole nodes; a token
+takes one of these, as `jax_ep.placement` has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-from lib import harness
-from lib.inputs import Model
 
 WAYS = ("flat", "hierarchical")
 
@@ -30,7 +27,7 @@ class Topology(NamedTuple):
     Attributes:
       num_ranks: W, a multiple of `gpus_per_node`.
       gpus_per_node: ranks that reach each other by links.
-      num_experts: E, which W divides, or divides W.
+      num_experts: E, which W divides, or divides W; then `gpus_per_node` divides it.
     """
 
     num_ranks: int
@@ -89,21 +86,20 @@ class Rows(NamedTuple):
 
 
 def uniform_shares(topology: Topology, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[W]` and `[N]`: probabilities that a token of `top_k` different experts, all alike, has one on a rank, a node.
-
-    Of m slots with different experts, j of which the token chose, it misses each by its choice of another copy.
-    """
+    """`[W]` and `[N]`: probabilities that a token of `top_k` experts, all alike, has one on a rank, on a node."""
 
     def share(slots: int) -> float:
-        experts, miss = topology.num_experts, 1 - 1 / topology.copies
-        if slots > experts:
-            raise ValueError(f"a node has {slots} slots for {experts} experts, expected no two of one expert")
-        ways = (math.comb(slots, j) * math.comb(experts - slots, top_k - j) * miss**j for j in range(top_k + 1))
-        return 1 - sum(ways) / math.comb(experts, top_k)
+        missed = math.comb(topology.num_experts - slots, top_k) / math.comb(topology.num_experts, top_k)
+        return (1 - missed) / topology.copies
 
     per_rank = topology.num_slots // topology.num_ranks
     ranks = np.full(topology.num_ranks, share(per_rank))
     return ranks, np.full(topology.num_nodes, share(per_rank * topology.gpus_per_node))
+
+
+def spread(ids: np.ndarray, topology: Topology, rng: np.random.Generator) -> np.ndarray:
+    """Experts `[M, K]` of tokens to slots: a token takes one copy of all experts, any."""
+    return ids + topology.num_experts * rng.integers(0, topology.copies, (len(ids), 1))
 
 
 def sampled_shares(slots: np.ndarray, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -169,26 +165,3 @@ def _on_ranks(slots: np.ndarray, topology: Topology) -> np.ndarray:
     ranks = np.where(slots < 0, topology.num_ranks, slots // (topology.num_slots // topology.num_ranks))
     found[np.arange(len(slots))[:, None], ranks] = True
     return found[:, :-1]
-
-
-COLUMNS = ["ranks", "way", "MB over the NIC", "MB over links", "us"]
-
-
-def show(model: Model, ranks: Sequence[int], *, gpus_per_node: int, tokens: int, rates: Rates) -> None:
-    """Prints what the GPU with most sends in a dispatch of bfloat16 tokens, all experts alike, and its time.
-
-    Raises:
-      ValueError: ranks that make no whole nodes, or over which experts or copies do not divide.
-    """
-    rows = []
-    for num_ranks in ranks:
-        if num_ranks < 1 or num_ranks % gpus_per_node:
-            raise ValueError(f"--predict {num_ranks}: expected a multiple of the {gpus_per_node} GPUs of a node")
-        if max(model.experts, num_ranks) % min(model.experts, num_ranks):
-            raise ValueError(f"--predict {num_ranks}: {model.experts} experts must divide it, or it them")
-        topology, row_bytes = Topology(num_ranks, gpus_per_node, model.experts), 2 * model.hidden
-        for way, found in expected(*uniform_shares(topology, model.top_k), topology).items():
-            time = seconds(found, way, tokens=tokens, row_bytes=row_bytes, topology=topology, rates=rates)
-            sent = (f"{tokens * row_bytes * leg / 1e6:.1f}" for leg in (found.nic, found.link))
-            rows.append([num_ranks, way, *sent, f"{1e6 * time:.0f}"])
-    harness.show_table(f"dispatch, {tokens} tokens per rank, {rates}", COLUMNS, rows)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
-import scaling
 from lib import inputs, scale_model
 from lib.scale_model import Rates, Topology
 
@@ -50,7 +47,7 @@ def test_expected_rows_are_the_mean(topology: Topology, rng: np.random.Generator
 
         def slots(number: int, popularity: np.ndarray = popularity) -> np.ndarray:
             ids = inputs.choose(popularity, number, top_k, rng)
-            return ids + topology.num_experts * rng.integers(0, topology.copies, ids.shape)
+            return scale_model.spread(ids, topology, rng)
 
         shares = scale_model.sampled_shares(slots(40000), topology)
         if kind == "uniform":
@@ -71,15 +68,3 @@ def test_times() -> None:
     sizes = {"tokens": 10, "row_bytes": 2, "topology": topology, "rates": rates}
     assert scale_model.seconds(rows, "flat", **sizes) == pytest.approx(1 + max(6 + 8 * 0.5, 6))
     assert scale_model.seconds(rows, "hierarchical", **sizes) == pytest.approx(2 + 6.5 + 6 / 4)
-
-
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["scaling.py", "--predict", "8", "64", "1024", "--gpus-per-node", "8", "--nic-rate", "45e9"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    scaling.main()
-    printed = capsys.readouterr().out
-    assert "1024" in printed and "hierarchical" in printed
-    monkeypatch.setattr(sys, "argv", [*arguments[:2], "12", *arguments[5:]])
-    with pytest.raises(SystemExit):
-        scaling.main()
-    assert "--predict 12: expected a multiple of the 8 GPUs of a node" in capsys.readouterr().err

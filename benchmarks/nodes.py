@@ -1,0 +1,216 @@
+"""What crosses nodes and how long it takes, flat and hierarchical, as lib/scale_model.py predicts; needs no GPU.
+
+    python benchmarks/nodes.py [--model deepseek-v3] [--ranks 8 16 ... 1024] [--link-rate 370e9] [--nic-rate 45e9]
+
+Writes results/nodes.json and a plot: of a dispatch of bfloat16 tokens, bytes of the GPU that has most over the boundary
+of its node and inside it, and seconds, which are predictions and no measurements. Samples are random routings.
+
+  uniform           all experts alike, in closed form
+  zipf              by Zipf's law in a random order, which differs between samples
+  4 of 8 groups     DeepSeek-V3's router: the experts of a token are in 4 of 8 groups of consecutive experts
+  at most 4 nodes   the same router with a group for each node, as DeepSeek-V3's is on 8 nodes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jax_ep
+from lib import harness, inputs, plots, scale_model
+from lib.harness import Report, Timing
+from lib.scale_model import Rates, Rows, Topology
+
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+LIMITED = {"4 of 8 groups": 8, "at most 4 nodes": None}  # groups; None: the nodes that hold one copy of all experts
+ROUTINGS = ("uniform", "zipf", *LIMITED)
+CHOSEN_GROUPS = 4
+SAMPLES = 16384  # tokens of which shares are counted
+
+
+def num_groups(kind: str, topology: Topology) -> int:
+    """Of a router limited to some groups."""
+    return LIMITED[kind] or topology.num_nodes // topology.copies
+
+
+def shares(
+    kind: str, model: inputs.Model, topology: Topology, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of tokens that have an expert on a rank, and on a node, as `scale_model.expected` takes them."""
+    if kind == "uniform":
+        return scale_model.uniform_shares(topology, model.top_k)
+    if kind == "zipf":
+        popularity = inputs.popularity(kind, model.experts, rng)
+        ids = inputs.choose(popularity, SAMPLES, model.top_k, rng)
+    else:
+        logits = rng.standard_normal((SAMPLES, model.experts), np.float32)
+        ids = np.asarray(limited_router(model.top_k, num_groups(kind, topology))(logits))
+    found = scale_model.sampled_shares(scale_model.spread(ids, topology, rng), topology)
+    # To a limited router all ranks are alike: what they differ by is chance.
+    return found if kind == "zipf" else tuple(np.full_like(part, part.mean()) for part in found)
+
+
+def limited_router(top_k: int, groups: int) -> Any:
+    """Logits to ids of experts in the groups that have most."""
+    options = {"score": "sigmoid", "num_groups": groups, "topk_groups": min(CHOSEN_GROUPS, groups)}
+    return jax.jit(lambda logits: partial(jax_ep.topk_router, k=top_k, **options)(logits).topk_idx)
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, Topology]]:
+    """Those that the model's experts and the numbers of ranks allow."""
+    model = inputs.MODELS[args.model]
+    for num_ranks in args.ranks:
+        topology = Topology(num_ranks, args.gpus_per_node, model.experts)
+        for kind in args.routings:
+            if kind in LIMITED:
+                size, rest = divmod(model.experts, num_groups(kind, topology))
+                if rest or min(CHOSEN_GROUPS, num_groups(kind, topology)) * size < model.top_k or size < 2:
+                    continue
+            yield kind, topology
+
+
+def predict(args: argparse.Namespace) -> Report:
+    """All cases."""
+    rates = Rates(args.link_rate, args.nic_rate, args.start, args.message, args.blocks)
+    settings = {"rounds": args.rounds, "quick": args.quick, "model": args.model, "ranks": args.ranks}
+    settings |= {"gpus_per_node": args.gpus_per_node, "tokens": args.tokens, "rates": rates._asdict()}
+    report = Report(f"nodes{args.suffix}", args.out, settings)
+    report.summarise(seconds="predicted by benchmarks/lib/scale_model.py from the rates of the settings, not measured")
+    model = inputs.MODELS[args.model]
+    sizes = {"tokens": args.tokens, "row_bytes": 2 * model.hidden, "rates": rates}
+    for kind, topology in cases(args):
+        samples = [shares(kind, model, topology, np.random.default_rng(seed)) for seed in range(args.rounds)]
+        found = [scale_model.expected(*of_sample, topology) for of_sample in samples]
+        shape = {"model": args.model, "ranks": topology.num_ranks, "routing": kind, "tokens_per_rank": args.tokens}
+        shape |= {"gpus_per_node": args.gpus_per_node, "hidden": model.hidden, "dtype": "bfloat16"}
+        per_token = {
+            "ranks_per_token": float(np.median([of_ranks.sum() for of_ranks, _ in samples])),
+            "nodes_per_token": float(np.median([of_nodes.sum() for _, of_nodes in samples])),
+        }
+        for way in scale_model.WAYS:
+            rows = [ways[way] for ways in found]
+            times = tuple(scale_model.seconds(r, way, topology=topology, **sizes) for r in rows)
+            report.add(way, shape, Timing(times), **sent(rows, args.tokens * 2 * model.hidden), **per_token)
+    return report
+
+
+def sent(rows: list[Rows], bytes_of_all: int) -> dict[str, float]:
+    """Bytes of the GPU that has most, medians over the samples."""
+    return {
+        f"{leg}_bytes": bytes_of_all * float(np.median([getattr(of_sample, leg) for of_sample in rows]))
+        for leg in ("nic", "link")
+    }
+
+
+def show(report: Report) -> None:
+    """A table for each routing."""
+    columns = ["ranks", "way", "nodes per token", "MB over the NIC", "MB over links", "us"]
+    for kind in dict.fromkeys(row["shape"]["routing"] for row in report.rows):
+        cells = [
+            [
+                row["shape"]["ranks"],
+                row["variant"],
+                f"{row['nodes_per_token']:.2f}",
+                *(f"{row[leg] / 1e6:.1f}" for leg in ("nic_bytes", "link_bytes")),
+                f"{1e6 * row['seconds']['median']:.0f}",
+            ]
+            for row in report.rows
+            if row["shape"]["routing"] == kind
+        ]
+        harness.show_table(f"{kind}: a dispatch, predicted", columns, cells)
+
+
+def draw(path: Path) -> Path | None:
+    """Bytes over the NIC and seconds, a column for each routing; None where matplotlib is not installed."""
+    mpl = plots.matplotlib()
+    if mpl is None:
+        return None
+    from matplotlib import pyplot
+
+    content = json.loads(path.read_text())
+    kinds = list(dict.fromkeys(row["shape"]["routing"] for row in content["rows"]))
+    options = {"figsize": (4 * len(kinds), 6.5), "squeeze": False, "layout": "constrained", "sharex": True}
+    figure, grid = pyplot.subplots(2, len(kinds), **options)
+    for kind, over_nic, over_time in zip(kinds, *grid, strict=True):
+        for way, line in zip(scale_model.WAYS, ("--", "-"), strict=True):
+            own = [row for row in content["rows"] if (row["variant"], row["shape"]["routing"]) == (way, kind)]
+            ranks = [row["shape"]["ranks"] for row in own]
+            over_nic.plot(ranks, [row["nic_bytes"] / 1e6 for row in own], line, marker="o", markersize=3, label=way)
+            times = np.array([[row["seconds"][q] for q in ("median", "q1", "q3")] for row in own]).T * 1e3
+            spread = np.abs(times[1:] - times[0])
+            over_time.errorbar(ranks, times[0], spread, linestyle=line, marker="o", markersize=3, capsize=2, label=way)
+        over_nic.set(title=kind, ylabel="MB over the NIC of the GPU with most")
+        over_time.set(xlabel="ranks", ylabel="ms of a dispatch, predicted")
+        for axes in (over_nic, over_time):
+            axes.set(xscale="log")
+            if kind == "zipf":  # the busiest rank has tokens of all
+                axes.set(yscale="symlog" if axes is over_nic else "log")
+            else:
+                axes.set(ylim=(0, None))
+            axes.xaxis.set_major_locator(mpl.ticker.LogLocator(base=2))
+            axes.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
+            axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+    figure.suptitle(f"{plots.NAMES.get(content['settings']['model'], content['settings']['model'])}, predicted")
+    drawn = path.with_suffix(".png")
+    figure.savefig(drawn, dpi=100)
+    pyplot.close(figure)
+    return drawn
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(__doc__ or "", rounds=5)
+    add = parser.add_argument
+    add("--model", choices=inputs.MODELS, help=f"default: {inputs.DEFAULT}; --quick: {inputs.QUICK}")
+    add("--tokens", type=int, default=4096, help="of each rank (default: 4096)")
+    add("--ranks", type=int, nargs="+", help=f"of whole nodes (default: {RANKS}; --quick: 4 8 16)")
+    add("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS, metavar="ROUTING", help="default: all")
+    add("--gpus-per-node", type=int, help="default: 8; --quick: 4")
+    add("--link-rate", type=float, default=370e9, help="bytes/s of a GPU inside its node (default: 370e9)")
+    add("--nic-rate", type=float, default=45e9, help="bytes/s of a GPU over the boundary (default: 45e9)")
+    add("--start", type=float, default=20e-6, help="seconds of a launch (default: 20e-6)")
+    add("--message", type=float, default=1e-6, help="seconds of the NIC for each peer (default: 1e-6)")
+    add("--blocks", type=int, default=4, help="in which both legs overlap (default: 4)")
+    return parser
+
+
+def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fills in defaults, and refuses what has no whole nodes, or experts that do not divide."""
+    args.model = args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)
+    args.gpus_per_node = args.gpus_per_node or (4 if args.quick else 8)
+    args.ranks = sorted(set(args.ranks or ((4, 8, 16) if args.quick else RANKS)))
+    experts = inputs.MODELS[args.model].experts
+    for name in ("gpus_per_node", "tokens", "blocks", "link_rate", "nic_rate"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
+    for num_ranks in args.ranks:
+        if num_ranks < 1 or num_ranks % args.gpus_per_node:
+            parser.error(f"--ranks {num_ranks}: expected a multiple of the {args.gpus_per_node} GPUs of a node")
+        if max(experts, num_ranks) % min(experts, num_ranks):
+            parser.error(f"--ranks {num_ranks}: {experts} experts must divide it, or it them")
+        if num_ranks > experts and experts % args.gpus_per_node:
+            parser.error(f"--ranks {num_ranks}: copies of {experts} experts are not on whole nodes")
+
+
+def main() -> None:
+    """Predicts, and draws."""
+    parser = options()
+    args = harness.parse(parser)
+    complete(args, parser)
+    report = predict(args)
+    show(report)
+    draw(report.path)
+    print(report.path)
+
+
+if __name__ == "__main__":
+    main()

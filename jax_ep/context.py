@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
-from jax_ep.heap import check, nvshmem, rendezvous, transports
+from jax_ep.heap import check, nvshmem, peer_access, rendezvous, transports
 from jax_ep.settings import file as settings_file
 from jax_ep.types import AxisName
 
@@ -160,7 +160,7 @@ def init(
             _current = wanted
             _comparison = rendezvous.Comparison() if jax.process_count() > 1 else None
             _use_launcher(wanted.launcher)
-            _log.info("transport %s: %s", wanted.transport, transports.REASONS[wanted.transport])
+            _log.info("transport %s", transports.described(wanted.transport))
         return _current
 
 
@@ -274,6 +274,19 @@ def concurrent_launches() -> str | None:
     return check.concurrent_launches()
 
 
+def apart(axis: tuple[str, ...]) -> str | None:
+    """Why ranks on these axes of the mesh around this call cannot all write to each other's memory, or None."""
+    if _current is None or len(peer_access.domains(_current.mesh.devices.flat)) == 1:
+        return None
+    mesh, here = _current.mesh, jax.sharding.get_abstract_mesh()
+    if here.shape_tuple != mesh.shape_tuple:
+        return (
+            f"the mesh here, {dict(here.shape)}, is not that of init, {dict(mesh.shape)}, of which it is known which"
+            " devices are of one machine or NVLink domain"
+        )
+    return peer_access.apart(mesh, axis)
+
+
 def missing_init() -> str | None:
     """What a program of several processes must do before its kernels can run, or None."""
     if _current is not None or jax.process_count() == 1:
@@ -369,7 +382,7 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
 
 
 class Recorded(NamedTuple):
-    """What kernels have recorded: words by the number of the device, and names of kernels by `Heap.LAUNCH`."""
+    """What kernels have recorded: words by the id of the device, and names of kernels by `Heap.LAUNCH`."""
 
     words: dict[int, np.ndarray]
     kernels: dict[int, str]

@@ -61,10 +61,12 @@ def allocation_bytes(needed: int) -> int:
 class Memory(Protocol):
     """Where heaps live: allocations on every device, and one status record beside them.
 
-    `devices` are those of all processes, in one order; numbers of devices are places in it.
+    `devices` are those of all processes that reach each other's memory, in one order; numbers of devices are places in
+    it. `numbers` are those of all devices of the program, also where other ones have such a memory of their own.
     """
 
     devices: list[jax.Device]
+    numbers: dict[jax.Device, int]
 
     def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
         """Zeroed memory of `num_bytes` on every device, for `function`; what there was before stays.
@@ -94,6 +96,7 @@ class PeerMemory:
 
     def __init__(self) -> None:
         self.devices = jax.devices()
+        self.numbers = {device: number for number, device in enumerate(self.devices)}
         self._mesh = jax.sharding.Mesh(np.array(self.devices), ("device",))
         self._statuses = [ffi.alloc_status(*ffi.device_key(device)) for device in self.devices]
         self._heaps: list[jax.Array] = []

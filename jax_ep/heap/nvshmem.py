@@ -1,7 +1,9 @@
 """Heaps of several processes with one GPU each: NVSHMEM's symmetric memory, by way of nvshmem4py.
 
 NVSHMEM only allocates, and maps the memory of every GPU into every process; the kernels then write through plain
-addresses, as they do within one process.
+addresses, as they do within one process. Where there are several machines or NVLink domains, each has an NVSHMEM and
+heaps of its own, whose processes are numbered from 0; what goes between them is for XLA's collectives. All processes
+of all domains still take each step together, as they trace the same programs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax
 import numpy as np
 
 from jax_ep import ffi
-from jax_ep.heap.peer_access import domains
+from jax_ep.heap import peer_access
 from jax_ep.heap.rendezvous import Meetings
 from jax_ep.heap.trace_area import DeviceTraceArea
 
@@ -32,10 +34,17 @@ def missing() -> str | None:
             f"process {process} of {len(counts)} drives {most} GPUs; it needs one GPU per process, as by"
             " jax.distributed.initialize(local_device_ids=...), or one process that drives every GPU"
         )
-    if len(apart := domains(jax.devices())) > 1:
+    domains = peer_access.domains(jax.devices())
+    if len(domains) > 1 and len(domains[0]) == 1:
         return (
-            f"devices {apart[0]} of {len(counts)} cannot reach the memory of devices {apart[1]}: they are of"
-            f" {len(apart)} machines or NVLink domains (jax.Device.slice_index), between which collectives of `xla` go"
+            f"devices {domains[0]} of {len(counts)} cannot reach the memory of devices {domains[1]}: they are of"
+            f" {len(domains)} machines or NVLink domains (jax.Device.slice_index), between which collectives of `xla`"
+            " go"
+        )
+    if len({len(domain) for domain in domains}) > 1:
+        return (
+            f"the {len(domains)} machines or NVLink domains (jax.Device.slice_index) have"
+            f" {[len(domain) for domain in domains]} GPUs, expected as many in each"
         )
     if importlib.util.find_spec("nvshmem") is None:
         return "not installed: nvshmem4py (pip install 'jax-ep[cuda13]')"
@@ -43,7 +52,7 @@ def missing() -> str | None:
 
 
 class NvshmemMemory:
-    """Heaps of one device per process; see `jax_ep.heap_memory.Memory`. All processes make, call and close it together.
+    """Heaps of one device per process; see `jax_ep.heap.memory.Memory`. All processes make, call and close it together.
 
     Args:
       timeout_s: how long a process waits for the others before each step that they take together.
@@ -56,9 +65,11 @@ class NvshmemMemory:
     """
 
     def __init__(self, timeout_s: float, settings: str) -> None:
-        self.devices = jax.devices()
-        self._device = jax.local_devices()[0]
-        self._number = self.devices.index(self._device)
+        everyone, self._device = jax.devices(), jax.local_devices()[0]
+        domains = [[everyone[place] for place in domain] for domain in peer_access.domains(everyone)]
+        self.devices = next(domain for domain in domains if self._device in domain)
+        self.numbers = {device: number for domain in domains for number, device in enumerate(domain)}
+        self._number = self.numbers[self._device]
         self._meetings = Meetings(timeout_s)
         self._heaps: list[int] = []  # in the order in which all processes have allocated them
         self._new = 0  # allocated here, but perhaps not everywhere
@@ -71,7 +82,7 @@ class NvshmemMemory:
         self._status = ffi.alloc_status(*ffi.device_key(self._device))
 
     def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
-        """See `jax_ep.heap_memory.Memory`: the addresses as the device of this process sees them.
+        """See `jax_ep.heap.memory.Memory`: the addresses as the device of this process sees them.
 
         Raises:
           jax.errors.JaxRuntimeError: a process has not come in time, asks for another size, has no memory left, or
@@ -100,7 +111,7 @@ class NvshmemMemory:
         return [self._status]
 
     def trace_area(self, header: np.ndarray, num_words: int) -> DeviceTraceArea:
-        """See `jax_ep.heap_memory.Memory`."""
+        """See `jax_ep.heap.memory.Memory`."""
         return DeviceTraceArea([(self._number, self._device)], header, num_words)
 
     def close(self) -> None:
@@ -122,7 +133,7 @@ class NvshmemMemory:
         _left_running = False
 
     def _start(self) -> None:
-        """Initialises NVSHMEM: the number of a device in `devices` is that of its process there."""
+        """Initialises that of the domain: the number of a device in `devices` is that of its process there."""
         said = self._meetings.attempt("init", "loading NVSHMEM", self._load)
         unique_id = _core().get_unique_id(empty=True)
         data = bytes.fromhex(said[self.devices[0].process_index])
@@ -130,7 +141,7 @@ class NvshmemMemory:
         self._meetings.attempt("init", "initialising NVSHMEM", lambda: self._initialise(unique_id))
 
     def _load(self) -> str:
-        """The unique id, from the process of the first device."""
+        """The unique id, from the process of the first device of each domain."""
         unique_id = _core().get_unique_id(empty=self._number != 0)
         return unique_id._data.tobytes().hex() if self._number == 0 else ""
 

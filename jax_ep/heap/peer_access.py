@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 
 import jax
+import numpy as np
 
 
 @functools.cache
@@ -38,3 +40,21 @@ def domains(devices: Iterable[jax.Device]) -> list[list[int]]:
     for position, device in enumerate(devices):
         found.setdefault(getattr(device, "slice_index", None) or 0, []).append(position)
     return list(found.values())
+
+
+def apart(mesh: jax.sharding.Mesh, axis: tuple[str, ...]) -> str | None:
+    """Why ranks on these axes of the mesh cannot all write to each other's memory, or None where they can."""
+    found = domains(mesh.devices.flat)
+    of_device = np.empty(mesh.size, np.int32)
+    for number, positions in enumerate(found):
+        of_device[positions] = number
+    places = [mesh.axis_names.index(name) for name in axis]
+    in_order = np.moveaxis(of_device.reshape(mesh.devices.shape), places, range(-len(places), 0))
+    groups = in_order.reshape(-1, math.prod(mesh.devices.shape[place] for place in places))
+    if np.all(groups == groups[:, :1]):
+        return None
+    return (
+        f"ranks of the axes {axis} are of several of the {len(found)} machines or NVLink domains"
+        " (jax.Device.slice_index), and cannot write to each other's memory; with a jax_ep.Topology whose local axis"
+        " stays in a domain, kernels exchange inside each"
+    )

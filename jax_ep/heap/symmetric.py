@@ -132,7 +132,7 @@ class SymmetricHeap:
 
     def numbers(self, mesh: jax.sharding.Mesh) -> np.ndarray | None:
         """int32 numbers of the devices of a mesh, in its shape; None where one of them has no heap."""
-        number_of = {device: number for number, device in enumerate(self._memory.devices)}
+        number_of = self._memory.numbers
         if not number_of.keys() >= set(mesh.devices.flat):
             return None
         numbers = [number_of[device] for device in mesh.devices.flat]
@@ -162,14 +162,14 @@ class SymmetricHeap:
         self._show_traces(self._memory.trace_area(header, num_words))
 
     def end_traces(self) -> dict[int, np.ndarray]:
-        """What they have recorded, by the number of the device; launches under way are waited for."""
+        """What they have recorded, by the id of the device; launches under way are waited for."""
         area = self._traces
         if area is None:
             raise RuntimeError("record: the context has been finalized while it recorded; finalize it afterwards.")
         self._wait()
         self._show_traces(None)
         self._wait()  # for what another thread has launched meanwhile
-        return {number: area.read(number) for number, _ in self._own}
+        return {device.id: area.read(number) for number, device in self._own}
 
     def _show_traces(self, area: TraceArea | None) -> None:
         self._traces = area

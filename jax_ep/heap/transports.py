@@ -6,7 +6,7 @@ import logging
 
 import jax
 
-from jax_ep.heap import check, nvshmem
+from jax_ep.heap import check, nvshmem, peer_access
 
 _log = logging.getLogger("jax_ep")
 REASONS = {
@@ -16,6 +16,15 @@ REASONS = {
     "shared_memory": "asked for: kernels run in Triton's interpreter, one process per CPU device",
 }
 """Of each transport, in which situation it is the one."""
+
+
+def described(transport: str) -> str:
+    """A transport and its reason, in words."""
+    text = f"{transport}: {REASONS[transport]}"
+    count = len(peer_access.domains(jax.devices())) if transport == "nvshmem" else 1
+    if count == 1:
+        return text
+    return f"{text}, in each of {count} machines or NVLink domains; between them XLA's collectives go"
 
 
 def checked(transport: str | None) -> str:

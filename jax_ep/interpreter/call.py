@@ -70,6 +70,7 @@ class SharedMemory:
 
     def __init__(self, timeout_s: float) -> None:
         self.devices = _devices()
+        self.numbers = {device: number for number, device in enumerate(self.devices)}
         self.pool = Pool(len(self.devices), timeout_s=timeout_s)
         set_pool(self.pool)
         atexit.register(self._close_at_exit)

@@ -78,6 +78,8 @@ def _refusal_of_exchange(
         return f"T={layout.num_tokens} exceeds {most_tokens} tokens per rank"
     if layout.num_ranks > _MOST_RANKS:
         return f"W={layout.num_ranks} exceeds {_MOST_RANKS} ranks"
+    if layout.num_ranks > 1 and (reason := context.apart(options.axis)) is not None:
+        return reason
     if is_foreign:
         return "the handle was made by another implementation"
     if options.wire_dtype is not None and (reason := capability.missing_fp8("FP8 on the wire")) is not None:

@@ -154,7 +154,7 @@ def _transport() -> Iterator[Finding]:
     from jax_ep.heap import check, nvshmem, peer_access, transports
 
     chosen = transports.best()
-    text = f"{chosen}: {transports.REASONS[chosen]}"
+    text = transports.described(chosen)
     if _on_gpus() and importlib.util.find_spec("triton") is None:
         remedy = "pip install 'jax-ep[cuda13]'"
         yield Finding("triton", WARNING, "not installed: kernels are not used", remedy)

@@ -5,6 +5,7 @@ NVSHMEM itself is faked; its real self runs in the contract tests on GPUs (run_p
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -33,14 +34,26 @@ from jax_ep.types import Options
 from run_processes import free_port
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-PEER = types.SimpleNamespace(process_index=1, platform="gpu")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Other:
+    """The GPU of another process, in the NVLink domain `slice_index`."""
+
+    process_index: int
+    slice_index: int = 0
+    platform: str = "gpu"
+
+
+PEER = Other(1)
 
 
 class Store:
-    """The key-value store as process 0 of two sees it; process 1 says the same, unless told otherwise."""
+    """The key-value store as process 0 sees it; the others, one by default, say the same unless told otherwise."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
+        self.others = [1]
         self.peer_comes = True
         self.peer_says: dict[str, str] = {}  # by a part of what process 0 says
 
@@ -49,7 +62,9 @@ class Store:
         if self.peer_comes:
             head, _, own = value.partition("\n")
             theirs = next((text for part, text in self.peer_says.items() if part in head), None)
-            self.values[key.removesuffix("0") + "1"] = f"{head}\n{own}" if theirs is None else f"{head}\n{theirs}"
+            for other in self.others:
+                said = own if theirs is None else theirs
+                self.values[key.removesuffix("0") + str(other)] = f"{head}\n{said}"
 
     def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
         if not self.peer_comes:
@@ -256,6 +271,53 @@ def test_what_is_missing(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatc
     assert nvshmem.missing() == "not installed: nvshmem4py (pip install 'jax-ep[cuda13]')"
 
 
+# --- several domains --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["the first of its domain", "the second"])
+def test_a_domain_has_an_nvshmem_of_its_own(
+    place: int, fake: fake_nvshmem.Fake, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own numbers, of which the id is from its first process; what is there of another is not its own."""
+    own, near, far = jax.local_devices()[0], [PEER], [Other(2, slice_index=1), Other(3, slice_index=1)]
+    near.insert(place, own)
+    store.others = [1, 2, 3]
+    store.peer_says["loading NVSHMEM"] = "ff" * 128
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "devices", lambda: [far[0], *near, far[1]])
+    assert nvshmem.missing() is None
+    memory = NvshmemMemory(1.0, "settings")
+    (_, _, rank, count, _, _, unique_id) = next(call for call in fake.calls if call[0] == "init")
+    assert (rank, count, memory.devices) == (place, 2, near)
+    assert (unique_id == b"\xff" * 128) == (place == 1)
+    assert [memory.numbers[device] for device in (*near, *far)] == [0, 1, 0, 1]
+    heap = SymmetricHeap(memory, None, 5.0)
+    assert heap.layout.num_devices == 2
+    heap.reserve("dispatch", 1000)
+    assert [len(addresses) for addresses in heap.data.addresses.values()] == [2]
+    heap.close()
+
+
+def test_domains_that_are_not_alike(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = jax.local_devices()[0]
+    monkeypatch.setattr(jax, "devices", lambda: [own, PEER, Other(2, slice_index=1)])
+    assert "have [2, 1] GPUs, expected as many in each" in (nvshmem.missing() or "")
+
+
+def test_the_transport_says_that_there_are_several(
+    gpus: None, store: Store, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [jax.local_devices()[0], PEER, Other(2, slice_index=1), Other(3, slice_index=1)]
+    store.others = [1, 2, 3]
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with caplog.at_level(logging.INFO, "jax_ep"):
+        assert context.init(MESH).transport == "nvshmem"
+    assert "into all of them, in each of 2 machines or NVLink domains; between them XLA's" in caplog.text
+    finding = next(finding for finding in doctor._transport() if finding.topic == "transport")
+    assert finding.state == "ok" and "each of 2 machines" in finding.text
+
+
 # --- the context, and the implementation that asks it -----------------------------------------------------------------
 
 
@@ -349,7 +411,7 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
 def test_peers_of_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`xla` serves them, and everything that one asks says why."""
     assert peer_access.domains(jax.devices()) == [[0, 1]]
-    far = types.SimpleNamespace(process_index=2, platform="gpu", slice_index=1)
+    far = Other(2, slice_index=1)
     devices = [jax.local_devices()[0], far, PEER, far]
     assert peer_access.domains(devices) == [[0, 2], [1, 3]]
     monkeypatch.setattr(jax, "devices", lambda: [devices[0], far])
@@ -430,3 +492,36 @@ def test_two_processes() -> None:
     assert zero["alone"].startswith("JaxRuntimeError: finalize: ending NVSHMEM takes all 2 processes together")
     assert "processes [1] have not come to it within 3 s" in zero["alone"]
     assert zero["still alone"].endswith("start the processes again.")
+
+
+@pytest.mark.slow
+def test_four_processes_in_two_domains() -> None:
+    """Every process allocates with those of its domain, and all with all; domain_processes.py is what runs."""
+    address = f"127.0.0.1:{free_port()}"
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, str(HELPERS / "domain_processes.py"), str(i), address] for i in range(4)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, env=os.environ | flags, **pipes) for command in commands]
+    try:
+        outputs = [process.communicate() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * 4, outputs
+    ids = []
+    for process, (stdout, _) in enumerate(outputs):
+        found = json.loads(stdout.splitlines()[-1])
+        number = process // 2
+        assert found["missing"] is None
+        assert found["table"][:2] == found["addresses"][str(number)]
+        assert found["table"][3:5] == [5_000_000_000, number]
+        assert found["processes"] == [[0, 2], [1, 3]] and found["numbers"] == [[0, 1], [0, 1]]
+        assert found["apart"][0] is None and "ranks of the axes ('node',) are of several" in found["apart"][1]
+        assert "combine: allocating the symmetric heap: process 3: MemoryError" in found["no room in one"]
+        names = [name for name, *_ in found["calls"]]
+        failed = ["malloc", "barrier_all"] if process == 3 else ["malloc", "fill", "synchronize", "free"]
+        assert names == ["set_current", "init", *GROWTH, "set_current", *failed, *frees(1)]
+        (init,) = (call for call in found["calls"] if call[0] == "init")
+        assert init[2:4] == [str(number), "2"]
+        ids.append(init[-1])
+    assert ids[0] == ids[2] != ids[1] == ids[3]

@@ -1,0 +1,58 @@
+"""One of four processes, in two NVLink domains, that test_nvshmem.py starts; prints, as JSON, what has happened in it.
+
+python tests/helpers/domain_processes.py PROCESS COORDINATOR
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+import fake_nvshmem
+from jax_ep import ffi
+from jax_ep.heap import nvshmem, peer_access
+from jax_ep.heap.nvshmem import NvshmemMemory
+from jax_ep.heap.symmetric import SymmetricHeap
+from meeting_processes import PATIENCE_S, outcome
+
+ME, ADDRESS = int(sys.argv[1]), sys.argv[2]
+
+
+def domains(devices: Iterable[jax.Device]) -> list[list[int]]:
+    """Processes 0 and 2, and 1 and 3: CPU devices are all of one machine to JAX."""
+    places = list(enumerate(devices))
+    return [[place for place, device in places if device.process_index % 2 == parity] for parity in (0, 1)]
+
+
+def main() -> None:
+    """Allocates, fails to in one process, and ends."""
+    fake = fake_nvshmem.install()
+    jax.distributed.initialize(ADDRESS, 4, ME, cluster_detection_method="deactivate")
+    peer_access.domains = domains
+    found: dict[str, object] = {"missing": nvshmem.missing()}
+    memory = NvshmemMemory(PATIENCE_S, "the same")
+    heap = SymmetricHeap(memory, None, 5.0)
+    heap.reserve("dispatch", 100)
+    table = jax.jit(lambda: ffi.pointer_table(heap.data.id, heap.num_table_entries))()
+    found["table"] = [int(entry) for entry in table]
+    found["addresses"] = heap.data.addresses
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2).T, ("node", "expert"))
+    found["processes"] = [[device.process_index for device in node] for node in mesh.devices]
+    numbers = heap.numbers(mesh)
+    found["numbers"] = None if numbers is None else numbers.tolist()
+    found["apart"] = [peer_access.apart(mesh, axis) for axis in (("expert",), ("node",))]
+    fake.out_of_memory = ME == 3
+    found["no room in one"] = outcome(lambda: heap.reserve("combine", 1 << 26))
+    heap.close()
+    found["calls"] = [[str(part) for part in call] for call in fake.calls]
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # jax.distributed would wait for the others
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Devices marked as those of two machines: kernels inside each, XLA's collectives between, and none reaches over."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+from cases import BASE, BF16, Shape, assert_close, reals
+from harness import PATIENCE_S, compiled, make_mesh
+from jax_ep import context
+from jax_ep.heap import peer_access
+from jax_ep.ops import registry
+from layers import Layer
+
+pytest.importorskip("triton")
+TOPOLOGY = jax_ep.Topology(node="node", local="expert")
+AXES = (TOPOLOGY.axes,)
+REASON = "ranks of the axes {} are of several of the 2 machines or NVLink domains (jax.Device.slice_index)"
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
+    """Two nodes of two devices, in whose tables there is no address of the other node."""
+    if jax.default_backend() != "cpu" or jax.process_count() > 1:
+        pytest.skip("marks CPU devices of one process")
+    from jax_ep.interpreter import SharedMemory
+
+    everyone = jax.devices()
+    machine_of = {device: number // 2 for number, device in enumerate(everyone)}
+
+    def domains(devices: Any) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for place, device in enumerate(devices):
+            found.setdefault(machine_of[device], []).append(place)
+        return list(found.values())
+
+    allocate = SharedMemory.allocate
+
+    def allocate_near(self: Any, num_bytes: int, function: str) -> dict[int, list[int]]:
+        found = allocate(self, num_bytes, function)
+        near = {number: number // 2 for number in found}
+        return {
+            number: [at if near[number] == near[other] else 0 for other, at in enumerate(addresses)]
+            for number, addresses in found.items()
+        }
+
+    monkeypatch.setattr(peer_access, "domains", domains)
+    monkeypatch.setattr(SharedMemory, "allocate", allocate_near)
+    jax_ep.finalize()
+    registry._say_once.cache_clear()
+    mesh = make_mesh((2, 2), TOPOLOGY.axes)
+    jax_ep.init(mesh, axis_name=TOPOLOGY, transport="shared_memory", timeout_s=PATIENCE_S)
+    yield mesh
+    jax_ep.finalize()
+    registry._say_once.cache_clear()
+
+
+def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
+    options = {"num_experts": BASE.num_experts, "axis_name": axis_name, "implementation": implementation}
+    return jax_ep.moe(*arguments, **options)
+
+
+def test_layer_and_gradients_over_a_topology(nodes: Mesh, rng: Any) -> None:
+    """By kernels, whose launches inside the nodes are there; against the oracle."""
+
+    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+        call = functools.partial(layer, TOPOLOGY, "triton")
+        y, vjp = jax.vjp(lambda x, weights, *w: call(x, ids, weights, *w), x, weights, w_gate_up, w_down)
+        return y, vjp(d_out)
+
+    problem = Layer(rng, "uniform", 4, BASE)
+    d_out = reals(rng, *problem.x.shape)
+    y, gradients = compiled(fn, nodes, axes=AXES)(*problem.args, d_out)
+    want = problem.oracle()
+    assert_close(y, want.forward(), "moe")
+    for got, exact in zip(gradients, want.gradients(d_out.astype(np.float64)), strict=True):
+        assert_close(got, exact.reshape(got.shape), "gradient")
+
+
+def test_decoding_over_a_topology(nodes: Mesh, rng: Any) -> None:
+    shape = Shape(hidden=128, intermediate=128)
+    problem = Layer(rng, "uniform", 4, shape, BF16)
+
+    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+        matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+        options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "axis_name": TOPOLOGY}
+        return jax_ep.low_latency_moe(x, ids, weights, *matrices, implementation="triton", **options)
+
+    y = compiled(fn, nodes, axes=AXES)(*problem.args)
+    assert_close(y, problem.oracle().forward(), "low_latency_moe")
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "axes"),
+    [(("node", "expert"), ("node", "expert")), (jax_ep.Topology(node="expert", local="node"), ("node",))],
+    ids=["flat", "the wrong way round"],
+)
+def test_exchanges_across_are_refused(nodes: Mesh, rng: Any, axis_name: Any, axes: Any, caplog: Any) -> None:
+    """Where `triton` alone is asked for, with the reason; else `xla` serves them, and one warning has it."""
+    problem, reason = Layer(rng, "uniform", 4, BASE), REASON.format(axes)
+
+    def lower(implementation: str | None) -> str:
+        fn = jax.shard_map(
+            functools.partial(layer, axis_name, implementation),
+            mesh=nodes,
+            in_specs=jax.P(TOPOLOGY.axes),
+            out_specs=jax.P(TOPOLOGY.axes),
+        )
+        return jax.jit(fn).lower(*(a.reshape(-1, *a.shape[2:]) for a in problem.args)).as_text()
+
+    with pytest.raises(NotImplementedError, match=f"triton: {re.escape(reason)}"):
+        lower("triton")
+    with caplog.at_level(logging.INFO, "jax_ep"):
+        assert "all_to_all" in lower(None)
+
+
+def test_another_mesh_than_that_of_init(nodes: Mesh) -> None:
+    """Of it nobody knows who reaches whom."""
+    other = make_mesh((4,), ("expert",))
+    assert context.apart(("expert",)) is not None
+    with jax.set_mesh(other):
+        assert "the mesh here, {'expert': 4}, is not that of init, {'node': 2, 'expert': 2}" in (
+            context.apart(("expert",)) or ""
+        )
+    with jax.set_mesh(nodes):
+        assert context.apart(("expert",)) is None
+        assert REASON.format(("node",)) in (context.apart(("node",)) or "")
+        assert context.apart(()) is None
+
+
+def test_domains_along_axes() -> None:
+    """Of real devices, all of which are of one domain unless JAX says otherwise."""
+    mesh = make_mesh((2, 2), TOPOLOGY.axes)
+    assert peer_access.domains(mesh.devices.flat) == [[0, 1, 2, 3]]
+    assert peer_access.apart(mesh, ("node", "expert")) is None

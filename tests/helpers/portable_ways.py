@@ -65,6 +65,12 @@ def tokens_between(ids: np.ndarray, num_experts: int) -> np.ndarray:
     return np.stack([(owners == rank).any(-1).sum(-1) for rank in range(len(ids))], 1)
 
 
+def only_in_one_process() -> None:
+    """For what is counted by callbacks of all ranks."""
+    if jax.process_count() > 1:
+        pytest.skip("counts the calls of all ranks, in one process")
+
+
 def count_calls(function: Any, counted: list[None]) -> Any:
     """`function`, which adds to a list on each rank and in each round."""
 

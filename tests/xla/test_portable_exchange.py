@@ -22,7 +22,7 @@ from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh, per_rank, to_numpy
 from jax_ep.types import Layout
 from jax_ep.xla import exchange, rounds
-from portable_ways import both_ways, count_calls, lowered, sent_bytes, take, tokens_between
+from portable_ways import both_ways, count_calls, lowered, only_in_one_process, sent_bytes, take, tokens_between
 from routings import FEW_ROUTINGS, ROUTINGS
 
 WIDE = Shape(num_tokens=7, top_k=3, num_experts=8, hidden=256)
@@ -282,6 +282,7 @@ def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
 @pytest.mark.slow(unless={"routing": ["uniform"]})
 def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
+    only_in_one_process()
     if jax.default_backend() != "cpu":
         pytest.skip("reads programs for CPU devices")
     take("rounds", monkeypatch)
@@ -304,6 +305,7 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
 
 def test_ragged_bytes_are_the_least(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Each token once to each rank with an expert of it, there and back, and no sum of what nobody has."""
+    only_in_one_process()
     take("ragged", monkeypatch)
     shape, sizes = Shape(num_tokens=20, top_k=3, num_experts=16, hidden=12), []
 

@@ -23,7 +23,7 @@ from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, per_rank
 from jax_ep.types import Layout
 from jax_ep.xla import ragged, rounds
-from portable_ways import both_ways, count_calls, lowered, sent_bytes, take, tokens_between
+from portable_ways import both_ways, count_calls, lowered, only_in_one_process, sent_bytes, take, tokens_between
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
@@ -167,6 +167,7 @@ def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
 @pytest.mark.slow(unless={"routing": ["uniform"]})
 def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
+    only_in_one_process()
     if jax.default_backend() != "cpu":
         pytest.skip("reads programs for CPU devices")
     take("rounds", monkeypatch)
@@ -193,6 +194,7 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
 def test_ragged_bytes_are_the_least(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Each token once to each rank with an expert of it, there and back, in as many windows as the fullest rank has."""
+    only_in_one_process()
     take("ragged", monkeypatch)
     sent, windows = np.zeros((2, NUM_RANKS, NUM_RANKS), np.int64), [0, 0]
     window = ragged.window_size(Layout(NUM_RANKS, SHAPE.num_experts, MAX_TOKENS, SHAPE.top_k, 0))

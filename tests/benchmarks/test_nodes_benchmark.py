@@ -85,6 +85,7 @@ def test_routers_are_limited(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(*(of_nodes for _, of_nodes in on_eight))
 
 
+@pytest.mark.slow
 def test_a_quick_run(tmp_path: Path) -> None:
     printed = run_quickly("nodes.py", tmp_path)
     assert "uniform: a dispatch, predicted" in printed

@@ -86,6 +86,7 @@ def test_layer_and_gradients_over_a_topology(nodes: Mesh, rng: Any) -> None:
         assert_close(got, exact.reshape(got.shape), "gradient")
 
 
+@pytest.mark.slow
 def test_decoding_over_a_topology(nodes: Mesh, rng: Any) -> None:
     shape = Shape(hidden=128, intermediate=128)
     problem = Layer(rng, "uniform", 4, shape, BF16)
@@ -104,6 +105,7 @@ def test_decoding_over_a_topology(nodes: Mesh, rng: Any) -> None:
     [(("node", "expert"), ("node", "expert")), (jax_ep.Topology(node="expert", local="node"), ("node",))],
     ids=["flat", "the wrong way round"],
 )
+@pytest.mark.slow(unless={"axes": [("node", "expert")]})
 def test_exchanges_across_are_refused(nodes: Mesh, rng: Any, axis_name: Any, axes: Any, caplog: Any) -> None:
     """Where `triton` alone is asked for, with the reason; else `xla` serves them, and one warning has it."""
     problem, reason = Layer(rng, "uniform", 4, BASE), REASON.format(axes)

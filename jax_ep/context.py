@@ -46,9 +46,9 @@ class Context:
     Attributes:
       mesh: the devices.
       axis_name: expert axis, or axes.
-      transport: what moves tokens: "xla" (collectives of XLA), "peer" (kernels that write to peers' memory, one
-        process), "nvshmem" (the same kernels, several processes with one GPU each) or "shared_memory" (the same kernels
-        on CPU devices, in Triton's interpreter, for tests).
+      transport: what moves tokens: "xla" (collectives of XLA), "peer" (kernels that write to peers' memory, among the
+        GPUs of a process), "nvshmem" (the same kernels, several processes with one GPU each) or "shared_memory" (the
+        same kernels on the CPU devices of a process, in Triton's interpreter, for tests).
       num_ranks: ranks on the expert axis.
       heap_bytes: bytes of symmetric memory per device, or None to grow as needed.
       timeout_s: how long a kernel waits for a peer before it gives up.
@@ -276,15 +276,17 @@ def concurrent_launches() -> str | None:
 
 def apart(axis: tuple[str, ...]) -> str | None:
     """Why ranks on these axes of the mesh around this call cannot all write to each other's memory, or None."""
-    if _current is None or len(peer_access.domains(_current.mesh.devices.flat)) == 1:
+    if _current is None:
         return None
-    mesh, here = _current.mesh, jax.sharding.get_abstract_mesh()
+    mesh, here, of_processes = _current.mesh, jax.sharding.get_abstract_mesh(), _current.transport != "nvshmem"
+    if len(peer_access.domains(mesh.devices.flat, of_processes=of_processes)) == 1:
+        return None
     if here.shape_tuple != mesh.shape_tuple:
         return (
             f"the mesh here, {dict(here.shape)}, is not that of init, {dict(mesh.shape)}, of which it is known which"
-            " devices are of one machine or NVLink domain"
+            " devices reach each other's memory"
         )
-    return peer_access.apart(mesh, axis)
+    return peer_access.apart(mesh, axis, of_processes=of_processes)
 
 
 def missing_init() -> str | None:

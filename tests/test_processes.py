@@ -46,6 +46,17 @@ def test_exchange_and_layer(num_processes: int, num_devices: int) -> None:
 
 
 @pytest.mark.slow
+def test_kernels_inside_processes() -> None:
+    """Two nodes of two devices, each a process with kernels in Triton's interpreter."""
+    pytest.importorskip("triton")
+    run = [sys.executable, str(HELPERS / "run_processes.py"), "2", "--devices", "2"]
+    command = [*run, "-q", str(CONTRACT / "test_process_per_node.py"), "--implementation", "xla"]
+    done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\[0\] 2 passed", done.stdout)
+
+
+@pytest.mark.slow
 def test_processes_that_differ() -> None:
     """Each difference ends in an error that names it; differing_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"

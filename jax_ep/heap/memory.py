@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import ffi
 from jax_ep.core.layout import round_up
+from jax_ep.core.processes import numbers_in_processes
 from jax_ep.heap.trace_area import DeviceTraceArea, TraceArea
 
 _LEAST_BYTES, _UNIT = 16 << 20, 1 << 20  # of an allocation
@@ -92,11 +93,11 @@ class Memory(Protocol):
 
 
 class PeerMemory:
-    """Heaps of one process that drives every device: shards of JAX arrays, since XLA enables peer access for them."""
+    """Heaps of the devices of a process: shards of JAX arrays, since XLA enables peer access for them."""
 
     def __init__(self) -> None:
-        self.devices = jax.devices()
-        self.numbers = {device: number for number, device in enumerate(self.devices)}
+        self.devices = jax.local_devices()
+        self.numbers = numbers_in_processes(jax.devices())
         self._mesh = jax.sharding.Mesh(np.array(self.devices), ("device",))
         self._statuses = [ffi.alloc_status(*ffi.device_key(device)) for device in self.devices]
         self._heaps: list[jax.Array] = []

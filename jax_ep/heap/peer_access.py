@@ -1,7 +1,8 @@
-"""Which GPUs can write to each other's memory: those of this process, and those of several processes."""
+"""Which GPUs can write to each other's memory: those of one process, and those of several processes."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import itertools
@@ -30,21 +31,33 @@ def missing() -> str | None:
     return None
 
 
-def domains(devices: Iterable[jax.Device]) -> list[list[int]]:
+def missing_in_processes() -> str | None:
+    """Why each of several processes cannot run kernels among the GPUs that it drives, or None."""
+    counts = sorted(collections.Counter(device.process_index for device in jax.devices()).values())
+    if counts[-1] == 1:
+        return "each process drives one device, expected several; leave the transport None for the best one here"
+    if counts[0] < counts[-1]:
+        return f"processes drive {counts[0]} to {counts[-1]} devices, expected as many in each"
+    return None
+
+
+def domains(devices: Iterable[jax.Device], *, of_processes: bool = False) -> list[list[int]]:
     """Positions of the devices that reach each other's memory, as JAX knows it: one list per NVLink domain.
 
     JAX's `slice_index` numbers the machines, or what one NVLink fabric connects over several of them;
-    `jax.distributed.initialize(partition_index=...)` sets it. Devices without it are of one domain.
+    `jax.distributed.initialize(partition_index=...)` sets it. Devices without it are of one domain. With `of_processes`
+    a domain has the devices of one process.
     """
-    found: dict[int, list[int]] = {}
+    found: dict[tuple[int, int], list[int]] = {}
     for position, device in enumerate(devices):
-        found.setdefault(getattr(device, "slice_index", None) or 0, []).append(position)
+        process = device.process_index if of_processes else 0
+        found.setdefault((getattr(device, "slice_index", None) or 0, process), []).append(position)
     return list(found.values())
 
 
-def apart(mesh: jax.sharding.Mesh, axis: tuple[str, ...]) -> str | None:
+def apart(mesh: jax.sharding.Mesh, axis: tuple[str, ...], *, of_processes: bool = False) -> str | None:
     """Why ranks on these axes of the mesh cannot all write to each other's memory, or None where they can."""
-    found = domains(mesh.devices.flat)
+    found = domains(mesh.devices.flat, of_processes=of_processes)
     of_device = np.empty(mesh.size, np.int32)
     for number, positions in enumerate(found):
         of_device[positions] = number
@@ -53,8 +66,8 @@ def apart(mesh: jax.sharding.Mesh, axis: tuple[str, ...]) -> str | None:
     groups = in_order.reshape(-1, math.prod(mesh.devices.shape[place] for place in places))
     if np.all(groups == groups[:, :1]):
         return None
+    what = "processes" if of_processes else "machines or NVLink domains (jax.Device.slice_index)"
     return (
-        f"ranks of the axes {axis} are of several of the {len(found)} machines or NVLink domains"
-        " (jax.Device.slice_index), and cannot write to each other's memory; with a jax_ep.Topology whose local axis"
-        " stays in a domain, kernels exchange inside each"
+        f"ranks of the axes {axis} are of several of the {len(found)} {what}, and cannot write to each other's memory;"
+        " with a jax_ep.Topology whose local axis stays in one, kernels exchange inside each"
     )

@@ -11,7 +11,7 @@ from jax_ep.heap import check, nvshmem, peer_access
 _log = logging.getLogger("jax_ep")
 REASONS = {
     "xla": "collectives of XLA, for devices whose memory kernels of a peer cannot write",
-    "peer": "one process drives every GPU, and XLA enables peer access between them",
+    "peer": "a process drives several GPUs, and XLA enables peer access between them",
     "nvshmem": "several processes with one GPU each, whose memory NVSHMEM maps into all of them",
     "shared_memory": "asked for: kernels run in Triton's interpreter, one process per CPU device",
 }
@@ -21,10 +21,12 @@ REASONS = {
 def described(transport: str) -> str:
     """A transport and its reason, in words."""
     text = f"{transport}: {REASONS[transport]}"
-    count = len(peer_access.domains(jax.devices())) if transport == "nvshmem" else 1
-    if count == 1:
+    of_processes = transport != "nvshmem"
+    count = len(peer_access.domains(jax.devices(), of_processes=of_processes))
+    if count == 1 or transport == "xla":
         return text
-    return f"{text}, in each of {count} machines or NVLink domains; between them XLA's collectives go"
+    what = "processes" if of_processes else "machines or NVLink domains"
+    return f"{text}, in each of {count} {what}; between them XLA's collectives go"
 
 
 def checked(transport: str | None) -> str:
@@ -42,12 +44,15 @@ def checked(transport: str | None) -> str:
             f"init: transport={transport!r} needs {needed} devices, but this process has {platform};"
             " leave it None for the best one here."
         )
-    if transport != "xla" and (transport == "nvshmem") != (num_processes > 1):
-        wanted = "several processes" if transport == "nvshmem" else "one process that drives every device"
+    if transport == "nvshmem" and num_processes == 1:
         raise ValueError(
-            f"init: transport={transport!r} needs {wanted}, but jax.process_count() is {num_processes};"
-            " leave it None for the best one here."
+            "init: transport='nvshmem' needs several processes, but jax.process_count() is 1; leave it None for the"
+            " best one here."
         )
+    if transport in ("peer", "shared_memory") and num_processes > 1:
+        reason = peer_access.missing_in_processes()
+        if reason is not None:
+            raise ValueError(f"init: transport={transport!r}: {reason}, or call init(transport='xla').")
     if transport == "nvshmem" and (reason := nvshmem.missing()) is not None:
         raise ValueError(f"init: transport='nvshmem': {reason}; or leave it None for the best one here.")
     if transport in ("peer", "nvshmem") and (reason := check.concurrent_launches()) is not None:
@@ -64,7 +69,8 @@ def best() -> str:
         return "xla"
     if jax.process_count() == 1:
         return "peer"
-    reason = nvshmem.missing()
+    wanted = "nvshmem" if peer_access.missing_in_processes() is not None else "peer"
+    reason = nvshmem.missing() if wanted == "nvshmem" else peer_access.missing()
     if reason is not None:
-        _log.warning("transport nvshmem is not used: %s", reason)
-    return "nvshmem" if reason is None else "xla"
+        _log.warning("transport %s is not used: %s", wanted, reason)
+    return wanted if reason is None else "xla"

@@ -38,6 +38,7 @@ from jax_ep.core.kernel import (
     flat_arrays,
     type_of,
 )
+from jax_ep.core.processes import numbers_in_processes
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
 from jax_ep.types import Array
@@ -70,7 +71,7 @@ class SharedMemory:
 
     def __init__(self, timeout_s: float) -> None:
         self.devices = _devices()
-        self.numbers = {device: number for number, device in enumerate(self.devices)}
+        self.numbers = numbers_in_processes(jax.devices("cpu"))
         self.pool = Pool(len(self.devices), timeout_s=timeout_s)
         set_pool(self.pool)
         atexit.register(self._close_at_exit)
@@ -186,7 +187,7 @@ def _from_words(x: Array, result: jax.ShapeDtypeStruct) -> Array:
 
 
 def _mesh_size() -> int:
-    """Number of devices that run this call together."""
+    """Number of devices of this process that run this call together, of a mesh with as many of each."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return 1
@@ -196,7 +197,7 @@ def _mesh_size() -> int:
             f"Triton's interpreter runs kernels only where every mesh axis is manual, but {automatic} are not; "
             "name them in axis_names of jax.shard_map as well."
         )
-    return math.prod(mesh.shape[name] for name in mesh.axis_names)
+    return max(1, math.prod(mesh.shape[name] for name in mesh.axis_names) // jax.process_count())
 
 
 @functools.cache

@@ -158,7 +158,8 @@ def _transport() -> Iterator[Finding]:
     if _on_gpus() and importlib.util.find_spec("triton") is None:
         remedy = "pip install 'jax-ep[cuda13]'"
         yield Finding("triton", WARNING, "not installed: kernels are not used", remedy)
-    if _on_gpus() and jax.process_count() == 1 and (reason := peer_access.missing()) is not None:
+    is_by_peers = jax.process_count() == 1 or peer_access.missing_in_processes() is None
+    if _on_gpus() and is_by_peers and (reason := peer_access.missing()) is not None:
         remedy = "`xla` serves such machines; for kernels use GPUs of one NVLink domain"
         yield Finding("transport", WARNING, reason, remedy, {"transport": chosen})
         return

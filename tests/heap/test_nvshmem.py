@@ -389,7 +389,7 @@ def test_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: An
 
 
 def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"'peer' needs one process.*process_count.. is 2"):
+    with pytest.raises(ValueError, match=r"transport='peer': each process drives one device, expected several"):
         context.init(MESH, transport="peer")
     with monkeypatch.context() as patch:
         patch.setattr(nvshmem, "missing", lambda: "a reason")
@@ -406,6 +406,26 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="'nvshmem' needs gpu devices, but this process has cpu"):
         context.init(MESH, transport="nvshmem")
+
+
+def test_processes_with_several_gpus(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels among those of a process, where they reach each other and each process has as many."""
+    own = jax.local_devices()[0]
+    monkeypatch.setattr(jax, "devices", lambda: [own, Other(0), PEER, PEER])
+    monkeypatch.setattr(peer_access, "missing", lambda: None)
+    assert transports.best() == transports.checked("peer") == "peer"
+    assert transports.described("peer").endswith("in each of 2 processes; between them XLA's collectives go")
+    assert peer_access.missing_in_processes() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(peer_access, "missing", lambda: "a reason")
+        with caplog.at_level(logging.WARNING, "jax_ep"):
+            assert transports.best() == "xla"
+        assert "transport peer is not used: a reason" in caplog.text
+        patch.setattr(jax, "devices", lambda: [own, Other(0), PEER])
+        with pytest.raises(ValueError, match="transport='peer': processes drive 1 to 2 devices, expected as many"):
+            transports.checked("peer")
+    findings = {finding.topic: finding for finding in doctor._transport()}
+    assert findings["transport"].state == "ok" and "each of 2 processes" in findings["transport"].text
 
 
 def test_peers_of_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from layers import Layer
 pytest.importorskip("triton")
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
 AXES = (TOPOLOGY.axes,)
-REASON = "ranks of the axes {} are of several of the 2 machines or NVLink domains (jax.Device.slice_index)"
+REASON = "ranks of the axes {} are of several of the 2 processes"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
     everyone = jax.devices()
     machine_of = {device: number // 2 for number, device in enumerate(everyone)}
 
-    def domains(devices: Any) -> list[list[int]]:
+    def domains(devices: Any, of_processes: bool) -> list[list[int]]:
         found: dict[int, list[int]] = {}
         for place, device in enumerate(devices):
             found.setdefault(machine_of[device], []).append(place)
@@ -142,5 +142,6 @@ def test_another_mesh_than_that_of_init(nodes: Mesh) -> None:
 def test_domains_along_axes() -> None:
     """Of real devices, all of which are of one domain unless JAX says otherwise."""
     mesh = make_mesh((2, 2), TOPOLOGY.axes)
-    assert peer_access.domains(mesh.devices.flat) == [[0, 1, 2, 3]]
+    for of_processes in (False, True):
+        assert peer_access.domains(mesh.devices.flat, of_processes=of_processes) == [[0, 1, 2, 3]]
     assert peer_access.apart(mesh, ("node", "expert")) is None

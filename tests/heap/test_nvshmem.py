@@ -408,6 +408,14 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
         context.init(MESH, transport="nvshmem")
 
 
+def test_devices_of_one_process_reach_each_other() -> None:
+    """Unless JAX knows better; so no axis is apart."""
+    mesh = jax.make_mesh((2, 2), ("node", "expert"), devices=jax.devices()[:4])
+    for of_processes in (False, True):
+        assert peer_access.domains(mesh.devices.flat, of_processes=of_processes) == [[0, 1, 2, 3]]
+        assert peer_access.apart(mesh, ("node", "expert"), of_processes=of_processes) is None
+
+
 def test_processes_with_several_gpus(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels among those of a process, where they reach each other and each process has as many."""
     own = jax.local_devices()[0]

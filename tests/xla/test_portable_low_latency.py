@@ -73,7 +73,7 @@ def problem(rng: np.random.Generator, num_ranks: int, shape: Shape = SHAPE, dtyp
     return x, ids, probabilities(rng, *ids.shape), reals(rng, num_ranks, local, num_ranks * MAX_TOKENS, shape.hidden)
 
 
-@pytest.mark.slow(unless={"way": ["rounds"]})
+@pytest.mark.slow
 def test_quantised(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     """Values and scales travel together, and rows are rounded to FP8 before they are added."""
     fn = round_trip(wire=jnp.float8_e4m3fn)

@@ -375,7 +375,7 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
         )
     the_heap = heap("record")
     _outside_of_traces(lambda: the_heap.begin_traces(header, num_words))
-    recorded = Recorded({}, _recording_kernels)
+    recorded = Recorded({}, _recording_kernels, the_heap.device_ids)
     try:
         with _records(True):
             yield recorded
@@ -384,10 +384,17 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
 
 
 class Recorded(NamedTuple):
-    """What kernels have recorded: words by the id of the device, and names of kernels by `Heap.LAUNCH`."""
+    """What kernels have recorded.
+
+    Attributes:
+      words: by the number of the device.
+      kernels: names by `Heap.LAUNCH`.
+      device_ids: JAX's, by the number of the device.
+    """
 
     words: dict[int, np.ndarray]
     kernels: dict[int, str]
+    device_ids: list[int]
 
 
 def tuning() -> settings_file.Tuning:

@@ -107,6 +107,11 @@ class SymmetricHeap:
             raise
 
     @property
+    def device_ids(self) -> list[int]:
+        """JAX's ids of the devices by their numbers, which another machine or process has too."""
+        return [device.id for device in self._memory.devices]
+
+    @property
     def num_table_entries(self) -> int:
         """Heap addresses of all devices, and what kernels/table.py names behind them."""
         return self.layout.num_devices + 6
@@ -162,14 +167,14 @@ class SymmetricHeap:
         self._show_traces(self._memory.trace_area(header, num_words))
 
     def end_traces(self) -> dict[int, np.ndarray]:
-        """What they have recorded, by the id of the device; launches under way are waited for."""
+        """What they have recorded, by the number of the device; launches under way are waited for."""
         area = self._traces
         if area is None:
             raise RuntimeError("record: the context has been finalized while it recorded; finalize it afterwards.")
         self._wait()
         self._show_traces(None)
         self._wait()  # for what another thread has launched meanwhile
-        return {device.id: area.read(number) for number, device in self._own}
+        return {number: area.read(number) for number, _ in self._own}
 
     def _show_traces(self, area: TraceArea | None) -> None:
         self._traces = area

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ EVENT = np.dtype(
 """One event: `kind` is a place in KINDS, `peer` a device or -1, `launch` a number on this device, times are in ns."""
 
 _MEMBER = KINDS.index("member")
+_MOST_DEVICES = 0xFFF  # that have room in a word
 
 
 class Launch(NamedTuple):
@@ -78,8 +80,15 @@ def area_header(num_programs: int, events_per_program: int) -> tuple[np.ndarray,
     return header, NUM_HEADER + num_programs * _region_words(events_per_program)
 
 
-def read(words: np.ndarray, device: int, kernels: dict[int, str]) -> Written:
-    """What lies in the trace area of a device; names of kernels by `Heap.LAUNCH`."""
+def read(words: np.ndarray, number: int, kernels: dict[int, str], device_ids: Sequence[int] | None = None) -> Written:
+    """What lies in the trace area of a device.
+
+    Args:
+      words: of the area.
+      number: of the device, as kernels know it.
+      kernels: names by `Heap.LAUNCH`.
+      device_ids: of the devices by their numbers, to name them by; None: they are the numbers.
+    """
     room, num_programs, num_launches = (int(words[i]) for i in (AREA_ROOM, AREA_PROGRAMS, AREA_LAUNCHES))
     regions = words[NUM_HEADER:].reshape(num_programs, _region_words(room))
     counts = np.minimum(regions[:, 0], room)
@@ -89,15 +98,17 @@ def read(words: np.ndarray, device: int, kernels: dict[int, str]) -> Written:
         region[NUM_HEADER:][: n * NUM_WORDS].reshape(n, NUM_WORDS) for region, n in zip(regions, counts, strict=True)
     ]
     raw = np.concatenate(rows)
-    number, kind = raw[:, 4] >> 32, raw[:, 2] >> 32 & 0xFF
-    launches = _launches(raw[kind == _MEMBER], kernels)
-    kept = (kind != _MEMBER) & np.isin(number, list(launches))
-    num_dropped += int(((kind != _MEMBER) & ~kept & (number < num_launches)).sum())
-    program, raw, number, kind = program[kept], raw[kept], number[kept], kind[kept]
+    launch, kind = raw[:, 4] >> 32, raw[:, 2] >> 32 & 0xFF
+    # The last is for -1, no device.
+    ids = np.array([*(range(_MOST_DEVICES) if device_ids is None else device_ids), -1], np.int32)
+    launches = _launches(raw[kind == _MEMBER], kernels, ids)
+    kept = (kind != _MEMBER) & np.isin(launch, list(launches))
+    num_dropped += int(((kind != _MEMBER) & ~kept & (launch < num_launches)).sum())
+    program, raw, launch, kind = program[kept], raw[kept], launch[kept], kind[kept]
     events = np.zeros((len(raw),), EVENT)
-    events["device"], events["launch"], events["program"], events["kind"] = device, number, program, kind
+    events["device"], events["launch"], events["program"], events["kind"] = ids[number], launch, program, kind
     events["multiprocessor"] = raw[:, 2] >> 40 & 0xFFF
-    events["peer"] = (raw[:, 2] >> 52 & 0xFFF) - 1
+    events["peer"] = ids[(raw[:, 2] >> 52 & 0xFFF) - 1]
     events["task"], events["block"] = (raw[:, i].astype(np.int32) for i in (2, 3))
     events["begin"], events["end"] = raw[:, 0], raw[:, 1]
     return Written(_one_after_another(events), launches, num_dropped)
@@ -120,7 +131,7 @@ def _region_words(events_per_program: int) -> int:
     return NUM_HEADER + NUM_WORDS * events_per_program
 
 
-def _launches(members: np.ndarray, kernels: dict[int, str]) -> dict[int, Launch]:
+def _launches(members: np.ndarray, kernels: dict[int, str], ids: np.ndarray) -> dict[int, Launch]:
     found = {}
     for number in np.unique(members[:, 4] >> 32):
         rows = members[members[:, 4] >> 32 == number]
@@ -129,7 +140,7 @@ def _launches(members: np.ndarray, kernels: dict[int, str]) -> dict[int, Launch]
             continue  # there was no room for all of them
         rows = rows[np.argsort(task)]
         identity = int(rows[0, 4] & 0xFFFFFFFF)
-        group, epochs = (rows[:, 2] >> 52 & 0xFFF) - 1, rows[:, 3] >> 32
+        group, epochs = ids[(rows[:, 2] >> 52 & 0xFFF) - 1], rows[:, 3] >> 32
         kernel = kernels.get(identity, f"operation {identity & 0xFF}")
         num_programs = int(rows[0, 3] & 0xFFFFFFFF)
         found[int(number)] = Launch(kernel, identity, num_programs, tuple(group.tolist()), tuple(epochs.tolist()))

@@ -83,7 +83,8 @@ def record(*, events_per_program: int = _EVENTS_PER_PROGRAM) -> Iterator[Recordi
     header, num_words = events.area_header(_most_programs(), events_per_program)
     with context.record(header, num_words) as raw:
         yield recording
-    written = {device: events.read(words, device, raw.kernels) for device, words in raw.words.items()}
+    ids = raw.device_ids
+    written = {ids[number]: events.read(words, number, raw.kernels, ids) for number, words in raw.words.items()}
     recording._trace = Trace.of_devices(written, is_ordered_only=context.transport() == "shared_memory")
 
 

@@ -234,6 +234,9 @@ def test_launches_that_are_not_whole_are_left_out() -> None:
         (KINDS.index("tile"), 8, -1, 0), (KINDS.index("wait"), 9, 5, -1)
     ]  # fmt: skip
     assert found.num_dropped == 0
+    named = tracing.events.read(fake_area(rows, 8, 2, launches=1), 2, {}, [100, 101, 102, 103, 104, 105])
+    assert named.launches[0].group == (105, 102) and named.launches[0].rank(102) == 1
+    assert named.events[["device", "peer"]].tolist() == [(102, -1), (102, 105)]
     few: Any = tracing.events.read(fake_area(rows, 4, 2, launches=1), 2, {9: "tiles"})
     assert (few.num_dropped, len(few.events), few.launches[0].kernel) == (1, 2, "tiles")
     # A member less, and nobody knows who took part.

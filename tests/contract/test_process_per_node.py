@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_ep
-from cases import BASE, assert_close, reals
+from cases import BASE, BF16, Shape, assert_close, reals
 from harness import PATIENCE_S, compiled, make_mesh, per_rank
 from layers import Layer
 
@@ -55,6 +55,19 @@ def test_layer_and_gradients(nodes: Mesh, rng: Any) -> None:
         assert_close(y, want.forward(), "moe")
         for got, exact in zip(gradients, want.gradients(d_out.astype(np.float64)), strict=True):
             assert_close(got, exact.reshape(got.shape), "gradient")
+
+
+def test_decoding(nodes: Mesh, rng: Any) -> None:
+    shape = Shape(hidden=128, intermediate=128)
+    problem = Layer(rng, "uniform", nodes.size, shape, BF16)
+
+    def fn(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
+        matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
+        options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "axis_name": TOPOLOGY}
+        return jax_ep.low_latency_moe(x, ids, weights, *matrices, implementation="triton", **options)
+
+    y = compiled(fn, nodes, axes=AXES)(*problem.args)
+    assert_close(y, problem.oracle().forward(), "low_latency_moe")
 
 
 def test_exchanges_between_processes_are_refused(nodes: Mesh, rng: Any) -> None:

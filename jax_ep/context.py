@@ -321,8 +321,10 @@ def heap(function: str) -> SymmetricHeap:
         return _heap
 
 
-def reserve(function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
+def reserve(function: str, data_bytes: int, buffer_bytes: int = 0, slots: int = 2) -> SymmetricHeap:
     """Makes the data area of the newest heap, and each of the newest low-latency buffers, at least this large.
+
+    Those are the buffers of which each device has so many slots.
 
     Programs may be running meanwhile, and other threads may be tracing: what they have reserved stays theirs.
 
@@ -332,8 +334,9 @@ def reserve(function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
     """
     with _lock:  # two threads that trace must not allocate at a time
         the_heap = heap(function)
-        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, buffer_bytes))
+        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, buffer_bytes, slots))
         _thread.heap = the_heap
+        return the_heap
 
 
 def reserved_heap(function: str) -> SymmetricHeap:
@@ -352,8 +355,13 @@ def reserved_heap(function: str) -> SymmetricHeap:
 
 def records(identity: int, kernel: str) -> bool:
     """Whether a kernel that is traced now records what it does; if so, remembers its name."""
-    if _records.value:
+    if is_recording():
         _recording_kernels[identity] = kernel
+    return is_recording()
+
+
+def is_recording() -> bool:
+    """Whether kernels that are traced now record what they do."""
     return bool(_records.value)
 
 

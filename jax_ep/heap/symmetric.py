@@ -7,9 +7,11 @@ on use that. So nothing that runs, or may run, ever loses its memory, and growin
 when the context ends.
 
 The data area of the throughput kernels and the buffers of the low-latency kernels grow apart: each generation is for
-one of the two. Each is at least half as large again as the one before, so all together have at most 4.5 times the bytes
-that the largest program needs. Where the user gives a size, there is one allocation for everything: one generation for
-data, from its start on, and generations of buffers, from its end down; each place there has one use for ever.
+one of them. Kernels that exchange in one launch have two buffers per device, those that do it in two have four: a kind
+of generation each. One is at least half as large again as the one before of its kind, so all of a kind have at most 4.5
+times the bytes that the largest program needs. Where the user gives a size, there is one allocation for everything: one
+generation for data, from its start on, and generations of buffers, from its end down; each place there has one use for
+ever.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from jax_ep.heap.trace_area import TraceArea
 _PAGE = 4096
 _CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
 _BUFFER_UNIT = 256
-_DATA, _BUFFERS = 1, 2  # the first ids; those of data are odd
+_DATA, _BUFFERS = 1, {2: 2, 4: 3}  # the first ids: of data, and of buffers by how many a device has
+_STEP = 3  # from an id to the next of its kind
 MAX_BLOCKS = 32768
 """Flags per device and parity: a launch has at most this many blocks of tokens."""
 
@@ -55,16 +58,16 @@ class HeapLayout:
 
     @property
     def buffers(self) -> int:
-        """Byte offset of the low-latency buffers, which have no block flags before them: two buffers per device."""
+        """Byte offset of the low-latency buffers, which have no block flags before them."""
         return self.flags
 
-    def bytes_with_buffers(self, buffer_bytes: int) -> int:
-        """Bytes of a heap with buffers of this size."""
-        return self.buffers + 2 * self.num_devices * buffer_bytes
+    def bytes_with_buffers(self, buffer_bytes: int, slots: int = 2) -> int:
+        """Bytes of a heap with buffers of this size, so many per device."""
+        return self.buffers + slots * self.num_devices * buffer_bytes
 
-    def most_buffer_bytes(self, num_bytes: int) -> int:
+    def most_buffer_bytes(self, num_bytes: int, slots: int = 2) -> int:
         """The largest buffers that a heap of `num_bytes` holds."""
-        return (num_bytes - self.buffers) // (2 * self.num_devices) // _BUFFER_UNIT * _BUFFER_UNIT
+        return (num_bytes - self.buffers) // (slots * self.num_devices) // _BUFFER_UNIT * _BUFFER_UNIT
 
 
 class SymmetricHeap:
@@ -94,7 +97,7 @@ class SymmetricHeap:
         self._end = 0  # where a heap of a given size has its buffers: they lie from here on
         self._timeout_ns = int(timeout_s * 1e9)
         self._data: list[Generation] = []
-        self._buffers: list[Generation] = []
+        self._buffers: dict[int, list[Generation]] = {slots: [] for slots in _BUFFERS}
         self._num_allocations = 0
         self._traces: TraceArea | None = None
         self._sizes = dict(earlier or {})
@@ -124,13 +127,22 @@ class SymmetricHeap:
     @property
     def buffers(self) -> Generation:
         """The generation for programs traced now that use low-latency buffers; after a `reserve` of some."""
-        return self._buffers[-1]
+        return self.buffers_of(2)
+
+    def buffers_of(self, slots: int) -> Generation:
+        """The same of buffers of which each device has so many."""
+        return self._buffers[slots][-1]
+
+    @property
+    def generations(self) -> list[Generation]:
+        """All of them."""
+        return [*self._data, *(one for some in self._buffers.values() for one in some)]
 
     @property
     def sizes(self) -> dict[int, int]:
         """By id of a table, the most bytes that a program of this process may use, or has used, of its memory."""
         sizes = dict(self._sizes)
-        for generation in (*self._data, *self._buffers):
+        for generation in self.generations:
             for i in generation.ids:
                 sizes[i] = max(sizes.get(i, 0), generation.reserved, self._used([i]))
         return sizes
@@ -143,8 +155,10 @@ class SymmetricHeap:
         numbers = [number_of[device] for device in mesh.devices.flat]
         return np.array(numbers, np.int32).reshape(mesh.devices.shape)
 
-    def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
+    def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0, slots: int = 2) -> None:
         """Makes sure that the newest generations have `data_bytes` of data, and low-latency buffers of `buffer_bytes`.
+
+        Of these buffers each device has so many slots, 2 or 4.
 
         Raises:
           ValueError: the heap was given a size, and that is too small.
@@ -152,8 +166,8 @@ class SymmetricHeap:
         """
         if not self._data or data_bytes > self.data.reserved:
             self._reserve_data(function, data_bytes)
-        if buffer_bytes and (not self._buffers or buffer_bytes > self.buffers.reserved):
-            self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT))
+        if buffer_bytes and (not self._buffers[slots] or buffer_bytes > self.buffers_of(slots).reserved):
+            self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT), slots)
 
     def begin_traces(self, header: np.ndarray, num_words: int) -> None:
         """Gives the kernels of each device of this process `num_words` int64 to record in, which begin with `header`.
@@ -178,17 +192,18 @@ class SymmetricHeap:
 
     def _show_traces(self, area: TraceArea | None) -> None:
         self._traces = area
-        for generation in (*self._data, *self._buffers):
+        for generation in self.generations:
             self._registered(generation)
 
     def _begin(self) -> None:
         """Allocates a heap of a given size, and what programs of earlier contexts need."""
-        data, buffers = (sorted(i for i in self._sizes if i % 2 == first % 2) for first in (_DATA, _BUFFERS))
+        data, buffers = self._ids(_DATA), {slots: self._ids(first) for slots, first in _BUFFERS.items()}
         if self._limit is None:
             if data:
                 self._data.append(self._allocate_data("init", self._most(data), data))
-            if buffers:
-                self._buffers.append(self._allocate_buffers("init", self._most(buffers), buffers))
+            for slots, ids in buffers.items():
+                if ids:
+                    self._buffers[slots].append(self._allocate_buffers("init", self._most(ids), ids, slots))
             return
         self._end = self._limit // _PAGE * _PAGE
         room = self._end - self.layout.data
@@ -201,9 +216,10 @@ class SymmetricHeap:
         data = [i for i in data if self._sizes[i] <= room] or [self._next_id(_DATA)]
         whole = Generation(data, addresses, 0, 0, room, reserved=round_up(self._most(data), _PAGE))
         self._data.append(self._registered(whole))
-        buffers = [i for i in buffers if self._place_of_buffers(self._sizes[i]) is not None]
-        if buffers and (start := self._place_of_buffers(size := self._most(buffers))) is not None:
-            self._split(start, size, buffers)
+        for slots, known in buffers.items():
+            ids = [i for i in known if self._place_of_buffers(self._sizes[i], slots) is not None]
+            if ids and (start := self._place_of_buffers(size := self._most(ids), slots)) is not None:
+                self._split(start, size, ids, slots)
 
     def _reserve_data(self, function: str, num_bytes: int) -> None:
         if self._limit is None:
@@ -214,17 +230,17 @@ class SymmetricHeap:
             raise self._too_small(function, round_up(self.layout.data + num_bytes, _PAGE))
         self.data.reserved = round_up(num_bytes, _PAGE)
 
-    def _reserve_buffers(self, function: str, num_bytes: int) -> None:
-        size = max(num_bytes, round_up(half_as_much_again(self._buffers), _BUFFER_UNIT))
-        ids = [self._next_id(_BUFFERS)]
+    def _reserve_buffers(self, function: str, num_bytes: int, slots: int) -> None:
+        size = max(num_bytes, round_up(half_as_much_again(self._buffers[slots]), _BUFFER_UNIT))
+        ids = [self._next_id(_BUFFERS[slots])]
         if self._limit is None:
-            self._buffers.append(self._allocate_buffers(function, size, ids))
+            self._buffers[slots].append(self._allocate_buffers(function, size, ids, slots))
             return
         for buffer_bytes in (size, num_bytes):  # rather no reserve than no room
-            if (start := self._place_of_buffers(buffer_bytes)) is not None:
-                self._split(start, buffer_bytes, ids)
+            if (start := self._place_of_buffers(buffer_bytes, slots)) is not None:
+                self._split(start, buffer_bytes, ids, slots)
                 return
-        needed = round_up(self.layout.bytes_with_buffers(num_bytes), _PAGE)
+        needed = round_up(self.layout.bytes_with_buffers(num_bytes, slots), _PAGE)
         raise self._too_small(function, self._end_of_data() + needed)
 
     def _too_small(self, function: str, beside_buffers: int) -> ValueError:
@@ -241,9 +257,9 @@ class SymmetricHeap:
         addresses = self._allocate(function, total)
         return self._registered(Generation(ids, addresses, number, 0, num_bytes, reserved=num_bytes))
 
-    def _allocate_buffers(self, function: str, size: int, ids: Sequence[int]) -> Generation:
-        total = allocation_bytes(self.layout.bytes_with_buffers(size))
-        num_bytes, number = self.layout.most_buffer_bytes(total), self._num_allocations
+    def _allocate_buffers(self, function: str, size: int, ids: Sequence[int], slots: int) -> Generation:
+        total = allocation_bytes(self.layout.bytes_with_buffers(size, slots))
+        num_bytes, number = self.layout.most_buffer_bytes(total, slots), self._num_allocations
         addresses = self._allocate(function, total)
         return self._registered(Generation(ids, addresses, number, 0, num_bytes, num_bytes, num_bytes))
 
@@ -251,12 +267,12 @@ class SymmetricHeap:
         """Where no data lies, now or ever: buffers may begin there."""
         return round_up(self.layout.data + max(self.data.reserved, self._used(self.data.ids)), _PAGE)
 
-    def _place_of_buffers(self, buffer_bytes: int) -> int | None:
+    def _place_of_buffers(self, buffer_bytes: int, slots: int) -> int | None:
         """Where a generation of buffers would begin in a heap of a given size, if there is room."""
-        start = (self._end - self.layout.bytes_with_buffers(buffer_bytes)) // _PAGE * _PAGE
+        start = (self._end - self.layout.bytes_with_buffers(buffer_bytes, slots)) // _PAGE * _PAGE
         return start if start >= self._end_of_data() else None
 
-    def _split(self, start: int, buffer_bytes: int, ids: Sequence[int]) -> None:
+    def _split(self, start: int, buffer_bytes: int, ids: Sequence[int], slots: int) -> None:
         """Makes a generation of buffers of the end of the data area: no program has ever used that, so it is zero."""
         num_bytes = self.data.num_bytes
         self.data.num_bytes = start - self.layout.data
@@ -268,7 +284,7 @@ class SymmetricHeap:
         self._end = start
         addresses = {number: [heap + start for heap in heaps] for number, heaps in self.data.addresses.items()}
         buffers = Generation(ids, addresses, 0, start, buffer_bytes, buffer_bytes, buffer_bytes)
-        self._buffers.append(self._registered(buffers))
+        self._buffers[slots].append(self._registered(buffers))
 
     def _allocate(self, function: str, num_bytes: int) -> dict[int, list[int]]:
         addresses = self._memory.allocate(num_bytes, function)
@@ -293,9 +309,13 @@ class SymmetricHeap:
         """The most bytes that a program of an earlier context may use under one of these ids."""
         return max(self._sizes.get(i, 0) for i in ids)
 
+    def _ids(self, first: int) -> list[int]:
+        """The ids so far of the kind that begins with this one, in order."""
+        return sorted(i for i in self._sizes if i % _STEP == first % _STEP)
+
     def _next_id(self, first: int) -> int:
-        """The next id for data or for buffers: never one that stood for less, also in an earlier context."""
-        return max((i for i in self._sizes if i % 2 == first % 2), default=first - 2) + 2
+        """The next id of that kind: never one that stood for less, also in an earlier context."""
+        return max(self._ids(first), default=first - _STEP) + _STEP
 
     def _used(self, ids: Sequence[int]) -> int:
         """The most bytes that a program has used under these ids, whoever has compiled it."""
@@ -319,7 +339,7 @@ class SymmetricHeap:
         What was launched before ends as it should. What another thread launches from now on finds no table, or has it
         already, and is waited for too: only then do the copies of tables on devices become nulls, and the memory goes.
         """
-        ids = [i for generation in (*self._data, *self._buffers) for i in generation.ids]
+        ids = [i for generation in self.generations for i in generation.ids]
         self._wait()
         for i in ids:
             ffi.unregister_status(i)

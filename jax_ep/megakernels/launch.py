@@ -19,11 +19,12 @@ from jax_ep import context, ffi
 from jax_ep.core.collectives import Axis, all_gather, rank_on
 from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
 from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
 from jax_ep.megakernels import compile
 from jax_ep.megakernels.compile import Copies, Parameter
 from jax_ep.megakernels.kernels.structs import Heap, Peers
-from jax_ep.types import Array, Handle
+from jax_ep.types import Array, Handle, LowLatencyHandle
 
 
 def launch(
@@ -34,7 +35,8 @@ def launch(
     constants: Mapping[str, Any],
     *,
     group: Array | None = None,
-    uses_data: bool = True,
+    buffers: Generation | None = None,
+    identity: int | None = None,
     written: dict[int, int] | None = None,
 ) -> tuple[Any, ...]:
     """Runs a kernel on the device of this shard.
@@ -53,7 +55,8 @@ def launch(
       config: grid and compilation options.
       constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
-      uses_data: the data area of the heap; else the low-latency buffers.
+      buffers: the low-latency buffers that the kernel uses; None: it uses the data area.
+      identity: what ranks that launch together have in common, see `launch_identity`; None: kernel and sizes say it.
       written: arrays among the operands, by their positions, that the kernel writes in place, and among the results
         what they become, which nobody must read: the interpreter's kernels write a copy.
 
@@ -61,7 +64,7 @@ def launch(
       One array, or NamedTuple of arrays, per entry of `results`.
     """
     if group is not None:
-        operands, constants = _with_heap(kernel, operands, results, constants, group, uses_data)
+        operands, constants = _with_heap(kernel, operands, results, constants, group, buffers, identity)
     if jax.default_backend() == "cpu":
         from jax_ep import interpreter
 
@@ -127,16 +130,18 @@ def _with_heap(
     results: Sequence[Any],
     constants: Mapping[str, Any],
     group: Array,
-    uses_data: bool,
+    buffers: Generation | None,
+    identity: int | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands and constants of a launch on the heap."""
     heap = context.reserved_heap(kernel.function)
-    generation = heap.data if uses_data else heap.buffers
+    generation = heap.data if buffers is None else buffers
     # Equal calls with an operand are one to XLA. So the launches of a program share one check of the status record,
     # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
     checked = ffi.check_status(group, generation.id)
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
-    identity = launch_identity(kernel, (*operands, group, *results), constants)
+    if identity is None:
+        identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
     traced = context.records(identity, kernel.function)
     sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, traced)
@@ -206,7 +211,7 @@ def _table(
     return ffi.pointer_table(table_id, num_entries, num_bytes=num_bytes, varying=axes, token=token)
 
 
-def group_of(handle: Handle) -> Array:
+def group_of(handle: Handle | LowLatencyHandle) -> Array:
     """`[W + 1]` int32 of a handle that this implementation made: see `group_on`."""
     if handle.group is None:
         raise ValueError("the handle was made by another implementation; use the one that made it.")

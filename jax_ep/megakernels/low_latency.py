@@ -79,15 +79,16 @@ def low_latency_dispatch(
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_DISPATCH)}
     tokens = structs.Rows(values, values if scales is None else scales)
     operands = (tokens, topk_idx, topk_idx if num_tokens is None else num_tokens)
-    group, results = group_on(options.axis, varying_axes(topk_idx)), _results(layout, hidden, wire_dtype, num_scales)
-    context.reserve(_DISPATCH.function, 0, buffer_bytes)
-    rows, plan = launch(_DISPATCH, operands, results, config, constants, group=group, uses_data=False)
+    group = group_on(options.axis, varying_axes(topk_idx))
+    results = dispatch_results(layout, hidden, wire_dtype, num_scales)
+    heap = context.reserve(_DISPATCH.function, 0, buffer_bytes)
+    rows, plan = launch(_DISPATCH, operands, results, config, constants, group=group, buffers=heap.buffers)
     arrays = plan.token_ptr, plan.start_ptr, plan.count_ptr, plan.slot_row_ptr, plan.num_invalid_ptr
     handle = LowLatencyHandle(*arrays, layout, plan.own_ids_ptr, group)
     return rows.values_ptr, rows.scales_ptr if num_scales else None, plan.sizes_ptr, handle
 
 
-def _results(
+def dispatch_results(
     layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int
 ) -> tuple[structs.Rows, structs_serving.LowLatencyPlan]:
     """Rows, and the arrays of the handle, as the kernel writes them."""
@@ -121,8 +122,8 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     sizes = structs_serving.LowLatencyCombine(**common, FP8=wire_dtype is not None, tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
     operands = (y, handle.slot_row, handle.own_ids, topk_weights)
-    context.reserve(_COMBINE.function, 0, buffer_bytes)
-    return launch(_COMBINE, operands, (result,), config, constants, group=handle.group, uses_data=False)[0]
+    heap = context.reserve(_COMBINE.function, 0, buffer_bytes)
+    return launch(_COMBINE, operands, (result,), config, constants, group=handle.group, buffers=heap.buffers)[0]
 
 
 def _add_row(x: Array) -> Array:
@@ -135,9 +136,9 @@ def layout_sizes(layout: Layout, num_tokens: int, hidden: int) -> dict[str, Any]
     return {**sizes, "H": hidden, "L": layout.num_local_experts}
 
 
-def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
+def buffer_offsets(start: int = _FLAG_BYTES, **num_bytes: int) -> tuple[dict[str, int], int]:
     """Offsets of what lies in a low-latency buffer, behind its flags and in this order, and the size of the buffer."""
-    offsets, end = {}, _FLAG_BYTES
+    offsets, end = {}, start
     for name, size in num_bytes.items():
         offsets[name] = end
         end = round_up(end + size, 128)
@@ -208,8 +209,8 @@ def low_latency_gemm_combine(
         operands, constants["bias_ptr"] = operands[:-1], None
     most_tasks = experts * -(-rows // tiles.block_m) * -(-hidden // tiles.block_n)
     config = Config(num_programs(most_tasks, tiles.programs), tiles.num_warps, tiles.num_stages)
-    context.reserve(_GEMM_COMBINE.function, 0, buffer_bytes)
-    return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=handle.group, uses_data=False)[0]
+    heap = context.reserve(_GEMM_COMBINE.function, 0, buffer_bytes)
+    return launch(_GEMM_COMBINE, operands, (result,), config, constants, group=handle.group, buffers=heap.buffers)[0]
 
 
 def gemm_combine_sizes(

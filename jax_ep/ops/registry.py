@@ -37,6 +37,7 @@ _IMPLEMENTATIONS = {
     "activation": ("triton", "xla"),
     "moe_sort": ("triton", "xla"),
     "low_latency": ("triton", "xla"),
+    "low_latency_parts": ("triton",),  # others exchange in one launch
     "masked": ("triton", "xla"),
 }
 

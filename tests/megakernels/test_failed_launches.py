@@ -43,13 +43,13 @@ def mesh() -> Mesh:
 
 
 def all_control_words(heap: SymmetricHeap, rank: int) -> list[np.ndarray]:
-    return [harness.words_of(heap, generation, rank) for generation in (*heap._data, *heap._buffers)]
+    return [harness.words_of(heap, generation, rank) for generation in heap.generations]
 
 
 def shorten_waits(heap: SymmetricHeap) -> None:
     """From now on no wait lasts long; nothing that has to succeed comes after it."""
     heap._timeout_ns = int(SHORT_S * 1e9)
-    for generation in (*heap._data, *heap._buffers):
+    for generation in heap.generations:
         heap._registered(generation)
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .masks import goes_to
 from .structs_trace import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
+from .structs_trace import EARLIER as EARLIER_BLOCK
 from .structs_trace import GREETING as GREETING_BLOCK
 from .structs_trace import OWN as OWN_BLOCK
 from .table import TRACE
@@ -29,6 +30,7 @@ ZERO_EVENT = tl.constexpr(KINDS.index("zero"))
 
 GREETING = tl.constexpr(GREETING_BLOCK)
 OWN = tl.constexpr(OWN_BLOCK)
+EARLIER = tl.constexpr(EARLIER_BLOCK)
 
 HEADER = tl.constexpr(NUM_HEADER)
 WORDS = tl.constexpr(NUM_WORDS)
@@ -88,10 +90,20 @@ def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
     The epochs are those at control word EPOCHS_AT, before this launch is counted.
     """
     if HEAP.TRACE:
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
+        devices = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
+        trace_members_of(launch, tl.load(launch.control + EPOCHS_AT + devices) + 1, HEAP)
+
+
+@triton.jit
+def trace_members_of(launch, epochs, HEAP: tl.constexpr):
+    """The same of a launch whose epochs by rank are `epochs [LANES]`."""
+    if HEAP.TRACE:
         now = stamp(HEAP)
+        lanes = tl.arange(0, epochs.shape[0])
         for rank in range(HEAP.W):
             device = tl.load(launch.group_ptr + rank)
-            epoch = tl.load(launch.control + EPOCHS_AT + device) + 1
+            epoch = tl.sum(tl.where(lanes == rank, epochs, 0), axis=0)
             task = rank | (HEAP.W << 16)
             write_event(launch, MEMBER_EVENT, now, now, task, device, tl.num_programs(0), epoch, HEAP)
         area = tl.load(launch.table_ptr + HEAP.D + TRACE).to(tl.pointer_type(tl.int64))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 import oracle
 from cases import BASE, BF16, F32, Shape, assert_close, assert_same_bits, integers, reals
-from harness import compiled, make_mesh, per_rank, run, to_numpy
+from harness import compiled, in_turn, make_mesh, per_rank, run, to_numpy
 from layers import Layer
 
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
@@ -312,8 +312,10 @@ def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
     assert_close(got, layer.oracle().forward().reshape(got.shape), "sharded_moe")
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool) -> None:
+@pytest.mark.slow(unless={"num_micro_batches": [1]})
+def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool, num_micro_batches: int) -> None:
     shape = Shape(hidden=128, intermediate=128)
     layer = Layer(rng, "uniform", 4, shape)  # a token has an expert once, as decoding has it
 
@@ -322,8 +324,11 @@ def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8:
         if in_fp8:
             matrices = [jax_ep.quantization.quantize_fp8_weights(w) for w in (w_gate_up, w_down)]
         options = {"num_experts": shape.num_experts, "axis_name": TOPOLOGY, "num_tokens": 5}
-        layer = functools.partial(jax_ep.low_latency_moe, x, idx, weights, *matrices, implementation=implementation)
-        return layer(**options), layer(**options | {"axis_name": TOPOLOGY.axes})
+        options |= {"num_micro_batches": num_micro_batches}
+        layer = functools.partial(jax_ep.low_latency_moe, implementation=implementation)
+        operands = x, idx, weights, *matrices
+        nested = functools.partial(layer, **options)
+        return in_turn([(nested, operands), (functools.partial(nested, axis_name=TOPOLOGY.axes), operands)])
 
     got, flat = run(fn, two_nodes, *layer.args, axes=AXES)
     layer.topk_idx[:, 5:] = -1

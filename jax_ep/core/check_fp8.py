@@ -117,7 +117,10 @@ def result_dtype(function: str, preferred: DTypeLike | None, lhs: Array) -> jnp.
 
 
 def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> Array | None:
-    """The float32 scales of an FP8 operand, one for `rows` rows and 128 columns; None where the operand is not FP8."""
+    """The float32 scales of an FP8 operand, one for `rows` rows and 128 columns; None where the operand is not FP8.
+
+    Of single rows also those of larger groups, each of which is then that of several.
+    """
     of = name.removesuffix("_scales")
     if operand.dtype != FP8:
         if value is not None:
@@ -132,10 +135,17 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
     value = check.array(function, name, value, operand.ndim, str(expected))
     if value.dtype != jnp.float32:
         raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected float32; cast it with astype.")
+    groups, wanted = value.shape[-1], expected[-1]
+    is_per_row = rows == 1 and value.shape[:-1] == expected[:-1] and groups > 0 < wanted
+    if is_per_row and groups < wanted and wanted % groups == 0:
+        return jnp.repeat(value, wanted // groups, axis=-1)
     if value.shape != expected:
+        hint = ""
+        if is_per_row and groups % wanted == 0:
+            hint = f" These are of groups of {operand.shape[-1] // groups}: quantise with group_size={GROUP_SIZE}."
         raise ValueError(
             f"{function}: {name} has shape {value.shape} but {of} has {operand.shape}, expected {expected}; pass one"
-            f" scale per {GROUP_SIZE} columns and {'row' if rows == 1 else f'{rows} rows'}."
+            f" scale per {GROUP_SIZE} columns and {'row' if rows == 1 else f'{rows} rows'}.{hint}"
         )
     return value
 

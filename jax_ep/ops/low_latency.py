@@ -63,7 +63,7 @@ def low_latency_dispatch(
       num_experts: E over all ranks.
       max_tokens_per_rank: M, static; sizes the result.
       axis_name: mesh axis, or tuple of axes, over which experts are spread.
-      group_size: columns that share an FP8 scale; `masked_grouped_gemm` takes 128.
+      group_size: columns that share an FP8 scale; `masked_grouped_gemm` takes 128 and its multiples.
       quantize: send FP8 (True) or the dtype of x (False).
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count. May be a device value.
       schedule: see `dispatch`.

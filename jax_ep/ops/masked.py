@@ -48,7 +48,7 @@ def masked_grouped_gemm(
         cores need it; `quantize_fp8_weights` makes it of `[L, K, N]`. Or `QuantizedExperts`, multiplied as matrices of
         the dtype of lhs, or as their `activations` say: with "fp8", lhs may be FP8 already.
       group_sizes: `[L]` int32, how many of the M rows count.
-      lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, else None.
+      lhs_scales: `[L, M, K / 128]` float32 of an FP8 lhs, or fewer, of groups of a multiple of 128 columns; else None.
       rhs_scales: `[L, ceil(N / 128), K / 128]` float32 of an FP8 rhs, one per block of 128 by 128; else None.
       preferred_element_type: dtype of the result; None: that of lhs, bfloat16 for FP8.
       expected_rows: static, how many rows an expert has on average, for example `W * T * K / E` with K experts per

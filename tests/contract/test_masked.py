@@ -71,6 +71,33 @@ def test_fp8(implementation: str, groups: str, expected_rows: int | None, rng: n
     assert_close(got[problem.real], problem.want()[problem.real], tolerance=fp8_tolerance(implementation))
 
 
+@pytest.mark.parametrize("group_size", [256, 64])
+def test_tokens_of_other_groups(implementation: str, group_size: int, rng: np.random.Generator) -> None:
+    """As low_latency_dispatch quantises them: larger groups are multiplied, of smaller ones an error says the size."""
+    x, ids = reals(rng, 6, 512, dtype=BF16), rng.integers(0, 3, (6, 2), dtype=np.int32)
+    sizes = {"num_experts": 3, "max_tokens_per_rank": 6, "axis_name": (), "implementation": implementation}
+    d = jax.jit(partial(jax_ep.low_latency_dispatch, group_size=group_size, **sizes))(x, ids)
+    problem = Quantised(rng, [1, 1, 1], 6, 512, 40)
+    call = gemm(implementation, preferred_element_type=jnp.float32)
+    scales = {"lhs_scales": d.scales, "rhs_scales": problem.rhs_scales}
+    if group_size < 128:
+        with pytest.raises(ValueError, match=r"These are of groups of 64: quantise with group_size=128"):
+            call(d.tokens, problem.rhs, d.group_sizes, **scales)
+        return
+    got, real = call(d.tokens, problem.rhs, d.group_sizes, **scales), counted(6, d.group_sizes)
+    lhs = oracle.dequantize(to_numpy(d.tokens), to_numpy(d.scales).repeat(2, axis=-1))
+    rhs = oracle_serving.dequantize_blocks(problem.rhs, problem.rhs_scales)
+    want = oracle_serving.masked_grouped_gemm(np.where(real[..., None], lhs, 0), rhs)
+    assert_close(got[real], want[real], tolerance=fp8_tolerance(implementation))
+    # And back in FP8, whose groups are its own.
+    y = jnp.where(real[..., None], got, 0).astype(jnp.bfloat16)[..., :40].repeat(16, axis=-1)[..., :640]
+    weights = jnp.full(ids.shape, 0.5)
+    back = partial(jax_ep.low_latency_combine, axis_name=(), implementation=implementation)
+    rounded = to_numpy(back(y, ids, weights, d.handle, wire_dtype=jnp.float8_e4m3fn)).astype(np.float64)
+    exact = to_numpy(back(y, ids, weights, d.handle)).astype(np.float64)
+    assert np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
+
+
 def test_fp8_is_bfloat16_by_default(implementation: str, rng: np.random.Generator) -> None:
     problem = Quantised(rng, [5, 0, 2], 7, 256, 136)
     got = problem.call(gemm(implementation))

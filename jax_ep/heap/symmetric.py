@@ -7,11 +7,11 @@ on use that. So nothing that runs, or may run, ever loses its memory, and growin
 when the context ends.
 
 The data area of the throughput kernels and the buffers of the low-latency kernels grow apart: each generation is for
-one of them. Kernels that exchange in one launch have two buffers per device, those that do it in two have four: a kind
-of generation each. One is at least half as large again as the one before of its kind, so all of a kind have at most 4.5
-times the bytes that the largest program needs. Where the user gives a size, there is one allocation for everything: one
-generation for data, from its start on, and generations of buffers, from its end down; each place there has one use for
-ever.
+one of them. Kernels that exchange in one launch have two buffers per device, those that do it in two have eight: a
+kind of generation each. One is at least half as large again as the one before of its kind, so all of a kind have at
+most 4.5 times the bytes that the largest program needs. Where the user gives a size, there is one allocation for
+everything: one generation for data, from its start on, and generations of buffers, from its end down; each place there
+has one use for ever.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from jax_ep.heap.trace_area import TraceArea
 
 _PAGE = 4096
 _CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
+_WORDS_OF_A_DEVICE = 9  # 6 where there are blocks, 9 of kernels/low_latency_slots.py
 _BUFFER_UNIT = 256
-_DATA, _BUFFERS = 1, {2: 2, 4: 3}  # the first ids: of data, and of buffers by how many a device has
+_DATA, _BUFFERS = 1, {2: 2, 8: 3}  # the first ids: of data, and of buffers by how many a device has
 _STEP = 3  # from an id to the next of its kind
 MAX_BLOCKS = 32768
 """Flags per device and parity: a launch has at most this many blocks of tokens."""
@@ -49,7 +50,7 @@ class HeapLayout:
     @property
     def flags(self) -> int:
         """Byte offset of the block flags."""
-        return round_up(4 * (_CONTROL_WORDS + 6 * self.num_devices), _PAGE)
+        return round_up(4 * (_CONTROL_WORDS + _WORDS_OF_A_DEVICE * self.num_devices), _PAGE)
 
     @property
     def data(self) -> int:
@@ -158,7 +159,7 @@ class SymmetricHeap:
     def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0, slots: int = 2) -> None:
         """Makes sure that the newest generations have `data_bytes` of data, and low-latency buffers of `buffer_bytes`.
 
-        Of these buffers each device has so many slots, 2 or 4.
+        Of these buffers each device has so many slots, 2 or 8.
 
         Raises:
           ValueError: the heap was given a size, and that is too small.

@@ -1,7 +1,7 @@
 """Low-latency dispatch and combine in two launches each: one starts an exchange and does not wait, one finishes it.
 
-Two exchanges may be under way at a time, between whose launches others compute (kernels/low_latency_slots.py). Each
-launch takes an array of the one before it, which orders them.
+Between the two the device computes something else (kernels/low_latency_slots.py). Each launch takes an array of the one
+before it, which orders them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DISPATCH_FINISH = Kernel("low_latency_parts", "low_latency_dispatch_finish")
 _COMBINE_START = Kernel("low_latency_parts", "low_latency_combine_start")
 _COMBINE_FINISH = Kernel("low_latency_parts", "low_latency_combine_finish")
 _DISPATCH, _COMBINE = int(ffi.Operation.LOW_LATENCY_DISPATCH), int(ffi.Operation.LOW_LATENCY_COMBINE)
-_SLOTS = 4
+_SLOTS = 8
 _GREETING_BYTES = 256
 _BLOCK_H = 2048
 
@@ -112,10 +112,10 @@ def start_dispatch(
     if after is None:
         constants["after_ptr"] = None
     else:
-        operands += (after.arrays.epochs_ptr,)
+        operands += (after.arrays.exchange_ptr,)
     group = group_on(options.axis, varying_axes(topk_idx))
     results = structs_serving.LowLatencyStarted(
-        jax.ShapeDtypeStruct((tile.RANKS,), jnp.int32),
+        jax.ShapeDtypeStruct((2, tile.RANKS), jnp.int32),
         jax.ShapeDtypeStruct((layout.num_tokens, layout.top_k), jnp.int32),
         jax.ShapeDtypeStruct((), jnp.int32),
     )
@@ -138,7 +138,7 @@ def finish_dispatch(
         "S": dataclasses.replace(sizes, FIRST=0, STARTED=_heap(started.group, started.identity)),
         "OPERATION": _DISPATCH,
     }
-    last = after.arrays.epochs_ptr if isinstance(after, Dispatching) else after.sent.epochs_ptr
+    last = after.arrays.exchange_ptr if isinstance(after, Dispatching) else after.sent.exchange_ptr
     results = token_results, places
     rows, plan = launch(
         _DISPATCH_FINISH,
@@ -173,7 +173,7 @@ def start_combine(y: Array, num_tokens: int, handle: LowLatencyHandle, other: Co
         raise ValueError("the handle was made by another implementation; use the one that made it.")
     group, own_ids = group_of(handle), handle.own_ids
     operands = (y, handle.slot_row)
-    results = (jax.ShapeDtypeStruct((power_of_two(layout.num_ranks),), jnp.int32),)
+    results = (jax.ShapeDtypeStruct((2, power_of_two(layout.num_ranks)), jnp.int32),)
     num_tasks = num_tokens * layout.num_ranks * -(-hidden // sizes.BLOCK_H)
     config = Config(num_programs(num_tasks, 2), num_warps=8, max_registers=128)
     identity = launch_identity(_COMBINE_START, (*operands, group, *results), constants)
@@ -181,10 +181,10 @@ def start_combine(y: Array, num_tokens: int, handle: LowLatencyHandle, other: Co
     buffers = None if other is None else other.buffers
     if buffers is None:
         buffers = context.reserve(_COMBINE_START.function, 0, buffer_bytes, _SLOTS).buffers_of(_SLOTS)
-    (epochs,) = launch(
+    (exchange,) = launch(
         _COMBINE_START, operands, results, config, constants, group=group, buffers=buffers, identity=identity
     )
-    return Combining(structs_serving.SentRows(epochs, own_ids), identity, buffers)
+    return Combining(structs_serving.SentRows(exchange, own_ids), identity, buffers)
 
 
 def finish_combine(

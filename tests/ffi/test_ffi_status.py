@@ -86,7 +86,7 @@ def test_story_of_a_finish_that_came_too_late_says_which_exchanges_and_the_remed
     record = dataclasses.replace(TIMEOUT, state=ffi.State.OVERTAKEN, expected=7, seen=9, task=-1)
     story = ffi.format_status(record)
     assert "rank 2 was too late to finish exchange 7 in combine with rank 1: it had started exchange 9 before" in story
-    assert "Let one of the calls that could run at the same time take something of the other's result" in story
+    assert "Let calls that could run at the same time take something of each other's results" in story
 
 
 @pytest.mark.parametrize("state", [ffi.State.OK, ffi.State.WRITING])

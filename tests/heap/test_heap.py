@@ -73,7 +73,7 @@ def new_ids() -> None:
     """As in a new process: this one remembers what programs have used under an id."""
     global base
     base = next(_bases)
-    symmetric._DATA, symmetric._BUFFERS = base + 1, {2: base + 2, 4: base + 3}
+    symmetric._DATA, symmetric._BUFFERS = base + 1, {2: base + 2, 8: base + 3}
 
 
 @pytest.fixture(autouse=True)
@@ -147,21 +147,21 @@ def test_low_latency_buffers_and_data_grow_apart(memory, grown):
     assert ids_of(grown.data, grown.buffers) == [1, 5]
 
 
-def test_buffers_in_two_slots_and_in_four_are_apart(memory, grown):
+def test_buffers_in_two_slots_and_in_eight_are_apart(memory, grown):
     grown.reserve("low_latency_dispatch", 1000, 3000)
-    grown.reserve("low_latency_dispatch_start", 1000, 2000, 4)
-    two, four = grown.buffers, grown.buffers_of(4)
-    assert ids_of(grown.data, two, four) == [1, 2, 3]
+    grown.reserve("low_latency_dispatch_start", 1000, 2000, 8)
+    two, eight = grown.buffers, grown.buffers_of(8)
+    assert ids_of(grown.data, two, eight) == [1, 2, 3]
     assert [one.allocation for one in grown.generations] == [0, 1, 2]
-    assert fetch(3)[AREA:TRACE] == [grown.layout.buffers, four.buffer_bytes]
-    assert grown.layout.bytes_with_buffers(four.buffer_bytes, 4) <= memory.sizes[2]
-    assert two.buffer_bytes > four.buffer_bytes >= 2000
-    grown.reserve("low_latency_dispatch_start", 0, 1 << 24, 4)
-    assert (grown.buffers, ids_of(grown.buffers_of(4))) == (two, [6])
+    assert fetch(3)[AREA:TRACE] == [grown.layout.buffers, eight.buffer_bytes]
+    assert grown.layout.bytes_with_buffers(eight.buffer_bytes, 8) <= memory.sizes[2]
+    assert two.buffer_bytes > eight.buffer_bytes >= 2000
+    grown.reserve("low_latency_dispatch_start", 0, 1 << 24, 8)
+    assert (grown.buffers, ids_of(grown.buffers_of(8))) == (two, [6])
     sizes = grown.sizes
     after = SymmetricHeap(HostMemory(), None, 5.0, sizes)
-    assert [len(after._buffers[slots]) for slots in (2, 4)] == [1, 1]
-    assert after.buffers_of(4).num_bytes >= sizes[base + 6]
+    assert [len(after._buffers[slots]) for slots in (2, 8)] == [1, 1]
+    assert after.buffers_of(8).num_bytes >= sizes[base + 6]
     after.close()
 
 
@@ -215,13 +215,13 @@ def test_low_latency_buffers_never_share_a_place_with_anything(memory):
     made.reserve("dispatch", 100_000, 1000)
     made.reserve("combine", 200_000, 3000)
     made.reserve("combine", 300_000, 20_000)
-    made.reserve("low_latency_dispatch_start", 0, 5000, 4)
+    made.reserve("low_latency_dispatch_start", 0, 5000, 8)
     spans = places(made)
     assert len(spans) == 5
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= DATA + MIB
     assert memory.sizes == [DATA + MIB]
-    assert ids_of(*made._buffers[2], *made._buffers[4]) == [2, 5, 8, 3]
+    assert ids_of(*made._buffers[2], *made._buffers[8]) == [2, 5, 8, 3]
     assert fetch(2)[TRACE - 1] == 1024
     with pytest.raises(ValueError, match=r"combine: .*needs \d+; call finalize\(\) and init\(heap_bytes=\d+\)"):
         made.reserve("combine", made.data.num_bytes + 1)

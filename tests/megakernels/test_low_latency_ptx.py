@@ -96,7 +96,7 @@ def built_part(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
         types |= {"started": started, "out": out, "plan": LowLatencyPlaces(*["*i32"] * 5)}
     elif name == "combine_start":
         given = LowLatencyCombineStart(**sizes, **columns)
-        types |= {"y_ptr": "*bf16", "slot_row_ptr": "*i32", "epochs_ptr": "*i32"}
+        types |= {"y_ptr": "*bf16", "slot_row_ptr": "*i32", "exchange_ptr": "*i32"}
     else:
         at = {"SECOND": num_tokens // 2, "FIRST_STARTED": heap, "SECOND_STARTED": heap}
         given = LowLatencyCombineFinish(**sizes, **columns, **at)

@@ -52,9 +52,9 @@ constexpr const char* kMeshRemedy =
     "again.";
 
 constexpr const char* kOvertakenRemedy =
-    " The results of this operation and of all later ones are invalid. At most two exchanges may be under way between "
-    "two ranks, as those of one jax_ep.low_latency_moe(num_micro_batches=2) are. Let one of the calls that could run at the "
-    "same time take something of the other's result, then call jax_ep.finalize() and jax_ep.init() on every rank.";
+    " The results of this operation and of all later ones are invalid. At most four exchanges may be under way "
+    "between two ranks, those of two calls of jax_ep.low_latency_moe(num_micro_batches=2). Let calls that could run at the "
+    "same time take something of each other's results, then call jax_ep.finalize() and jax_ep.init() on every rank.";
 
 }  // namespace
 

@@ -24,12 +24,13 @@ from .low_latency import (
 from .low_latency_buffers import part_of, pick
 from .low_latency_gemm_combine import add_received
 from .low_latency_slots import (
+    LANES,
     await_slots,
     await_started,
     end_finish,
     end_start,
+    free,
     next_slots,
-    refuse_overtaken,
     started_slots,
 )
 from .protocol import await_flag, next_task, open_launch
@@ -63,7 +64,7 @@ def low_latency_dispatch_start(
     T: tl.constexpr = S.T
     W: tl.constexpr = S.W
     wire: tl.constexpr = tl.float8e4nv if S.GROUP > 0 else x.values_ptr.dtype.element_ty
-    buffers = next_slots(launch, HEAP)
+    buffers, lanes = next_slots(launch, HEAP)
     count = T
     if S.COUNTED:
         count = tl.minimum(tl.maximum(tl.load(num_tokens_ptr) - S.FIRST, 0), T)
@@ -73,7 +74,7 @@ def low_latency_dispatch_start(
     for turn in range(num_turns(W + T)):
         task = task_of_turn(turn)
         if has_place == 0:
-            alive = await_slots(launch, buffers.epochs, alive, task, HEAP)
+            alive = await_slots(launch, buffers, lanes, alive, task, HEAP)
             has_place = 1
         began = stamp(HEAP)
         if task < W:
@@ -83,8 +84,8 @@ def low_latency_dispatch_start(
         else:
             send_token(part, part_ids_ptr, task - W, count, alive, buffers.outgoing, launch.rank, wire, S)
         trace(launch, PUSH_EVENT, began, task, HEAP)
-    if end_start(launch, buffers, started.epochs_ptr, alive, HEAP):
-        poison(started.epochs_ptr, triton.next_power_of_2(W))
+    if end_start(launch, buffers, lanes, started.exchange_ptr, alive, HEAP):
+        poison(started.exchange_ptr, 2 * triton.next_power_of_2(W))
         poison(started.own_ids_ptr, S.M * S.K)
         poison(started.num_invalid_ptr, 1)
 
@@ -108,8 +109,9 @@ def low_latency_dispatch_finish(started, after_ptr, peers, out, plan, S: tl.cons
     copy_start: tl.constexpr = 0 if DIRECT else L
     clear_start: tl.constexpr = L + copies
     STARTED: tl.constexpr = S.STARTED
-    buffers = started_slots(launch, started.epochs_ptr, HEAP)
-    alive = refuse_overtaken(launch, buffers.epochs, alive, HEAP)
+    buffers, lanes, alive = started_slots(launch, started.exchange_ptr, alive, HEAP)
+    free(launch, buffers, lanes, HEAP)
+    numbers = buffers.epochs * LANES + lanes
     heard, assigned = 0, 0
     task = next_task(launch)
     while task < clear_start + (W * (M - T) * K + SLOTS - 1) // SLOTS:
@@ -148,23 +150,23 @@ def low_latency_dispatch_finish(started, after_ptr, peers, out, plan, S: tl.cons
                     copy_tokens(rows, tokens, mask, pick(buffers.incoming, source_rank), out, S)
                     trace(launch, COPY_EVENT, began, task, HEAP)
         task = next_task(launch)
-    if end_finish(launch, buffers.epochs, HEAP):
+    if end_finish(launch, numbers, HEAP):
         poison(out.values_ptr, L * W * M * S.H)
         if S.G > 0:
             poison(out.scales_ptr, L * W * M * S.G)
         poison(plan.token_ptr, L * W * M)
         poison(plan.slot_row_ptr, W * M * K)
         # Numbers that can be used, and a poisoned row for each expert.
-        lanes = tl.arange(0, S.tile.RANKS)
+        ranks = tl.arange(0, S.tile.RANKS)
         zeros = tl.zeros((S.tile.RANKS,), tl.int32)
         for expert in range(L):
             tl.store(plan.sizes_ptr + expert, 1)
-            tl.store(plan.start_ptr + expert * W + lanes, zeros, mask=lanes < W)
-            tl.store(plan.count_ptr + expert * W + lanes, zeros, mask=lanes < W)
+            tl.store(plan.start_ptr + expert * W + ranks, zeros, mask=ranks < W)
+            tl.store(plan.count_ptr + expert * W + ranks, zeros, mask=ranks < W)
 
 
 @triton.jit
-def low_latency_combine_start(y_ptr, slot_row_ptr, peers, epochs_ptr, S: tl.constexpr, HEAP: tl.constexpr):
+def low_latency_combine_start(y_ptr, slot_row_ptr, peers, exchange_ptr, S: tl.constexpr, HEAP: tl.constexpr):
     """Sends rows of `y [L, W * M, H]` to the ranks of their tokens.
 
     A task is BLOCK_H columns of what the experts here have for one token of one rank.
@@ -176,12 +178,12 @@ def low_latency_combine_start(y_ptr, slot_row_ptr, peers, epochs_ptr, S: tl.cons
     BLOCK_H: tl.constexpr = S.BLOCK_H
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     choices = tl.arange(0, S.CHOICES)
-    buffers = next_slots(launch, HEAP)
+    buffers, lanes = next_slots(launch, HEAP)
     has_place = 0
     for turn in range(num_turns(S.T * W * blocks)):
         task = task_of_turn(turn)
         if has_place == 0:
-            alive = await_slots(launch, buffers.epochs, alive, task, HEAP)
+            alive = await_slots(launch, buffers, lanes, alive, task, HEAP)
             has_place = 1
         began = stamp(HEAP)
         token, peer_rank = task // (W * blocks), (launch.rank + 1 + task // blocks) % W
@@ -198,8 +200,8 @@ def low_latency_combine_start(y_ptr, slot_row_ptr, peers, epochs_ptr, S: tl.cons
                 place = target + (token * K + k).to(tl.int64) * H + columns
                 tl.store(tl.multiple_of(place, 16), values, mask=columns < H)
         trace(launch, PUSH_EVENT, began, task, HEAP)
-    if end_start(launch, buffers, epochs_ptr, alive, HEAP):
-        poison(epochs_ptr, triton.next_power_of_2(W))
+    if end_start(launch, buffers, lanes, exchange_ptr, alive, HEAP):
+        poison(exchange_ptr, 2 * triton.next_power_of_2(W))
 
 
 @triton.jit
@@ -213,10 +215,11 @@ def low_latency_combine_finish(first, second, weights_ptr, peers, out_ptr, S: tl
     FIRST_STARTED: tl.constexpr = S.FIRST_STARTED
     SECOND_STARTED: tl.constexpr = S.SECOND_STARTED
     blocks: tl.constexpr = (H + S.BLOCK_H - 1) // S.BLOCK_H
-    of_first = started_slots(launch, first.epochs_ptr, HEAP)
-    of_second = started_slots(launch, second.epochs_ptr, HEAP)
-    alive = refuse_overtaken(launch, of_first.epochs, alive, HEAP)
-    alive = refuse_overtaken(launch, of_second.epochs, alive, HEAP)
+    of_first, first_lanes, alive = started_slots(launch, first.exchange_ptr, alive, HEAP)
+    of_second, second_lanes, alive = started_slots(launch, second.exchange_ptr, alive, HEAP)
+    free(launch, of_first, first_lanes, HEAP)
+    free(launch, of_second, second_lanes, HEAP)
+    numbers = of_first.epochs * LANES + first_lanes
     has_first, has_second = 0, 0
     task = next_task(launch)
     while task < S.T * blocks:
@@ -238,5 +241,5 @@ def low_latency_combine_finish(first, second, weights_ptr, peers, out_ptr, S: tl
             add_received(rest_ptr, own_ids_ptr, rest_weights_ptr, place, h, of_second.incoming, SUM, S)
             trace(launch, SUM_EVENT, began, task, HEAP)
         task = next_task(launch)
-    if end_finish(launch, of_first.epochs, HEAP):
+    if end_finish(launch, numbers, HEAP):
         poison(out_ptr, S.T * H)

@@ -1,84 +1,98 @@
 """Low-latency exchanges in two launches: one starts and sends at once, the other finishes, and waits for what was sent.
 
-Between the two a device runs something else, and no program of it waits. Two exchanges may be under way at a time: with
-buffers of low_latency_buffers.py, of which there are not two, but four per device, in an area of their own.
+Between the two a device runs something else, and no program of it waits. Several exchanges may be under way at a time,
+so there are lanes: in each of them one exchange at a time, in two halves as in low_latency_buffers.py, in an area of
+their own. A start takes a free lane, and its finish frees it; where none is free it takes the one whose exchange began
+first, whose finish is then void. The control words of this area count, for each device,
 
-Two devices count the exchanges that they have started with each other, e. Exchange e lies in slot `e % 4`; what starts
-it hands e to what finishes it. When all programs of a start have sent what they had to, the last one greets all ranks.
-So a greeting of e says that the start of e has ended there, and a finish needs no other flags. Two rules hold:
+    EPOCHS                    starts so far          EPOCHS + (1 + LANES + l) * D   when the exchange in lane l was
+    EPOCHS + (1 + l) * D      those in lane l                                       started, 0 after its finish
 
-    (1) A start writes to a rank only after it has the greeting of exchange e - 2 of that rank.
-    (2) A finish of e reads nothing when exchange e + 2 has been started here before it: it fails and says so.
+Both devices of a pair take part in all of these launches, in one order, so they choose the same lanes. What starts an
+exchange hands its lane, and its number c there, to what finishes it. When all programs of a start have sent what they
+had to, the last one greets all ranks. So a greeting of c says that the start of c has ended there, and a finish needs
+no other flags. Two rules hold in each lane:
 
-Nothing is overwritten before it was read, whatever the progress of peers. Let P write into slot `e % 4` of mine, for
-exchange e + 4. By (1) it has my greeting of e + 2, so that start has ended here. The finish of e had ended before it,
-or by (2) comes too late and reads nothing, or never comes. This is true of data and of the greeting of e alike. P's
-wait in its start of e + 4 is for a word in slot `(e + 2) % 4` at P, which I write next in my start of e + 6; by (1)
-that has P's greeting of e + 4, and so begins to write when no program of P's start waits any more.
+    (1) A start of c writes to a rank only after it has the greeting of c - 1 of that rank.
+    (2) A finish of c reads nothing where c + 1 has been started here before it: it fails and says so.
 
-Nothing waits for a finish. A start waits for a start before it, a finish for the start that it belongs to, each an
+Nothing is overwritten before it was read, whatever the progress of peers. Let P write into half `c & 1` of a lane of
+mine. By (1) it has my greeting of c - 1, so that start has ended here. The finish of c - 2 had ended before it, or by
+(2) comes too late and reads nothing, or never comes. This is true of data and of the greeting of c - 2 alike. P's wait
+in its start of c is for a word in the other half at P, which I write next in my start of c + 1; by (1) that has P's
+greeting of c, and so begins to write when no program of P's start waits any more.
+
+Nothing waits for a finish. A start waits for an earlier start, a finish for the start that it belongs to, each an
 earlier launch than the one that waits, and all ranks launch in one order: so launches end, with one resident program of
-each, and a program whose finish was removed, or never ran, holds up and harms nobody. In the order in which
-`low_latency_moe` launches, a start finds the greeting that it asks for, because the finish of e - 2 has waited for it.
+each, and a program whose finish was removed, or never ran, holds up and harms nobody. Where a lane was free, its start
+finds the greeting that it asks for, because the finish of c - 1 has waited for it.
 
-All of this is about one pair of devices and its own count, so groups may overlap. Counts may wrap: words are compared
-for equality, and differences are small. A pair's first two starts have nothing to wait for; the word that they look at
-is zero, since nobody writes it before it has a greeting of theirs.
+All of this is about one pair of devices and its own counts, so groups may overlap. Counts may wrap: words are compared
+for equality. The first start in a lane looks at a word that is zero, as is c - 1, since nobody writes it before it has
+that start's greeting.
 """
 
 import triton
 import triton.language as tl
 
 from .failures import STATE_OVERTAKEN, report, report_timeout
-from .low_latency_buffers import buffers_in, greet, pair_epochs, part_of
+from .low_latency_buffers import buffers_in, greet, part_of
 from .programs import count_stored
 from .protocol import await_greetings, first_missing
 from .table import DONE, EPOCHS, EXITED, FAILED, TICKET, TIMEOUT_NS
 from .trace import EARLIER, WAIT_EVENT, stamp, trace_exchange, trace_members_of
 
-SLOTS = tl.constexpr(4)
-UNDER_WAY = tl.constexpr(2)  # exchanges at a time, half of the slots
-
-
-@triton.jit
-def begun_with(launch, devices, HEAP: tl.constexpr):
-    """Pointers to how many exchanges there have been with each of `devices`, as far as two."""
-    return launch.control + EPOCHS + 2 * HEAP.D + devices
+LANES = tl.constexpr(4)
+FREE = tl.constexpr(0x7FFFFFFF)  # older than any exchange
 
 
 @triton.jit
 def members(launch, HEAP: tl.constexpr):
-    """`[LANES]` ranks of the group and their devices; lanes past W repeat rank 0."""
-    lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-    ranks = tl.where(lanes < HEAP.W, lanes, 0)
+    """`[RANKS]` ranks of the group and their devices; lanes past W repeat rank 0."""
+    ranks = tl.arange(0, triton.next_power_of_2(HEAP.W))
+    ranks = tl.where(ranks < HEAP.W, ranks, 0)
     return ranks, tl.load(launch.group_ptr + ranks)
 
 
 @triton.jit
+def uses_of(launch, lanes, devices, HEAP: tl.constexpr):
+    """Pointers to how many exchanges with `devices` were started in lanes."""
+    return launch.control + EPOCHS + (1 + lanes) * HEAP.D + devices
+
+
+@triton.jit
+def begins_of(launch, lanes, devices, HEAP: tl.constexpr):
+    """Pointers to when the exchanges in them were started, 0 in free ones."""
+    return uses_of(launch, LANES + lanes, devices, HEAP)
+
+
+@triton.jit
 def next_slots(launch, HEAP: tl.constexpr):
-    """The buffers of an exchange that starts, by rank."""
+    """The buffers of an exchange that starts, by rank, and their lanes."""
     _, devices = members(launch, HEAP)
-    epochs = tl.load(pair_epochs(launch, devices, HEAP)) + 1
-    return buffers_in(launch, epochs, epochs & (SLOTS - 1), HEAP)
+    choices = tl.arange(0, LANES)[None, :]
+    begins = tl.load(begins_of(launch, choices, devices[:, None], HEAP))
+    now = start_time(launch, devices, HEAP)
+    ages = tl.where(begins == 0, FREE, now[:, None] - begins)
+    lanes = tl.min(tl.where(ages == tl.max(ages, axis=1)[:, None], choices, LANES), axis=1)
+    uses = tl.load(uses_of(launch, lanes, devices, HEAP)) + 1
+    return buffers_in(launch, uses, 2 * lanes + (uses & 1), HEAP), lanes
 
 
 @triton.jit
-def started_slots(launch, epochs_ptr, HEAP: tl.constexpr):
-    """The buffers of an exchange that was started, by rank."""
-    ranks, _ = members(launch, HEAP)
-    epochs = tl.load(epochs_ptr + ranks)
-    return buffers_in(launch, epochs, epochs & (SLOTS - 1), HEAP)
+def start_time(launch, devices, HEAP: tl.constexpr):
+    """What a lane keeps of an exchange that starts now with `devices`: never 0."""
+    return 2 * tl.load(launch.control + EPOCHS + devices) + 1
 
 
 @triton.jit
-def await_slots(launch, epochs, alive, task, HEAP: tl.constexpr):
+def await_slots(launch, buffers, lanes, alive, task, HEAP: tl.constexpr):
     """Waits until each rank may be written to, rule (1); returns whether the launch is alive."""
     began = stamp(HEAP)
     if alive != 0:
-        ranks, devices = members(launch, HEAP)
-        has_earlier = tl.load(begun_with(launch, devices, HEAP)) >= UNDER_WAY
-        expected = tl.where(has_earlier, epochs - UNDER_WAY, 0)
-        before = buffers_in(launch, expected, (epochs - UNDER_WAY) & (SLOTS - 1), HEAP)
+        ranks, _ = members(launch, HEAP)
+        expected = buffers.epochs - 1
+        before = buffers_in(launch, expected, 2 * lanes + (expected & 1), HEAP)
         timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
         # The low half of a greeting: that exchange may have been another launch than this one.
         words = part_of(before.incoming, 0, tl.int32)
@@ -97,20 +111,22 @@ def await_slots(launch, epochs, alive, task, HEAP: tl.constexpr):
 
 
 @triton.jit
-def refuse_overtaken(launch, epochs, alive, HEAP: tl.constexpr):
-    """Fails where later starts have taken the place of exchange `epochs`, rule (2); returns whether it is alive."""
+def started_slots(launch, exchange_ptr, alive, HEAP: tl.constexpr):
+    """The buffers of an exchange that was started, by rank, their lanes, and whether it may be read, rule (2)."""
+    ranks, devices = members(launch, HEAP)
+    uses = tl.load(exchange_ptr + ranks)
+    lanes = tl.load(exchange_ptr + ranks.shape[0] + ranks) & (LANES - 1)  # in range also after a failure
+    buffers = buffers_in(launch, uses, 2 * lanes + (uses & 1), HEAP)
     if alive != 0:
-        ranks, devices = members(launch, HEAP)
-        started = tl.load(pair_epochs(launch, devices, HEAP))
-        too_late = (started - epochs) >= UNDER_WAY
-        if tl.max(too_late.to(tl.int32), axis=0) > 0:
+        last = tl.load(uses_of(launch, lanes, devices, HEAP))
+        is_there = (last == uses).to(tl.int32)
+        if tl.min(is_there, axis=0) == 0:
             alive = 0
             tl.atomic_store(launch.control + FAILED, 1, sem="relaxed", scope="gpu")
-            first = first_missing((too_late == 0).to(tl.int32))
-            epoch, peer_rank = tl.sum(tl.where(first, epochs, 0), axis=0), tl.sum(tl.where(first, ranks, 0), axis=0)
-            last = tl.sum(tl.where(first, started, 0), axis=0)
-            report(launch, STATE_OVERTAKEN, peer_rank, epoch, last, -1, 0, HEAP)
-    return alive
+            first = first_missing(is_there)
+            use, peer_rank = tl.sum(tl.where(first, uses, 0), axis=0), tl.sum(tl.where(first, ranks, 0), axis=0)
+            report(launch, STATE_OVERTAKEN, peer_rank, use, tl.sum(tl.where(first, last, 0), axis=0), -1, 0, HEAP)
+    return buffers, lanes, alive
 
 
 @triton.jit
@@ -121,7 +137,7 @@ def await_started(launch, buffers, alive, task, HEAP: tl.constexpr, STARTED: tl.
 
 
 @triton.jit
-def end_start(launch, buffers, epochs_ptr, alive, HEAP: tl.constexpr):
+def end_start(launch, buffers, lanes, exchange_ptr, alive, HEAP: tl.constexpr):
     """Greets all ranks when all programs have sent, and counts the exchange; 1 in the program that must poison."""
     control = launch.control
     if alive != 0:  # who has failed is missing in the count, so that nobody is told of what was not sent
@@ -134,21 +150,34 @@ def end_start(launch, buffers, epochs_ptr, alive, HEAP: tl.constexpr):
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
+        index = tl.arange(0, triton.next_power_of_2(HEAP.W))
         _, devices = members(launch, HEAP)
-        trace_members_of(launch, buffers.epochs, HEAP)
-        begun = begun_with(launch, devices, HEAP)
-        inside = lanes < HEAP.W
-        tl.store(begun, tl.minimum(tl.load(begun) + 1, UNDER_WAY), mask=inside)
-        tl.store(pair_epochs(launch, devices, HEAP), buffers.epochs, mask=inside)
-        tl.store(epochs_ptr + lanes, buffers.epochs, mask=inside)
+        trace_members_of(launch, buffers.epochs * LANES + lanes, HEAP)
+        now = start_time(launch, devices, HEAP)
+        inside = index < HEAP.W
+        tl.store(launch.control + EPOCHS + devices, now // 2 + 1, mask=inside)
+        tl.store(uses_of(launch, lanes, devices, HEAP), buffers.epochs, mask=inside)
+        tl.store(begins_of(launch, lanes, devices, HEAP), now, mask=inside)
+        tl.store(exchange_ptr + index, buffers.epochs)
+        tl.store(exchange_ptr + index.shape[0] + index, lanes)
     tl.debug_barrier()
     return has_failed
 
 
 @triton.jit
-def end_finish(launch, epochs, HEAP: tl.constexpr):
-    """1 in the program that must poison what the launch returns, else 0."""
+def free(launch, buffers, lanes, HEAP: tl.constexpr):
+    """Lets other exchanges have the lanes of one that is finished, if it has them still."""
+    index = tl.arange(0, triton.next_power_of_2(HEAP.W))
+    _, devices = members(launch, HEAP)
+    has_lane = tl.load(uses_of(launch, lanes, devices, HEAP)) == buffers.epochs
+    tl.store(
+        begins_of(launch, lanes, devices, HEAP), tl.full(index.shape, 0, tl.int32), mask=(index < HEAP.W) & has_lane
+    )
+
+
+@triton.jit
+def end_finish(launch, numbers, HEAP: tl.constexpr):
+    """1 in the program that must poison what the launch returns, else 0; traces name the launch by `numbers`."""
     control = launch.control
     has_failed = 0
     tl.debug_barrier()
@@ -157,7 +186,7 @@ def end_finish(launch, epochs, HEAP: tl.constexpr):
         tl.store(control + TICKET, 0)
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
-        trace_members_of(launch, epochs, HEAP)
+        trace_members_of(launch, numbers, HEAP)
     # Nothing of what other programs have stored may come after what poisons it.
     tl.debug_barrier()
     return has_failed

@@ -49,11 +49,11 @@ class LowLatencyStarted(NamedTuple):
     """What the start of a dispatch in two launches leaves for what follows.
 
     Attributes:
-      epochs_ptr: `[RANKS]` number of the exchange, by rank.
+      exchange_ptr: `[2, RANKS]` number of the exchange in its lane, and that lane, by rank.
       own_ids_ptr, num_invalid_ptr: as those of `LowLatencyPlan`.
     """
 
-    epochs_ptr: Any
+    exchange_ptr: Any
     own_ids_ptr: Any
     num_invalid_ptr: Any
 
@@ -69,9 +69,9 @@ class LowLatencyPlaces(NamedTuple):
 
 
 class SentRows(NamedTuple):
-    """Rows on their way back: the exchange `[RANKS]` in which they travel, and the experts `[M, K]` that made them."""
+    """Rows on their way back: the exchange, as that of `LowLatencyStarted`, and ids `[M, K]` of who made them."""
 
-    epochs_ptr: Any
+    exchange_ptr: Any
     own_ids_ptr: Any
 
 

@@ -112,43 +112,40 @@ def low_latency_dispatch_finish(started, after_ptr, peers, out, plan, S: tl.cons
     buffers, lanes, alive = started_slots(launch, started.exchange_ptr, alive, HEAP)
     free(launch, buffers, lanes, HEAP)
     numbers = buffers.epochs * LANES + lanes
-    heard, assigned = 0, 0
+    # Not in each task: nothing of this exchange is still under way that one could work beside.
+    alive = await_started(launch, buffers, alive, -1, HEAP, STARTED)
+    assigned = 0
     task = next_task(launch)
     while task < clear_start + (W * (M - T) * K + SLOTS - 1) // SLOTS:
+        began = stamp(HEAP)
         if task >= clear_start:
-            began = stamp(HEAP)
             clear_slots((task - clear_start) * SLOTS, plan.slot_row_ptr, S)
             trace(launch, ZERO_EVENT, began, task, HEAP)
+        elif (task >= assign_start) & (task < assign_start + L):
+            assign_rows(task - assign_start, buffers.incoming, launch, plan, S)
+            trace(launch, COUNT_EVENT, began, task, HEAP)
         else:
-            if heard == 0:
-                alive = await_started(launch, buffers, alive, task, HEAP, STARTED)
-                heard = 1
-            began = stamp(HEAP)
-            if (task >= assign_start) & (task < assign_start + L):
-                assign_rows(task - assign_start, buffers.incoming, launch, plan, S)
-                trace(launch, COUNT_EVENT, began, task, HEAP)
+            block, source_rank = (task - copy_start) // W, (launch.rank + task - copy_start) % W
+            tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+            if DIRECT:
+                rows = count_rows(source_rank * T + block, buffers.incoming, launch.rank, S)
             else:
-                block, source_rank = (task - copy_start) // W, (launch.rank + task - copy_start) % W
-                tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-                if DIRECT:
-                    rows = count_rows(source_rank * T + block, buffers.incoming, launch.rank, S)
-                else:
-                    if assigned == 0:
-                        done = launch.control + DONE
-                        # Also after a failure: own tasks always end, and without what they store rows would be random.
-                        ended = await_flag(launch, done, L, launch.rank, alive | 1, task, HEAP)
-                        alive = alive & ended
-                        assigned = 1
-                        trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
-                        began = stamp(HEAP)
-                    k = tl.arange(0, S.tile.CHOICES)[None, :]
-                    slots = ((source_rank * M + tokens) * K)[:, None] + k
-                    rows = tl.load(plan.slot_row_ptr + slots, mask=(tokens < T)[:, None] & (k < K), other=-1)
-                    rows = tl.where(rows < L * W * M, rows, -1)
-                mask = tl.max(rows, axis=1) >= 0
-                if (tl.max(mask.to(tl.int32), axis=0) > 0) & (alive != 0):
-                    copy_tokens(rows, tokens, mask, pick(buffers.incoming, source_rank), out, S)
-                    trace(launch, COPY_EVENT, began, task, HEAP)
+                if assigned == 0:
+                    done = launch.control + DONE
+                    # Also after a failure: own tasks always end, and without what they store rows would be random.
+                    ended = await_flag(launch, done, L, launch.rank, alive | 1, task, HEAP)
+                    alive = alive & ended
+                    assigned = 1
+                    trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
+                    began = stamp(HEAP)
+                k = tl.arange(0, S.tile.CHOICES)[None, :]
+                slots = ((source_rank * M + tokens) * K)[:, None] + k
+                rows = tl.load(plan.slot_row_ptr + slots, mask=(tokens < T)[:, None] & (k < K), other=-1)
+                rows = tl.where(rows < L * W * M, rows, -1)
+            mask = tl.max(rows, axis=1) >= 0
+            if (tl.max(mask.to(tl.int32), axis=0) > 0) & (alive != 0):
+                copy_tokens(rows, tokens, mask, pick(buffers.incoming, source_rank), out, S)
+                trace(launch, COPY_EVENT, began, task, HEAP)
         task = next_task(launch)
     if end_finish(launch, numbers, HEAP):
         poison(out.values_ptr, L * W * M * S.H)

@@ -282,9 +282,9 @@ def test_a_finish_that_comes_too_late_says_so(mesh, rng, after_failures):
 
 MISSING = {
     # The other rank believes that a lane is taken, and sends in the next one.
-    "finish": (5, r"rank \d (timed out after 1 s|met another launch) in low_latency_dispatch .*rank \d"),
+    "finish": (5, r"rank \d (timed out after 1 s|met another launch) in low_latency_dispatch.*rank \d"),
     # It waits to be allowed to send in a lane, for an exchange that there was not.
-    "start": (1, r"rank \d timed out after 1 s in low_latency_(dispatch|combine) .*waiting for rank \d"),
+    "start": (1, r"rank \d timed out after 1 s in low_latency_(dispatch|combine).*waiting for rank \d"),
 }
 
 

@@ -228,7 +228,7 @@ def gemm_combine_sizes(
     )
 
 
-def _config(programs: int, limit: int | None) -> Config:
+def program_config(programs: int, limit: int | None) -> Config:
     """Two programs of 8 warps have 128 registers per thread; where one fits, it may use more."""
     programs = min(programs, limit or programs)
     fit_alone = jax.default_backend() != "cpu" and programs <= jax.local_devices()[0].core_count
@@ -268,7 +268,7 @@ def dispatch_tile(
         LAG=num_tokens if direct else -(-programs // block),
         DIRECT=direct,
     )
-    return _config(programs, schedule.num_communicating_programs), tile
+    return program_config(programs, schedule.num_communicating_programs), tile
 
 
 def combine_tile(
@@ -286,4 +286,4 @@ def combine_tile(
         LAG=-(-programs // sends),
         SUMS=sums,
     )
-    return _config(programs, schedule.num_combining_programs), tile
+    return program_config(programs, schedule.num_combining_programs), tile

@@ -156,7 +156,9 @@ def finish_dispatch(
     return rows.values_ptr, rows.scales_ptr if sizes.G else None, plan.sizes_ptr, handle
 
 
-def start_combine(y: Array, num_tokens: int, handle: LowLatencyHandle, other: Combining | None) -> Combining:
+def start_combine(
+    options: Options, y: Array, num_tokens: int, handle: LowLatencyHandle, other: Combining | None
+) -> Combining:
     """Sends the rows `y [L, W * M, H]` of a dispatch of so many tokens per rank; beside the `other` half, if sent."""
     layout, hidden = handle.layout, y.shape[-1]
     sizes = structs_serving.LowLatencyCombineStart(
@@ -175,7 +177,7 @@ def start_combine(y: Array, num_tokens: int, handle: LowLatencyHandle, other: Co
     operands = (y, handle.slot_row)
     results = (jax.ShapeDtypeStruct((2, power_of_two(layout.num_ranks)), jnp.int32),)
     num_tasks = num_tokens * layout.num_ranks * -(-hidden // sizes.BLOCK_H)
-    config = Config(num_programs(num_tasks, 2), num_warps=8, max_registers=128)
+    config = low_latency.program_config(num_programs(num_tasks, 2), options.schedule.num_combining_programs)
     identity = launch_identity(_COMBINE_START, (*operands, group, *results), constants)
     # Both halves in the same buffers: one launch finishes them.
     buffers = None if other is None else other.buffers
@@ -188,7 +190,13 @@ def start_combine(y: Array, num_tokens: int, handle: LowLatencyHandle, other: Co
 
 
 def finish_combine(
-    first: Combining, second: Combining, num_first: int, topk_weights: Array, handle: LowLatencyHandle, y: Array
+    options: Options,
+    first: Combining,
+    second: Combining,
+    num_first: int,
+    topk_weights: Array,
+    handle: LowLatencyHandle,
+    y: Array,
 ) -> Array:
     """`[T, H]` weighted sums of what two exchanges bring back, in the dtype of y; the first has `num_first` tokens."""
     layout, num_tokens, hidden = handle.layout, topk_weights.shape[0], y.shape[-1]
@@ -204,7 +212,8 @@ def finish_combine(
     )
     constants = {"S": sizes, "OPERATION": _COMBINE}
     operands, results = (first.sent, second.sent, topk_weights), (jax.ShapeDtypeStruct((num_tokens, hidden), y.dtype),)
-    config = Config(num_programs(num_tokens * -(-hidden // sizes.BLOCK_H), 2), num_warps=8, max_registers=128)
+    programs = num_programs(num_tokens * -(-hidden // sizes.BLOCK_H), 2)
+    config = low_latency.program_config(programs, options.schedule.num_combining_programs)
     out: Array = launch(
         _COMBINE_FINISH,
         operands,

@@ -54,7 +54,7 @@ def compute_in_halves(
         tokens, scales, sizes, handle = run.finish_dispatch(dispatching, last)
         num_here = half.stop - half.start
         y = compute(num_here, tokens, scales, sizes)
-        last = run.start_combine(y, num_here, handle, back[-1] if back else None)
+        last = run.start_combine(options, y, num_here, handle, back[-1] if back else None)
         back.append(last)
-    out: Array = run.finish_combine(*back, first, topk_weights, handle, y)
+    out: Array = run.finish_combine(options, *back, first, topk_weights, handle, y)
     return out

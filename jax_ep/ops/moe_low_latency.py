@@ -87,8 +87,8 @@ def low_latency_moe(
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
       num_micro_batches: 2: the first half of the tokens and the second, one after the other; with `triton` one half
         travels while the experts multiply the other, and a single token stays whole. Both read the matrices, and rows
-        are summed as `low_latency_gemm_combine` does: it pays where the exchange takes longer than these. 1: all at
-        once.
+        are summed as `low_latency_gemm_combine` does: it pays where the exchange takes longer than these. Of such
+        calls two at most may be independent of each other in one program. 1: all at once.
       preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
       schedule: see `dispatch`.
       implementation: see `dispatch`.

@@ -36,7 +36,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--local-device", type=int, metavar="I", help="the one GPU of this process; default: as SLURM says, or all")
     add("--timeout", type=int, default=60, metavar="SECONDS", help="for the processes to find each other")
     add("--devices", type=int, default=4, help="virtual CPU devices of each process, without accelerators")
-    add("--nodes", action="store_true", help='a mesh ("node", "expert"), one node per process, instead of ("expert",)')
+    add("--nodes", action="store_true", help="a jax_ep.Topology with a node per process, instead of one axis")
     add("--steps", type=int, default=20)
     add("--tokens", type=int, default=256, help="per device")
     add("--hidden", type=int, default=128)
@@ -172,7 +172,8 @@ def train(args: argparse.Namespace) -> None:
     from jax_ep.sharding import moe_specs, sharded_moe
 
     mesh = make_mesh(args)
-    axis_name = tuple(mesh.axis_names)
+    # Over nodes tokens go once to each, and on from there inside of it.
+    axis_name = jax_ep.Topology(node="node", local="expert") if args.nodes else "expert"
     context = jax_ep.init(mesh, axis_name=axis_name)  # all processes meet here, and must want the same
     specs = moe_specs(axis_name)
     layer = sharded_moe(mesh, num_experts=args.experts, axis_name=axis_name, implementation=args.implementation)

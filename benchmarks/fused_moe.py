@@ -36,8 +36,8 @@ import numpy as np
 from jax import Array, lax
 
 import jax_ep
+from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import quantize_experts
-from jax_ep.types import EXPERT_FORMATS
 from lib import baselines, harness, plots, torch_layer
 from lib.fused_tiles import candidates, cut, label
 from lib.harness import Report, Timing

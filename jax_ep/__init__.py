@@ -13,6 +13,7 @@ from jax_ep import serving as serving
 from jax_ep import sharding as sharding
 from jax_ep import tuning as tuning
 from jax_ep.context import Context, finalize, init
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.grouped_gemm import grouped_gemm
@@ -26,12 +27,10 @@ from jax_ep.types import (
     Dispatched,
     DispatchedGemm,
     Experts,
-    Fp8Weights,
     Handle,
     HierarchicalHandle,
     LowLatencyDispatched,
     LowLatencyHandle,
-    QuantizedExperts,
     Routing,
     Schedule,
     SortedTokens,

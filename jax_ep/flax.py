@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
@@ -26,7 +27,7 @@ from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
-from jax_ep.types import AxisName, Experts, QuantizedExperts, Routing, Schedule, Topology
+from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:
     from flax import nnx

@@ -12,12 +12,13 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_quantized, check_recipe, expert_formats, fp8
 from jax_ep.core.check_fp8 import matrices as check_matrices
 from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
-from jax_ep.types import Array, Fp8Weights, Quantized, QuantizedExperts
+from jax_ep.types import Array, Quantized
 
 
 @operation

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.core import check, check_fp8, check_quantized
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.named_scopes import operation
 from jax_ep.quantization import quantize_experts, quantize_fp8_weights
-from jax_ep.types import Array, Experts, Quantized, QuantizedExperts
+from jax_ep.types import Array, Experts, Quantized
 
 LOW_LATENCY_TOKENS = 128
 """Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.

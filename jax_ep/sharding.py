@@ -15,9 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_quantized, check_recipe
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.ops.moe import moe
-from jax_ep.types import Array, AxisName, Experts, Fp8Weights, QuantizedExperts
+from jax_ep.types import Array, AxisName, Experts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ import jax_ep
 import oracle_quantized
 from cases import BF16, F32, reals
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
+from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import dequantize_experts, quantize_experts
-from jax_ep.types import EXPERT_FORMATS
 
 NUMERICS = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
 FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)

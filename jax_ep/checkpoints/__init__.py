@@ -29,9 +29,10 @@ from jax_ep.checkpoints.files import INDEX, TensorFiles, read_json
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.sharding import moe_specs
-from jax_ep.types import Array, AxisName, Quantized, QuantizedExperts
+from jax_ep.types import Array, AxisName, Quantized
 
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "save"]
 

@@ -14,8 +14,9 @@ from jax_ep.checkpoints.decoded import FP8, SCALES, blocks, num_blocks
 from jax_ep.checkpoints.families import Stored
 from jax_ep.checkpoints.files import SINGLE
 from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import Array, Quantized, QuantizedExperts
+from jax_ep.types import Array, Quantized
 
 
 class Tensor(NamedTuple):

@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_quantized
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple
-from jax_ep.types import Array, Quantized, QuantizedExperts
+from jax_ep.types import Array, Quantized
 
 
 def matrices(function: str, name: str, value: Any, *, whole: bool = True) -> Array:

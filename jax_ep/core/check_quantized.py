@@ -12,8 +12,9 @@ import numpy as np
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import MX_GROUP
+from jax_ep.core.expert_matrices import EXPERT_FORMATS, Fp8Weights, QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import EXPERT_FORMATS, Array, Fp8Weights, Options, QuantizedExperts
+from jax_ep.types import Array, Options
 
 _REMEDY = "make it with jax_ep.quantization.quantize_experts"
 # Of values and scales.

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import RECIPES, Fp8Weights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import RECIPES, Array, Fp8Weights
+from jax_ep.types import Array
 
 _IN_FP8 = ("fp8", "fp8-forward")
 _REMEDY = "make it with jax_ep.quantization.quantize_master_weights"

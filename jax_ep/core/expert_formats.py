@@ -9,7 +9,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
-from jax_ep.types import Array, QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.types import Array
 
 MX_GROUP = 32
 """Elements that share an exponent in MXFP4."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
@@ -31,7 +32,7 @@ from jax_ep.megakernels.kernels.structs_serving import (
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.moe_sort import moe_sort
 from jax_ep.megakernels.quantized_gemm import is_readable, storage_of
-from jax_ep.types import Array, Experts, QuantizedExperts, Schedule
+from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
 _MOST_UNSORTED = 512  # slots, at which every program looks for each of its tasks

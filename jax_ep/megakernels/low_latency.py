@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jax_ep import context, ffi
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, round_up
@@ -30,7 +31,7 @@ from jax_ep.megakernels.kernels.structs_serving import MaskedGemm
 from jax_ep.megakernels.launch import group_on, launch
 from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, tuned_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
-from jax_ep.types import Array, Layout, LowLatencyHandle, Options, QuantizedExperts, Schedule, Tokens
+from jax_ep.types import Array, Layout, LowLatencyHandle, Options, Schedule, Tokens
 
 _DISPATCH = Kernel("low_latency", "low_latency_dispatch")
 _COMBINE = Kernel("low_latency", "low_latency_combine")

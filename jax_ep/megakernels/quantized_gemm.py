@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
@@ -19,7 +20,7 @@ from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
 from jax_ep.megakernels.kernels.structs_gemm import QuantizedGemm, QuantizedTile
 from jax_ep.megakernels.launch import launch
-from jax_ep.types import Array, QuantizedExperts
+from jax_ep.types import Array
 from jax_ep.xla import quantized_gemm as xla
 
 _GROUPED = Kernel("quantized_gemm", "quantized_grouped_gemm")

@@ -13,8 +13,9 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ep.core import check
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.ops import quantized_gemm, registry
-from jax_ep.types import Array, Experts, Options, QuantizedExperts
+from jax_ep.types import Array, Experts, Options
 
 Layer = Callable[..., Array]
 Matrices = tuple[Array, Array] | tuple[QuantizedExperts, QuantizedExperts]

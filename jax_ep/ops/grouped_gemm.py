@@ -16,12 +16,13 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_fp8, check_quantized
 from jax_ep.core.bias import Bias
 from jax_ep.core.dtypes import FP8, accumulation_dtype
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import quantized_gemm, registry
-from jax_ep.types import Array, Options, QuantizedExperts
+from jax_ep.types import Array, Options
 
 _FEWEST_COLUMNS = 8
 """Of matrices that have one column to multiply: kernels take whole 16-byte words."""

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_quantized, check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import (
@@ -29,19 +30,7 @@ from jax_ep.ops import (
 from jax_ep.ops import fused_moe as fused_moe_in_one
 from jax_ep.ops.activation import activate, activate_to_fp8, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between
-from jax_ep.types import (
-    HIDDEN_NAME,
-    OUTPUT_NAME,
-    Array,
-    AxisName,
-    Experts,
-    Fp8Weights,
-    Handle,
-    Options,
-    QuantizedExperts,
-    Schedule,
-    Topology,
-)
+from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, Array, AxisName, Experts, Handle, Options, Schedule, Topology
 
 _MATRICES = ("w_gate_up", "w_down")
 _NO_WEIGHTS = "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."

@@ -23,22 +23,13 @@ from jax.typing import DTypeLike
 from jax_ep.core import check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
 from jax_ep.ops.quantized_gemm import fp8_kernels
-from jax_ep.types import (
-    TOKENS_NAME,
-    Array,
-    Experts,
-    Fp8Weights,
-    Handle,
-    Options,
-    Quantized,
-    QuantizedExperts,
-    Tokens,
-)
+from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
 
 _REMEDY = "an expert layer with an FP8 recipe has first derivatives only: for second ones, leave recipe=None."
 Weights = Array | Fp8Weights

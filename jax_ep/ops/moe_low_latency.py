@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jax_ep.core import check, check_fp8, check_quantized
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
@@ -26,18 +27,7 @@ from jax_ep.ops.low_latency import (
     dispatch_tokens,
 )
 from jax_ep.ops.masked import activate, checked_operands, multiply
-from jax_ep.types import (
-    Array,
-    AxisName,
-    Experts,
-    Layout,
-    LowLatencyHandle,
-    Options,
-    Quantized,
-    QuantizedExperts,
-    Schedule,
-    Topology,
-)
+from jax_ep.types import Array, AxisName, Experts, Layout, LowLatencyHandle, Options, Quantized, Schedule, Topology
 
 
 @operation

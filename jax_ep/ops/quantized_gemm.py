@@ -11,12 +11,13 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import quantize_tokens
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import registry
-from jax_ep.types import Array, Options, Quantized, QuantizedExperts
+from jax_ep.types import Array, Options, Quantized
 
 
 def multiply(options: Options, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedExperts, group_sizes: Array) -> Array:

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import matrix_at
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.types import Array, QuantizedExperts
+from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as loops
 
 

@@ -12,9 +12,9 @@ from reports import check_report, run_quickly
 
 import fused_moe
 import jax_ep
+from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.megakernels.fused_moe import fused_sizes
 from jax_ep.quantization import quantize_experts
-from jax_ep.types import EXPERT_FORMATS
 from lib import fused_tiles, plots
 from lib.inputs import MODELS
 from lib.touched_chains import Operation

@@ -16,8 +16,8 @@ import oracle_fp8
 from cases import BF16, F32, assert_close, assert_same_bits, probabilities, reals
 from fp8_layers import NAMES, SHAPE, Layer, with_gradients
 from harness import make_mesh, run, to_numpy
+from jax_ep.core.expert_matrices import Fp8Weights
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.types import Fp8Weights
 from layers import Layer as PlainLayer
 
 

@@ -15,8 +15,8 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, Shape, assert_close, integers, probabilities, reals
 from harness import compiled, run
+from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import quantize_experts
-from jax_ep.types import EXPERT_FORMATS
 from routings import ROUTINGS, routings
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)

@@ -15,8 +15,8 @@ import oracle
 import oracle_quantized
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, to_numpy
+from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import quantize_experts, quantize_fp8
-from jax_ep.types import EXPERT_FORMATS
 from layers import Layer
 
 OPERATION = "quantized_gemm"

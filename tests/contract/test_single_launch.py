@@ -14,8 +14,8 @@ import pytest
 import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
+from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import dequantize_experts, quantize_experts
-from jax_ep.types import EXPERT_FORMATS
 from layers import Layer
 from oracle_experts import GPT_OSS
 from routings import ROUTINGS

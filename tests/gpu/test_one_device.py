@@ -14,8 +14,8 @@ from jax import lax
 import jax_ep
 from cases import F32
 from harness import to_numpy
+from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.quantization import dequantize_experts, quantize_experts
-from jax_ep.types import QuantizedExperts
 
 ON_GPU = jax.default_backend() == "gpu"
 TOKENS = [1, 129, 4099, 16384] if ON_GPU else [1, 33]

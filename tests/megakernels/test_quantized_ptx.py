@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
+from jax_ep.core.expert_matrices import EXPERT_FORMATS, QuantizedExperts
 from jax_ep.megakernels import quantized_gemm
 from jax_ep.quantization import quantize_experts
-from jax_ep.types import EXPERT_FORMATS, QuantizedExperts
 
 G, M, K, N = 128, 4096, 2048, 1536
 SHARED_BYTES = 227 << 10  # of a multiprocessor

@@ -1,0 +1,82 @@
+"""Matrices of experts in other forms than those of training in 16 bits: for inference, and for products in FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jax_ep.types import Array
+
+EXPERT_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedExperts:
+    """Matrices of experts in 8 or 4 bits, transposed, with their scales; tokens keep their dtype unless they say else.
+
+    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
+    `jax_ep.quantization.quantize_experts`, which says what each format is.
+
+    Attributes:
+      values: `[..., E, N, K]` float8_e4m3fn or int8; in 4 bits `[..., E, N, K / 2]` uint8, of which the lower half is
+        the element in front.
+      scales: float32 `[..., E, ceil(N / 128), K / 128]` ("fp8"), `[..., E, N]` ("fp8_channel", "int8") or
+        `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4").
+      format: one of `EXPERT_FORMATS`.
+      smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
+        them; None: 1. Only with `activations="int8"`.
+      activations: tokens are quantised too, where they are multiplied: "int8", each by its largest element; "fp8", by
+        that of each 128 columns. None: they keep their dtype.
+    """
+
+    values: Array
+    scales: Array
+    format: str = dataclasses.field(metadata={"static": True})
+    smooth: Array | None = None
+    activations: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., E, N, K]`, of the matrices for which the values stand."""
+        *leading, depth = self.values.shape
+        return (*leading, 2 * depth if self.values.dtype == np.uint8 else depth)
+
+
+RECIPES = ("bf16", "fp8", "fp8-forward")
+"""How an expert layer computes, where not in the dtype of its tokens; see `moe`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Weights:
+    """Matrices of experts in training, quantised once for all products of a step; gradients go to the master alone.
+
+    A pytree: it passes `jit`, `scan` over stacked layers and `shard_map`, and every array has the leading axes. Made by
+    `jax_ep.quantization.quantize_master_weights`. Blocks of 128 by 128 share a scale.
+
+    Attributes:
+      master: `[..., E, K, N]`, as `moe` takes matrices: of it products read nothing but the dtype of its gradient, and
+        with "fp8-forward" the backward pass reads it.
+      values: `[..., E, N, K]` float8_e4m3fn, for the products of the forward pass.
+      transposed: `[..., E, K, N]` float8_e4m3fn, the same numbers for the gradients of tokens; None: for "fp8-forward",
+        which needs none.
+      scales: `[..., E, N / 128, K / 128]` float32, of both.
+    """
+
+    master: Array
+    values: Array
+    transposed: Array | None
+    scales: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., E, K, N]`."""
+        return self.master.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the master, and of gradients."""
+        return self.master.dtype

@@ -124,6 +124,23 @@ def in_fp8(problem: Problem, tiles: dict[str, PallasForwardTiles] | None = None)
     return found
 
 
+def weights_in_fp8(problem: Problem) -> dict[str, Product]:
+    """The weight gradient in FP8 of columns that are quantised already."""
+    quantise = jax.jit(
+        lambda a, b, sizes: (*activation.quantize_columns(a, sizes), *activation.quantize_columns(b, sizes))
+    )
+    kept = {id(operands[2]): (quantise(*operands), operands) for operands in problem.operands.values()}
+
+    def product(run: Callable[..., Array]) -> Product:
+        def multiply(sizes: Array, a: Array, a_scales: Array, b: Array, b_scales: Array) -> Array:
+            return run(a, b, sizes, a_scales, b_scales, out_dtype=jnp.bfloat16)
+
+        compiled = jax.jit(multiply)
+        return lambda _, __, sizes: compiled(sizes, *kept[id(sizes)][0])
+
+    return {FP8: product(grouped_gemm.weight_gradient_fp8), PALLAS_FP8: product(pallas_gemm.weight_gradient_fp8)}
+
+
 def fp8_tiles_to(most: int) -> PallasForwardTiles:
     """Tiles of at most so many rows."""
     tiles = tiling.fp8_tiles(most, 1)
@@ -270,6 +287,7 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
             if problem.direction == "forward" and torch_products.is_here():
                 products |= torch_products.products(*problem.operands["equal"][:2])
             if problem.direction == "weight gradient":
+                products |= weights_in_fp8(problem) if problem.shape[1] % 128 == problem.shape[2] % 128 == 0 else {}
                 products |= {
                     name: jax.jit(partial(gathered_weights, transpose=side)) for name, side in GATHERED.items()
                 }

@@ -28,7 +28,7 @@ from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
-from jax_ep.ops.quantized_gemm import fp8_kernels
+from jax_ep.ops.quantized_gemm import fp8_kernels, fp8_product
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
 
 _REMEDY = "an expert layer with an FP8 recipe has first derivatives only: for second ones, leave recipe=None."
@@ -61,7 +61,7 @@ def _multiply(
     options: Options, rows: Tokens, w: Weights, handle: Handle, dtype: DTypeLike, *, transpose: bool = False
 ) -> Array:
     """`[R, K]` rows times `w [L, K, N]`, or `[R, N]` rows times its transpose; what is not in FP8 is quantised here."""
-    products, operands = fp8_kernels(options)
+    operands = fp8_kernels(options)[1]
     if not isinstance(rows, tuple):
         rows = operands.quantize_rows(rows, handle.group_sizes)
     if not isinstance(w, Fp8Weights):
@@ -70,7 +70,8 @@ def _multiply(
         matrices, scales = w.transposed, jnp.swapaxes(w.scales, 1, 2)
     else:
         matrices, scales = w.values, w.scales
-    return products.grouped_gemm_fp8(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
+    run = fp8_product(options, rows[0], matrices)
+    return run(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
 
 
 def _weight_gradient(options: Options, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:

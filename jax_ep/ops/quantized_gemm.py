@@ -43,8 +43,8 @@ def _kernels(options: Options, dtype: DTypeLike) -> Any:
 
 def fp8_kernels(options: Options) -> tuple[Any, Any]:
     """The functions of products in FP8, and of what makes their operands."""
-    name = registry.choose(options, "grouped_gemm", FP8)
-    return registry.get("grouped_gemm", name), registry.get("activation", name)
+    products, operands = (registry.choose(options, operation, FP8) for operation in ("grouped_gemm", "activation"))
+    return registry.get("grouped_gemm", products), registry.get("activation", operands)
 
 
 def fp8_product(options: Options, lhs: Array, rhs: Array) -> Callable[..., Array]:

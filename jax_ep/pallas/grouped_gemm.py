@@ -20,10 +20,11 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jax_ep.core import fp8_columns
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, varying_axes
-from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, result_slots, ring, tiling
+from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling
 from jax_ep.pallas.lowered import lowered_once
 from jax_ep.pallas.memory import WARPGROUP, line, swizzled
 from jax_ep.pallas.schedule import row_tiles
@@ -186,6 +187,58 @@ def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles,
     inputs = (groups.starts, groups.ends, lhs, rhs)
     result = jax.ShapeDtypeStruct(shape, out_dtype)
     return _launch("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
+
+
+def weight_gradient_fp8(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    *,
+    out_dtype: DTypeLike,
+    tiles: WeightTiles | None = None,
+) -> Array:
+    """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
+
+    Source: as `grouped_gemm_fp8`.
+    """
+    out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape) or out_dtype not in _FP8_RESULTS:
+        return xla.weight_gradient_fp8(*operands, out_dtype=out_dtype)
+    tiles = tiles or tiling.fp8_weight_tiles(out_dtype.itemsize)
+    return _gradient_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _gradient_fp8(
+    lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: Any
+) -> Array:
+    columns, scales = (CHUNK, 1), (1, CHUNK)
+    padded = _pad(lhs, columns), _pad(rhs, columns), group_sizes, _pad(lhs_scales, scales), _pad(rhs_scales, scales)
+    run = sequential_vmap(functools.partial(_launch_gradient_fp8, **static))
+    return run(*vary_alike(padded))[:, : lhs.shape[0], : rhs.shape[0]]
+
+
+@lowered_once
+def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool) -> Array:
+    lhs, rhs, group_sizes, *scales = operands
+    ends = jnp.minimum(fp8_columns.blocks_until(group_sizes), lhs.shape[1] // FP8_STEP)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
+    programs = _num_programs(shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns), interpret)
+    slots = [swizzled((tiles.stages, columns, FP8_STEP), lhs.dtype) for columns in (TILE, tiles.columns)]
+    scratch = {
+        "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
+        "scales": gradient_fp8.Scales(
+            plgpu.SMEM((tiles.stages, TILE), jnp.float32), plgpu.SMEM((tiles.stages, tiles.columns), jnp.float32)
+        ),
+        "results": swizzled((tiling.CONSUMERS, CHUNK, tiles.columns), out_dtype),
+    }
+    body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs)
+    result = jax.ShapeDtypeStruct(shape, out_dtype)
+    inputs = (starts, ends, lhs, rhs, *scales)
+    return _launch("grouped_gemm_weight_gradient_fp8", body, inputs, result, scratch, programs, interpret)
 
 
 def _launch(

@@ -83,3 +83,8 @@ def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:
     # Wide tiles read less, but not where an eighth of them would lie outside of the matrix.
     wide = -(-columns // 256) * 256 * 7 <= columns * 8
     return WeightTiles(256, 4) if wide else WeightTiles(128, 6)
+
+
+def fp8_weight_tiles(out_itemsize: int = 2) -> WeightTiles:
+    """For `[G, K, N]` out of columns in FP8, with a second sum of each tile in registers, and results on their way."""
+    return WeightTiles(128, 5 if out_itemsize <= 2 else 4)

@@ -4,6 +4,7 @@ On the CPU they run in Mosaic's interpreter, with its race detector; on Hopper G
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,29 @@ def test_fp8(tiles, rng, races, monkeypatch):
     lhs[SIZES.sum() :], row_scales[SIZES.sum() :] = np.nan, np.nan
     out_dtype = BF16 if tiles is FP8_TILES[1] else F32
     out = gemm.grouped_gemm_fp8(lhs, rhs, SIZES, row_scales, scales, out_dtype=out_dtype, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
+    assert races() == 0
+
+
+@pytest.mark.parametrize("tiles", [WeightTiles(128, 4, band=2), tiling.fp8_weight_tiles()], ids=str)
+@pytest.mark.slow(unless={"tiles": [tiling.fp8_weight_tiles()]})
+def test_fp8_weights(tiles, rng, races, monkeypatch):
+    """Groups of no block, of one and of several, more tiles than one in both directions, and blocks of no group."""
+    arrive = plgpu.barrier_arrive  # as above
+    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
+    sizes, depth, columns = np.array([128, 0, 3, 700], np.int32), 200, 264
+    places = 9 * 128  # of which two are nobody's
+    lhs, rhs = integers(rng, depth, places, dtype=oracle.FP8), integers(rng, columns, places, dtype=oracle.FP8)
+    lhs_scales, rhs_scales = (np.exp2(rng.integers(-3, 3, (9, n))).astype(F32) for n in (depth, columns))
+    left, right = (
+        x.astype(np.float64) * np.repeat(scales, 128, 0).T for x, scales in ((lhs, lhs_scales), (rhs, rhs_scales))
+    )
+    bounds = np.array([0, 1, 1, 2, 8]) * 128
+    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    want = np.stack([left[:, part] @ right[:, part].T for part in parts])
+    lhs[:, bounds[-1] :] = np.nan
+    out_dtype = BF16 if tiles.stages > 4 else F32
+    out = gemm.weight_gradient_fp8(lhs, rhs, sizes, lhs_scales, rhs_scales, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
     assert races() == 0
 
@@ -209,6 +233,24 @@ def test_fp8_lowers(rows, out_dtype):
     )
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     call = functools.partial(gemm.grouped_gemm_fp8, out_dtype=out_dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "is_interpreted", lambda: False)
+        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+def test_fp8_weights_lower(out_dtype):
+    fp8, scale, places = jnp.float8_e4m3fn, jnp.float32, 320 * 128
+    shapes = (
+        ((7168, places), fp8),
+        ((4096, places), fp8),
+        ((64,), jnp.int32),
+        ((320, 7168), scale),
+        ((320, 4096), scale),
+    )
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    call = functools.partial(gemm.weight_gradient_fp8, out_dtype=out_dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "is_interpreted", lambda: False)
         text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -141,15 +141,15 @@ def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monk
         return chosen[-1][1]
 
     monkeypatch.setattr(registry, "choose", choose_and_tell)
-    x, idx, weights = jnp.ones((4, 64), BF16), jnp.array([[0], [1], [1], [0]], jnp.int32), jnp.ones((4, 1), F32)
-    w_gate_up, w_down = jnp.ones((2, 64, 64), BF16), jnp.ones((2, 32, 64), BF16)
+    x, idx, weights = jnp.ones((4, 128), BF16), jnp.array([[0], [1], [1], [0]], jnp.int32), jnp.ones((4, 1), F32)
+    w_gate_up, w_down = jnp.ones((2, 128, 256), BF16), jnp.ones((2, 128, 128), BF16)
 
     def layer(**options):
         chosen.clear()
-        call = jax.jit(lambda *args: jax_ep.fused_moe(*args, **options))
-        call.trace(x, idx, weights, w_gate_up, w_down)
+        call = jax.grad(lambda *args: jnp.sum(jax_ep.fused_moe(*args, **options), dtype=F32), (0, 2, 3, 4))
+        jax.jit(call).trace(x, idx, weights, w_gate_up, w_down)
         return set(chosen)
 
     assert layer() == {("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
     assert layer(implementation="xla") == {("exchange", "xla"), ("grouped_gemm", "xla"), ("activation", "xla")}
-    assert layer(implementation=("pallas", "xla")) == layer()
+    assert layer(implementation=("pallas", "xla")) == layer() == layer(recipe="fp8")

@@ -1,0 +1,124 @@
+"""The kernel of `out[g] = lhs[:, places of g] @ rhs[:, places of g].T` for FP8 columns with scales per block of places.
+
+A step is one block of 128 places, of which core/fp8_columns.py lets each belong to one group alone: nothing has to be
+cleared. Its sum is scaled by row and column and added in float32 registers, as in forward_fp8.py. Results leave by TMA
+from memory of their own, while the next tile is multiplied.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ep.pallas import ring as rings
+from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas.ring import Ring
+from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, WeightTiles
+from jax_ep.types import Array
+
+_BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+class Place(NamedTuple):
+    """A tile of the result: its group, first row and column there, and first block and end of the operands."""
+
+    group: Array
+    row: Array
+    column: Array
+    start: Array
+    end: Array
+
+
+class Scales(NamedTuple):
+    """Those of the operands in the ring, `[stages, TILE]` and `[stages, columns]`."""
+
+    lhs: Ref
+    rhs: Ref
+
+
+def weight_gradient_fp8(
+    start: Ref,
+    end: Ref,
+    lhs: Ref,
+    rhs: Ref,
+    lhs_scales: Ref,
+    rhs_scales: Ref,
+    out: Ref,
+    ring: Ring,
+    scales: Scales,
+    results: Ref,
+    *,
+    tiles: WeightTiles,
+    programs: int,
+) -> None:
+    """`[K, P]`, `[N, P]` and scales `[P / 128, .]` to `[G, K, N]`; groups have blocks `[start, end)`, both `[G]`.
+
+    `results` are `[CONSUMERS, CHUNK, columns]` in the dtype of the result.
+    """
+    num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
+    consumer = lax.axis_index(WARPGROUP)
+
+    def locate(task: Array) -> Place:
+        group = lax.div(task, int32(num_tall * num_wide))
+        within = lax.rem(task, int32(num_tall * num_wide))
+        row, column = rings.row_and_column(within, int32(num_tall), num_wide, tiles.band)
+        return Place(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
+
+    def load(place: Place, step: Array) -> Array:
+        rows = pl.ds(pl.multiple_of(place.row, TILE), TILE)
+        columns = pl.ds(pl.multiple_of(place.column, tiles.columns), tiles.columns)
+
+        def one(block: Array, step: Array) -> Array:
+            slot, places = lax.rem(step, int32(tiles.stages)), pl.ds(block * int32(FP8_STEP), FP8_STEP)
+            full = ring.full.at[slot]
+            plgpu.barrier_wait(ring.empty.at[slot])
+            plgpu.copy_gmem_to_smem(lhs.at[rows, places], ring.lhs.at[slot], full)
+            plgpu.copy_gmem_to_smem(rhs.at[columns, places], ring.rhs.at[slot], full)
+            plgpu.copy_gmem_to_smem(lhs_scales.at[block, rows], scales.lhs.at[slot], full)
+            plgpu.copy_gmem_to_smem(rhs_scales.at[block, columns], scales.rhs.at[slot], full)
+            return step + int32(1)
+
+        return lax.fori_loop(place.start, place.end, one, step)
+
+    def multiply(place: Place, step: Array) -> Array:
+        own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
+        shape = CHUNK, tiles.columns
+
+        def one(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            total, step = carry
+            slot = lax.rem(step, int32(tiles.stages))
+            plgpu.barrier_wait(ring.full.at[slot])
+
+            def product(accumulator: Ref) -> Array:
+                plgpu.wgmma(accumulator, ring.lhs.at[slot, own], ring.rhs.at[slot].transpose((1, 0)))
+                return accumulator[...]
+
+            by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
+            by_column = plgpu.load(scales.rhs.at[slot], layout=_BY_COLUMN)
+            some = pl.run_scoped(product, plgpu.ACC(shape))
+            plgpu.barrier_arrive(ring.empty.at[slot])
+            some *= lax.broadcast_in_dim(by_column, shape, (1,))
+            return total + some * lax.broadcast_in_dim(by_row, shape, (0,)), step + int32(1)
+
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        total, after = lax.fori_loop(place.start, place.end, one, (zeros, step))
+        row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
+        # Sizes are multiples of a consumer's rows: all of them are stored, or none.
+        pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))
+        return after
+
+    def send(place: Place, row: Array, total: Array) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+        slot = results.at[consumer]
+        slot[...] = total.astype(results.dtype)
+        plgpu.commit_smem()
+        columns = pl.ds(pl.multiple_of(place.column, tiles.columns), tiles.columns)
+        plgpu.copy_smem_to_gmem(slot, out.at[place.group, pl.ds(row, CHUNK), columns])
+
+    num_tasks, begin = int32(num_groups * num_tall * num_wide), jnp.int32(0)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin)

@@ -13,7 +13,8 @@ from jax import Array
 
 import jax_ep
 from jax_ep.ops import registry
-from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle, Options, Schedule
+from jax_ep.quantization import quantize_master_weights
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Fp8Weights, Handle, Options, Schedule
 from lib import baselines
 from lib.exchange_chains import OPTIONS, after, local, stack
 from lib.inputs import on_ranks
@@ -229,8 +230,10 @@ LAYERS = {
     "moe": "jax_ep.moe",
     "dropless": "jax_ep.moe, dropless layout",
     "wire": "jax_ep.moe, FP8 on the wire",
-    "fp8": "jax_ep.moe, FP8 forward",
-    "fp8 and wire": "jax_ep.moe, FP8 forward and on the wire",
+    "fp8": "jax_ep.moe, recipe fp8",
+    "fp8 once": "jax_ep.moe, recipe fp8, matrices quantised before",
+    "fp8-forward": "jax_ep.moe, FP8 forward",
+    "fp8-forward and wire": "jax_ep.moe, FP8 forward and on the wire",
     **{mode: f"jax_ep.moe, combine_mode {mode}" for mode in COMBINE_MODES},
     "fused gradients": "jax_ep.moe, weight gradients in the launch of an exchange",
     "gradients apart": "jax_ep.moe, weight gradients in launches of their own",
@@ -253,8 +256,10 @@ def _functions(case: Case) -> dict[str, Callable[..., Array]]:
         "moe": moe,
         "dropless": jax_ep.moe,
         "wire": partial(moe, wire_dtype=FP8),
-        "fp8": partial(moe, recipe="fp8-forward"),
-        "fp8 and wire": partial(moe, recipe="fp8-forward", wire_dtype=FP8),
+        "fp8": partial(moe, recipe="fp8"),
+        "fp8 once": partial(moe, recipe="fp8"),
+        "fp8-forward": partial(moe, recipe="fp8-forward"),
+        "fp8-forward and wire": partial(moe, recipe="fp8-forward", wire_dtype=FP8),
         **{mode: partial(moe, schedule=Schedule(combine_mode=mode)) for mode in COMBINE_MODES},
         "fused gradients": partial(moe, schedule=Schedule(fuse_weight_gradients=True)),
         "gradients apart": partial(moe, schedule=Schedule(fuse_weight_gradients=False)),
@@ -276,12 +281,12 @@ def layers(case: Case, chosen: list[str], *, backward: bool) -> dict[str, Varian
         LAYERS[key]: Variant(
             _layer_step(partial(functions[key], num_experts=model.experts), backward=backward),
             (x, d_y) if backward else (x,),
-            (ids, router_weights, *case.weights),
+            (ids, router_weights, *(_quantised_before(case) if key == "fp8 once" else case.weights)),
             flops,
             LAYERS["xla"] if key in (*OURS, "ragged") else None,
             key not in OURS,
             baselines.RAGGED_OPTIONS if key == "ragged" else None,
-            FP8_DIFFERENCE if key in ("wire", "fp8", "fp8 and wire") else 0.25,
+            FP8_DIFFERENCE if key == "wire" or key.startswith("fp8") else 0.25,
         )
         for key in chosen
     }
@@ -300,6 +305,12 @@ def kept_bytes(case: Case, key: str) -> int:
     return found // case.layout.num_ranks
 
 
+def _quantised_before(case: Case) -> Any:
+    """The matrices as `Fp8Weights`, made once, on the device of each rank."""
+    make = case.shard_map(lambda *weights: tuple(quantize_master_weights(w) for w in weights))
+    return jax.jit(make)(*case.weights)
+
+
 def _anew(fixed: Any, zero: Array) -> Any:
     """`fixed`, but known only once the zero is: what is made of weights alone is part of each call."""
     return jax.lax.optimization_barrier((fixed, zero))[0]
@@ -314,6 +325,6 @@ def _layer_step(layer: Callable[..., Array], *, backward: bool) -> Callable[[Any
         (x, d_y), (ids, router_weights, *weights) = touched, _anew(fixed, zero)
         scaled = router_weights + zero.astype(jnp.float32)
         y, pull = jax.vjp(lambda x, s, w, v: layer(x, ids + zero, s, w, v), x, scaled, *weights)
-        return y, *pull(d_y)
+        return y, *(g.master if isinstance(g, Fp8Weights) else g for g in pull(d_y))
 
     return forward_and_backward if backward else forward

@@ -71,8 +71,8 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
     def moe(*arguments: Array, **options: Any) -> Array:
         return jax_ep.moe(*arguments, **experts, **options)
 
-    def moe_gradients(x: Array, ids: Array, *others: Array) -> Any:
-        y, gradients = jax.vjp(lambda x, *others: moe(x, ids, *others), x, *others)
+    def moe_gradients(x: Array, ids: Array, *others: Array, **options: Any) -> Any:
+        y, gradients = jax.vjp(lambda x, *others: moe(x, ids, *others, **options), x, *others)
         return gradients(y)
 
     def low_latency(x: Array, ids: Array, weights: Array) -> Array:
@@ -99,6 +99,7 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
         "dispatch_grouped_gemm, grouped_gemm_combine": Operation(fused, layer),
         "moe": Operation(moe, layer),
         "moe, gradients": Operation(moe_gradients, layer),
+        "moe, FP8, gradients": Operation(partial(moe_gradients, recipe="fp8"), layer),
         "moe, FP8 forward": Operation(lambda *a: moe(*a, recipe="fp8-forward"), layer),
         "low_latency_dispatch, low_latency_combine": Operation(low_latency, few),
         "low_latency_moe, FP8": Operation(low_latency_moe, (*few, served.w_gate_up, served.w_down)),

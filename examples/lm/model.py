@@ -34,6 +34,7 @@ class ModelConfig:
     dropout: float = 0.0
     rope_base: float = 10_000.0
     dtype: str = "bfloat16"
+    recipe: str | None = None
     remat: Literal["none", "full", "keep-experts"] = "none"
     capacity: int | None = None
     implementation: str | None = None
@@ -129,6 +130,7 @@ class Block(nnx.Module):
             score="sigmoid" if config.balance == "bias" else "softmax",
             capacity=config.capacity,
             dtype=config.dtype,
+            recipe=config.recipe,
             mesh=mesh,
             batch_axes="data",
             schedule=Schedule(keep_tokens=config.remat == "keep-experts"),

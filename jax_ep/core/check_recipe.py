@@ -30,7 +30,7 @@ def recipe(function: str, value: Any, tokens: DTypeLike) -> str | None:
             f"{function}: recipe={value!r}, expected one of {RECIPES}; pass one of them, or None to compute in the"
             " dtype of the tokens."
         )
-    if value == "bf16" and tokens != jnp.bfloat16:
+    if value == "bf16" and jnp.dtype(tokens) != jnp.bfloat16:
         raise TypeError(
             f"{function}: recipe='bf16' with tokens of {jnp.dtype(tokens)}, expected bfloat16; cast them with astype,"
             " or pass recipe=None to compute in their dtype."

@@ -20,11 +20,13 @@ from reports import BENCHMARKS, ROOT, Clock, check_report, published, run_quickl
 import exchange
 import grouped_gemm
 import harness as harness_of_tests
+import training_recipes
 from lib import exchange_chains, gemm_inputs, harness, inputs, watchdog
 
 KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
-PUBLISHED = [path for path in RESULTS if path.stem not in KEPT_BY_TESTS]
+LOSSES = {"training_recipes"}  # and no times
+PUBLISHED = [path for path in RESULTS if path.stem not in KEPT_BY_TESTS | LOSSES]
 
 
 @pytest.fixture
@@ -466,6 +468,19 @@ def test_published_outcome_of_the_tests_on_gpus():
         assert (run["failed"], run["passed"] > 0) == (0, True)
         for outcome in ("passed", "failed", "skipped"):
             assert run[outcome] == sum(file[outcome] for file in run["files"].values())
+
+
+def test_published_loss_curves_of_recipes_are_near():
+    content = published("training_recipes")
+    curves = content["curves"]
+    assert set(curves) == set(training_recipes.RECIPES) and content["settings"]["steps"] >= 200
+    for trainings in curves.values():
+        for curve in trainings:
+            assert len(curve["losses"]) == content["settings"]["steps"]
+            assert curve["held_out"] < curve["losses"][0] - 2
+    found = training_recipes.differences(curves)
+    assert found == pytest.approx(content["largest_differences"])
+    assert max(found["fp8"], found["fp8-forward"]) < min(0.05, found["bf16, another seed"] / 2)
 
 
 def test_published_loss_curves_are_the_same():

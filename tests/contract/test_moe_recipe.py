@@ -171,6 +171,21 @@ def test_fused_moe_and_bf16(implementation: str, rng: Any) -> None:
         assert_same_bits(got, to_numpy(jax.jit(call)(*args)), recipe)
 
 
+def test_what_is_kept(implementation: str, rng: Any) -> None:
+    """For the backward pass: tokens in FP8 with their scales, and hidden rows; nothing else of so many columns."""
+    shape = Shape(num_tokens=6, top_k=2, num_experts=2, hidden=128, intermediate=384)
+    layer = Layer(rng, "uniform", 1, shape, BF16)
+    x, weights, *matrices = (jnp.asarray(a[0]) for a in (layer.args[0], *layer.args[2:]))
+
+    def call(x, weights, *matrices):
+        ids = jnp.asarray(layer.topk_idx[0])
+        return jax_ep.fused_moe(x, ids, weights, *matrices, recipe="fp8", implementation=implementation)
+
+    kept = jax.tree.leaves(jax.vjp(call, x, weights, *matrices)[1])
+    of_rows = sorted((a.dtype.name, a.shape[1]) for a in kept if a.ndim == 2 and a.shape[0] == 12)
+    assert of_rows == [("bfloat16", 768), ("float32", 1), ("uint8", 128)]
+
+
 def test_no_second_derivative(implementation: str, rng: Any) -> None:
     layer = Layer(rng, "uniform", 1)
 

@@ -265,7 +265,7 @@ def _two_batches(
         return call_without_gradient(remedy, overlapped, matrices, x, topk_idx, topk_weights, num_tokens)
     counts: tuple[Array | None, Array | None] = (None, None)
     if num_tokens is not None:
-        counts = jnp.minimum(num_tokens, first), jnp.maximum(num_tokens - first, 0)
+        counts = jnp.minimum(num_tokens, first), jnp.maximum(num_tokens, first) - first
     run = partial(_one_batch, layer, layout_of, half, matrices)
     before = run(x[:first], topk_idx[:first], topk_weights[:first], counts[0])
     return jnp.concatenate([before, run(x[first:], topk_idx[first:], topk_weights[first:], counts[1])])

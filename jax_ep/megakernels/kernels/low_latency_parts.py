@@ -67,7 +67,7 @@ def low_latency_dispatch_start(
     buffers, lanes = next_slots(launch, HEAP)
     count = T
     if S.COUNTED:
-        count = tl.minimum(tl.maximum(tl.load(num_tokens_ptr) - S.FIRST, 0), T)
+        count = tl.minimum(tl.maximum(tl.load(num_tokens_ptr), S.FIRST) - S.FIRST, T)
     part = Rows(x.values_ptr + S.FIRST * S.H, x.scales_ptr + S.FIRST * S.G)
     part_ids_ptr = ids_ptr + S.FIRST * S.K
     has_place = 0

@@ -60,7 +60,7 @@ def in_one_and_two(implementation: str, mesh: Any, prepare: Any, args: Any, **op
 
 
 @pytest.mark.parametrize("matrices", PREPARE)
-@pytest.mark.slow(unless={"matrices": ["dense", "fp8 pairs"]})
+@pytest.mark.slow(unless={"matrices": ["dense"]})
 def test_kinds_of_matrices(implementation: str, matrices: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     layer = Layer(rng, "duplicates", 2, SHAPE, BF16)
     one, two = in_one_and_two(implementation, expert_mesh(2), PREPARE[matrices], layer.args)
@@ -86,7 +86,7 @@ def test_kinds_of_experts(implementation: str, kind: str, expert_mesh: Any, rng:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
-@pytest.mark.slow(unless={"num_tokens": [1]})
+@pytest.mark.slow
 def test_few_tokens(implementation: str, num_tokens: int, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Of one token there are no halves, and of two each has one."""
     shape = Shape(**vars(SHAPE) | {"num_tokens": max(num_tokens, 1)})
@@ -112,6 +112,7 @@ def test_counts(implementation: str, expert_mesh: Any, rng: np.random.Generator)
     assert not two(*layer.args, np.array([0, -(2**31)], np.int32)).any()
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     """Each is fed by the one before, as the layers of a model are; and replayed, the program gives the same bits."""
     layer = Layer(rng, "uniform", 2, SHAPE, BF16)

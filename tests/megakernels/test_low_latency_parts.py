@@ -134,7 +134,7 @@ def test_other_groups_sizes_and_kernels_in_between(mesh, rng):
 
 
 @pytest.mark.parametrize("stops", ["every launch", "some"])
-@pytest.mark.slow(unless={"stops": ["every launch"]})
+@pytest.mark.slow
 def test_a_rank_runs_ahead_as_far_as_it_can(mesh, rng, monkeypatch, stops):
     """The other one is stopped until it waits, so that it has sent all that it may: no bit is overwritten too early."""
     num_layers = 3
@@ -224,6 +224,7 @@ def counted(tokens: Any, sizes: Any) -> Any:
     return jnp.where((jnp.arange(tokens.shape[1])[None, :] < sizes[:, None])[..., None], tokens, 0)
 
 
+@pytest.mark.slow
 def test_a_layer_between_the_start_of_an_exchange_and_its_finish(mesh, rng):
     """As of calls that do not depend on each other, whose launches XLA may mix: each exchange keeps its lane."""
     inputs = layer(rng)
@@ -304,6 +305,7 @@ def test_a_peer_that_takes_part_in_other_exchanges_is_named(where, two_impatient
         context.heap("test")
 
 
+@pytest.mark.slow
 def test_a_dead_peer_between_start_and_finish_is_named(mesh, rng, monkeypatch, after_failures):
     inputs, call = layer(rng), harness.compiled(moe(2), mesh)
     call(*inputs.args)
@@ -318,6 +320,7 @@ def test_a_dead_peer_between_start_and_finish_is_named(mesh, rng, monkeypatch, a
     assert re.match(r"kernel low_latency_dispatch_finish, worker 1 \(process \d+\) died", str(launches.pool.close()))
 
 
+@pytest.mark.slow
 def test_programs_compiled_before_the_buffers_grew(mesh, rng):
     """Also where they grow between the start of an exchange and its finish, as for rows that are larger than tokens."""
     inputs, call = layer(rng), harness.compiled(moe(2), mesh)

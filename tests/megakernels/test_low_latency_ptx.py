@@ -110,7 +110,7 @@ def built_part(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
 
 @pytest.mark.parametrize(("capability", "num_tokens", "fp8"), CASES)
 @pytest.mark.parametrize("name", ["dispatch_start", "dispatch_finish", "combine_start", "combine_finish"])
-@pytest.mark.slow(unless={"num_tokens": [128]})
+@pytest.mark.slow(unless={"capability": [90], "num_tokens": [128], "fp8": [False]})
 def test_kernels_in_two_launches(name: str, capability: int, num_tokens: int, fp8: bool) -> None:
     """What starts an exchange has two programs per multiprocessor, and so has what finishes it; each releases once."""
     if fp8 and name.startswith("combine"):

@@ -4,8 +4,8 @@ Part of low_latency.py. Variants, in FP8 and in bfloat16:
 
   low latency             dispatch, product, activation, and product + combine in one launch (`low_latency_moe`)
   low latency, separate   the same with product and combine one after the other
-  low latency, halves     `num_micro_batches=2`: each half of the tokens reads the matrices, and travels while the other
-                          is multiplied
+  low latency, halves     `num_micro_batches=2`: one half of the tokens is under way while the other is multiplied, and
+                          both read the matrices
   moe                     the path of training, in bfloat16, whose crossing with the others is where a program should
                           change between them (`jax_ep.serving.LOW_LATENCY_TOKENS`)
 

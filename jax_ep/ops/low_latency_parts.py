@@ -1,4 +1,4 @@
-"""Low-latency dispatch and combine in two launches each: rows of some tokens travel while others are computed.
+"""Low-latency dispatch and combine in two launches each: rows of some tokens are computed before others are awaited.
 
 What starts an exchange does not wait; what finishes it finds that most has arrived. Not every implementation has these.
 """

@@ -75,10 +75,11 @@ def low_latency_moe(
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
         they hold the tokens that can come from all nodes. None: T.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
-      num_micro_batches: 2: the first half of the tokens and the second, one after the other; with `triton` one half
-        travels while the experts multiply the other, and a single token stays whole. Both read the matrices, and rows
-        are summed as `low_latency_gemm_combine` does: it pays where the exchange takes longer than these. Of such
-        calls two at most may be independent of each other in one program. 1: all at once.
+      num_micro_batches: 2: the first half of the tokens and the second, one after the other; with `triton` both are
+        sent at first, and the experts multiply one half before the device waits for what others send of the second. A
+        single token stays whole. Both halves read the matrices, and rows are summed as `low_latency_gemm_combine` does:
+        it pays where ranks wait for each other longer than that takes. Of such calls two at most may be independent of
+        each other in one program. 1: all at once.
       preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
@@ -255,7 +256,7 @@ def _two_batches(
     topk_weights: Array,
     num_tokens: Array | None,
 ) -> Array:
-    """The same in two halves, of which one travels while the other is computed, where the implementation can."""
+    """The same in two halves, of which one is under way while the other is computed, where the implementation can."""
     options, half, first = layer.options, -(-max_tokens // 2), -(-x.shape[0] // 2)
     layout, (wire_dtype, group) = layout_of(half), _wire(matrices, x)
     parts = low_latency_parts.implementation(options, (wire_dtype, layer.out_dtype), x.shape[1], layout)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 import jax_ep
+from jax_ep.core.expert_matrices import Fp8Weights
 from jax_ep.ops import registry
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Fp8Weights, Handle, Options, Schedule
+from jax_ep.types import COMBINE_MODES, DISPATCH_MODES, Handle, Options, Schedule
 from lib import baselines
 from lib.exchange_chains import OPTIONS, after, local, stack
 from lib.inputs import on_ranks

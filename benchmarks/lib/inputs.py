@@ -26,6 +26,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "deepseek-v3": Model(7168, 2048, 256, 8),
+    "deepseek-v3-quarter": Model(7168, 2048, 64, 8),  # a quarter of its experts, which one GPU can train
     "qwen3-235b": Model(4096, 1536, 128, 8),
     "mixtral-8x7b": Model(4096, 14336, 8, 2),
     "qwen3-30b": Model(2048, 768, 128, 8),

@@ -27,6 +27,7 @@ LONGEST = 2.5  # times the longest of our bars: what is longer is cut off and ha
 HEIGHT = 0.28  # of a bar
 NAMES = {
     "deepseek-v3": "DeepSeek-V3",
+    "deepseek-v3-quarter": "DeepSeek-V3, 64 experts",
     "qwen3-235b": "Qwen3-235B",
     "mixtral-8x7b": "Mixtral 8x7B",
     "qwen3-30b": "Qwen3-30B",

@@ -20,6 +20,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 NOT_YET = "Not measured yet: `make evidence` on two or more GPUs writes `{name}*.json`."
 MODELS = {
     "deepseek-v3": "DeepSeek-V3",
+    "deepseek-v3-quarter": "DeepSeek-V3, 64 experts",
     "qwen3-235b": "Qwen3-235B",
     "mixtral-8x7b": "Mixtral-8x7B",
     "qwen3-30b": "Qwen3-30B-A3B",

@@ -195,7 +195,7 @@ def moe(
     if in_fp8:
         hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, parts.w_gate_up, handle)
         bias = _bias_of_result(experts, parts, row_weights)
-        between = moe_fp8.Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+        between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
         y = moe_fp8.multiply_and_combine(back, experts, between, parts.w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
     w_gate_up, w_down = cast(Array, parts.w_gate_up), cast(Array, parts.w_down)
@@ -207,8 +207,8 @@ def moe(
         hidden, row_weights = exchange_gemm.dispatch_then_multiply(options, tokens, row_weights, w_gate_up, handle)
     row_weights = cast(Array, row_weights)
     bias = _bias_of_result(experts, parts, row_weights)
-    kept_rows = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-    y = activation_gemm_combine.for_experts(experts, parts.b_gate_up)(back, experts, kept_rows, w_down, handle)
+    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    y = activation_gemm_combine.for_experts(experts, parts.b_gate_up)(back, experts, between, w_down, handle)
     return checkpoint_name(y, OUTPUT_NAME)
 
 

@@ -12,7 +12,7 @@ Source: products with scales per block, all in e4m3, as in DeepSeek-V3 (arXiv:24
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core import check_recipe
-from jax_ep.core.bias import Bias, add_bias
+from jax_ep.core.bias import add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
+from jax_ep.ops.activation_gemm_combine import Between
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
 from jax_ep.ops.quantized_gemm import fp8_kernels, fp8_product
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
@@ -154,22 +155,6 @@ def _dispatch_backward_in_fp8(options: Options, residuals: Any, cotangents: tupl
     d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
     tokens = operands.quantize_columns(_as_fp8(saved), sizes)
     return d_x, d_weights, _weight_gradient(options, tokens, columns, w, handle), None
-
-
-class Between(NamedTuple):
-    """What comes between the two products, and behind the second.
-
-    Attributes:
-      hidden: `[R, N]` results of the first.
-      row_weights: `[R]`.
-      b_gate_up: `[L, N]` biases of the hidden rows, or None.
-      b_down: of the second product, or None.
-    """
-
-    hidden: Array
-    row_weights: Array
-    b_gate_up: Array | None
-    b_down: Bias | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -230,10 +230,13 @@ def gemm_combine_sizes(
 
 
 def program_config(programs: int, limit: int | None) -> Config:
-    """Two programs of 8 warps have 128 registers per thread; where one fits, it may use more."""
+    """Two programs of 8 warps have 128 registers per thread; where one fits, it may use more.
+
+    The assembler is told so in both cases: without a bound it makes room for programs that never come, and spills.
+    """
     programs = min(programs, limit or programs)
     fit_alone = jax.default_backend() != "cpu" and programs <= jax.local_devices()[0].core_count
-    return Config(programs, num_warps=8, max_registers=None if fit_alone else 128)
+    return Config(programs, num_warps=8, max_registers=255 if fit_alone else 128)
 
 
 def _columns(hidden: int, most_bytes: int, itemsize: int) -> int:

@@ -28,6 +28,7 @@ from jax.extend import backend
 
 import jax_ep
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
+from jax_ep.pallas.tiling import Fp8Tiles
 from lib import gemm_kernels, gemm_sweep, harness, plots
 from lib.exchange_by_experts import NUM_DEVICES, measure_exchange
 from lib.gemm_inputs import check, make_operands, make_sample
@@ -266,6 +267,14 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def fp8_tiles(text: str) -> Fp8Tiles:
+    numbers = [int(part) for part in text.split(",")]
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected stages,together,chunks")
+    stages, together, chunks = numbers
+    return Fp8Tiles(stages=stages, together=together, chunks=chunks)
+
+
 def shapes_of(model: Model) -> list[tuple[int, ...]]:
     """Both products of one rank of several, rows,K,N,groups, of 4096 tokens per rank."""
     groups = max(1, model.experts // RANKS)
@@ -283,8 +292,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=MODELS, help=f"kernels, sweep: the shapes of {RANKS} GPUs' rank instead")
     directions = gemm_kernels.DIRECTIONS
     parser.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
-    heights = "kernels: rows of the tallest tiles of more variants in FP8, multiples of 16"
-    parser.add_argument("--fp8-heights", nargs="+", type=int, default=(), help=heights)
+    tiles = "kernels: stages,together,chunks of more variants in FP8, see Fp8Tiles of jax_ep/pallas/tiling.py"
+    parser.add_argument("--fp8-tiles", nargs="+", type=fp8_tiles, default=(), help=tiles)
     settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
     parser.add_argument("--settle", type=float, default=0.1, help=settle)
     parser.add_argument("--budget", type=float, default=480.0, help="sweep: seconds after which none is begun")

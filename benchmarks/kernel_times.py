@@ -6,7 +6,7 @@ Writes results/kernel_times.json. Programs:
 
   low-latency   16 round trips of low_latency.py: dispatch in FP8, combine in bfloat16
   decode        4 layers of low_latency.py, part `layer`, its variant "low latency, fp8"
-  moe-forward   one layer of layer.py, its variant "moe", 4096 tokens per rank, uniform routing
+  moe-forward   one layer of layer.py, its variants `--layers`, 4096 tokens per rank, uniform routing
   moe-backward  the same with its gradients
 
 A program runs several times in one trace, with a pause after each run that is far longer than any gap inside, and is
@@ -70,14 +70,14 @@ def decode(mesh: jax.sharding.Mesh, name: str, tokens: int) -> Program:
     return Program(*decode_layer.chain(mesh, layer, (*inputs, weights), DECODE_LAYERS), DECODE_LAYERS)
 
 
-def moe(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool) -> Program:
+def moe(mesh: jax.sharding.Mesh, name: str, tokens: int, *, backward: bool, layer: str = "moe") -> Program:
     """The layer of training."""
     case = layer_chains.make_case(mesh, name, "uniform", tokens, make_weights(mesh, MODELS[name]))
-    (variant,) = layer_variants.layers(case, ["moe"], backward=backward).values()
+    (variant,) = layer_variants.layers(case, [layer], backward=backward).values()
     return Program(*layer_chains.chain(case, variant)(1), 1)
 
 
-BUILDERS: dict[str, Callable[[jax.sharding.Mesh, str, int], Program]] = {
+BUILDERS: dict[str, Callable[..., Program]] = {
     "low-latency": round_trips,
     "decode": decode,
     "moe-forward": partial(moe, backward=False),
@@ -121,16 +121,18 @@ def show(title: str, found: dict[str, Any]) -> None:
 
 
 def measure(
-    report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, cases: Iterable[tuple[str, int]]
+    report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, cases: Iterable[tuple[str, int, dict[str, str]]]
 ) -> None:
     """All programs, one at a time; one that fails does not keep the others from running."""
-    for what, tokens in cases:
-        shape = {"model": args.model, "tokens_per_rank": tokens, "ranks": mesh.size, "dtype": "bfloat16"}
-        title = f"{what}, {tokens} tokens/rank, {mesh.size} ranks"
+    for what, tokens, options in cases:
+        shape = {"model": args.model, "tokens_per_rank": tokens, "ranks": mesh.size, "dtype": "bfloat16", **options}
+        title = ", ".join([what, *options.values(), f"{tokens} tokens/rank", f"{mesh.size} ranks"])
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                folder = args.traces / f"{what}-{tokens}" if args.traces else Path(scratch)
-                timing, found = profile(BUILDERS[what](mesh, args.model, tokens), args.rounds, folder)
+                folder = (
+                    args.traces / "-".join([what, *options.values(), str(tokens)]) if args.traces else Path(scratch)
+                )
+                timing, found = profile(BUILDERS[what](mesh, args.model, tokens, **options), args.rounds, folder)
         except Exception as error:
             report.failed(what, shape, f"{type(error).__name__}: {error}")
             print(f"{title}: failed: {error}")
@@ -144,6 +146,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=5, tokens=f"{TOKENS}; of low-latency and decode")
     parser.add_argument("--what", nargs="+", choices=BUILDERS, default=list(BUILDERS), help="default: all")
+    parser.add_argument("--layers", nargs="+", choices=layer_variants.LAYERS, default=["moe"], help="of moe-...")
     parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
     parser.add_argument("--ranks", type=int, help="GPUs, the first of the machine (default: all)")
     parser.add_argument("--traces", type=Path, help="folder to keep the traces in (default: they are not kept)")
@@ -153,15 +156,18 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     """Profiles what the command line asks for and writes the report."""
     args = harness.parse(options())
-    if jax.default_backend() != "gpu" or jax.device_count() < 2:
-        print("kernel_times: needs two or more GPUs; nothing measured")
+    if jax.default_backend() != "gpu":
+        print("kernel_times: needs GPUs; nothing measured")
         return
     mesh = expert_mesh(args.ranks or jax.device_count())
     jax_ep.init(mesh)
     args.model = args.model or (QUICK if args.quick else DEFAULT)
     args.tokens = args.tokens or ([QUICK_TOKENS] if args.quick else TOKENS)
     of_moe = [QUICK_TOKENS if args.quick else MOE_TOKENS]
-    cases = itertools.chain(*(itertools.product([w], of_moe if "moe" in w else args.tokens) for w in args.what))
+    layers = [{"layer": layer} for layer in args.layers]
+    cases = itertools.chain(
+        *(itertools.product([w], *((of_moe, layers) if "moe" in w else (args.tokens, [{}]))) for w in args.what)
+    )
     settings = {"rounds": args.rounds, "quick": args.quick, "what": args.what, "tokens": args.tokens}
     report = Report(f"kernel_times{args.suffix}", args.out, settings)
     measure(report, args, mesh, cases)

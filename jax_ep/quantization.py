@@ -140,7 +140,8 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
     """Expert matrices in FP8 for all products of a training step, with their master, which gets the gradient.
 
     `moe` quantises matrices in each call. Those of several microbatches are the same: quantise them once per step, and
-    pass what this returns in their place. The gradient of w is that of the layer with w itself, bit for bit.
+    pass what this returns in their place. The gradient of w is that of the layer with w itself, bit for bit where the
+    same implementation rounds: outside of `jax.shard_map`, and with several GPUs, that is XLA.
 
     Args:
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them, such as those of all layers,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -23,8 +22,8 @@ import jax_ep
 from jax_ep.megakernels import activation, exchange_gemm, grouped_gemm
 from jax_ep.megakernels.grouped_gemm import Tiles, WeightTiles
 from jax_ep.pallas import grouped_gemm as pallas_gemm
-from jax_ep.pallas import tiling
 from jax_ep.pallas.tiling import ForwardTiles as PallasForwardTiles
+from jax_ep.pallas.tiling import Fp8Tiles
 from jax_ep.pallas.tiling import WeightTiles as PallasWeightTiles
 from jax_ep.xla import grouped_gemm as xla_gemm
 from lib import harness, torch_products
@@ -97,7 +96,7 @@ def gathered_weights(a: Array, b: Array, sizes: Array, *, transpose: bool) -> Ar
     )
 
 
-def in_fp8(problem: Problem, tiles: dict[str, PallasForwardTiles] | None = None) -> dict[str, Product]:
+def in_fp8(problem: Problem, tiles: dict[str, Fp8Tiles] | None = None) -> dict[str, Product]:
     """The forward product in FP8: of operands that are quantised already, and with their quantisation.
 
     `tiles` are more variants of the Pallas kernel, by name.
@@ -139,13 +138,6 @@ def weights_in_fp8(problem: Problem) -> dict[str, Product]:
         return lambda _, __, sizes: compiled(sizes, *kept[id(sizes)][0])
 
     return {FP8: product(grouped_gemm.weight_gradient_fp8), PALLAS_FP8: product(pallas_gemm.weight_gradient_fp8)}
-
-
-def fp8_tiles_to(most: int) -> PallasForwardTiles:
-    """Tiles of at most so many rows."""
-    tiles = tiling.fp8_tiles(most, 1)
-    kept = tuple(height for height in tiles.heights if height < most)
-    return dataclasses.replace(tiles, heights=(*kept, most))
 
 
 def portable(direction: str) -> Product:
@@ -282,7 +274,10 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
             products = {TRITON: triton(problem.direction), PALLAS: pallas(problem.direction)}
             products["portable loop"] = portable(problem.direction)
             if problem.direction == "forward" and problem.shape[1] % 128 == 0:
-                tiles = {f"tiles to {most}": fp8_tiles_to(most) for most in args.fp8_heights}
+                tiles = {
+                    f"{some.stages} stages, {some.together} steps together, {some.chunks} chunks": some
+                    for some in args.fp8_tiles
+                }
                 products |= in_fp8(problem, tiles)
             if problem.direction == "forward" and torch_products.is_here():
                 products |= torch_products.products(*problem.operands["equal"][:2])

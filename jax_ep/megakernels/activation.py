@@ -178,30 +178,23 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
     """
     if w.dtype == jnp.float64 or 0 in w.shape:
         return xla.quantize_matrices(w, transpose=transpose)
-    values, scales = launch(_QUANTIZE_MATRICES, (w,), *_matrices_launch(w, turned=transpose, straight=not transpose))
-    return values, scales
-
-
-@jax.jit
-def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
-    """`[G, K, N]` to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first, read once."""
-    if w.dtype == jnp.float64 or 0 in w.shape:
-        return xla.quantize_masters(w)
-    turned, straight, scales = launch(_QUANTIZE_MATRICES, (w,), *_matrices_launch(w, turned=True, straight=True))
-    return turned, straight, scales
-
-
-def _matrices_launch(w: Array, *, turned: bool, straight: bool) -> tuple[list[Any], Config, dict[str, Any]]:
-    """Results, of which FP8 `[G, N, K]` and `[G, K, N]` are there where wanted, config and constants."""
     groups, depth, columns = w.shape
     blocks = (-(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE))
-    shapes = {"turned_ptr": (groups, columns, depth), "straight_ptr": (groups, depth, columns)}
-    wanted = {"turned_ptr": turned, "straight_ptr": straight}
-    results = [jax.ShapeDtypeStruct(shape, FP8) for name, shape in shapes.items() if wanted[name]]
-    results.append(jax.ShapeDtypeStruct((groups, *(blocks if turned else blocks[::-1])), jnp.float32))
-    constants: dict[str, Any] = {"K": depth, "N": columns, "G": groups}
-    constants |= {name: None for name, is_wanted in wanted.items() if not is_wanted}
-    return results, matrices_config(groups * math.prod(blocks)), constants
+    values = jax.ShapeDtypeStruct((groups, columns, depth) if transpose else w.shape, FP8)
+    scales = jax.ShapeDtypeStruct((groups, *(blocks if transpose else blocks[::-1])), jnp.float32)
+    constants = {"K": depth, "N": columns, "G": groups, "TURNED": transpose}
+    config = matrices_config(groups * math.prod(blocks))
+    found: Quantized = launch(_QUANTIZE_MATRICES, (w,), (values, scales), config, constants)
+    return found
+
+
+def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
+    """`[G, K, N]` to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first.
+
+    In two launches. One that read the matrices once had the right code, as Triton makes it, and wrong results on H200s.
+    """
+    values, scales = quantize_matrices(w)
+    return values, quantize_matrices(w, transpose=False)[0], scales
 
 
 @jax.jit

@@ -1,6 +1,7 @@
-"""How transposed tiles leave, of which some rows belong to other programs.
+"""How tiles leave, of which some rows belong to other programs.
 
-From accumulators through shared memory by TMA, a chunk of lines of 128 bytes at a time.
+From accumulators through shared memory by TMA: transposed ones, a chunk of rows of 128 bytes at a time; others, a chunk
+of columns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _SLOTS = 2  # chunks of a consumer on their way out: more leave no room for oper
 _BOX = 8  # rows
 
 type Target = Callable[[Scalar, int], Ref]
+type Block = Callable[[Scalar, int, int, int], Ref]
 
 
 def columns_scratch(out_dtype: DTypeLike) -> Any:
@@ -86,17 +88,74 @@ def _store_part(views: Ref, values: Array, target: Target, first: Scalar, start:
     _store_slowly(chunk.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
     plgpu.commit_smem()
 
-    def store_boxes(height: int, start: Array, count: Array) -> None:
+    _store_boxes(partial(_boxes_of, buffer), lambda here, height: target(first + here, height), start, rows)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
+
+
+def _boxes_of(plain: Ref, first: Scalar, height: int) -> Ref:
+    """Rows of a consumer's first chunk, in the view in which they lie one after another."""
+    return plain.at[lax.axis_index(WARPGROUP), 0, pl.ds(first, height)]
+
+
+def _store_boxes(source: Target, target: Target, start: Scalar, rows: Scalar) -> None:
+    """Sends `rows` rows from `start` on; the boxes of TMA have static heights."""
+
+    def send(height: int, start: Array, count: Array) -> None:
         def one(i: Array, _: None) -> None:
             here = start + i * int32(height)
-            plgpu.copy_smem_to_gmem(buffer.at[consumer, 0, pl.ds(here, height)], target(first + here, height))
+            plgpu.copy_smem_to_gmem(source(here, height), target(here, height))
 
         lax.fori_loop(int32(0), count, one, None)
 
     tall = lax.div(rows, int32(_BOX))
-    store_boxes(_BOX, start, tall)
-    store_boxes(1, start + tall * int32(_BOX), rows - tall * int32(_BOX))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
+    send(_BOX, start, tall)
+    send(1, start + tall * int32(_BOX), rows - tall * int32(_BOX))
+
+
+def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Any:
+    """Declares so many chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
+    shape = (CONSUMERS, chunks, CHUNK, line(out_dtype))
+    return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
+
+
+def store_rows(views: Ref, result: Array, block: Block, bounds: tuple[Array, Array], num_columns: Scalar) -> None:
+    """Stores the `[64, columns]` float32 of a consumer, but for rows out of `bounds` and columns that are not there.
+
+    Args:
+      views: see `rows_scratch`.
+      result: accumulators.
+      block: `(row, height, column, width)` to a part of the result.
+      bounds: first row and end.
+      num_columns: how many there are, a multiple of 64.
+    """
+    swizzled_view, plain = views
+    _, slots, height, chunk = swizzled_view.shape
+    consumer = lax.axis_index(WARPGROUP)
+    start = jnp.clip(bounds[0], int32(0), int32(height))
+    rows = jnp.clip(bounds[1], start, int32(height)) - start
+    for number, first in enumerate(range(0, result.shape[1], chunk)):
+        values, slot = result[:, first : first + chunk].astype(swizzled_view.dtype), number % slots
+        is_there = int32(first) < num_columns
+
+        def whole(values: Array = values, slot: int = slot, first: int = first) -> None:
+            # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
+            plgpu.wait_smem_to_gmem(slots - 1 if first else 0, wait_read_only=True)
+            buffer = swizzled_view.at[consumer, slot]
+            buffer[...] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, block(int32(0), height, first, chunk))
+
+        def part(values: Array = values, first: int = first) -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer = plain.at[consumer, 0]
+            _store_slowly(buffer, values)
+            plgpu.commit_smem()
+            source = partial(_boxes_of, plain)
+            _store_boxes(source, lambda here, height: block(here, height, first, chunk), start, rows)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
+
+        pl.when((rows == int32(height)) & is_there)(whole)
+        pl.when((rows < int32(height)) & (rows > int32(0)) & is_there)(part)
 
 
 def _store_slowly(target: Ref, values: Array) -> None:

@@ -1,10 +1,14 @@
 """The kernel of `out[rows of g] = lhs[rows of g] @ rhs[g].T` for FP8 operands with scales per block.
 
-Tiles, and how they are transposed, are those of forward.py. A step is one block of the contraction: tensor cores add
-FP8 products in few bits, so that each block's sum is scaled and added in float32 registers, by which a tile is less
-high than in 16 bits. While one consumer does so, the other one's product runs.
+A step is one block of the contraction. Its sum is scaled and added in float32 registers (promoted.py), which needs a
+second sum of the tile there, and a third one while the next product runs. So a tile has 128 rows by 128 columns, and
+rows are those of the tensor cores: a thread then has two of them, and scales cost it next to nothing; where they lie
+along the columns, as in forward.py, each costs a load and a multiplication.
 
-The scales of a step's rows travel with them; the one of its matrix block is read a step ahead.
+The last tile of a group may have 64 rows, of which each consumer takes all, and half of the columns. Tiles may reach
+into their neighbours, whose rows they compute in vain and do not store. Rows past the groups are a group without steps.
+
+The scales of a step's rows travel with them; the one of its matrix block is read a turn ahead.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas.forward import Place, place_of
-from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.promoted import add_steps, zeros
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, TILE, ForwardTiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_HEIGHTS, FP8_STEP, TILE, Fp8Tiles
 from jax_ep.types import Array
 
 
@@ -37,14 +42,15 @@ def grouped_gemm_fp8(
     scales: Ref,
     store: Ref,
     *,
-    tiles: ForwardTiles,
+    tiles: Fp8Tiles,
     programs: int,
 ) -> None:
     """`[M, K]` and `[G, N, K]` to `[M, N]`; `lhs_scales [K / 128, M]`, `rhs_scales [G, N / 128, K / 128]`.
 
-    `scales` are `[stages, heights[-1]]`, those of the rows in the ring.
+    `scales` are `[stages, TILE]`, those of the rows in the ring; `store` is `epilogue.rows_scratch`.
     """
     num_steps = lhs.shape[1] // FP8_STEP
+    together = max(n for n in range(1, tiles.together + 1) if num_steps % n == 0)
     tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
     locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
@@ -66,48 +72,49 @@ def grouped_gemm_fp8(
 
             return lax.fori_loop(int32(0), place.steps, one, step)
 
-        return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
+        return lax.switch(place.height, [partial(load_rows, height) for height in FP8_HEIGHTS])
 
     def multiply(place: Place, step: Array) -> Array:
-        first = consumer * int32(CHUNK)
-        columns = pl.ds(pl.multiple_of(first, CHUNK), CHUNK)
         group, block = jnp.minimum(place.group, int32(rhs.shape[0] - 1)), lax.div(place.column, int32(TILE))
+        own = pl.multiple_of(consumer * int32(CHUNK), CHUNK)
 
-        def multiply_rows(height: int) -> None:
-            def one(k: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                total, matrix_scale, step = carry
-                following = rhs_scales[group, block, jnp.minimum(k + int32(1), int32(num_steps - 1))]
-                slot = lax.rem(step, int32(tiles.stages))
+        def matrix_scale(k: Array) -> Array:
+            return rhs_scales[group, block, jnp.minimum(k, int32(num_steps - 1))]
+
+        def slot_of(k: Array) -> Array:
+            return lax.rem(step + k, int32(tiles.stages))
+
+        def multiply_part(row: Scalar, column: Scalar, width: int) -> None:
+            """The part of the tile from this row and column on that this consumer makes."""
+            own_rows, columns, shape = pl.ds(row, CHUNK), pl.ds(column, width), (CHUNK, width)
+
+            def begin(accumulator: Ref, k: Array) -> None:
+                slot = slot_of(k)
                 plgpu.barrier_wait(ring.full.at[slot])
+                plgpu.wgmma(accumulator, ring.lhs.at[slot, own_rows], ring.rhs.at[slot, columns].transpose((1, 0)))
 
-                def product(accumulator: Ref) -> Array:
-                    right = ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0))
-                    plgpu.wgmma(accumulator, ring.rhs.at[slot, columns], right)
-                    return accumulator[...]
-
-                own = plgpu.load(scales.at[slot, pl.ds(0, height)], layout=_BY_ROW)
-                partial_sum = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
+            def add(total: Array, accumulator: Ref, k: Array, of_matrix: Array, in_flight: int) -> Array:
+                slot = slot_of(k)
+                factors = plgpu.load(scales.at[slot, own_rows], layout=_BY_ROW) * of_matrix
+                some = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
                 plgpu.barrier_arrive(ring.empty.at[slot])
-                factors = lax.broadcast_in_dim(own * matrix_scale, (CHUNK, height), (1,))
-                return total + partial_sum * factors, following, step + int32(1)
+                return total + some * lax.broadcast_in_dim(factors, shape, (0,))
 
-            zeros = plgpu.layout_cast(jnp.zeros((CHUNK, height), jnp.float32), plgpu.Layout.WGMMA)
-            begin = zeros, rhs_scales[group, block, 0], step
-            total, _, _ = lax.fori_loop(int32(0), place.steps, one, begin)
-            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, TILE)
-            bounds = place.start - origin, place.end - origin
+            total = add_steps(shape, place.steps, together, begin, add, zeros(shape), matrix_scale)
+            first, origin = pl.multiple_of(place.row, ALIGNMENT) + row, pl.multiple_of(place.column, TILE) + column
 
-            def target(below: Array, height: int) -> Ref:
-                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CHUNK)]
+            def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
+                return out.at[pl.ds(first + below, height), pl.ds(origin + int32(beside), width)]
 
-            has_columns = column + first < int32(out.shape[1])
-            pl.when(has_columns)(lambda: epilogue.store_columns(store, total, target, bounds))
+            bounds = place.start - first, place.end - first
+            epilogue.store_rows(store, total, target, bounds, out.shape[1] - origin)
 
-        lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
+        both = partial(multiply_part, own, 0, TILE), partial(multiply_part, 0, own, CHUNK)
+        lax.switch(place.height, [both[height == CHUNK] for height in FP8_HEIGHTS])
         return step + place.steps
 
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, turning=True)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, turning=tiles.turning)
 
 
-_BY_ROW = plgpu.Layout.WGMMA.reduce(0)
+_BY_ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas.promoted import add_steps, zeros
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, WeightTiles
 from jax_ep.types import Array
@@ -89,28 +90,30 @@ def weight_gradient_fp8(
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
         shape = CHUNK, tiles.columns
 
-        def one(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            total, step = carry
-            slot = lax.rem(step, int32(tiles.stages))
+        def slot_of(k: Array) -> Array:
+            return lax.rem(step + k, int32(tiles.stages))
+
+        def begin(accumulator: Ref, k: Array) -> None:
+            slot = slot_of(k)
             plgpu.barrier_wait(ring.full.at[slot])
+            plgpu.wgmma(accumulator, ring.lhs.at[slot, own], ring.rhs.at[slot].transpose((1, 0)))
 
-            def product(accumulator: Ref) -> Array:
-                plgpu.wgmma(accumulator, ring.lhs.at[slot, own], ring.rhs.at[slot].transpose((1, 0)))
-                return accumulator[...]
-
+        def add(total: Array, accumulator: Ref, k: Array, _: None, in_flight: int) -> Array:
+            slot = slot_of(k)
             by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
             by_column = plgpu.load(scales.rhs.at[slot], layout=_BY_COLUMN)
-            some = pl.run_scoped(product, plgpu.ACC(shape))
+            some = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
             plgpu.barrier_arrive(ring.empty.at[slot])
             some *= lax.broadcast_in_dim(by_column, shape, (1,))
-            return total + some * lax.broadcast_in_dim(by_row, shape, (0,)), step + int32(1)
+            return total + some * lax.broadcast_in_dim(by_row, shape, (0,))
 
-        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        total, after = lax.fori_loop(place.start, place.end, one, (zeros, step))
+        count = place.end - place.start
+        # Scales of columns leave no registers for a product on its way.
+        total = add_steps(shape, count, 1, begin, add, zeros(shape))
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
         # Sizes are multiples of a consumer's rows: all of them are stored, or none.
         pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))
-        return after
+        return step + count
 
     def send(place: Place, row: Array, total: Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before

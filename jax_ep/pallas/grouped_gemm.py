@@ -26,9 +26,9 @@ from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike, varying_axes
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling
 from jax_ep.pallas.lowered import lowered_once
-from jax_ep.pallas.memory import WARPGROUP, line, swizzled
-from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, WeightTiles
+from jax_ep.pallas.memory import WARPGROUP, swizzled
+from jax_ep.pallas.schedule import row_tiles, whole_tiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, Fp8Tiles, WeightTiles
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
@@ -109,7 +109,7 @@ def grouped_gemm_fp8(
     rhs_scales: Array,
     *,
     out_dtype: DTypeLike,
-    tiles: ForwardTiles | None = None,
+    tiles: Fp8Tiles | None = None,
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
 
@@ -119,8 +119,7 @@ def grouped_gemm_fp8(
     sizes = (*lhs.shape, *rhs.shape, *group_sizes.shape)
     if 0 in sizes or lhs.shape[0] >= _MOST_ROWS or out_dtype not in _FP8_RESULTS:
         return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
-    tiles = tiles or tiling.fp8_tiles(lhs.shape[0], group_sizes.shape[0])
-    return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
+    return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles or Fp8Tiles(), interpret=is_interpreted())
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -135,16 +134,15 @@ def _forward_fp8(
 
 
 @lowered_once
-def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool) -> Array:
+def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
-    schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
+    schedule, stages = whole_tiles(group_sizes, lhs.shape[0], tiles.band), tiles.stages
     programs = _num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // TILE), interpret)
-    tallest, stages = tiles.heights[-1], tiles.stages
-    slots = [swizzled((stages, rows, FP8_STEP), lhs.dtype) for rows in (tallest, TILE)]
+    slot = swizzled((stages, TILE, FP8_STEP), lhs.dtype)
     scratch = {
-        "ring": ring.scratch(slots[0], slots[1], stages, copies=3),
-        "scales": plgpu.SMEM((stages, round_up(tallest, line(jnp.float32))), jnp.float32),  # TMA writes whole lines
-        "store": epilogue.columns_scratch(out_dtype),
+        "ring": ring.scratch(slot, slot, stages, copies=3),
+        "scales": plgpu.SMEM((stages, TILE), jnp.float32),
+        "store": epilogue.rows_scratch(out_dtype, tiles.chunks),
     }
     body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)

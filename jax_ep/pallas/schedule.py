@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles
+from jax_ep.pallas.tiling import ALIGNMENT, FP8_HEIGHTS, ROW_UNIT, TILE, ForwardTiles
 from jax_ep.types import Array
 from jax_ep.xla.grouped_gemm import locate_groups
 
@@ -19,7 +19,7 @@ class RowTiles(NamedTuple):
     Attributes:
       group: `[P]` int32.
       row: `[P]` int32, first row, which may be one of another tile or group.
-      height: `[P]` int32, place in `ForwardTiles.heights`.
+      height: `[P]` int32, place in `ForwardTiles.heights`, or in `FP8_HEIGHTS`.
       start, end: `[P]` int32, rows that are the tile's, but for those behind its height.
       band, band_size: `[P]` int32, first tile of those that are visited together, all of one group, and how many.
       total: `[1]` int32, how many tiles there are; those behind hold anything.
@@ -44,22 +44,16 @@ def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles) -> RowTile
 
     Groups with the tallest tiles come first, so that programs which run at the same time have tiles of like heights.
     """
-    groups = locate_groups(group_sizes, num_rows)
-    starts = jnp.concatenate([groups.starts, groups.ends[-1:]])
-    ends = jnp.concatenate([groups.ends, jnp.full_like(groups.ends[-1:], num_rows)])
-    origins = starts & -ALIGNMENT
+    starts, ends, origins = _bounds(group_sizes, num_rows)
     units = jnp.where(ends > starts, _divide(ends - origins, ROW_UNIT), 0)
     counts = _divide(units, tiles.heights[-1] // ROW_UNIT)
     order = _decreasing(_divide(units, jnp.maximum(counts, 1)))
     starts, ends, origins, units, counts = (x[order] for x in (starts, ends, origins, units, counts))
 
-    behind = jnp.cumsum(counts, dtype=jnp.int32)
     most = (num_rows + starts.shape[0] * (tiles.heights[-1] + ALIGNMENT - 2)) // tiles.heights[-1]
-    tile = jnp.arange(most, dtype=jnp.int32)
-    place = jnp.sum(tile[:, None] >= behind[None, :-1], axis=1, dtype=jnp.int32)
+    behind = jnp.cumsum(counts, dtype=jnp.int32)
+    place, number = _tiles_of(counts, behind, most)
     count, unit = jnp.maximum(counts, 1)[place], units[place]
-    number = tile - (behind - counts)[place]
-
     equal, tallest, more = count <= _MOST_EQUAL_TILES, _divide(unit, count), unit % count
     shorter = ~equal & (more > 0) & (number >= more)
     height = tallest - shorter.astype(jnp.int32)
@@ -68,17 +62,43 @@ def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles) -> RowTile
     start = jnp.maximum(starts[place], origins[place] + first * ROW_UNIT)
     limits = jnp.array(tiles.heights, jnp.int32) // ROW_UNIT
     kind = jnp.sum(height[:, None] > limits[None, :-1], axis=1, dtype=jnp.int32)
-    band = number // tiles.band * tiles.band
+    return RowTiles(order[place], row, kind, start, ends[place], *_bands(number, count, tiles.band), behind[-1:])
+
+
+def whole_tiles(group_sizes: Array, num_rows: int, band: int) -> RowTiles:
+    """Tiles of the larger of `FP8_HEIGHTS`, and of the smaller one where that is enough for the end of a group."""
+    starts, ends, origins = _bounds(group_sizes, num_rows)
+    counts = jnp.where(ends > starts, _divide(ends - origins, TILE), 0)
+    behind = jnp.cumsum(counts, dtype=jnp.int32)
+    place, number = _tiles_of(counts, behind, (num_rows + starts.shape[0] * (TILE + ALIGNMENT - 2)) // TILE)
+    row = origins[place] + number * TILE
+    is_tall = ends[place] - row > FP8_HEIGHTS[0]
+    bands = _bands(number, jnp.maximum(counts, 1)[place], band)
     return RowTiles(
-        order[place],
-        row,
-        kind,
-        start,
-        ends[place],
-        tile - number + band,
-        jnp.minimum(count - band, tiles.band),
-        behind[-1:],
+        place, row, is_tall.astype(jnp.int32), jnp.maximum(starts[place], row), ends[place], *bands, behind[-1:]
     )
+
+
+def _bounds(group_sizes: Array, num_rows: int) -> tuple[Array, Array, Array]:
+    """`[G + 1]` first rows and ends of groups, of which the last are the rows past them, and where tiles may begin."""
+    groups = locate_groups(group_sizes, num_rows)
+    starts = jnp.concatenate([groups.starts, groups.ends[-1:]])
+    ends = jnp.concatenate([groups.ends, jnp.full_like(groups.ends[-1:], num_rows)])
+    return starts, ends, starts & -ALIGNMENT
+
+
+def _tiles_of(counts: Array, behind: Array, most: int) -> tuple[Array, Array]:
+    """`[P]` group of each tile, and its number there, for groups of `counts` tiles, which end `behind` so many."""
+    tile = jnp.arange(most, dtype=jnp.int32)
+    place = jnp.sum(tile[:, None] >= behind[None, :-1], axis=1, dtype=jnp.int32)
+    return place, tile - (behind - counts)[place]
+
+
+def _bands(number: Array, count: Array, band: int) -> tuple[Array, Array]:
+    """First tile of each tile's band, and how many are in it, by its number in its group and their count."""
+    first = number // band * band
+    tile = jnp.arange(number.shape[0], dtype=jnp.int32)
+    return tile - number + first, jnp.minimum(count - first, band)
 
 
 def _divide(a: Array, b: Any) -> Array:

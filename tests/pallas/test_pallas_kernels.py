@@ -18,7 +18,7 @@ import oracle_serving
 from cases import BF16, F16, F32, assert_close, integers, reals
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
-from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
+from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles, WeightTiles
 from jax_ep.types import Options
 
 REFUSAL = requirements.refusal(Options("grouped_gemm", (), ("pallas",)), "grouped_gemm", BF16)
@@ -71,8 +71,8 @@ def test_forward(tiles, transpose, rng, races):
     assert races() == 0
 
 
-# Two steps of the ring more than there are slots; heights of one step and all of those that the package uses.
-FP8_TILES = (ForwardTiles((16, 32), stages=2, band=2), tiling.fp8_tiles(64, 1), tiling.fp8_tiles(256, 1))
+# More steps than there are slots of the ring; without a product on its way, with all of a turn's, and the package's.
+FP8_TILES = (Fp8Tiles(stages=3, band=2), Fp8Tiles(together=1, chunks=1, turning=True), Fp8Tiles(together=4), Fp8Tiles())
 
 
 @pytest.mark.parametrize("tiles", FP8_TILES, ids=str)

@@ -14,6 +14,7 @@ from jax_ep.pallas import requirements
 from jax_ep.types import Layout, Options
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about what CPU devices are given")
 
 
 PRODUCT = (32768, 7168, 4096, 64)
@@ -109,6 +110,7 @@ def test_other_platforms(monkeypatch):
         choose("pallas")
 
 
+@on_cpu
 def test_on_the_cpu_only_where_it_is_named_alone():
     assert choose() == "xla"
     assert choose(("pallas", "xla")) == "xla"
@@ -116,6 +118,7 @@ def test_on_the_cpu_only_where_it_is_named_alone():
     assert choose(["pallas"]) == "pallas"
 
 
+@on_cpu
 def test_interpreter_needs_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for devices in (1, 3):
@@ -128,6 +131,7 @@ def test_interpreter_needs_threads(monkeypatch):
     assert choose("pallas") == "pallas"
 
 
+@on_cpu
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
     """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
     monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)

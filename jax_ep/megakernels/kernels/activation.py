@@ -280,10 +280,12 @@ def activate_quantized(
 
 
 @triton.jit
-def quantize_matrices(w_ptr, turned_ptr, straight_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
-    """`w [G, K, N]` to values `[G, N, K]` and `[G, K, N]`, unless one is None, and scales of blocks of 128 by 128.
+def quantize_matrices(
+    w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, TURNED: tl.constexpr
+):
+    """`w [G, K, N]` to values `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]` of blocks of 128 by 128.
 
-    These are `[G, ceil(N / 128), K / 128]`, or, with values `[G, K, N]` alone, `[G, ceil(K / 128), N / 128]`.
+    Without TURNED to values `[G, K, N]` and scales `[G, ceil(K / 128), N / 128]`.
     """
     column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
     depth_blocks: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -302,13 +304,12 @@ def quantize_matrices(w_ptr, turned_ptr, straight_ptr, scales_ptr, K: tl.constex
         bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
         scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
         rounded = (values * inverse).to(tl.float8e4nv)
-        if straight_ptr is not None:
-            tl.store(straight_ptr + place, rounded, mask=mask)
-        if turned_ptr is not None:
+        if TURNED:
             lines, across = (block * GROUP + lanes)[:, None], (depth * GROUP + lanes)[None, :]
-            target = turned_ptr + group * (K * N) + lines.to(tl.int64) * K + across
+            target = values_ptr + group * (K * N) + lines.to(tl.int64) * K + across
             tl.store(target, tl.trans(rounded), mask=(lines < N) & (across < K))
             index = (group * column_blocks + block) * depth_blocks + depth
         else:
+            tl.store(values_ptr + place, rounded, mask=mask)
             index = (group * depth_blocks + depth) * column_blocks + block
         tl.store(scales_ptr + index + tl.zeros((1, 1), tl.int32), scale)

@@ -29,7 +29,7 @@ from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_gradient
-from jax_ep.ops.quantized_gemm import fp8_kernels, fp8_product
+from jax_ep.ops.quantized_gemm import fp8_kernels, fp8_product, fp8_weight_gradient
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
 
 _REMEDY = "an expert layer with an FP8 recipe has first derivatives only: for second ones, leave recipe=None."
@@ -77,8 +77,9 @@ def _multiply(
 
 def _weight_gradient(options: Options, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
     """Of columns in FP8, the cotangent of `w`."""
-    run = fp8_kernels(options)[0].weight_gradient_fp8
-    return _cotangent(w, run(lhs[0], rhs[0], handle.group_sizes, lhs[1], rhs[1], out_dtype=w.dtype))
+    sizes = handle.group_sizes
+    run = fp8_weight_gradient(options, lhs[0], rhs[0], sizes.shape[0])
+    return _cotangent(w, run(lhs[0], rhs[0], sizes, lhs[1], rhs[1], out_dtype=w.dtype))
 
 
 def _cotangent(w: Weights, gradient: Array) -> Weights:

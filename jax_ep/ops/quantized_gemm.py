@@ -55,6 +55,14 @@ def fp8_product(options: Options, lhs: Array, rhs: Array) -> Callable[..., Array
     return run
 
 
+def fp8_weight_gradient(options: Options, lhs: Array, rhs: Array, groups: int) -> Callable[..., Array]:
+    """The product of columns in FP8, `[K, P]` and `[N, P]`; see `weight_gradient_fp8` in xla/grouped_gemm.py."""
+    facts = lhs.shape[1], lhs.shape[0], rhs.shape[0], groups
+    name = registry.choose(options, "grouped_gemm", lhs.dtype, *facts)
+    run: Callable[..., Array] = registry.get("grouped_gemm", name).weight_gradient_fp8
+    return run
+
+
 def _multiply_fp8(
     options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
 ) -> Array:

@@ -269,7 +269,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 def fp8_tiles(text: str) -> Fp8Tiles:
     numbers = [int(part) for part in text.split(",")]
-    if len(numbers) != 3 or min(numbers) < 1:
+    if len(numbers) != 3 or min(numbers) < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected stages,together,chunks")
     stages, together, chunks = numbers
     return Fp8Tiles(stages=stages, together=together, chunks=chunks)

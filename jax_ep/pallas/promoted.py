@@ -67,3 +67,52 @@ def add_steps[Total](
 
     turns = lax.div(count, int32(together))
     return lax.fori_loop(int32(0), turns, turn, (total, scalars(int32(0))))[0]
+
+
+def add_rolling[Total](
+    shape: tuple[int, int],
+    count: Scalar,
+    num_steps: int,
+    begin: Callable[[Ref, Array], None],
+    add: Callable[[Total, Array, Array, Any], Total],
+    total: Total,
+    ahead: Callable[[Array], Any],
+) -> Total:
+    """As `add_steps`, of `num_steps` or none, with a product on its way from the first step to the last.
+
+    `add` is `(total, sum, k, scalars)`.
+    """
+
+    def started(k: Array) -> Array:
+        def run(accumulator: Ref) -> Array:
+            begin(accumulator, k)
+            return plgpu.wgmma_accumulator_load(accumulator, wait_n=None)
+
+        return pl.run_scoped(run, plgpu.ACC(shape))
+
+    def one(total: Total, pending: Array, k: Array, known: Any) -> tuple[Total, Array]:
+        following = started(k + int32(1))
+        plgpu.wgmma_wait(1)
+        return add(total, pending, k, known), following
+
+    def pair(i: Array, carry: Any) -> Any:
+        total, pending, known = carry
+        k = i * int32(2)
+        later = [ahead(k + int32(2)), ahead(k + int32(3))]
+        total, pending = one(total, pending, k, known[0])
+        total, pending = one(total, pending, k + int32(1), known[1])
+        return total, pending, later
+
+    def all_steps(_: Array, total: Total) -> Total:
+        known = [ahead(jnp.int32(0)), ahead(jnp.int32(1))]
+        carry = total, started(jnp.int32(0)), known
+        pairs = (num_steps - 1) // 2
+        total, pending, known = lax.fori_loop(int32(0), int32(pairs), pair, carry)
+        last = jnp.int32(2 * pairs)
+        if num_steps % 2 == 0:
+            total, pending = one(total, pending, last, known[0])
+            last, known = last + int32(1), known[1:]
+        plgpu.wgmma_wait(0)
+        return add(total, pending, last, known[0])
+
+    return lax.fori_loop(int32(0), jnp.minimum(count, int32(1)), all_steps, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,8 +20,8 @@ import portable_ways
 from cases import F32
 from emulated_ragged import emulated_ragged_all_to_all
 from harness import compiled, make_mesh
-from lib import inputs, scale_model
-from lib.scale_model import Topology
+from lib import inputs, scale_model, scaling_model
+from lib.scale_model import Rates, Topology
 
 
 @pytest.mark.parametrize("way", scale_model.WAYS)
@@ -112,3 +113,21 @@ def test_published_figures_are_those_of_the_page() -> None:
         for i, kind in enumerate(("uniform", "at most 4 nodes")):
             pairs = zip(*(cell.split(" / ") for cell in cells[2 * i : 2 * i + 2]), strict=True)
             assert [" ".join(pair) for pair in pairs] == found[int(ranks), kind], (ranks, kind)
+
+
+def test_measured_times_are_those_of_the_page() -> None:
+    """Inside a node, by the rates of the published predictions."""
+    rates = Rates(**published("nodes")["settings"]["rates"])
+    page = (ROOT / "docs" / "scale.md").read_text()
+    lines = re.findall(r"^\| (\d+) \| (\d+) \| (\d+), (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert [tuple(map(int, line[:2])) for line in lines] == list(itertools.product((2, 4), (128, 1024, 4096, 32768)))
+    for ranks, tokens, *cells in (map(int, line) for line in lines):
+        measured = scaling_model.read([scaling_model.RESULTS[(2, 4).index(ranks)]])
+        found = [
+            round(1e6 * scaling_model.measured_times(measured, variant)[ranks][tokens])
+            for variant in ("triton dispatch, cached handle", "triton combine")
+        ]
+        topology = Topology(ranks, ranks, 256)
+        rows = scale_model.expected(*scale_model.uniform_shares(topology, 8), topology)["flat"]
+        sizes = {"tokens": tokens, "row_bytes": 2 * 7168, "topology": topology, "rates": rates}
+        assert cells == [*found, round(1e6 * scale_model.seconds(rows, "flat", **sizes))]

@@ -72,7 +72,13 @@ def test_forward(tiles, transpose, rng, races):
 
 
 # More steps than there are slots of the ring; without a product on its way, with all of a turn's, and the package's.
-FP8_TILES = (Fp8Tiles(stages=3, band=2), Fp8Tiles(together=1, chunks=1, turning=True), Fp8Tiles(together=4), Fp8Tiles(), Fp8Tiles(together=0))
+FP8_TILES = (
+    Fp8Tiles(stages=3, band=2),
+    Fp8Tiles(together=1, chunks=1, turning=True),
+    Fp8Tiles(together=4),
+    Fp8Tiles(),
+    Fp8Tiles(together=0),
+)
 
 
 @pytest.mark.parametrize("tiles", FP8_TILES, ids=str)

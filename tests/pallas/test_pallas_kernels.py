@@ -79,12 +79,6 @@ FP8_TILES = (
     Fp8Tiles(),
     Fp8Tiles(together=0),
 )
-    Fp8Tiles(stages=3, band=2),
-    Fp8Tiles(together=1, chunks=1, turning=True),
-    Fp8Tiles(together=4),
-    Fp8Tiles(),
-    Fp8Tiles(together=0),
-)
 
 
 @pytest.mark.parametrize("tiles", FP8_TILES, ids=str)

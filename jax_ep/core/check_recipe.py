@@ -100,8 +100,8 @@ def _fp8_weights(
     return parts
 
 
-def fp8_weights(function: str, name: str, value: Fp8Weights) -> Fp8Weights:
-    """Parts that belong together, of one layer."""
+def fp8_weights(function: str, name: str, value: Fp8Weights, rank: int = 3) -> Fp8Weights:
+    """Parts that belong together, of one layer: `[L, K, N]`, or of rank 4 `[L, K, 2, N]`."""
     parts = {part: getattr(value, part) for part in ("master", "values", "transposed", "scales")}
     for part, array in parts.items():
         if array is None and part == "transposed":
@@ -110,16 +110,17 @@ def fp8_weights(function: str, name: str, value: Fp8Weights) -> Fp8Weights:
             raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
         parts[part] = jnp.asarray(array)
     shape = parts["master"].shape
-    if len(shape) != 3 or any(size % GROUP_SIZE for size in shape[1:]):
+    if len(shape) != rank or shape[1] % GROUP_SIZE or shape[-1] % GROUP_SIZE:
+        expected_shape = "[L, K, N]" if rank == 3 else "[L, K, 2, N]"
         raise ValueError(
-            f"{function}: {name} stands for matrices {shape}, expected [L, K, N] with multiples of {GROUP_SIZE};"
+            f"{function}: {name} stands for matrices {shape}, expected {expected_shape} with multiples of {GROUP_SIZE};"
             f" {_REMEDY}, and pass those of one layer."
         )
     check.floating(function, f"{name}.master", parts["master"])
-    groups, depth, columns = shape
-    blocks = (groups, columns // GROUP_SIZE, depth // GROUP_SIZE)
+    groups, depth, *kinds, columns = shape
+    blocks = (groups, *kinds, columns // GROUP_SIZE, depth // GROUP_SIZE)
     expected: dict[str, tuple[tuple[int, ...], Any]] = {
-        "values": ((groups, columns, depth), FP8),
+        "values": ((groups, *kinds, columns, depth), FP8),
         "transposed": (shape, FP8),
         "scales": (blocks, jnp.dtype(jnp.float32)),
     }

@@ -19,13 +19,12 @@ from jax.sharding import PartitionSpec
 
 from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
+from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
-from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
+from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
 from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
@@ -75,35 +74,6 @@ class MoEMetrics:
         """`[..., E]` share of the assignments that went to each expert."""
         load = self.load.astype(jnp.float32)
         return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainingWeights:
-    """The experts' matrices of a `MoE`, or of stacked ones, quantised once for all products of a training step.
-
-    Made by `MoE.training_weights`. A pytree: it passes `jit`, and scans over layers and over microbatches.
-
-    Attributes:
-      w_gate_up: `[..., E, H, 2 * I]`, or with a tensor axis `[..., E, H, 2, I]`.
-      w_down: `[..., E, I, H]`.
-    """
-
-    w_gate_up: Fp8Weights
-    w_down: Fp8Weights
-
-
-@operation
-def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array:
-    """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
-
-    Args:
-      bias: `[..., E]`, one row per layer when the layers are stacked.
-      load: `[..., E]`, `MoEMetrics.load` of the same layers.
-      rate: size of one step.
-    """
-    load = load.astype(bias.dtype)
-    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 
 class MoE(nnx.Module):

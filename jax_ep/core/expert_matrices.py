@@ -84,6 +84,22 @@ class Fp8Weights:
         return self.master.dtype
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainingWeights:
+    """The experts' matrices of a `jax_ep.flax.MoE`, or of stacked ones, quantised once for all products of a step.
+
+    Made by its `training_weights`. A pytree: it passes `jit`, and scans over layers and over microbatches.
+
+    Attributes:
+      w_gate_up: `[..., E, H, 2 * I]`, or with a tensor axis `[..., E, H, 2, I]`.
+      w_down: `[..., E, I, H]`.
+    """
+
+    w_gate_up: Fp8Weights
+    w_down: Fp8Weights
+
+
 @overload
 def with_one_axis_of_columns(w: Array) -> Array: ...
 

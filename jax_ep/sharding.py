@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_quantized, check_recipe
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
@@ -209,7 +210,11 @@ def _whole_matrices(arrays: dict[str, Any], specs: dict[str, Any], axis: str) ->
     """With H of the matrices brought together; transposed, that adds gradients up into the parts."""
 
     def whole(part: Array, spec: P) -> Array:
-        return lax.all_gather(part, axis, axis=tuple(spec).index(axis), tiled=True)
+        gather = partial(lax.all_gather, axis_name=axis, axis=tuple(spec).index(axis), tiled=True)
+        if part.dtype != FP8:
+            return gather(part)
+        # As bytes: XLA widens FP8 values for collectives of some platforms.
+        return lax.bitcast_convert_type(gather(lax.bitcast_convert_type(part, jnp.uint8)), FP8)
 
     return arrays | {name: jax.tree.map(whole, arrays[name], specs[name]) for name in ("w_gate_up", "w_down")}
 

@@ -26,7 +26,7 @@ from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
-from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
+from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:
@@ -356,8 +356,13 @@ class MoE(nnx.Module):
                 f"training_weights: recipe={self.recipe!r} rounds no matrices, expected 'fp8' or 'fp8-forward';"
                 " construct the layer with one, or call it without weights"
             )
-        quantize = partial(quantize_master_weights, recipe=str(self.recipe))
-        return TrainingWeights(*(quantize(w) for w in self._matrices().values()))
+        matrices, mesh, recipe = self._matrices(), self._active_mesh(), str(self.recipe)
+        if mesh is None:
+            return TrainingWeights(*(quantize_master_weights(w, recipe=recipe) for w in matrices.values()))
+        specs, shape = self._specs(), matrices["w_down"].shape
+        check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.tensor_axis, self.fsdp_axis)
+        quantize = partial(quantize_per_device, self.mesh, recipe=recipe, num_leading=len(shape) - 3)
+        return TrainingWeights(*(quantize(getattr(specs, name), w) for name, w in matrices.items()))
 
     def serving_weights(self, *, fp8: bool = True, format: str | None = None) -> ServingWeights:
         """The experts' matrices for inference, `moe(x, moe.serving_weights())`; also of layers stacked by `nnx.vmap`.

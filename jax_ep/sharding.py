@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.core import check, check_quantized, check_recipe
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
-from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.ops.moe import moe
+from jax_ep.quantization import quantize_master_weights
 from jax_ep.types import Array, AxisName, Experts
 
 
@@ -195,14 +195,38 @@ def sharded_moe(
     return apply
 
 
+def quantize_per_device(
+    mesh: Mesh | AbstractMesh | None, spec: P, w: Array, recipe: str, *, num_leading: int = 0
+) -> Fp8Weights:
+    """`quantize_master_weights` of matrices of `moe_specs`, behind so many axes of layers, by each device for itself.
+
+    So no device needs memory for more than what it keeps.
+    """
+    leading = (None,) * num_leading
+    straight, turned = (P(*leading, *part) for part in (spec, _turned(spec, w.ndim - num_leading)))
+
+    def numbers(w: Array) -> tuple[Array, Array | None, Array]:
+        found = quantize_master_weights(w, recipe=recipe)
+        return found.values, found.transposed, found.scales
+
+    out_specs = turned, straight if recipe == "fp8" else None, turned
+    run = jax.shard_map(numbers, mesh=mesh, in_specs=straight, out_specs=out_specs)
+    return Fp8Weights(w, *run(lax.stop_gradient(w)))
+
+
+def _turned(spec: P, rank: int) -> P:
+    """Of values and scales, which have the axis of rows behind the others."""
+    experts, rows, *columns = tuple(spec) + (None,) * (rank - len(spec))
+    return P(experts, *columns, rows)
+
+
 def _specs_of_parts(spec: P, argument: Any) -> Any:
-    """The spec of an argument, or of each of its parts; values and scales have the axes of rows behind the others."""
+    """The spec of an argument, or of each of its parts."""
     if isinstance(argument, QuantizedExperts):
         return jax.tree.map(lambda _: P(spec[0]), argument)
     if not isinstance(argument, Fp8Weights):
         return spec
-    experts, rows, *columns = tuple(spec) + (None,) * (argument.master.ndim - len(spec))
-    turned = P(experts, *columns, rows)
+    turned = _turned(spec, argument.master.ndim)
     return Fp8Weights(spec, turned, None if argument.transposed is None else spec, turned)  # type: ignore[arg-type]
 
 
@@ -346,13 +370,7 @@ def _check_fp8_weights(
     for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
         check_recipe.fp8_weights(_FUNCTION, name, w, rank)
     columns = _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, tensor_axis)
-    for name, size, axis in (("H", w_down.shape[2], fsdp_axis), ("I", w_down.shape[1], tensor_axis)):
-        if axis is not None and size % (GROUP_SIZE * mesh.shape[axis]):
-            raise ValueError(
-                f"{_FUNCTION}: {name}={size} of Fp8Weights over the {mesh.shape[axis]} ranks of {axis!r}, expected a"
-                f" multiple of {GROUP_SIZE} on each, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass the"
-                " matrices themselves, or spread them over fewer ranks."
-            )
+    check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, tensor_axis, fsdp_axis)
     return columns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -132,6 +133,23 @@ def fp8_weights(function: str, name: str, value: Fp8Weights, rank: int = 3) -> F
                 f" a master {list(shape)}; {_REMEDY}."
             )
     return Fp8Weights(**parts)
+
+
+def whole_blocks_per_rank(
+    function: str,
+    ranks: Mapping[str, int],
+    w_down: tuple[int, ...],
+    tensor_axis: str | None,
+    fsdp_axis: str | None,
+) -> None:
+    """A tensor axis splits I, and an fsdp axis H, of `[..., I, H]` between blocks."""
+    for name, size, axis in (("H", w_down[-1], fsdp_axis), ("I", w_down[-2], tensor_axis)):
+        if axis is not None and size % (GROUP_SIZE * ranks[axis]):
+            raise ValueError(
+                f"{function}: {name}={size} of Fp8Weights over the {ranks[axis]} ranks of {axis!r}, expected a multiple"
+                f" of {GROUP_SIZE} on each, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass the matrices"
+                " themselves, or spread them over fewer ranks."
+            )
 
 
 def in_fp8(function: str, value: Any) -> str:

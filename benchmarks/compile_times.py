@@ -1,11 +1,11 @@
 """How long the expert layer takes to compile: cold, and with JAX's persistent compilation cache.
 
-    python benchmarks/compile_times.py [--models deepseek-v3 qwen3-30b] [--tokens 4096]
+    python benchmarks/compile_times.py [--models deepseek-v3 qwen3-30b] [--tokens 4096] [--recipe fp8]
 
 Writes results/compile_times.json. Programs are `jax.jit` of the layer and of the gradient of its sum in all arrays, one
 after the other in a process of their own: first with empty caches, of JAX and of Triton, then with what that has left
-there. Of each: tracing, lowering, compiling, and their sum, which the row's time is. Nothing is executed, and arrays
-are shapes alone.
+there: compiled programs, and kernels as they were lowered. Of each: tracing, lowering, compiling, and their sum, which
+the row's time is. Nothing is executed, and arrays are shapes alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = ("trace", "lower", "compile")
 LEAST_S = 0.0  # JAX keeps what took longer than this
 
 
-def make_programs(model: Model, tokens: int) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def make_programs(model: Model, tokens: int, recipe: str | None) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Functions to compile, and the shapes of their arguments, over all devices."""
     mesh = expert_mesh(jax.device_count())
     ranks, spec = mesh.devices.size, jax.sharding.PartitionSpec("expert")
@@ -53,17 +53,17 @@ def make_programs(model: Model, tokens: int) -> dict[str, tuple[Any, tuple[Any, 
     )
 
     def layer(x: Any, weights: Any, w_gate_up: Any, w_down: Any, ids: Any) -> Any:
-        return jax_ep.moe(x, ids, weights, w_gate_up, w_down, num_experts=model.experts)
+        return jax_ep.moe(x, ids, weights, w_gate_up, w_down, num_experts=model.experts, recipe=recipe)
 
     sharded = jax.shard_map(layer, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec)
     gradient = jax.grad(lambda *a: jnp.sum(sharded(*a), dtype=jnp.float32), argnums=(0, 1, 2, 3))
     return {name: (function, arguments) for name, function in zip(PROGRAMS, (sharded, gradient), strict=True)}
 
 
-def measure_here(model: Model, tokens: int) -> dict[str, dict[str, float]]:
+def measure_here(model: Model, tokens: int, recipe: str | None) -> dict[str, dict[str, float]]:
     """Seconds of each part of each program, in this process."""
     found = {}
-    for name, (function, arguments) in make_programs(model, tokens).items():
+    for name, (function, arguments) in make_programs(model, tokens, recipe).items():
         times = [time.perf_counter()]
         traced = jax.jit(function).trace(*arguments)
         times.append(time.perf_counter())
@@ -75,11 +75,12 @@ def measure_here(model: Model, tokens: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure_in_process(name: str, tokens: int, folder: str) -> dict[str, dict[str, float]]:
+def measure_in_process(name: str, tokens: int, recipe: str | None, folder: str) -> dict[str, dict[str, float]]:
     """The same in a process whose caches are in a folder."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "TRITON_CACHE_DIR": f"{folder}/triton"}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_S)}
     command = [sys.executable, __file__, "--here", "--models", name, "--tokens", str(tokens)]
+    command += [] if recipe is None else ["--recipe", recipe]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if completed.returncode:
         raise RuntimeError(
@@ -89,21 +90,23 @@ def measure_in_process(name: str, tokens: int, folder: str) -> dict[str, dict[st
     return found
 
 
-def measure(report: Report, rounds: int, name: str, tokens: int, ranks: int) -> list[tuple[str, ...]]:
+def measure(report: Report, rounds: int, name: str, tokens: int, recipe: str | None) -> list[tuple[str, ...]]:
     """Rows of one model, and lines of the table."""
     samples: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in harness.progress(range(rounds), name):
         with tempfile.TemporaryDirectory() as folder:
             for cache in CACHES:
-                for program, parts in measure_in_process(name, tokens, folder).items():
+                for program, parts in measure_in_process(name, tokens, recipe, folder).items():
                     samples.setdefault((cache, program), []).append(parts)
     table = []
-    shape = {"model": name, "tokens_per_rank": tokens, "ranks": ranks, **MODELS[name]._asdict(), "dtype": "bfloat16"}
+    shape = {"model": name, "tokens_per_rank": tokens, "ranks": jax.device_count(), **MODELS[name]._asdict()}
+    shape |= {"dtype": "bfloat16", "recipe": recipe}
     for (cache, program), found in samples.items():
         whole = Timing(tuple(sum(parts.values()) for parts in found))
         medians = {f"{part}_s": sorted(parts[part] for parts in found)[len(found) // 2] for part in PARTS}
         report.add(cache, shape, whole, direction=program, **medians)
-        table.append((f"{name}, {program}, {cache}", *(f"{s:.1f}" for s in (*medians.values(), whole.median))))
+        title = f"{name}, {program}, {cache}" if recipe is None else f"{name}, {recipe}, {program}, {cache}"
+        table.append((title, *(f"{s:.1f}" for s in (*medians.values(), whole.median))))
     return table
 
 
@@ -111,6 +114,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=3, tokens="4096")
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
+    parser.add_argument("--recipe", choices=["bf16", "fp8", "fp8-forward"], help="of the layer; default: none")
     parser.add_argument("--here", action="store_true", help="measure once in this process, and print JSON alone")
     return parser
 
@@ -121,16 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = args.models or ([QUICK] if args.quick else [DEFAULT, "qwen3-30b"])
     tokens = args.tokens or [32 if args.quick else 4096]
     if args.here:
-        print(json.dumps(measure_here(MODELS[models[0]], tokens[0])))
+        print(json.dumps(measure_here(MODELS[models[0]], tokens[0], args.recipe)))
         return
     # Devices of this process would take the memory of the others': it asks for their number, and no array is made.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = Report("compile_times" + args.suffix, args.out, {"rounds": args.rounds, "quick": args.quick})
     table = [
-        line
-        for name in models
-        for count in tokens
-        for line in measure(report, args.rounds, name, count, jax.device_count())
+        line for name in models for count in tokens for line in measure(report, args.rounds, name, count, args.recipe)
     ]
     harness.show_table("seconds to compile", ["", *PARTS, "sum"], table)
     print(report.path)

@@ -39,6 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=200)
     add("--evaluate-every", type=int, default=100)
     add("--batch-size", type=int, default=8, help="windows per step over all devices")
+    add("--microbatches", type=int, default=1, help="parts of a step's windows, whose gradients are added up")
     add("--length", type=int, default=128, help="bytes per window")
     add("--learning-rate", type=float, default=4e-3)
     add("--hidden", type=int, default=128)
@@ -68,6 +69,7 @@ def configs(args: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     train = TrainConfig(
         steps=args.steps,
         batch_size=args.batch_size,
+        microbatches=args.microbatches,
         length=args.length,
         peak_learning_rate=args.learning_rate,
         seed=args.seed,

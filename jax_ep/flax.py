@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec
 
 from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate
-from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
-from jax_ep.core.named_scopes import operation
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.moe_low_latency import low_latency_moe
-from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route
+from jax_ep.quantization import quantize_master_weights
+from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
-from jax_ep.sharding import MoESpecs, moe_specs, sharded_moe
+from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:
@@ -74,19 +74,6 @@ class MoEMetrics:
         """`[..., E]` share of the assignments that went to each expert."""
         load = self.load.astype(jnp.float32)
         return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
-
-
-@operation
-def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array:
-    """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
-
-    Args:
-      bias: `[..., E]`, one row per layer when the layers are stacked.
-      load: `[..., E]`, `MoEMetrics.load` of the same layers.
-      rate: size of one step.
-    """
-    load = load.astype(bias.dtype)
-    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 
 class MoE(nnx.Module):
@@ -281,31 +268,37 @@ class MoE(nnx.Module):
 
     @jax.named_scope("jax_ep.flax.MoE")
     def __call__(
-        self, x: Array, serving: ServingWeights | None = None, *, token_mask: Array | None = None
+        self,
+        x: Array,
+        weights: ServingWeights | TrainingWeights | None = None,
+        *,
+        token_mask: Array | None = None,
     ) -> tuple[Array, MoEMetrics]:
         """Applies the layer to global `x [..., H]`; the output has its shape, and dtype but for preferred_element_type.
 
         Tokens where `token_mask [...]`, of bool, is False are padding: they go to no routed expert and count in no
         metric, so they cost nothing and take no place in `capacity`. Shared experts pass them.
 
-        Where a device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, `serving` (see `serving_weights`)
-        replaces the experts' matrices, for inference, and the path is `jax_ep.low_latency_moe`.
+        `weights` are the experts' matrices in another form. Those of `serving_weights` are for inference: where a
+        device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the path is `jax_ep.low_latency_moe`. Those of
+        `training_weights` change neither the result nor a gradient, and spare an FP8 recipe quantising matrices.
         """
         x = check.rows("MoE", "x", x, "[..., hidden_size]")
-        if not isinstance(serving, ServingWeights | None):
+        if not isinstance(weights, ServingWeights | TrainingWeights | None):
             raise TypeError(
-                f"MoE: serving is a {type(serving).__name__}, expected ServingWeights; pass those of serving_weights()"
+                f"MoE: weights is a {type(weights).__name__}, expected ServingWeights or TrainingWeights; pass those of"
+                " serving_weights() or training_weights()"
             )
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         if token_mask is not None:
             check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
         mesh = self._active_mesh()
-        tokens, serving = x.astype(self.dtype), self._served() if serving is None else serving
+        tokens, weights = x.astype(self.dtype), self._served() if weights is None else weights
         if mesh is None:
-            y, metrics = self._on_one_device(tokens, token_mask, serving)
+            y, metrics = self._on_one_device(tokens, token_mask, weights)
         else:
-            y, metrics = self._on_mesh(tokens, token_mask, mesh, serving)
+            y, metrics = self._on_mesh(tokens, token_mask, mesh, weights)
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + self._shared(tokens, self.shared_gate_up[...], self.shared_down[...]).astype(y.dtype)
         return y.astype(self.preferred_element_type or x.dtype), metrics
@@ -351,16 +344,36 @@ class MoE(nnx.Module):
             )
         return mesh
 
+    def training_weights(self) -> TrainingWeights:
+        """The experts' matrices in FP8, for all microbatches of a step: `moe(x, moe.training_weights())`.
+
+        For layers with an FP8 recipe, also stacked by `nnx.vmap`. It may be called in or outside of what is
+        differentiated: gradients are those of the parameters of the layer that is called, in their dtype, and the same
+        bits as without. After an update of the parameters these are the matrices from before it.
+        """
+        if not check_recipe.is_fp8(self.recipe):
+            raise ValueError(
+                f"training_weights: recipe={self.recipe!r} rounds no matrices, expected 'fp8' or 'fp8-forward';"
+                " construct the layer with one, or call it without weights"
+            )
+        matrices, mesh, recipe = self._matrices(), self._active_mesh(), str(self.recipe)
+        if mesh is None:
+            return TrainingWeights(*(quantize_master_weights(w, recipe=recipe) for w in matrices.values()))
+        specs, shape = self._specs(), matrices["w_down"].shape
+        check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.tensor_axis, self.fsdp_axis)
+        quantize = partial(quantize_per_device, self.mesh, recipe=recipe, num_leading=len(shape) - 3)
+        return TrainingWeights(*(quantize(getattr(specs, name), w) for name, w in matrices.items()))
+
     def serving_weights(self, *, fp8: bool = True, format: str | None = None) -> ServingWeights:
-        """The experts' matrices for `serving=`, in FP8, in a format of `jax_ep.quantization.quantize_experts`, or in
-        `dtype`; also of layers stacked by `nnx.vmap`.
+        """The experts' matrices for inference, `moe(x, moe.serving_weights())`; also of layers stacked by `nnx.vmap`.
+
+        They are in FP8, in a format of `jax_ep.quantization.quantize_experts`, or in `dtype`.
         """
         if self.capacity is not None:
             raise ValueError(f"capacity={self.capacity}: serving drops nothing, and needs capacity=None")
-        if self.w_gate_up is None or self.w_down is None:
-            raise ValueError("this MoE serves only: ask the one that it was made of")
         # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
-        w_gate_up, w_down, biases = self._whole(self.w_gate_up[...], 2), self._whole(self.w_down[...]), self._biases()
+        parameters, biases = self._parameters(), self._biases()
+        w_gate_up, w_down = self._whole(parameters["w_gate_up"], 2), self._whole(parameters["w_down"])
         if not fp8 and format is None:
             w_gate_up, w_down = w_gate_up.astype(self.dtype), w_down.astype(self.dtype)
         if (bias := biases["b_gate_up"]) is not None:
@@ -390,21 +403,34 @@ class MoE(nnx.Module):
         kept = [None if entry in (self.tensor_axis, self.fsdp_axis) else entry for entry in jax.typeof(w).sharding.spec]
         if kept != list(jax.typeof(w).sharding.spec):
             w = jax.sharding.reshard(w, PartitionSpec(*kept))
-        return w.reshape(*w.shape[:-2], -1) if num_columns == 2 and self.tensor_axis is not None else w
+        return with_one_axis_of_columns(w) if num_columns == 2 and self.tensor_axis is not None else w
 
     def _biases(self) -> dict[str, Array | None]:
         """Those of both products."""
         biases = {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
         return {name: None if value is None else value.astype(self.dtype) for name, value in biases.items()}
 
-    def _weights(self, serving: ServingWeights | None) -> dict[str, Array | None]:
-        """Matrices and biases as `moe` takes them, in `dtype`; those of a layer that serves only are whole."""
-        if self.w_gate_up is not None and self.w_down is not None:
-            matrices = {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
-            if not check_recipe.is_fp8(self.recipe) or self.fsdp_axis is not None:  # less to bring together
-                matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
+    def _parameters(self) -> dict[str, Array]:
+        """The experts' matrices."""
+        if self.w_gate_up is None or self.w_down is None:
+            raise ValueError("this MoE serves only: ask the one that it was made of")
+        return {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
+
+    def _matrices(self) -> dict[str, Array]:
+        """Those that are multiplied, in `dtype`, or as an FP8 recipe rounds them."""
+        matrices = self._parameters()
+        if not check_recipe.is_fp8(self.recipe) or self.fsdp_axis is not None:  # less to bring together
+            matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
+        return matrices
+
+    def _weights(self, weights: ServingWeights | TrainingWeights | None) -> dict[str, Any]:
+        """Matrices and biases as `moe` takes them; those of a layer that serves only are whole."""
+        if self.w_gate_up is not None or not isinstance(weights, ServingWeights):
+            matrices: dict[str, Any] = self._matrices()
+            if isinstance(weights, TrainingWeights):  # numbers alone: gradients are of the parameters here
+                matrices = {name: dataclasses.replace(getattr(weights, name), master=w) for name, w in matrices.items()}
             return matrices | self._biases()
-        found = {field.name: getattr(serving, field.name) for field in dataclasses.fields(ServingWeights)}
+        found = {field.name: getattr(weights, field.name) for field in dataclasses.fields(ServingWeights)}
         for name in ("w_gate_up", "w_down"):
             w = found[name]
             if isinstance(w, tuple):
@@ -453,19 +479,19 @@ class MoE(nnx.Module):
         return run
 
     def _on_one_device(
-        self, x: Array, token_mask: Array | None, serving: ServingWeights | None
+        self, x: Array, token_mask: Array | None, weights: ServingWeights | TrainingWeights | None
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
         router = self._router_weights() if self.router_fn is None else self.router_fn(tokens)
         routed = route(tokens, mask, router, options=self.router_options, axes=())
-        if serving is not None and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            y = self._low_latency(())(tokens, routed.topk_idx, routed.topk_weights, serving)
+        if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
+            y = self._low_latency(())(tokens, routed.topk_idx, routed.topk_weights, weights)
         else:
-            weights: dict[str, Any] = self._weights(serving)
-            if self.w_gate_up is not None:
+            made_of = self._weights(weights)
+            if self.w_gate_up is not None and self.tensor_axis is not None:
                 for name in ("w_gate_up", "b_gate_up"):
-                    weights[name] = None if weights[name] is None else self._whole(weights[name], 2)
+                    made_of[name] = None if made_of[name] is None else with_one_axis_of_columns(made_of[name])
             y = fused_moe(
                 tokens,
                 routed.topk_idx,
@@ -473,14 +499,14 @@ class MoE(nnx.Module):
                 experts=self.experts,
                 preferred_element_type=self.preferred_element_type,
                 implementation=self.implementation,
-                **self._products_of(weights),
-                **weights,
+                **self._products_of(made_of),
+                **made_of,
             )
         y = _with_identity(y, routed, tokens)
         return y.reshape(x.shape), _metrics(routed, jnp.zeros((), jnp.int32))
 
     def _on_mesh(
-        self, x: Array, token_mask: Array | None, mesh: Mesh, serving: ServingWeights | None
+        self, x: Array, token_mask: Array | None, mesh: Mesh, weights: ServingWeights | TrainingWeights | None
     ) -> tuple[Array, MoEMetrics]:
         axes = self.batch_axes + self.axis_name
         specs = self._specs()
@@ -509,16 +535,16 @@ class MoE(nnx.Module):
             all_tokens = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.tokens)(tokens)
             topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
-        if serving is not None and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
+        if isinstance(weights, ServingWeights) and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
             experts = jax.shard_map(
                 self._low_latency(self.topology or self.axis_name),
                 mesh=self.mesh,
                 in_specs=(specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)),
                 out_specs=specs.tokens,
             )
-            y = experts(all_tokens, topk_idx, topk_weights, serving)
+            y = experts(all_tokens, topk_idx, topk_weights, weights)
         else:
-            weights = self._weights(serving)
+            made_of = self._weights(weights)
             run = sharded_moe(
                 self.mesh,
                 num_experts=self.num_experts,
@@ -531,9 +557,9 @@ class MoE(nnx.Module):
                 wire_dtype=self.wire_dtype,
                 preferred_element_type=self.preferred_element_type,
                 implementation=self.implementation,
-                **self._products_of(weights),
+                **self._products_of(made_of),
             )
-            y = run(all_tokens, topk_idx, topk_weights, **weights)
+            y = run(all_tokens, topk_idx, topk_weights, **made_of)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)

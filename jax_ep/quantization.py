@@ -145,7 +145,8 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
 
     Args:
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them, such as those of all layers,
-        stacked; K and N are multiples of 128.
+        stacked; K and N are multiples of 128. Or `[..., E, K, 2, N]`, or with 1 in place of 2: w_gate_up as `moe_specs`
+        splits it over a tensor axis.
       recipe: "fp8", or "fp8-forward", whose backward pass needs half of it.
 
     Returns:
@@ -170,11 +171,15 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
     Source: blocks and master weights as in DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
     function = "quantize_master_weights"
-    w = check_matrices(function, "w", w, whole=False)
+    w = matrices = check_matrices(function, "w", w, whole=False)
     check_recipe.in_fp8(function, recipe)
-    check_recipe.whole_matrices(function, "w", w)
-    whole_blocks_per_device(function, "w", w)
-    values, transposed, scales = _quantize_masters(jax.lax.stop_gradient(w))
+    if has_kinds := w.ndim > 3 and w.shape[-2] in (1, 2):
+        matrices = jnp.moveaxis(w, -2, -3)
+    check_recipe.whole_matrices(function, "w", matrices)
+    whole_blocks_per_device(function, "w", matrices)
+    values, transposed, scales = _quantize_masters(jax.lax.stop_gradient(matrices))
+    if has_kinds:
+        transposed = jnp.moveaxis(transposed, -3, -2)
     return Fp8Weights(w, values, transposed if recipe == "fp8" else None, scales)
 
 

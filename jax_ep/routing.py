@@ -290,6 +290,30 @@ def router_z_loss(logits: Array, *, token_mask: Array | None = None, axis_name: 
     )
 
 
+@operation
+def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array:
+    """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
+
+    Args:
+      bias: `[..., E]`, one row per layer when the layers are stacked.
+      load: `[..., E]`, `MoEMetrics.load` of the same layers.
+      rate: size of one step.
+
+    Returns:
+      The bias of the next step.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.routing import update_router_bias
+      >>> update_router_bias(jnp.zeros(3), jnp.array([6, 2, 1]), rate=0.5).tolist()
+      [-0.5, 0.5, 0.5]
+
+    Source: auxiliary-loss-free load balancing (arXiv:2408.15664), as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    """
+    load = load.astype(bias.dtype)
+    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
 @dataclasses.dataclass(frozen=True)
 class RouterOptions:
     """How a layer routes; hashable, as static attributes of modules must be. The first are keywords of `topk_router`.

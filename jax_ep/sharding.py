@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, check_quantized, check_recipe
-from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.ops.moe import moe
+from jax_ep.quantization import quantize_master_weights
 from jax_ep.types import Array, AxisName, Experts
 
 
@@ -118,7 +120,8 @@ def sharded_moe(
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, b_gate_up=None, b_down=None,
-      token_mask=None) -> [N, H]` with the shardings of `moe_specs`. Tokens where `token_mask [N]`, of bool, is False
+      token_mask=None) -> [N, H]` with the shardings of `moe_specs`; matrices may be `Fp8Weights`, whose parts are split
+      as their masters, between blocks of 128. Tokens where `token_mask [N]`, of bool, is False
       are ignored, and get zeros. Arrays on automatic axes are moved to these shardings where they differ. On explicit
       axes a different sharding is an error, because moving data there is the caller's decision
       (`jax.sharding.reshard`).
@@ -165,8 +168,10 @@ def sharded_moe(
         _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
         num_shards = _num_shards(the_mesh, axis_tuple(axis_name))
         check.divisible_experts(_FUNCTION, num_experts, num_shards, axis_name)
-        if isinstance(w_gate_up, Fp8Weights | QuantizedExperts):
+        if isinstance(w_gate_up, QuantizedExperts):
             columns = _check_quantized(w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
+        elif isinstance(w_gate_up, Fp8Weights):
+            columns = _check_fp8_weights(the_mesh, w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
         else:
             columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, tensor_axis)
         check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *columns))
@@ -177,34 +182,69 @@ def sharded_moe(
                 f" fsdp_axis={fsdp_axis!r}, expected one; leave fsdp_axis out."
             )
         given = {name: value for name, value in arrays.items() if value is not None}
-        in_specs = {name: getattr(specs, _ARRAYS[name]) for name in given}
+        in_specs = {name: _specs_of_parts(getattr(specs, _ARRAYS[name]), value) for name, value in given.items()}
         for name, argument in given.items():
-            if isinstance(argument, Fp8Weights | QuantizedExperts):
-                in_specs[name] = P(specs.w_down[0])
-            for part in jax.tree.leaves(argument):
-                _check_explicit(the_mesh, name, part, in_specs[name])
+            jax.tree.map(partial(_check_explicit, the_mesh, name), argument, in_specs[name])
         body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
 
         def per_shard(arrays: dict[str, Any]) -> Array:
-            return body(**(arrays if fsdp_axis is None else _whole_matrices(arrays, fsdp_axis)))
+            return body(**(arrays if fsdp_axis is None else _whole_matrices(arrays, in_specs, fsdp_axis)))
 
         return jax.shard_map(per_shard, mesh=the_mesh, in_specs=(in_specs,), out_specs=specs.tokens)(given)
 
     return apply
 
 
-def _whole_matrices(arrays: dict[str, Array], axis: str) -> dict[str, Array]:
+def quantize_per_device(
+    mesh: Mesh | AbstractMesh | None, spec: P, w: Array, recipe: str, *, num_leading: int = 0
+) -> Fp8Weights:
+    """`quantize_master_weights` of matrices of `moe_specs`, behind so many axes of layers, by each device for itself.
+
+    So no device needs memory for more than what it keeps.
+    """
+    leading = (None,) * num_leading
+    straight, turned = (P(*leading, *part) for part in (spec, _turned(spec, w.ndim - num_leading)))
+
+    def numbers(w: Array) -> tuple[Array, Array | None, Array]:
+        found = quantize_master_weights(w, recipe=recipe)
+        return found.values, found.transposed, found.scales
+
+    out_specs = turned, straight if recipe == "fp8" else None, turned
+    run = jax.shard_map(numbers, mesh=mesh, in_specs=straight, out_specs=out_specs)
+    return Fp8Weights(w, *run(lax.stop_gradient(w)))
+
+
+def _turned(spec: P, rank: int) -> P:
+    """Of values and scales, which have the axis of rows behind the others."""
+    experts, rows, *columns = tuple(spec) + (None,) * (rank - len(spec))
+    return P(experts, *columns, rows)
+
+
+def _specs_of_parts(spec: P, argument: Any) -> Any:
+    """The spec of an argument, or of each of its parts."""
+    if isinstance(argument, QuantizedExperts):
+        return jax.tree.map(lambda _: P(spec[0]), argument)
+    if not isinstance(argument, Fp8Weights):
+        return spec
+    turned = _turned(spec, argument.master.ndim)
+    return Fp8Weights(spec, turned, None if argument.transposed is None else spec, turned)  # type: ignore[arg-type]
+
+
+def _whole_matrices(arrays: dict[str, Any], specs: dict[str, Any], axis: str) -> dict[str, Any]:
     """With H of the matrices brought together; transposed, that adds gradients up into the parts."""
-    gate_up, down = arrays["w_gate_up"], arrays["w_down"]
-    whole = {
-        "w_gate_up": lax.all_gather(gate_up, axis, axis=1, tiled=True),
-        "w_down": lax.all_gather(down, axis, axis=2, tiled=True),
-    }
-    return arrays | whole
+
+    def whole(part: Array, spec: P) -> Array:
+        gather = partial(lax.all_gather, axis_name=axis, axis=tuple(spec).index(axis), tiled=True)
+        if part.dtype != FP8:
+            return gather(part)
+        # As bytes: XLA widens FP8 values for collectives of some platforms.
+        return lax.bitcast_convert_type(gather(lax.bitcast_convert_type(part, jnp.uint8)), FP8)
+
+    return arrays | {name: jax.tree.map(whole, arrays[name], specs[name]) for name in ("w_gate_up", "w_down")}
 
 
 def _on_tensor_axis(
-    run: partial[Array], axis: str, *, w_gate_up: Array, b_gate_up: Array | None = None, **arrays: Array
+    run: partial[Array], axis: str, *, w_gate_up: Any, b_gate_up: Array | None = None, **arrays: Any
 ) -> Array:
     """Every rank of the tensor axis adds its share of I: the same tokens travel on each of them."""
     if isinstance(experts := run.keywords.get("experts"), Experts) and experts.interleaved:
@@ -213,7 +253,7 @@ def _on_tensor_axis(
         arrays["b_down"] = arrays["b_down"] * (lax.axis_index(axis) == 0).astype(arrays["b_down"].dtype)
     if b_gate_up is not None:
         arrays["b_gate_up"] = b_gate_up.reshape(b_gate_up.shape[0], -1)
-    arrays["w_gate_up"] = w_gate_up.reshape(*w_gate_up.shape[:2], -1)
+    arrays["w_gate_up"] = with_one_axis_of_columns(w_gate_up)
     return lax.psum(run(**vary_alike(arrays, over=(axis,))), axis)
 
 
@@ -298,7 +338,7 @@ def _check_matrices(
 
 
 def _check_quantized(
-    w_gate_up: Fp8Weights | QuantizedExperts,
+    w_gate_up: QuantizedExperts,
     w_down: Any,
     num_experts: int,
     tensor_axis: str | None,
@@ -311,15 +351,27 @@ def _check_quantized(
             " axis splits; leave both None, or pass matrices that are not quantised."
         )
     check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
-    if isinstance(w_gate_up, Fp8Weights):
-        for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-            remedy = "pass the matrices of all experts"
-            size = check_recipe.fp8_weights(_FUNCTION, name, w).shape[0]
-            check.size(_FUNCTION, f"axis 0 of {name}", size, num_experts, remedy)
-        return w_gate_up.shape[2:]
     for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         check_quantized.experts(_FUNCTION, name, w, num_experts)
     return w_gate_up.shape[1:2]
+
+
+def _check_fp8_weights(
+    mesh: Mesh | AbstractMesh,
+    w_gate_up: Fp8Weights,
+    w_down: Any,
+    num_experts: int,
+    tensor_axis: str | None,
+    fsdp_axis: str | None,
+) -> tuple[int, ...]:
+    """Likewise, of those quantised for training, whose blocks no axis splits."""
+    check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
+    ranks = {"w_gate_up": 3 if tensor_axis is None else 4, "w_down": 3}
+    for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
+        check_recipe.fp8_weights(_FUNCTION, name, w, rank)
+    columns = _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, tensor_axis)
+    check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, tensor_axis, fsdp_axis)
+    return columns
 
 
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:

@@ -236,6 +236,30 @@ def test_load_bars() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", [None, "fp8"])
+def test_microbatches_train_the_same(recipe: str | None) -> None:
+    """Of two, each device has every other one of its windows; in FP8 both have the same matrices."""
+    mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
+    windows = np.random.default_rng(0).integers(0, 256, (16, 9)).astype(np.int32)
+    sizes = {"hidden": 128, "layers": 2, "heads": 2, "intermediate": 128, "balance": "bias", "dtype": "float32"}
+    found = []
+    for count in (1, 2):
+        config = TrainConfig(batch_size=16, length=8, microbatches=count)
+        trainer = Trainer(config, ModelConfig(**sizes, recipe=recipe), mesh)
+        state, metrics = trainer.train_step(trainer.initial_state(), trainer.put(windows))
+        found.append((jax.tree.leaves(state.model), metrics))
+    (want, known), (got, metrics) = found
+    np.testing.assert_array_equal(metrics["load"], known["load"])
+    for name in ("loss", "z_loss", "gradient_norm"):
+        np.testing.assert_allclose(metrics[name], known[name], rtol=1e-2 if recipe else 1e-5)
+    if recipe is None:  # else a gradient of a window is rounded beside those of others
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="batch_size=16 must be a multiple of the 8 devices, times microbatches=4"):
+        Trainer(TrainConfig(batch_size=16, microbatches=4), ModelConfig(), mesh)
+
+
+@pytest.mark.slow
 def test_remat_keeps_the_loss_and_bias_routing_moves_the_bias() -> None:
     mesh = make_mesh(max_devices=None, num_experts=8, expert_parallel=None)
     windows = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)

@@ -19,7 +19,7 @@ import harness
 nnx = pytest.importorskip("flax.nnx")
 
 from jax_ep import Schedule
-from jax_ep.flax import MoE, MoEMetrics, RouterBias, update_router_bias
+from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
 
 ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
@@ -142,11 +142,11 @@ def dense(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.einsum("tei,eih,te->th", jax.nn.silu(gate) * up, weights["w_down"], shares)
 
 
-def stacked(num_layers: int, mesh: jax.sharding.Mesh | None) -> MoE:
+def stacked(num_layers: int, mesh: jax.sharding.Mesh | None, **changed: Any) -> MoE:
     @nnx.split_rngs(splits=num_layers)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def make(rngs: Any) -> MoE:
-        return MoE(**SIZES, mesh=mesh, batch_axes="data", rngs=rngs)
+        return MoE(**SIZES | changed, mesh=mesh, batch_axes="data", rngs=rngs)
 
     return make(nnx.Rngs(1))
 
@@ -383,6 +383,62 @@ def test_products_in_fp8(on_mesh: bool, recipe: str) -> None:
     for want, got in zip(*(jax.tree.leaves(g) for g in gradients), strict=True):
         want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
         assert np.linalg.norm(got - want) < 0.15 * np.linalg.norm(want)
+
+
+@nnx.scan(in_axes=(nnx.Carry, None, None, 0), out_axes=nnx.Carry)
+def add_gradients(total: Any, moe: MoE, weights: TrainingWeights | None, x: jax.Array) -> Any:
+    """One microbatch through layers one after another, each with its part of the weights."""
+
+    @nnx.remat
+    def layer(x: jax.Array, moe: MoE, weights: TrainingWeights | None) -> jax.Array:
+        return x + moe(x, weights)[0]
+
+    def loss(moe: MoE, x: jax.Array) -> jax.Array:
+        y = nnx.scan(layer, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)(x, moe, weights)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    return jax.tree.map(jnp.add, total, nnx.grad(loss)(moe, x))
+
+
+@functools.partial(nnx.jit, static_argnames="is_once")
+def gradients_of_microbatches(moe: MoE, microbatches: jax.Array, is_once: bool) -> Any:
+    zeros = jax.tree.map(jnp.zeros_like, nnx.state(moe, nnx.Param))
+    return add_gradients(zeros, moe, moe.training_weights() if is_once else None, microbatches)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
+@pytest.mark.parametrize("kind", ["one device", "Auto", "Explicit"])
+@pytest.mark.slow(unless={"kind": ["Auto"], "recipe": ["fp8"]})
+def test_matrices_quantised_once_for_all_microbatches(kind: str, recipe: str, rng: np.random.Generator) -> None:
+    """Stacked layers in a scan, in another over microbatches: gradients of parameters, the same bits as without."""
+    mesh = None if kind == "one device" else data_expert_mesh(kind)
+    x = jnp.asarray(rng.normal(size=(2, 8, 2, 128)), jnp.bfloat16)
+    changed = {"hidden_size": 128, "intermediate_size": 128, "dtype": jnp.bfloat16, "recipe": recipe}
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        moe = stacked(2, mesh, **changed)
+        x = x if mesh is None else jax.device_put(x, jax.NamedSharding(mesh, P(None, ("data", "expert"))))
+        got, want = (gradients_of_microbatches(moe, x, is_once) for is_once in (True, False))
+    assert len(jax.tree.leaves(want)) == 3
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == jnp.float32 and np.abs(np.asarray(w)).max() > 0
+        np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
+def test_training_weights_of_the_wrong_layer() -> None:
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
+    moe, x = MoE(**sizes, recipe="fp8", rngs=nnx.Rngs(0)), jnp.ones((4, 128), jnp.float32)
+    weights, plain = moe.training_weights(), MoE(**sizes, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="training_weights: recipe=None rounds no matrices, expected 'fp8' or"):
+        plain.training_weights()
+    with pytest.raises(ValueError, match=r"w_gate_up is Fp8Weights with recipe=None, expected one of.*recipe='fp8'"):
+        plain(x, weights)
+    with pytest.raises(ValueError, match="this MoE serves only: ask the one that it was made of"):
+        moe.to_serving()(x, weights)
+    with pytest.raises(TypeError, match="MoE: weights is a tuple, expected ServingWeights or TrainingWeights"):
+        moe(x, (weights.w_gate_up, weights.w_down))
+    wide = MoE(**sizes | {"intermediate_size": 256}, recipe="fp8", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"w_gate_up.values is float8_e4m3fn\[8, 256, 128\], expected float8_e4m3fn"):
+        wide(x, weights)
 
 
 def test_input_that_is_no_array() -> None:

@@ -13,7 +13,7 @@ import pytest
 nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
-from jax_ep.flax import MoE, ServingArray
+from jax_ep.flax import MoE, ServingArray, TrainingWeights
 from oracle_experts import GPT_OSS
 
 P = jax.sharding.PartitionSpec
@@ -84,6 +84,43 @@ def test_tensor_and_fsdp_axes(name: str, kind: str, rng: np.random.Generator) ->
         placed = getattr(moe, key).get_value().sharding
         if key in ("w_gate_up", "w_down"):
             assert leaf.sharding.is_equivalent_to(placed, leaf.ndim), key
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axes", ["tensor_axis", "fsdp_axis", "both"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
+@pytest.mark.slow(unless={"kind": ["Explicit"], "axes": ["both"], "recipe": ["fp8"]})
+def test_training_weights_on_tensor_and_fsdp_axes(recipe: str, axes: str, kind: str, rng: np.random.Generator) -> None:
+    """Values and gradients are, bit for bit, those without; numbers in FP8 are split as their parameters."""
+    mesh = mesh_of(kind)
+    kept = {name: axis for name, axis in AXES.items() if axes == "both" or name in ("batch_axes", axes)}
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "dtype": jnp.bfloat16, "recipe": recipe}
+    x, cotangent = (rng.normal(size=(8, 2, 256)).astype(np.float32) for _ in range(2))
+
+    @nnx.jit
+    def both_ways(moe: MoE, weights: TrainingWeights | None, x: jax.Array, cotangent: jax.Array) -> Any:
+        return nnx.value_and_grad(lambda moe, x: jnp.sum(moe(x, weights)[0] * cotangent), argnums=(0, 1))(moe, x)
+
+    with jax.set_mesh(mesh):
+        moe = fill(MoE(**sizes, **kept, use_bias=True, rngs=nnx.Rngs(0)), rng)
+        spread = jax.NamedSharding(mesh, P(("data", "expert")))
+        arrays = [jax.device_put(a, spread) for a in (x, cotangent)]
+        weights = nnx.jit(lambda moe: moe.training_weights())(moe)
+        got, want = (jax.tree.leaves(both_ways(moe, w, *arrays)) for w in (weights, None))
+        if kind == "Explicit" and "fsdp_axis" in kept:
+            small = MoE(**sizes | {"hidden_size": 128}, **kept, rngs=nnx.Rngs(0))
+            message = (
+                "training_weights: H=128 of Fp8Weights over the 2 ranks of 'data', expected a multiple of 128 on each"
+            )
+            with pytest.raises(ValueError, match=message):
+                small.training_weights()
+    for w in (weights.w_gate_up, weights.w_down):
+        parts = [part for part in (w.values, w.transposed) if part is not None]
+        split = {part.addressable_shards[0].data.size * 2 ** len(kept) for part in parts}
+        assert split == {w.values.size} and len(parts) == (2 if recipe == "fp8" else 1)
+    for g, w in zip(got, want, strict=True):
+        assert np.abs(np.asarray(w, np.float32)).max() > 0
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jax_ep
 from jax_ep.core.mesh_axes import platform
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize_experts, quantize_master_weights
 from jax_ep.sharding import moe_specs, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
@@ -244,3 +244,22 @@ def test_quantised_experts_are_checked_as_others_are() -> None:
     call(AxisType.Auto, 4)
     with pytest.raises(ValueError, match=r"w_gate_up is sharded as .*expected .*'expert'"):
         call(AxisType.Explicit, 4)
+
+
+def test_fp8_weights_are_split_between_blocks() -> None:
+    mesh = harness.make_mesh((2, 2), ("data", "expert"), AxisType.Auto)
+    x, ids, weights = jnp.ones((8, 128)), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
+    matrices = [quantize_master_weights(jnp.ones((4, 128, columns))) for columns in (256, 128)]
+    for axes, message in (
+        (
+            {"fsdp_axis": "data"},
+            "sharded_moe: H=128 of Fp8Weights over the 2 ranks of 'data', expected a multiple of 128",
+        ),
+        (
+            {"tensor_axis": "data", "batch_axes": ()},
+            r"w_gate_up stands for matrices \(4, 128, 256\), expected \[L, K, 2, N",
+        ),
+    ):
+        run = sharded_moe(mesh, num_experts=4, recipe="fp8", **{"batch_axes": "data"} | axes)
+        with pytest.raises(ValueError, match=message):
+            run(x, ids, weights, *matrices)

@@ -144,7 +144,7 @@ class Generator:
         decoding overwrites them, so no query sees them.
         """
         cache = empty_cache(self.config, tokens.shape[0], tokens.shape[1] + room)
-        logits, cache, _ = nnx.merge(self._graph, params)(tokens, cache=cache, serving=serving)
+        logits, cache, _ = nnx.merge(self._graph, params)(tokens, cache=cache, weights=serving)
         last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return _State(last, lengths, cache)
 
@@ -160,7 +160,7 @@ class Generator:
         """One byte of each text, `forced [B]` where that is not negative, and the logits that chose it."""
         token = jnp.where(forced >= 0, forced, _choose(state.logits, temperature, key))
         model = nnx.merge(self._graph, params, copy=True)  # variables of the scan's own, or Flax objects
-        logits, cache, _ = model(token[:, None], positions=state.position[:, None], cache=state.cache, serving=serving)
+        logits, cache, _ = model(token[:, None], positions=state.position[:, None], cache=state.cache, weights=serving)
         return _State(logits[:, 0], state.position + 1, cache), (token, state.logits)
 
     def _decode_steps(

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ep import Schedule
-from jax_ep.flax import MoE, MoEMetrics
+from jax_ep.flax import MoE, MoEMetrics, TrainingWeights
 from jax_ep.serving import ServingWeights
 from lm.data import NUM_BYTES
 
 Array = jax.Array
+ExpertWeights = ServingWeights | TrainingWeights
 # Saved across the forward pass under remat="keep-experts": what is costly to compute or send a second time.
 _EXPERT_NAMES = ("jax_ep.tokens", "jax_ep.hidden")
 
@@ -144,12 +145,12 @@ class Block(nnx.Module):
         positions: Array,
         cache: Cache | None,
         key: Array | None,
-        serving: ServingWeights | None = None,
+        weights: ExpertWeights | None = None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
         keys = (None, None) if key is None else jax.random.split(key)
         mixed, cache = self.attention(self.attention_norm(x), positions, cache)
         x = x + self._drop(mixed, keys[0])
-        y, metrics = self.moe(self.moe_norm(x), serving)
+        y, metrics = self.moe(self.moe_norm(x), weights)
         return x + self._drop(y, keys[1]), cache, metrics
 
     def _drop(self, x: Array, key: Array | None) -> Array:
@@ -185,7 +186,7 @@ class LanguageModel(nnx.Module):
         positions: Array | None = None,
         cache: Cache | None = None,
         key: Array | None = None,
-        serving: ServingWeights | None = None,
+        weights: ExpertWeights | None = None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
         """Logits `[B, S, 256]` float32, the filled cache, and the metrics with one row per layer.
 
@@ -194,16 +195,16 @@ class LanguageModel(nnx.Module):
           positions: `[B, S]` of the tokens in their texts; None counts from 0.
           cache: keys and values of earlier positions, or None to attend to `tokens` alone.
           key: random key for dropout; None drops nothing.
-          serving: matrices of all layers' experts for the low-latency path; see `jax_ep.flax.MoE`.
+          weights: matrices of all layers' experts, for serving or quantised for training; see `jax_ep.flax.MoE`.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         keys = None if key is None else jax.random.split(key, self.config.layers)
 
         def layer(
-            x: Array, block: Block, cache: Cache | None, key: Array | None, serving: ServingWeights | None
+            x: Array, block: Block, cache: Cache | None, key: Array | None, weights: ExpertWeights | None
         ) -> tuple[Array, Any]:
-            x, cache, metrics = block(x, positions, cache, key, serving)
+            x, cache, metrics = block(x, positions, cache, key, weights)
             return x, (cache, metrics)
 
         layers = nnx.scan(
@@ -212,7 +213,7 @@ class LanguageModel(nnx.Module):
             out_axes=(nnx.Carry, 0),
             transform_metadata={nnx.PARTITION_NAME: None},
         )
-        x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys, serving)
+        x, (cache, metrics) = layers(self.embedding(tokens), self.blocks, cache, keys, weights)
         return self.head(self.norm(x)).astype(jnp.float32), cache, metrics
 
 

@@ -7,11 +7,13 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ep.flax import TrainingWeights
 from lm.model import LanguageModel, ModelConfig
 
 Array = jax.Array
@@ -23,6 +25,7 @@ class TrainConfig:
 
     steps: int = 400
     batch_size: int = 8
+    microbatches: int = 1
     length: int = 128
     peak_learning_rate: float = 4e-3
     warmup_steps: int = 20
@@ -65,9 +68,12 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
         self.config, self.model, self.mesh = config, model, mesh
-        rows = mesh.size
+        rows = mesh.size * config.microbatches
         if config.batch_size % rows:
-            raise ValueError(f"batch_size={config.batch_size} must be a multiple of the {rows} devices")
+            raise ValueError(
+                f"batch_size={config.batch_size} must be a multiple of the {mesh.size} devices, times"
+                f" microbatches={config.microbatches}"
+            )
         self._batch = NamedSharding(mesh, PartitionSpec(("data", "expert")))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         abstract = nnx.eval_shape(self._build)
@@ -121,22 +127,11 @@ class Trainer:
     def _make_train_step(self) -> Any:
         config = self.config
 
-        def loss_of(model: LanguageModel, windows: Array, key: Array) -> tuple[Array, dict[str, Array]]:
-            logits, _, metrics = model(windows[:, :-1], key=key if self.model.dropout else None)
-            loss = _cross_entropy(logits, windows[:, 1:])
-            balance, z_loss = metrics.load_balancing_loss.mean(), metrics.router_z_loss.mean()
-            total = loss + config.z_loss_weight * z_loss
-            if self.model.balance == "loss":
-                total = total + config.load_balancing_weight * balance
-            aux = {"loss": loss, "balance": balance, "z_loss": z_loss, "dropped": metrics.dropped.sum()}
-            return total, aux | {"load": metrics.load}
-
         def step(state: TrainState, windows: Array) -> tuple[TrainState, dict[str, Array]]:
             model = nnx.merge(self._model_graph, state.model)
             optimizer = nnx.merge(self._optimizer_graph, state.optimizer)
             key, dropout_key = jax.random.split(jax.random.wrap_key_data(state.key))
-            gradient = nnx.value_and_grad(loss_of, has_aux=True)
-            (_, metrics), gradients = gradient(model, windows, dropout_key)
+            gradients, metrics = self._gradients(model, windows, dropout_key)
             optimizer.update(model, gradients)
             if self.model.balance == "bias":
                 model.blocks.moe.update_bias(metrics["load"], rate=config.bias_rate)
@@ -149,6 +144,39 @@ class Trainer:
             out_shardings=(self._state, self._replicated),
             donate_argnums=0,
         )
+
+    def _gradients(self, model: LanguageModel, windows: Array, key: Array) -> tuple[Any, dict[str, Array]]:
+        """Those of a step, one microbatch after another, and its metrics."""
+        count = self.config.microbatches
+        # Experts that compute in FP8 are rounded once for all microbatches.
+        weights = model.blocks.moe.training_weights() if self.model.recipe in ("fp8", "fp8-forward") else None
+
+        @nnx.scan(in_axes=(nnx.Carry, None, None, 0, 0), out_axes=(nnx.Carry, 0))
+        def add(total: Any, model: LanguageModel, weights: Any, windows: Array, key: Array) -> tuple[Any, Any]:
+            gradient = nnx.value_and_grad(self._training_loss, has_aux=True)
+            (_, metrics), gradients = gradient(model, weights, windows, key)
+            return jax.tree.map(jnp.add, total, gradients), metrics
+
+        # Every so-manieth window, so that each device keeps its own.
+        parts = windows.reshape(-1, count, windows.shape[1]).swapaxes(0, 1)
+        zeros = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+        total, metrics = add(zeros, model, weights, parts, jax.random.split(key, count))
+        sums = {name: metrics.pop(name).sum(axis=0) for name in ("dropped", "load")}
+        gradients, means = jax.tree.map(lambda x: x / count, (total, {n: x.sum(axis=0) for n, x in metrics.items()}))
+        return gradients, means | sums
+
+    def _training_loss(
+        self, model: LanguageModel, weights: TrainingWeights | None, windows: Array, key: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        config = self.config
+        logits, _, metrics = model(windows[:, :-1], key=key if self.model.dropout else None, weights=weights)
+        loss = _cross_entropy(logits, windows[:, 1:])
+        balance, z_loss = metrics.load_balancing_loss.mean(), metrics.router_z_loss.mean()
+        total = loss + config.z_loss_weight * z_loss
+        if self.model.balance == "loss":
+            total = total + config.load_balancing_weight * balance
+        aux = {"loss": loss, "balance": balance, "z_loss": z_loss, "dropped": metrics.dropped.sum()}
+        return total, aux | {"load": metrics.load}
 
     def _mean_loss(self, state: Any, windows: Array) -> Array:
         model = nnx.merge(self._model_graph, state)

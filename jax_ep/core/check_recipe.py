@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -100,8 +101,8 @@ def _fp8_weights(
     return parts
 
 
-def fp8_weights(function: str, name: str, value: Fp8Weights) -> Fp8Weights:
-    """Parts that belong together, of one layer."""
+def fp8_weights(function: str, name: str, value: Fp8Weights, rank: int = 3) -> Fp8Weights:
+    """Parts that belong together, of one layer: `[L, K, N]`, or of rank 4 `[L, K, 2, N]`."""
     parts = {part: getattr(value, part) for part in ("master", "values", "transposed", "scales")}
     for part, array in parts.items():
         if array is None and part == "transposed":
@@ -110,16 +111,17 @@ def fp8_weights(function: str, name: str, value: Fp8Weights) -> Fp8Weights:
             raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
         parts[part] = jnp.asarray(array)
     shape = parts["master"].shape
-    if len(shape) != 3 or any(size % GROUP_SIZE for size in shape[1:]):
+    if len(shape) != rank or shape[1] % GROUP_SIZE or shape[-1] % GROUP_SIZE:
+        expected_shape = "[L, K, N]" if rank == 3 else "[L, K, 2, N]"
         raise ValueError(
-            f"{function}: {name} stands for matrices {shape}, expected [L, K, N] with multiples of {GROUP_SIZE};"
+            f"{function}: {name} stands for matrices {shape}, expected {expected_shape} with multiples of {GROUP_SIZE};"
             f" {_REMEDY}, and pass those of one layer."
         )
     check.floating(function, f"{name}.master", parts["master"])
-    groups, depth, columns = shape
-    blocks = (groups, columns // GROUP_SIZE, depth // GROUP_SIZE)
+    groups, depth, *kinds, columns = shape
+    blocks = (groups, *kinds, columns // GROUP_SIZE, depth // GROUP_SIZE)
     expected: dict[str, tuple[tuple[int, ...], Any]] = {
-        "values": ((groups, columns, depth), FP8),
+        "values": ((groups, *kinds, columns, depth), FP8),
         "transposed": (shape, FP8),
         "scales": (blocks, jnp.dtype(jnp.float32)),
     }
@@ -131,6 +133,23 @@ def fp8_weights(function: str, name: str, value: Fp8Weights) -> Fp8Weights:
                 f" a master {list(shape)}; {_REMEDY}."
             )
     return Fp8Weights(**parts)
+
+
+def whole_blocks_per_rank(
+    function: str,
+    ranks: Mapping[str, int],
+    w_down: tuple[int, ...],
+    tensor_axis: str | None,
+    fsdp_axis: str | None,
+) -> None:
+    """A tensor axis splits I, and an fsdp axis H, of `[..., I, H]` between blocks."""
+    for name, size, axis in (("H", w_down[-1], fsdp_axis), ("I", w_down[-2], tensor_axis)):
+        if axis is not None and size % (GROUP_SIZE * ranks[axis]):
+            raise ValueError(
+                f"{function}: {name}={size} of Fp8Weights over the {ranks[axis]} ranks of {axis!r}, expected a multiple"
+                f" of {GROUP_SIZE} on each, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass the matrices"
+                " themselves, or spread them over fewer ranks."
+            )
 
 
 def in_fp8(function: str, value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import overload
 
 import jax
 import numpy as np
@@ -59,10 +60,11 @@ class Fp8Weights:
 
     Attributes:
       master: `[..., E, K, N]`, as `moe` takes matrices: of it products read nothing but the dtype of its gradient, and
-        with "fp8-forward" the backward pass reads it.
+        with "fp8-forward" the backward pass reads it. Or `[..., E, K, 2, N]`, as a tensor axis splits columns, of 2 or
+        1 kinds: then values are `[..., E, 2, N, K]` and scales `[..., E, 2, N / 128, K / 128]`.
       values: `[..., E, N, K]` float8_e4m3fn, for the products of the forward pass.
-      transposed: `[..., E, K, N]` float8_e4m3fn, the same numbers for the gradients of tokens; None: for "fp8-forward",
-        which needs none.
+      transposed: float8_e4m3fn of the shape of the master, the same numbers for the gradients of tokens; None: for
+        "fp8-forward", which needs none.
       scales: `[..., E, N / 128, K / 128]` float32, of both.
     """
 
@@ -73,10 +75,43 @@ class Fp8Weights:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`[..., E, K, N]`."""
+        """That of the master."""
         return self.master.shape
 
     @property
     def dtype(self) -> np.dtype:
         """That of the master, and of gradients."""
         return self.master.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainingWeights:
+    """The experts' matrices of a `jax_ep.flax.MoE`, or of stacked ones, quantised once for all products of a step.
+
+    Made by its `training_weights`. A pytree: it passes `jit`, and scans over layers and over microbatches.
+
+    Attributes:
+      w_gate_up: `[..., E, H, 2 * I]`, or with a tensor axis `[..., E, H, 2, I]`.
+      w_down: `[..., E, I, H]`.
+    """
+
+    w_gate_up: Fp8Weights
+    w_down: Fp8Weights
+
+
+@overload
+def with_one_axis_of_columns(w: Array) -> Array: ...
+
+
+@overload
+def with_one_axis_of_columns(w: Fp8Weights) -> Fp8Weights: ...
+
+
+def with_one_axis_of_columns(w: Array | Fp8Weights) -> Array | Fp8Weights:
+    """Matrices `[..., K, 2, N]` as `[..., K, 2 * N]`: all columns of one kind, and then those of the other."""
+    if not isinstance(w, Fp8Weights):
+        return w.reshape(*w.shape[:-2], -1)
+    values, scales = (part.reshape(*part.shape[:-3], -1, part.shape[-1]) for part in (w.values, w.scales))
+    transposed = None if w.transposed is None else with_one_axis_of_columns(w.transposed)
+    return Fp8Weights(with_one_axis_of_columns(w.master), values, transposed, scales)

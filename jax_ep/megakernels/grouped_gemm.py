@@ -284,7 +284,8 @@ def weight_gradient_fp8(
     (rows, places), columns, groups, out_dtype = lhs.shape, rhs.shape[0], group_sizes.shape[0], jnp.dtype(out_dtype)
     if 0 in (*lhs.shape, *rhs.shape, groups) or groups > MAX_GROUPS or places > BOUND or out_dtype == jnp.float64:
         return xla.weight_gradient_fp8(*operands, out_dtype=out_dtype)
-    tiles = tiles or fp8_weight_tiles()
+    facts = _facts((places, rows), columns, groups, lhs.dtype, out_dtype)
+    tiles = tiles or tuned.tiles(fp8_weight_tiles(), "weight_gradient_fp8", **facts)
     left, right = (Descriptor(x, (block, GROUP_SIZE)) for x, block in ((lhs, tiles.block_m), (rhs, tiles.block_n)))
     tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     result = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)

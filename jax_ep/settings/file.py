@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jax_ep.core.files import sources_digest, write_atomically
 from jax_ep.settings.operations import NAMES, Fact, Setting, bucket, check, check_blocks, key
 
 ENVIRONMENT = "JAX_EP_TUNING"
@@ -85,16 +85,9 @@ class Entry:
     measured: Mapping[str, Any]
 
 
-@functools.cache
 def kernel_sources() -> str:
     """A hash of the kernels and of what launches them."""
-    folder = _PACKAGE / "megakernels"
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(
-            f"{path.relative_to(folder).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
-        )
-    return digest.hexdigest()[:16]
+    return sources_digest(_PACKAGE / "megakernels")
 
 
 def default_path(device_kind: str) -> Path:
@@ -214,18 +207,7 @@ def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | Non
         "entries": [dataclasses.asdict(entry) | {"facts": found} for entry, found in zip(entries, facts, strict=True)],
     }
     _parsed(content, path, device_kind)
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by another, never by a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def settings_of(tuning: Tuning, operation: str, facts: Mapping[str, Any]) -> Mapping[str, Setting]:

@@ -79,6 +79,7 @@ _MASKED_TILES = {
     "block_n": Values(16, 128, power_of_two=True),
     **_LAUNCH,
 }
+_FP8_TILES = _MASKED_TILES | {"group_m": Values(1, 64)}
 
 OPERATIONS: Mapping[str, Operation] = {
     "dispatch": Operation(
@@ -106,16 +107,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "low_latency_combine": Operation(_EXCHANGE, {"num_combining_programs": _PROGRAMS}),
     "low_latency_gemm_combine": Operation(_MASKED, _MASKED_TILES),
     "grouped_gemm": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_k": _BLOCK, **_STORED}),
-    "grouped_gemm_fp8": Operation(
-        _PRODUCT,
-        {
-            "block_m": Values(16, 128, power_of_two=True),
-            "block_n": Values(16, 128, power_of_two=True),
-            "group_m": Values(1, 64),
-            **_LAUNCH,
-        },
-    ),
+    "grouped_gemm_fp8": Operation(_PRODUCT, _FP8_TILES),
     "weight_gradient": Operation(_PRODUCT, {"block_m": _BLOCK, "block_n": _COLUMNS, "block_r": _BLOCK, **_STORED}),
+    "weight_gradient_fp8": Operation(_PRODUCT, _FP8_TILES),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
     "quantized_gemm": Operation(
         ("rows_of_group", "depth", "columns", "groups", "dtype", "format"),

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes(args: argparse.Namespace) -> list[Any]:
     """Sizes of the layer, one for each number of tokens."""
-    from jax_ep.tools.tune_cases import Sizes
+    from jax_ep.tools.tune_chains import Sizes
 
     models, is_small = bench.library("inputs").MODELS, jax.default_backend() == "cpu"
     name = args.model or ("tiny" if is_small else "deepseek-v3")
@@ -102,21 +102,22 @@ def _makers(parts: Sequence[str], all_sizes: Sequence[Any], formats: Sequence[st
     """Functions that make cases, and the arrays that these need, one group after another."""
     from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
     from jax_ep.tools import tune_cases as cases
+    from jax_ep.tools import tune_products as products
 
     for sizes in all_sizes:
         made: dict[str, list[Callable[..., Any]]] = {
             "exchange": [cases.exchange],
             "exchange-gemm": [cases.exchange_gemm, cases.weight_gradients],
-            "grouped-gemm": [cases.grouped_gemm],
+            "grouped-gemm": [products.grouped_gemm, products.grouped_gemm_fp8],
             "fused-moe": [cases.fused_moe],
         }
         if sizes.tokens <= MOST_LOW_LATENCY_TOKENS:
-            made["low-latency"] = [cases.low_latency, cases.masked_gemm]
+            made["low-latency"] = [cases.low_latency, products.masked_gemm]
         for part in parts:
             for make in made.get(part, ()):
                 yield lambda make=make, sizes=sizes: make(sizes)  # type: ignore[misc]
             for name in formats:
-                quantized = {"grouped-gemm": cases.quantized_gemm, "fused-moe": cases.fused_moe}.get(part)
+                quantized = {"grouped-gemm": products.quantized_gemm, "fused-moe": cases.fused_moe}.get(part)
                 if quantized is not None:
                     yield lambda make=quantized, sizes=sizes, name=name: make(sizes, name)  # type: ignore[misc]
 

@@ -1,13 +1,9 @@
-"""What `jax-ep tune` measures: operations in the sizes of a layer, as chains of calls, with the values of settings.
-
-A chain is a scan in which each call needs a number from the one before, so that XLA can neither merge calls nor start
-one early. Settings come to it as they come to any program: by `jax_ep.tuning.override`, around its tracing.
-"""
+"""What `jax-ep tune` measures of exchanges, alone and with products, and of the layer of one device."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,137 +12,67 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import tuning
 from jax_ep.core.dtypes import FP8
 from jax_ep.megakernels import tuned
 from jax_ep.ops import registry
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
-from jax_ep.ops.masked import masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe as public_fused_moe
 from jax_ep.quantization import quantize_experts
-from jax_ep.settings.operations import Setting
 from jax_ep.tools import bench
-from jax_ep.tools.tune_search import Case, Run, Settings
+from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, programs
+from jax_ep.tools.tune_search import Case
 from jax_ep.types import Array, Options
-
-BF16 = jnp.dtype(jnp.bfloat16)
-_SPEC = jax.P("expert")
-Step = Callable[..., Any]
-"""`(zero, *arrays) -> any arrays` of one rank; it must need the zero."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of an expert layer, and who shares it.
-
-    Attributes:
-      tokens: T, of a rank.
-      hidden: H.
-      intermediate: I.
-      experts: E, of all ranks.
-      top_k: K.
-      ranks: W.
-      routing: "uniform" or "zipf".
-    """
-
-    tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    ranks: int
-    routing: str
-
-    @property
-    def title(self) -> str:
-        """For people."""
-        return f"{self.tokens} tokens x {self.hidden}, {self.ranks} ranks"
-
-
-def _is_small() -> bool:
-    """Whether kernels run in the interpreter, where a program takes the time of its elements."""
-    return jax.default_backend() == "cpu"
-
-
-def _programs(per_multiprocessor: Sequence[int] = (1, 2)) -> tuple[int, ...]:
-    if _is_small():
-        return 1, 2
-    count = jax.local_devices()[0].core_count
-    return tuple(sorted({8, 16, 24, 32, 48, 64, 96, *(count * n for n in per_multiprocessor)}))
-
-
-def _few(*values: Setting) -> tuple[Setting, ...]:
-    """All, or in the interpreter the first two."""
-    return values[:2] if _is_small() else values
-
-
-def _make_chain(
-    operation: str, mesh: jax.sharding.Mesh, step: Step, arrays: tuple[Any, ...], graphs: bool = False
-) -> Callable[[Settings], Callable[[int], Run]]:
-    """See `Case.make_chain`; with `graphs` as CUDA graphs, for calls that take less time than their launch."""
-    harness, waiting = bench.library("harness"), bench.library("waiting")
-    options = harness.GRAPHS if graphs and not _is_small() else None
-
-    def compile_chain(settings: Settings, n: int) -> Run:
-        def body(*local: Any) -> Array:
-            def once(zero: Array, _: None) -> tuple[Array, None]:
-                zero, inputs = lax.optimization_barrier((zero, local))
-                results = lax.optimization_barrier(jax.tree.leaves(step(zero, *inputs)))
-                return waiting.zero_after(results[0]), None
-
-            return lax.scan(once, jnp.zeros((), jnp.int32), None, length=n)[0][None]
-
-        specs = (_SPEC,) * len(arrays)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=_SPEC, check_vma=False)
-        with tuning.override(operation, **settings):
-            return partial(jax.jit(mapped).lower(*arrays).compile(options), *arrays)
-
-    return lambda settings: partial(compile_chain, settings)
 
 
 def exchange(sizes: Sizes) -> Iterator[Case]:
     """Dispatch and combine, each alone."""
-    chains, layer = bench.library("exchange_chains"), _Exchange(sizes)
-    run, layout, case = layer.run, layer.layout, layer.case
-    facts = tuned.exchange_facts(layout, sizes.hidden, BF16)
-    moved = float(max(case.remote.sum(0).max(), case.remote.sum(1).max()) * case.row_bytes("bf16"))
+    layer = _Exchange(sizes)
+    for wire, dtype in (("bf16", None), ("fp8", FP8)):
+        if dtype is None or sizes.hidden % 128 == 0:
+            yield _dispatch(layer, wire, dtype)
+    yield _combine(layer)
 
-    def sent(zero: Array, x: Array, handle: Any, wire: Any) -> Any:
-        options = dataclasses.replace(layer.options, wire_dtype=wire)
-        return run.dispatch_tokens(options, x, chains.after(chains.local(handle), zero))
+
+def _dispatch(layer: _Exchange, wire: str, dtype: Any) -> Case:
+    """Of tokens that travel in a dtype, or as they are."""
+    chains, case = bench.library("exchange_chains"), layer.case
+
+    def sent(zero: Array, x: Array, handle: Any) -> Any:
+        options = dataclasses.replace(layer.options, wire_dtype=dtype)
+        return layer.run.dispatch_tokens(options, x, chains.after(chains.local(handle), zero))
+
+    return Case(
+        operation="dispatch",
+        facts=layer.facts | {"wire_dtype": jnp.dtype(dtype or BF16)},
+        title=f"dispatch of {layer.sizes.title}, {wire}",
+        candidates={
+            "num_communicating_programs": programs(),
+            "num_warps": few(4, 8, 16),
+            "tokens_per_block": few(2, 4, 8, 16, 32),
+        },
+        make_chain=make_chain("dispatch", layer.mesh, sent, (case.x, layer.handle)),
+        moved_bytes=layer.moved_tokens * case.row_bytes(wire),
+    )
+
+
+def _combine(layer: _Exchange) -> Case:
+    chains, hidden = bench.library("exchange_chains"), layer.sizes.hidden
 
     def summed(zero: Array, y: Array, handle: Any) -> Any:
-        return run.combine_tokens(layer.options, y, chains.after(chains.local(handle), zero))
+        return layer.run.combine_tokens(layer.options, y, chains.after(chains.local(handle), zero))
 
-    sending = {
-        "num_communicating_programs": _programs(),
-        "num_warps": _few(4, 8, 16),
-        "tokens_per_block": _few(2, 4, 8, 16, 32),
-    }
-    for wire, dtype in (("bf16", None), ("fp8", FP8)):
-        if dtype is not None and sizes.hidden % 128:
-            continue
-        yield Case(
-            operation="dispatch",
-            facts=facts | {"wire_dtype": jnp.dtype(dtype or BF16)},
-            title=f"dispatch of {sizes.title}, {wire}",
-            candidates=sending,
-            make_chain=_make_chain("dispatch", layer.mesh, partial(sent, wire=dtype), (case.x, layer.handle)),
-            moved_bytes=moved * case.row_bytes(wire) / case.row_bytes("bf16"),
-        )
-    summing = {
-        "num_combining_programs": _programs((1, 2, 4)),
-        "num_warps": _few(1, 2, 4, 8),
-        "tokens_per_block": _few(2, 4, 8, 16, 32),
-        "rows_in_flight": _few(2, 3, 5, 7, 10),
-    }
-    yield Case(
+    return Case(
         operation="combine",
-        facts=facts,
-        title=f"combine of {sizes.title}",
-        candidates=summing,
-        make_chain=_make_chain("combine", layer.mesh, summed, (layer.rows(sizes.hidden), layer.handle)),
-        moved_bytes=moved,
+        facts=layer.facts,
+        title=f"combine of {layer.sizes.title}",
+        candidates={
+            "num_combining_programs": programs((1, 2, 4)),
+            "num_warps": few(1, 2, 4, 8),
+            "tokens_per_block": few(2, 4, 8, 16, 32),
+            "rows_in_flight": few(2, 3, 5, 7, 10),
+        },
+        make_chain=make_chain("combine", layer.mesh, summed, (layer.rows(hidden), layer.handle)),
+        moved_bytes=layer.moved_tokens * layer.case.row_bytes("bf16"),
     )
 
 
@@ -156,7 +82,7 @@ class _Exchange:
     def __init__(self, sizes: Sizes) -> None:
         inputs, chains = bench.library("inputs"), bench.library("exchange_chains")
         model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
-        self.mesh = inputs.expert_mesh(sizes.ranks)
+        self.sizes, self.mesh = sizes, inputs.expert_mesh(sizes.ranks)
         self.model, self._inputs = model, inputs
         self.case = chains.make_case(self.mesh, sizes.routing, sizes.tokens, BF16, model)
         self.layout, self.run = self.case.layout, registry.get("exchange", "triton")
@@ -166,6 +92,17 @@ class _Exchange:
             return chains.stack(self.run.plan(self.options, ids, self.layout))
 
         self.handle = jax.jit(self.case.shard_map(plan, 1))(self.case.ids)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """By which settings of the exchange are looked up."""
+        return tuned.exchange_facts(self.layout, self.sizes.hidden, BF16)
+
+    @property
+    def moved_tokens(self) -> float:
+        """That the busiest rank sends or receives."""
+        remote = self.case.remote
+        return float(max(remote.sum(0).max(), remote.sum(1).max()))
 
     def rows(self, columns: int) -> Array:
         """`[W * R, columns]` random rows of experts."""
@@ -204,9 +141,9 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
         operation=name,
         facts=tuned.exchange_gemm_facts(layout, sizes.hidden, wide, BF16),
         title=f"dispatch + GEMM of {sizes.title}",
-        candidates={"num_communicating_programs": _few(8, 16, 24, 32, 48), "dispatch_mode": ("serial", "fused")},
+        candidates={"num_communicating_programs": few(8, 16, 24, 32, 48), "dispatch_mode": ("serial", "fused")},
         start={"dispatch_mode": "fused"},
-        make_chain=_make_chain(name, layer.mesh, first, (layer.case.x, w_gate_up, layer.handle)),
+        make_chain=make_chain(name, layer.mesh, first, (layer.case.x, w_gate_up, layer.handle)),
     )
     name = "grouped_gemm_combine"
     hidden_rows = layer.rows(sizes.intermediate)
@@ -215,7 +152,7 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
         facts=tuned.exchange_gemm_facts(layout, sizes.intermediate, sizes.hidden, BF16),
         title=f"GEMM + combine of {sizes.title}",
         candidates={"combine_mode": ("serial", "scatter")},
-        make_chain=_make_chain(name, layer.mesh, second, (hidden_rows, w_down, layer.handle)),
+        make_chain=make_chain(name, layer.mesh, second, (hidden_rows, w_down, layer.handle)),
     )
 
 
@@ -245,11 +182,11 @@ def weight_gradients(sizes: Sizes) -> Iterator[Case]:
         title=f"its gradient of {sizes.title}",
         candidates={
             "combine_mode": ("serial", "scatter"),
-            "num_summing_programs": _few(8, 16, 24, 32, 48),
+            "num_summing_programs": few(8, 16, 24, 32, 48),
             "fuse_weight_gradients": (False, True),
         },
         start={"fuse_weight_gradients": True},
-        make_chain=_make_chain(name, layer.mesh, backward, arrays),
+        make_chain=make_chain(name, layer.mesh, backward, arrays),
     )
 
 
@@ -261,7 +198,6 @@ def low_latency(sizes: Sizes) -> Iterator[Case]:
     inputs = bench.library("inputs")
     weights = case.place(np.full(case.ids.shape, 1 / sizes.top_k, np.float32))
     rows = inputs.on_ranks(layer.mesh, (local, sizes.ranks * sizes.tokens, sizes.hidden), 3)
-    facts = tuned.exchange_facts(layer.layout, sizes.hidden, BF16)
 
     def sent(zero: Array, x: Array, ids: Array) -> Any:
         return low_latency_dispatch(x, ids + zero, **keywords, implementation="triton").tokens
@@ -273,133 +209,19 @@ def low_latency(sizes: Sizes) -> Iterator[Case]:
     name = "low_latency_dispatch"
     yield Case(
         operation=name,
-        facts=facts | {"wire_dtype": jnp.dtype(FP8)},
+        facts=layer.facts | {"wire_dtype": jnp.dtype(FP8)},
         title=f"low-latency dispatch of {sizes.title}",
-        candidates={"num_communicating_programs": _programs()},
-        make_chain=_make_chain(name, layer.mesh, sent, (case.x, case.ids), graphs=True),
+        candidates={"num_communicating_programs": programs()},
+        make_chain=make_chain(name, layer.mesh, sent, (case.x, case.ids), graphs=True),
     )
     name = "low_latency_combine"
     arrays: tuple[Any, ...] = case.x, case.ids, weights, rows
     yield Case(
         operation=name,
-        facts=facts,
+        facts=layer.facts,
         title=f"low-latency combine of {sizes.title}",
-        candidates={"num_combining_programs": _programs()},
-        make_chain=_make_chain(name, layer.mesh, both_ways, arrays, graphs=True),
-    )
-
-
-def masked_gemm(sizes: Sizes) -> Iterator[Case]:
-    """The first product between a low-latency dispatch and its combine."""
-    inputs, local = bench.library("inputs"), sizes.experts // sizes.ranks
-    mesh = inputs.expert_mesh(1)
-    expected = -(-sizes.ranks * sizes.tokens * sizes.top_k // sizes.experts)
-    most = sizes.ranks * sizes.tokens
-    counts = jnp.full((local,), min(expected, most), jnp.int32)
-
-    def multiplied(zero: Array, rows: Array, w: Array, counts: Array) -> Any:
-        options: dict[str, Any] = {"expected_rows": expected, "implementation": "triton"}
-        return masked_grouped_gemm(rows, w, counts + zero, **options)
-
-    rows = inputs.on_ranks(mesh, (local, most, sizes.hidden), 3)
-    name, columns = "masked_grouped_gemm", 2 * sizes.intermediate
-    w = inputs.on_ranks(mesh, (local, columns, sizes.hidden), 4, sizes.hidden**-0.5)
-    product = {"num_rows": most, "depth": sizes.hidden, "columns": columns, "groups": local}
-    tiles = {
-        "block_m": _few(16, 32, 64, 128),
-        "block_n": _few(64, 128),
-        "num_stages": _few(2, 3, 4, 5, 6),
-        "programs": _few(1, 2, 3),
-        "num_warps": _few(4, 8),
-    }
-    yield Case(
-        operation=name,
-        facts=product | {"expected_rows": expected, "dtype": BF16, "out_dtype": BF16},
-        title=f"masked product of {sizes.title}",
-        candidates=tiles,
-        make_chain=_make_chain(name, mesh, multiplied, (rows, w, counts), graphs=True),
-    )
-
-
-def grouped_gemm(sizes: Sizes) -> Iterator[Case]:
-    """Both products of the layer with the experts of a rank, and the gradient of the matrices."""
-    inputs, run = bench.library("inputs"), registry.get("grouped_gemm", "triton")
-    mesh, local = inputs.expert_mesh(1), sizes.experts // sizes.ranks
-    rows = sizes.tokens * sizes.top_k
-    model = inputs.Model(sizes.hidden, sizes.intermediate, local, 1)
-    ids = inputs.routing(sizes.routing, rows, model, np.random.default_rng(0)) if local > 1 else np.zeros(rows, int)
-    counts = jnp.asarray(np.bincount(ids.reshape(-1), minlength=local), jnp.int32)
-    stored = {
-        "num_stages": _few(2, 3, 4, 5),
-        "tma_store": (False, True),
-        "store_parts": _few(1, 2, 4),
-        "programs": _few(1, 2),
-        "num_warps": _few(4, 8),
-        "group_m": _few(4, 8, 16),
-    }
-    blocks = {"block_m": _few(64, 128, 256), "block_n": _few(64, 128, 256)}
-
-    def product(zero: Array, x: Array, w: Array, counts: Array) -> Any:
-        return run.grouped_gemm(x, w, counts + zero, transpose_rhs=False, out_dtype=BF16)
-
-    def gradient(zero: Array, x: Array, y: Array, counts: Array) -> Any:
-        return run.weight_gradient(x, y, counts + zero, out_dtype=BF16)
-
-    for depth, columns in ((sizes.hidden, 2 * sizes.intermediate), (sizes.intermediate, sizes.hidden)):
-        x, y = (inputs.on_ranks(mesh, (rows, width), seed) for seed, width in enumerate((depth, columns)))
-        w = inputs.on_ranks(mesh, (local, depth, columns), 2, depth**-0.5)
-        facts = {
-            "num_rows": rows,
-            "depth": depth,
-            "columns": columns,
-            "groups": local,
-            "dtype": BF16,
-            "out_dtype": BF16,
-        }
-        text = f"{rows} rows x {depth} x {columns}, {local} groups"
-        yield Case(
-            operation="grouped_gemm",
-            facts=facts,
-            title=f"product of {text}",
-            candidates=blocks | {"block_k": _few(32, 64, 128)} | stored,
-            make_chain=_make_chain("grouped_gemm", mesh, product, (x, w, counts)),
-        )
-        yield Case(
-            operation="weight_gradient",
-            facts=facts,
-            title=f"weight gradient of {text}",
-            candidates=blocks | {"block_r": _few(32, 64, 128)} | stored,
-            make_chain=_make_chain("weight_gradient", mesh, gradient, (x, y, counts)),
-        )
-
-
-def quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
-    """The first product with matrices in 8 or 4 bits."""
-    inputs, run = bench.library("inputs"), registry.get("quantized_gemm", "triton")
-    mesh, local = inputs.expert_mesh(1), sizes.experts // sizes.ranks
-    rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
-    x = inputs.on_ranks(mesh, (rows, sizes.hidden), 0)
-    w = inputs.on_ranks(mesh, (local, sizes.hidden, columns), 1, sizes.hidden**-0.5)
-    matrices = jax.jit(partial(quantize_experts, format=expert_format))(w)
-    counts = jnp.full((local,), rows // local, jnp.int32)
-    per_group = -(-rows // local)
-
-    def product(zero: Array, x: Array, w: Any, counts: Array) -> Any:
-        return run.grouped_gemm(x, w, counts + zero, None, out_dtype=BF16)
-
-    facts: Mapping[str, Any] = {"rows_of_group": per_group, "depth": sizes.hidden, "columns": columns, "groups": local}
-    yield Case(
-        operation="quantized_gemm",
-        facts={**facts, "dtype": BF16, "format": expert_format},
-        title=f"product in {expert_format} of {rows} rows x {sizes.hidden} x {columns}, {local} groups",
-        candidates={
-            "block_m": _few(16, 32, 64, 128),
-            "block_n": _few(64, 128, 256),
-            "num_stages": _few(2, 3, 4, 5),
-            "programs": _few(1, 2, 3),
-            "num_warps": _few(4, 8),
-        },
-        make_chain=_make_chain("quantized_gemm", mesh, product, (x, matrices, counts), graphs=True),
+        candidates={"num_combining_programs": programs()},
+        make_chain=make_chain(name, layer.mesh, both_ways, arrays, graphs=True),
     )
 
 
@@ -425,16 +247,16 @@ def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
         facts={"num_slots": sizes.tokens * sizes.top_k, "num_experts": sizes.experts, **shape},
         title=f"layer of {sizes.tokens} tokens x {sizes.hidden}, {sizes.experts} experts, {shape['format']}",
         candidates={
-            "block_m": _few(16, 32, 64, 128),
-            "hidden_columns": _few(32, 64, 128),
-            "columns": _few(64, 128, 256),
-            "splits": _few(1, 2, 4, 8),
-            "depth": _few(64, 128, 256) if expert_format is None else (128,),  # columns that share a scale
-            "num_stages": _few(2, 3, 4),
-            "programs": _few(1, 2, 3, 4),
-            "num_warps": _few(4, 8),
+            "block_m": few(16, 32, 64, 128),
+            "hidden_columns": few(32, 64, 128),
+            "columns": few(64, 128, 256),
+            "splits": few(1, 2, 4, 8),
+            "depth": few(64, 128, 256) if expert_format is None else (128,),  # columns that share a scale
+            "num_stages": few(2, 3, 4),
+            "programs": few(1, 2, 3, 4),
+            "num_warps": few(4, 8),
             "single_launch": (False, True),
         },
         start={"single_launch": True},
-        make_chain=_make_chain("fused_moe", mesh, layer, (x, ids, weights, w_gate_up, w_down), graphs=True),
+        make_chain=make_chain("fused_moe", mesh, layer, (x, ids, weights, w_gate_up, w_down), graphs=True),
     )

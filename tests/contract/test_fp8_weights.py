@@ -16,7 +16,7 @@ import oracle_fp8
 from cases import BF16, F32, assert_close, assert_same_bits, probabilities, reals
 from fp8_layers import NAMES, SHAPE, Layer, with_gradients
 from harness import make_mesh, run, to_numpy
-from jax_ep.core.expert_matrices import Fp8Weights
+from jax_ep.core.expert_matrices import Fp8Weights, with_one_axis_of_columns
 from jax_ep.quantization import quantize_master_weights
 from layers import Layer as PlainLayer
 
@@ -34,6 +34,20 @@ def test_what_they_are(rng: Any) -> None:
     assert forward.transposed is None
     for part in ("master", "values", "scales"):
         assert_same_bits(np.asarray(getattr(forward, part)), np.asarray(getattr(found, part)[1]), part)
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_columns_of_several_kinds(kinds: int, rng: Any) -> None:
+    """As a tensor axis splits them: each kind has the numbers that it has by itself."""
+    w = reals(rng, 3, 2, 256, kinds, 128, dtype=BF16)
+    found = quantize_master_weights(jnp.asarray(w))
+    alone = [quantize_master_weights(jnp.asarray(w[..., kind, :])) for kind in range(kinds)]
+    together = with_one_axis_of_columns(found)
+    for part, axis in (("master", -1), ("values", -2), ("transposed", -1), ("scales", -2)):
+        want = jnp.concatenate([getattr(one, part) for one in alone], axis=axis)
+        assert_same_bits(np.asarray(getattr(together, part)), np.asarray(want), part)
+    assert found.shape == found.transposed.shape == w.shape
+    assert found.scales.shape == (3, 2, kinds, 1, 2)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
@@ -137,15 +151,16 @@ def test_scan_over_layers_with_gradient_accumulation(
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("fsdp_axis", [None, "data"])
 @pytest.mark.slow
-def test_in_sharded_moe(explicit: bool, implementation: str, rng: Any) -> None:
+def test_in_sharded_moe(explicit: bool, fsdp_axis: str | None, implementation: str, rng: Any) -> None:
     """Global arrays: quantised where they lie, with the gradients of masters at the same places."""
     if implementation != "xla":
         pytest.skip("the portable functions make them of global arrays")
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = make_mesh((2, 2), ("data", "expert"), kind)
-    layer = PlainLayer(rng, "uniform", 1, dataclasses.replace(SHAPE, num_tokens=8), BF16)
-    specs = jax_ep.sharding.moe_specs(batch_axes="data")
+    layer = PlainLayer(rng, "uniform", 1, dataclasses.replace(SHAPE, num_tokens=8, hidden=256), BF16)
+    specs = jax_ep.sharding.moe_specs(batch_axes="data", fsdp_axis=fsdp_axis)
     arrays = [
         jax.device_put(a, jax.NamedSharding(mesh, spec))
         for a, spec in zip(
@@ -157,17 +172,28 @@ def test_in_sharded_moe(explicit: bool, implementation: str, rng: Any) -> None:
 
     def gradients(make):
         call = jax_ep.sharding.sharded_moe(
-            mesh, num_experts=8, batch_axes="data", recipe="fp8", implementation=implementation
+            mesh,
+            num_experts=8,
+            batch_axes="data",
+            fsdp_axis=fsdp_axis,
+            recipe="fp8",
+            implementation=implementation,
         )
 
         def loss(up, down):
-            return jnp.sum(jnp.sin(call(*arrays[:3], make(up), make(down)).astype(jnp.float32)))
+            return jnp.sum(jnp.sin(call(*arrays[:3], up, down).astype(jnp.float32)))
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays[3:])
+        def made_within(up, down):
+            return loss(make(up), make(down))
+
+        def of_all_parts(up, down):
+            return tuple(getattr(g, "master", g) for g in jax.grad(loss, argnums=(0, 1))(make(up), make(down)))
+
+        return *jax.jit(jax.grad(made_within, argnums=(0, 1)))(*arrays[3:]), *jax.jit(of_all_parts)(*arrays[3:])
 
     got, want = gradients(quantize_master_weights), gradients(lambda w: w)
-    for g, w in zip(got, want, strict=True):
-        assert g.sharding == w.sharding
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.sharding == w.sharding or i > 1
         assert_same_bits(to_numpy(g), to_numpy(w))
 
 

@@ -1,4 +1,4 @@
-"""A process lowers a launch once for all programs, whatever mesh they are for."""
+"""A launch is lowered once for all programs of a process, whatever mesh they are for, and from files in others."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from harness import make_mesh
 from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.pallas import kept
 from jax_ep.pallas.lowered import lowered_once
 
 ROWS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
 
 
-@pytest.fixture
-def launch():
-    """A launch, and how it has been traced."""
+def make_launch():
+    """A launch as a process finds it, and how it has been traced."""
     traced = []
 
     def scale(x, y, *, interpret, factor):
@@ -22,6 +22,24 @@ def launch():
         return x * factor + y
 
     return lowered_once(scale), traced
+
+
+@pytest.fixture(autouse=True)
+def cache():
+    """Sets the folder of JAX's cache; none at first, whatever the tests have."""
+    before = jax.config.jax_compilation_cache_dir
+
+    def use(folder):
+        jax.config.update("jax_compilation_cache_dir", folder if folder is None else str(folder))
+
+    use(None)
+    yield use
+    use(before)
+
+
+@pytest.fixture
+def launch():
+    return make_launch()
 
 
 def lower(function, *shapes):
@@ -90,3 +108,70 @@ def test_errors_of_the_launch_reach_the_caller():
 
     with pytest.raises(ValueError, match="no such tiles"):
         lower(lambda x: lowered_once(refuse)(x, interpret=False), ROWS)
+
+
+def lower_here(factor=2.0):
+    """By a process that has lowered nothing: the program, and how often its launch was traced for that."""
+    run, traced = make_launch()
+    return lower(lambda x: run(x, x, interpret=False, factor=factor), ROWS), len(traced)
+
+
+def test_other_processes_find_it_in_files(cache, tmp_path):
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    first, *others = [lower_here() for _ in range(3)]
+    assert first[1] == 1 and others == [(first[0], 0)] * 2
+    (folder,) = tmp_path.iterdir()
+    assert [path.name[:6] for path in folder.iterdir()] == ["scale-"]
+    assert lower_here(factor=3.0)[1] == 1
+    with jax.enable_x64(True):
+        assert lower_here()[1] == 1
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    text, _ = lower_here()
+    (path,) = tmp_path.glob("*/*")
+    content = path.read_bytes()
+    for damaged in (b"", content[:-1], content[:40] + b"x" + content[41:]):
+        path.write_bytes(damaged)
+        assert lower_here() == (text, 1)
+        assert lower_here() == (text, 0)
+
+
+@pytest.mark.parametrize("what", ["sources_digest", "jaxlib", "jax", "devices"])
+def test_files_are_for_one_version_and_kind_of_device(what, cache, tmp_path, monkeypatch):
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    lower_here()
+    if what == "sources_digest":
+        monkeypatch.setattr(kept, "sources_digest", lambda folder: "others")
+    elif what == "devices":
+        kind = type("Device", (), {"device_kind": "another GPU"})()
+        monkeypatch.setattr(kept.jax, "local_devices", lambda: [kind])
+    else:
+        monkeypatch.setattr(getattr(kept, what), "__version__", "0.0.1")
+    assert [lower_here()[1] for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("why", ["no folder", "not in use", "remote", "no flatbuffers"])
+def test_where_nothing_is_kept(why, cache, tmp_path, monkeypatch):
+    cache({"no folder": None, "remote": "gs://bucket/folder"}.get(why, tmp_path))
+    if why == "no flatbuffers":
+        monkeypatch.setattr(kept.importlib.util, "find_spec", lambda name: None)
+    try:
+        jax.config.update("jax_enable_compilation_cache", why != "not in use")
+        assert [lower_here()[1] for _ in range(2)] == [1, 1]
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(cache, tmp_path):
+    pytest.importorskip("flatbuffers")
+    (tmp_path / "jax_ep_lowered").write_text("not a folder")
+    cache(tmp_path)
+    with pytest.warns(UserWarning, match="a lowered kernel is not kept for other processes"):
+        assert lower_here()[1] == 1

@@ -16,10 +16,13 @@ from jax.sharding import Mesh
 import harness
 import jax_ep
 from jax_ep import tuning
+from jax_ep.core import fp8, fp8_columns
 from jax_ep.core.kernel import Config
 from jax_ep.megakernels import cost_model, exchange, grouped_gemm, low_latency, tuned
-from jax_ep.settings.operations import OPERATIONS
+from jax_ep.settings.operations import OPERATIONS, bucket
+from jax_ep.tools import tune_chains, tune_products
 from jax_ep.types import Layout, Schedule
+from jax_ep.xla import grouped_gemm as xla_products
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="in the interpreter, with devices of kind cpu")
@@ -168,6 +171,56 @@ def test_tiles_reach_the_launch(two_ranks: Mesh, launched: Launched, make_file: 
         ]
     )
     np.testing.assert_allclose(np.asarray(got, float), want, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "make", [tune_products.grouped_gemm, tune_products.grouped_gemm_fp8], ids=["bfloat16", "float8_e4m3fn"]
+)
+def test_what_is_tuned_of_products_is_what_launches_look_up(
+    make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
+) -> None:
+    """Entries of the facts of the cases, of both products and gradients, reach the launches of these operations."""
+    sizes = tune_chains.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")
+    cases = list(make(sizes))
+    assert len({(case.operation, case.facts["depth"]) for case in cases}) == 4
+    facts = [{name: bucket(name, value) for name, value in case.facts.items()} for case in cases]
+    tuning.use(make_file(*(entry(case.operation, of, block_n=128) for case, of in zip(cases, facts, strict=True))))
+    for case in cases:
+        launched.clear()
+        case.make_chain({})(1)
+        assert of(launched, case.operation)[1].tile.BN == 128, case.title
+        launched.clear()
+        with tuning.override(case.operation, num_warps=2, block_n=64):
+            case.make_chain({"block_n": 32})(1)
+        config, sizes_of_launch = of(launched, case.operation)
+        assert (config.num_warps, sizes_of_launch.tile.BN) == (2, 32), case.title
+
+
+def test_sizes_without_whole_blocks_have_no_products_in_fp8() -> None:
+    sizes = tune_chains.Sizes(8, 128, 192, experts=2, top_k=1, ranks=1, routing="uniform")
+    assert list(tune_products.grouped_gemm_fp8(sizes)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(4))
+def test_random_tiles_of_products_in_fp8(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+    """Of rows, and of columns of the gradient: the sums of the portable functions, but for the order of roundings."""
+    sizes = jnp.asarray(rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8]), jnp.int32)
+    rows, others = (jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16) for width in (128, 256))
+    (x, x_scales), (w, w_scales) = fp8.quantize_rows(rows), fp8.quantize_matrices(jnp.ones((3, 128, 256)) * 0.3)
+    (a, a_scales), (b, b_scales) = (fp8_columns.quantize_columns(side, sizes) for side in (rows, others))
+    chosen = {name: draw(rng, name) for name in ("grouped_gemm_fp8", "weight_gradient_fp8")}
+    print(chosen, sizes)
+    found = []
+    for run in (grouped_gemm, xla_products):
+        with (
+            tuning.override("grouped_gemm_fp8", **chosen["grouped_gemm_fp8"]),
+            tuning.override("weight_gradient_fp8", **chosen["weight_gradient_fp8"]),
+        ):
+            product = run.grouped_gemm_fp8(x, w, sizes, x_scales, w_scales, out_dtype=jnp.float32)
+            found.append((product, run.weight_gradient_fp8(a, b, sizes, a_scales, b_scales, out_dtype=jnp.float32)))
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["fused", "serial"])

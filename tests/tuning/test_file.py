@@ -198,6 +198,7 @@ def test_the_table_of_operations_says_what_there_is() -> None:
         "grouped_gemm": grouped_gemm.Tiles,
         "weight_gradient": grouped_gemm.WeightTiles,
         "grouped_gemm_fp8": grouped_gemm.Fp8Tiles,
+        "weight_gradient_fp8": grouped_gemm.Fp8WeightTiles,
         "masked_grouped_gemm": masked.MaskedTiles,
         "low_latency_gemm_combine": masked.MaskedTiles,
         "quantized_gemm": quantized_gemm.QuantizedTiles,

@@ -97,7 +97,7 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
 
 
 def vary_as[Tree](x: Array, tree: Tree) -> Tree:
-    """Casts all arrays of `tree` to vary over the mesh axes over which `x` does, too: results of a kernel forget them."""
+    """Casts all arrays of `tree` to vary over the mesh axes over which `x` does: results of a kernel forget that."""
 
     def cast(leaf: Array) -> Array:
         axes = tuple(sorted(varying_axes(x) - varying_axes(leaf)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
     if _part(y, index, dtype) is None:
         if dtype != FP8 or _part(y, index, jnp.float32) is None:
             return xla.unpermute(y, index, dtype)
-        return fp8.quantize_rows(unpermute(y, index, jnp.float32))
+        return fp8.quantize_rows(cast(Array, unpermute(y, index, jnp.float32)))
     out: Any = _unpermute(y, index, dtype=dtype, interpret=is_interpreted())
     return out
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas.launch import PROGRAM
-from jax_ep.pallas.memory import Ref, int32
+from jax_ep.pallas.memory import Ref, Scalar, int32
 from jax_ep.types import Array
 
 PROGRAMS_PER_CORE = 2
@@ -27,10 +27,10 @@ type Rows = tuple[Array, ...]
 
 
 class Tasks(NamedTuple):
-    """A program's own tasks, one after another: `first`, and how many. Neighbours read the same rows at one time."""
+    """A program's own tasks, one after another: the first, and how many."""
 
     first: Array
-    count: Array
+    number: Array
 
 
 def own_tasks(num_tasks: int, programs: int) -> Tasks:
@@ -50,8 +50,8 @@ def row_at(index: Ref, place: Array, num_rows: int) -> Array:
 def stream(
     count: Array,
     ahead: int,
-    rows_of: Callable[[Array], Rows],
-    load: Callable[[Array, Rows], None],
+    rows_of: Callable[[Scalar], Rows],
+    load: Callable[[Scalar, Rows], None],
     use: Callable[[Array], None],
 ) -> None:
     """Uses what tasks 0 to `count` load, each of which begins to load when the one `ahead` of it is used.

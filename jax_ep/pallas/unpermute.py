@@ -10,6 +10,7 @@ With N rows of B bytes memory moves what rows there are in the list, and `N * B`
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -41,9 +42,10 @@ def unpermute(index: Ref, y: Ref, *refs: Ref, slots: Ref, full: Ref, results: tu
     num_tasks = refs[0].shape[0] * num_parts
     first, count = own_tasks(num_tasks, programs)
 
-    def place_of(task: Array) -> tuple[Array, Array]:
+    def place_of(task: Array) -> tuple[Array, Any]:
         here = lax.min(first + task, int32(num_tasks - 1))
-        return lax.div(here, int32(num_parts)), pl.ds(pl.multiple_of(lax.rem(here, int32(num_parts)) * int32(part), part), part)
+        line = lax.rem(here, int32(num_parts)) * int32(part)
+        return lax.div(here, int32(num_parts)), pl.ds(pl.multiple_of(line, part), part)
 
     def rows_of(task: Array) -> Rows:
         start = place_of(task)[0] * int32(top_k)
@@ -76,8 +78,8 @@ def unpermute(index: Ref, y: Ref, *refs: Ref, slots: Ref, full: Ref, results: tu
 
 def _widened(part: Ref) -> Array:
     values = part[...]
-    part = values.shape[0]
-    layout = _LINES if part % WARPS == 0 else plgpu.Layout.WG_STRIDED(values.shape, vec_size=math.gcd(part, WARPS))
+    at_once = math.gcd(values.shape[0], WARPS)  # elements of a thread, next to each other
+    layout = _LINES if at_once == WARPS else plgpu.Layout.WG_STRIDED(values.shape, vec_size=at_once)
     return plgpu.layout_cast(values, layout).astype(jnp.float32)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8

@@ -84,7 +84,7 @@ def missing() -> str | None:
     if capability != _CAPABILITY:
         return (
             f"its kernels are for compute capability {_CAPABILITY} (Hopper), that of these GPUs is {capability};"
-            " `triton` or `xla` multiply there"
+            " `triton` or `xla` serve there"
         )
     if importlib.util.find_spec(_COMPILER) is None:
         return f"this JAX has no {_COMPILER}"

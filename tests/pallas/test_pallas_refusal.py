@@ -84,7 +84,7 @@ def test_other_gpus(hopper, caplog):
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert choose() == "xla"
     reason = "its kernels are for compute capability 9.0 (Hopper), that of these GPUs is 10.0"
-    reason += "; `triton` or `xla` multiply there"
+    reason += "; `triton` or `xla` serve there"
     assert f"implementation pallas is not used: {reason}" in [record.getMessage() for record in caplog.records]
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
         choose("pallas")

@@ -15,9 +15,9 @@ from jax_ep.types import Array, Quantized
 
 GROUP_SIZE = 128
 """Columns of a row, or rows and columns of a block of a matrix, that share a scale."""
-_FP8_MAX = 448.0
+FP8_MAX = 448.0
 # A group of zeros, or of values that float32 cannot divide by, gets this scale instead of zero.
-_MIN_SCALE = 2.0**-120
+MIN_SCALE = 2.0**-120
 
 
 def quantize_rows(x: Array, group_size: int = GROUP_SIZE) -> Quantized:
@@ -60,10 +60,10 @@ def dequantize_matrices(values: Array, scales: Array, dtype: DTypeLike) -> Array
 def quantize(groups: Array, axes: tuple[int, ...]) -> Quantized:
     """FP8 values and one scale for all elements along `axes`, which the scales lack."""
     groups = groups.astype(jnp.float32)
-    scales = scales_of(groups, axes, _FP8_MAX)
+    scales = scales_of(groups, axes, FP8_MAX)
     # One division per group: kernels do the same, for the same bits. The product may round just past 448, which the
     # cast would turn into NaN; NaN inputs stay NaN through the clip.
-    values = jnp.clip(groups * (1 / scales), -_FP8_MAX, _FP8_MAX).astype(FP8)
+    values = jnp.clip(groups * (1 / scales), -FP8_MAX, FP8_MAX).astype(FP8)
     # Without a barrier XLA may drop the rounding where both directions meet in one program: it counts as excess
     # precision.
     return lax.optimization_barrier((values, jnp.squeeze(scales, axes)))
@@ -78,4 +78,4 @@ def largest_magnitudes(groups: Array, axes: tuple[int, ...]) -> Array:
 
 def scales_of(groups: Array, axes: tuple[int, ...], limit: float) -> Array:
     """Scales by which float32 numbers along axes, which stay with one element, are at most `limit`."""
-    return jnp.maximum(largest_magnitudes(groups, axes) * jnp.float32(1 / limit), jnp.float32(_MIN_SCALE))
+    return jnp.maximum(largest_magnitudes(groups, axes) * jnp.float32(1 / limit), jnp.float32(MIN_SCALE))

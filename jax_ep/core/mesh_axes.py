@@ -96,6 +96,16 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
     return jax.tree.unflatten(treedef, cast)
 
 
+def vary_as[Tree](x: Array, tree: Tree) -> Tree:
+    """Casts all arrays of `tree` to vary over the mesh axes over which `x` does: results of a kernel forget that."""
+
+    def cast(leaf: Array) -> Array:
+        axes = tuple(sorted(varying_axes(x) - varying_axes(leaf)))
+        return lax.pcast(leaf, axes, to="varying") if axes else leaf
+
+    return jax.tree.map(cast, tree)
+
+
 def _explicit_part(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: jax.sharding.PartitionSpec
 ) -> jax.sharding.PartitionSpec:

@@ -29,12 +29,12 @@ _PACKAGES = {"triton": "jax_ep.megakernels", "pallas": "jax_ep.pallas", "xla": "
 
 # In order of preference, behind those that are the fastest: the first one that accepts a request is the default.
 _IMPLEMENTATIONS = {
-    "exchange": ("triton", "xla"),
+    "exchange": ("triton", "xla", "pallas"),
     "exchange_gemm": ("triton",),  # others run the exchange and the product one after the other
     "grouped_gemm": ("triton", "pallas", "xla"),
     "fused_moe": ("triton",),  # others run the layer one operation after another
     "quantized_gemm": ("triton", "xla"),
-    "activation": ("triton", "xla"),
+    "activation": ("triton", "xla", "pallas"),
     "moe_sort": ("triton", "xla"),
     "low_latency": ("triton", "xla"),
     "low_latency_parts": ("triton",),  # others exchange in one launch

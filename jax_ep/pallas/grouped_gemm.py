@@ -11,7 +11,6 @@ costs copies; the widths of models are multiples of 64.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,10 +22,11 @@ from jax.typing import DTypeLike
 from jax_ep.core import fp8_columns
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
-from jax_ep.core.mesh_axes import vary_alike, varying_axes
+from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling
+from jax_ep.pallas.launch import is_interpreted, launch, num_programs
 from jax_ep.pallas.lowered import lowered_once
-from jax_ep.pallas.memory import WARPGROUP, swizzled
+from jax_ep.pallas.memory import swizzled
 from jax_ep.pallas.schedule import row_tiles, whole_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, Fp8Tiles, WeightTiles
 from jax_ep.types import Array
@@ -35,14 +35,7 @@ from jax_ep.xla import grouped_gemm as xla
 _MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
 _ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
 _FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
-_DEFAULT_PROGRAMS = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
-_INTERPRETED_PROGRAMS = 2
 _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
-
-
-def is_interpreted() -> bool:
-    """Whether Mosaic's interpreter runs the kernels, as it does on CPUs."""
-    return jax.default_backend() == "cpu"
 
 
 def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
@@ -92,7 +85,7 @@ def _launch_forward(
     lhs, rhs, group_sizes = operands
     schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
     columns = rhs.shape[1 if transpose else 2]
-    programs = _num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
+    programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
     scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.columns_scratch(out_dtype)}
@@ -137,7 +130,7 @@ def _forward_fp8(
 def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
     schedule, stages = whole_tiles(group_sizes, lhs.shape[0], tiles.band), tiles.stages
-    programs = _num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // TILE), interpret)
+    programs = num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // TILE), interpret)
     slot = swizzled((stages, TILE, FP8_STEP), lhs.dtype)
     scratch = {
         "ring": ring.scratch(slot, slot, stages, copies=3),
@@ -176,7 +169,7 @@ def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles,
     groups = xla.locate_groups(group_sizes, lhs.shape[0])
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     num_tasks = shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns)
-    programs = _num_programs(num_tasks, interpret)
+    programs = num_programs(num_tasks, interpret)
     right, results = result_slots.scratch(lhs.dtype, out_dtype, (STEP, tiles.columns), tiles.stages)
     memory = ring.scratch(swizzled((tiles.stages, STEP, TILE), lhs.dtype), right, tiles.stages)
     edge = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages)
@@ -224,7 +217,7 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTi
     ends = jnp.minimum(fp8_columns.blocks_until(group_sizes), lhs.shape[1] // FP8_STEP)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
-    programs = _num_programs(shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns), interpret)
+    programs = num_programs(shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns), interpret)
     slots = [swizzled((tiles.stages, columns, FP8_STEP), lhs.dtype) for columns in (TILE, tiles.columns)]
     scratch = {
         "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
@@ -239,44 +232,7 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTi
     return _launch("grouped_gemm_weight_gradient_fp8", body, inputs, result, scratch, programs, interpret)
 
 
-def _launch(
-    name: str,
-    body: Callable[..., None],
-    operands: tuple[Any, ...],
-    result: jax.ShapeDtypeStruct,
-    scratch: dict[str, Any],
-    programs: int,
-    interpret: bool,
-) -> Array:
-    """Runs a kernel; its result varies over the mesh axes over which operands do."""
-    operands = vary_alike(operands)
-    kernel = plgpu.kernel(
-        body,
-        out_type=result,
-        scratch_types=scratch,
-        grid=(programs,),
-        grid_names=(ring.PROGRAM,),
-        num_threads=tiling.CONSUMERS + 1,
-        thread_name=WARPGROUP,
-        kernel_name=name,
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
-        # Nothing is reduced across warps. These semantics refuse copies of blocks that may begin within one.
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
-        ),
-    )
-    out = kernel(*operands)
-    axes = tuple(sorted(varying_axes(operands[-1]) - varying_axes(out)))
-    return jax.lax.pcast(out, axes, to="varying") if axes else out
-
-
-def _num_programs(num_tasks: int, interpret: bool) -> int:
-    """One per multiprocessor: they stay, and take every so-manieth task."""
-    if interpret:
-        return _INTERPRETED_PROGRAMS
-    on_gpu = jax.default_backend() == "gpu"
-    cores = jax.local_devices()[0].core_count if on_gpu else _DEFAULT_PROGRAMS
-    return min(num_tasks, cores)
+_launch = functools.partial(launch, warpgroups=tiling.CONSUMERS + 1)  # those that multiply, and one that loads
 
 
 def _pad(x: Array, multiples: tuple[int, ...]) -> Array:

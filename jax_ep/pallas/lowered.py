@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
-from jax_ep.core.mesh_axes import vary_alike, varying_axes
+from jax_ep.core.mesh_axes import vary_alike, vary_as
 from jax_ep.pallas.kept import kept_or_made
 from jax_ep.types import Array
 
@@ -24,7 +24,7 @@ _MOST = 256  # launches of different sizes, of half a megabyte each
 _ALLOWED = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 
-def lowered_once(launch: Callable[..., Array]) -> Callable[..., Array]:
+def lowered_once[Result](launch: Callable[..., Result]) -> Callable[..., Result]:
     """A launch `(*operands, interpret, **static) -> result`, whose results vary over the mesh axes of its operands.
 
     It depends on nothing but the shapes and dtypes of these, what is static, the kind of device, and its sources.
@@ -42,13 +42,13 @@ def lowered_once(launch: Callable[..., Array]) -> Callable[..., Array]:
             return thread.submit(kept_or_made, launch, key, functools.partial(exported_here, *key)).result()
 
     @functools.wraps(launch)
-    def run(*operands: Array, interpret: bool, **static: Any) -> Array:
+    def run(*operands: Array, interpret: bool, **static: Any) -> Result:
         if interpret:
             return launch(*operands, interpret=True, **static)
         operands = vary_alike(operands)
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-        out: Array = exported(shapes, tuple(static.items()), jax.config.jax_enable_x64).call(*operands)
-        axes = tuple(sorted(varying_axes(operands[0]) - varying_axes(out)))
-        return jax.lax.pcast(out, axes, to="varying") if axes else out
+        out = exported(shapes, tuple(static.items()), jax.config.jax_enable_x64).call(*operands)
+        result: Result = vary_as(operands[0], out)
+        return result
 
     return run

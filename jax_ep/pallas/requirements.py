@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 from jax_ep.core.mesh_axes import platform
 from jax_ep.pallas.tiling import ALIGNMENT, STEP
 from jax_ep.types import Options
+from jax_ep.xla import requirements as portable
 
 _CAPABILITY = "9.0"
-_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+_DTYPES = {"grouped_gemm": ("bfloat16", "float16", "float8_e4m3fn")}
+_OTHER_DTYPES = (*_DTYPES["grouped_gemm"], "float32")  # of rows that are moved, added and activated
 _ROWS_PER_GROUP = 256
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
@@ -24,8 +26,11 @@ _COMPILER = "jax.experimental.mosaic.gpu"
 
 def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> str | None:
     """Why this implementation cannot serve a request, or None; see ops/registry.py."""
-    if not is_made_for(dtype):
-        return f"it was made for {_DTYPES}, not for {jnp.dtype(dtype).name}"
+    dtypes = _DTYPES.get(operation, _OTHER_DTYPES)
+    if jnp.dtype(dtype).name not in dtypes:
+        return f"it was made for {dtypes}, not for {jnp.dtype(dtype).name}"
+    if (reason := portable.refusal(options, operation, dtype, *facts)) is not None:
+        return reason  # what is not fused there is not here
     on = platform()
     if on == "cpu":
         return (
@@ -37,8 +42,8 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
 
 
 def is_made_for(dtype: DTypeLike) -> bool:
-    """Whether there are machines where it takes these operands."""
-    return jnp.dtype(dtype).name in _DTYPES
+    """Whether there are machines where it multiplies these operands."""
+    return jnp.dtype(dtype).name in _DTYPES["grouped_gemm"]
 
 
 def is_fastest(options: Options, operation: str, dtype: DTypeLike, *product: int) -> bool:
@@ -79,7 +84,7 @@ def missing() -> str | None:
     if capability != _CAPABILITY:
         return (
             f"its kernels are for compute capability {_CAPABILITY} (Hopper), that of these GPUs is {capability};"
-            " `triton` or `xla` multiply there"
+            " `triton` or `xla` serve there"
         )
     if importlib.util.find_spec(_COMPILER) is None:
         return f"this JAX has no {_COMPILER}"

@@ -14,11 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_ep.pallas.launch import PROGRAM
 from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.tiling import CONSUMERS
 from jax_ep.types import Array
 
-PROGRAM = "program"
 _LOADING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232  # per thread: the accumulators of a wide tile alone are 128
 
 

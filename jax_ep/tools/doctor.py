@@ -228,10 +228,7 @@ def _computations() -> Iterator[Finding]:
 
 
 def _error_of(name: str) -> float:
-    """The relative error of `moe`, or of the products alone where an implementation has no exchange."""
-    from jax_ep.ops import registry
-    from jax_ep.ops.grouped_gemm import grouped_gemm
-
+    """The relative error of `moe`."""
     num_ranks, top_k, hidden, inner = len(jax.local_devices()), 2, 128, 128
     tokens, experts, rng = 32 * num_ranks, 4 * num_ranks, np.random.default_rng(0)
     x, w_down = rng.normal(size=(tokens, hidden)), rng.normal(size=(experts, inner, hidden)) / inner**0.5
@@ -239,17 +236,11 @@ def _error_of(name: str) -> float:
     x, w_gate_up, w_down = (np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in (x, w_gate_up, w_down))
     ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
     exact = [a.astype(np.float64) for a in (x, w_gate_up, w_down)]
-    if name not in registry.available("exchange"):
-        sizes = jnp.asarray(np.bincount(ids[:, 0], minlength=experts), jnp.int32)
-        rows = np.argsort(ids[:, 0], kind="stable")
-        got = grouped_gemm(jnp.asarray(x[rows]), jnp.asarray(w_gate_up), sizes, implementation=name)
-        want = np.einsum("th,thf->tf", exact[0][rows], exact[1][ids[rows, 0]])
-    else:
-        got = _layer(name, num_ranks, (x, ids, np.full(ids.shape, 0.5, np.float32), w_gate_up, w_down))
-        want = np.zeros(x.shape)
-        for k in range(top_k):
-            gate, up = np.split(np.einsum("th,thf->tf", exact[0], exact[1][ids[:, k]]), 2, axis=1)
-            want += 0.5 * np.einsum("ti,tih->th", gate / (1 + np.exp(-gate)) * up, exact[2][ids[:, k]])
+    got = _layer(name, num_ranks, (x, ids, np.full(ids.shape, 0.5, np.float32), w_gate_up, w_down))
+    want = np.zeros(x.shape)
+    for k in range(top_k):
+        gate, up = np.split(np.einsum("th,thf->tf", exact[0], exact[1][ids[:, k]]), 2, axis=1)
+        want += 0.5 * np.einsum("ti,tih->th", gate / (1 + np.exp(-gate)) * up, exact[2][ids[:, k]])
     return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 

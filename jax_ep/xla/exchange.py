@@ -6,7 +6,8 @@ by the ragged exchange where the platform has one, else in rounds; memory then f
 rank, not those of all. The first way is that of small arrays, and on platforms with a ragged exchange that of routings
 of which most tokens go to most ranks.
 
-`after` orders the exchanges of kernels; XLA's own collectives see to that themselves.
+What a rank does by itself, before and after, are the functions of `steps`. `after` orders the exchanges of kernels;
+XLA's own collectives see to that themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
 from jax_ep.xla import ragged, rounds, segments
+from jax_ep.xla.local_steps import PORTABLE, LocalSteps
 
+_READS_TO_QUANTIZE = 3  # of a token: quantised rows are read in half the bytes, but written and read once more
 GATHERED_BYTES = 2 << 20
 """Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
 RAGGED_PLATFORMS = ("cuda", "rocm", "tpu")
@@ -69,44 +72,53 @@ def token_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def pick[Tree](tree: Tree, index: Array) -> Tree:
+def pick[Tree](tree: Tree, index: Array, steps: LocalSteps = PORTABLE) -> Tree:
     """`index` of the first axis of each array, zeros for -1."""
-    return jax.tree.map(lambda x: rows.gather_rows(x, index), tree)
+    return jax.tree.map(lambda x: steps.permute(x, index), tree)
 
 
-def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
-    """Arrays `[T, ...]` to `[R, ...]`, bit for bit."""
+def _dispatch[Tree](
+    options: Options, tree: Tree, handle: Handle, steps: LocalSteps, rows_of: Callable[[Array], Tree] | None = None
+) -> Tree:
+    """Arrays `[T, ...]` to `[R, ...]`, bit for bit; `rows_of` gives rows of them by index, None: `pick` does."""
     layout, axis = handle.layout, options.axis
 
     def to_all(handle: Handle) -> Tree:
         gathered = jax.tree.map(lambda x: all_gather(x, axis).reshape(-1, *x.shape[1:]), tree)
-        return pick(gathered, rows.row_tokens(handle))
+        return pick(gathered, rows.row_tokens(handle), steps)
 
     def in_segments(handle: Handle, way: Any) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
-        received = way.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
+        sent = rows_of or partial(pick, tree, steps=steps)
+        received = way.send(sent, there, segments.most_here(layout), axis, layout)
         # Padding has no place: its -1 stays one.
-        return pick(received, rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1)
+        here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
+        return pick(received, here, steps)
 
     return cast(Tree, choose(layout, token_bytes(tree), to_all, in_segments, handle))
 
 
-def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
+def dispatch_rows(options: Options, x: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Array:
     """`[T, ...]` per token to `[R, ...]` per row of any dtype, bit for bit; zero in padding rows."""
-    return _dispatch(options, x, handle)
+    return _dispatch(options, x, handle, steps)
 
 
-def dispatch_tokens(options: Options, x: Array, handle: Handle) -> Array:
+def dispatch_tokens(options: Options, x: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Array:
     """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it."""
     if options.wire_dtype is None:
-        return dispatch_rows(options, x, handle)
-    return fp8.dequantize_rows(*dispatch_quantized(options, x, handle), x.dtype)
+        return dispatch_rows(options, x, handle, steps=steps)
+    return fp8.dequantize_rows(*dispatch_quantized(options, x, handle, steps=steps), x.dtype)
 
 
-def dispatch_quantized(options: Options, x: Array, handle: Handle) -> Quantized:
+def dispatch_quantized(options: Options, x: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Quantized:
     """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows may hold anything."""
-    return _dispatch(options, fp8.quantize_rows(x), handle)
+
+    def quantized_rows(index: Array) -> Quantized:
+        return cast(Quantized, steps.unpermute(x, index[:, None], FP8))
+
+    on_the_way = segments.most_ranks(handle.layout) < _READS_TO_QUANTIZE
+    return _dispatch(options, fp8.quantize_rows(x), handle, steps, quantized_rows if on_the_way else None)
 
 
 def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
@@ -114,38 +126,38 @@ def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Ar
     return rows.gather_rows(all_gather(weights, options.axis).reshape(-1), handle.row_slot)
 
 
-def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
+def combine_tokens(options: Options, y: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Array:
     """`[R, H]` rows to their unweighted sums `[T, H]`: first per expert rank, then over ranks in rank order."""
-    dtype, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
+    wide, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
+    dtype = options.sum_dtype or y.dtype
+    wire = y.dtype if options.wire_dtype is None else FP8
+    partial_sums = partial(_partial_sums, y, handle, wire, steps)
 
     def to_all(handle: Handle) -> Array:
-        sums = _partial_sums(options, y, handle, lax.iota(jnp.int32, layout.num_ranks * layout.num_tokens))
+        sums = partial_sums(lax.iota(jnp.int32, layout.num_ranks * layout.num_tokens))
         parts = jax.tree.map(lambda s: exchange(s.reshape(layout.num_ranks, -1, *s.shape[1:]), axis), sums)
-        return sum_in_order(_widened(parts, dtype))
+        return sum_in_order(_widened(parts, wide)).astype(dtype)
 
     def in_segments(handle: Handle, way: Any) -> Array:
         places = segments.places(handle, axis)
         back = segments.to_sources(places, layout)
-        received = way.send(partial(_partial_sums, options, y, handle), back, segments.most_home(layout), axis, layout)
-        total = jnp.zeros((), dtype)
-        for place in segments.in_rank_order(places.home, segments.most_ranks(layout)):
-            total = total + _widened(pick(received, place), dtype)
-        return total
+        received = way.send(partial_sums, back, segments.most_home(layout), axis, layout)
+        in_order = segments.in_rank_order(places.home, segments.most_ranks(layout))
+        if wire != FP8:
+            return cast(Array, steps.unpermute(received, in_order.T, dtype))
+        total = jnp.zeros((), wide)
+        for place in in_order:
+            total = total + _widened(pick(received, place, steps), wide)
+        return total.astype(dtype)
 
-    wire = y.dtype if options.wire_dtype is None else FP8
-    total = cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
-    return total.astype(options.sum_dtype or y.dtype)
+    return cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
 
 
-def _partial_sums(options: Options, y: Array, handle: Handle, token: Array) -> Array | Quantized:
+def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, steps: LocalSteps, token: Array) -> Array | Quantized:
     """Sums of the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, as they travel; zeros for -1."""
-    dtype = accumulation_dtype(y.dtype)
-    total = jnp.zeros((), dtype)
     token_rows = handle.slot_row.reshape(-1, handle.layout.top_k)
     index = jnp.where(token[:, None] < 0, -1, token_rows[token])
-    for k in range(index.shape[1]):
-        total = total + rows.gather_rows(y, index[:, k]).astype(dtype)
-    return total.astype(y.dtype) if options.wire_dtype is None else fp8.quantize_rows(total)
+    return steps.unpermute(y, index, wire)
 
 
 def _widened(part: Array | Quantized, dtype: DTypeLike) -> Array:

@@ -16,6 +16,8 @@ from cases import BASE, BF16, F16, F32, SHAPES, Shape, assert_close, assert_same
 from harness import compiled, run
 from routings import FEW_ROUTINGS, ROUTINGS
 
+OPERATION = "exchange"
+
 
 def round_trip(shape: Shape, implementation: str, **options: Any):
     """dispatch, and combine of rows made elsewhere: everything the two return, in one compiled function."""

@@ -11,7 +11,7 @@ import jax_ep
 from jax_ep.megakernels import requirements as triton
 from jax_ep.ops import registry
 from jax_ep.pallas import requirements
-from jax_ep.types import Layout, Options
+from jax_ep.types import Layout, Options, Schedule
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about what CPU devices are given")
@@ -43,7 +43,7 @@ def hopper(monkeypatch):
 
 def test_order():
     assert registry.available() == ("triton", "pallas", "xla")
-    assert registry.available("exchange") == ("triton", "xla")
+    assert registry.available("exchange") == ("triton", "xla", "pallas")
     assert registry.available("grouped_gemm") == registry.available()
 
 
@@ -85,7 +85,7 @@ def test_other_gpus(hopper, caplog):
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert choose() == "xla"
     reason = "its kernels are for compute capability 9.0 (Hopper), that of these GPUs is 10.0"
-    reason += "; `triton` or `xla` multiply there"
+    reason += "; `triton` or `xla` serve there"
     assert f"implementation pallas is not used: {reason}" in [record.getMessage() for record in caplog.records]
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0"):
         choose("pallas")
@@ -94,7 +94,8 @@ def test_other_gpus(hopper, caplog):
 @pytest.mark.parametrize(
     ("reason", "request_"),
     [
-        ("it has no exchange", ("exchange", BF16, *EXCHANGE)),
+        ("it has no low_latency", ("low_latency", BF16, *EXCHANGE[:3])),
+        ("made for .*'float32'.*, not for float64", ("exchange", jnp.dtype(jnp.float64), *EXCHANGE)),
         ("made for .*'bfloat16', 'float16'.*, not for float32", ("grouped_gemm", F32)),
         ("not for float8_e5m2", ("grouped_gemm", jnp.dtype(jnp.float8_e5m2))),
     ],
@@ -102,6 +103,21 @@ def test_other_gpus(hopper, caplog):
 def test_reasons(reason, request_):
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
         choose("pallas", *request_)
+
+
+def test_fuses_no_more_than_xla():
+    options = Options("moe", (), ("pallas",), schedule=Schedule(dispatch_mode="fused"))
+    with pytest.raises(NotImplementedError, match="pallas: it fuses nothing"):
+        registry.choose(options, "exchange", BF16, *EXCHANGE[:3], 64)
+
+
+def test_exchanges_where_it_is_named(hopper):
+    hopper(serves=False)
+    assert choose(None, "exchange", BF16, *EXCHANGE) == "xla"
+    assert choose(("pallas", "xla"), "exchange", BF16, *EXCHANGE) == "pallas"
+    assert choose("pallas", "exchange", F32, *EXCHANGE) == choose("pallas", "activation", F32) == "pallas"
+    foreign = (*EXCHANGE[:2], True, None)
+    assert choose("pallas", "exchange", BF16, *foreign) == "pallas"  # all handles have the same rows
 
 
 def test_other_platforms(monkeypatch):
@@ -133,7 +149,7 @@ def test_interpreter_needs_threads(monkeypatch):
 
 @on_cpu
 def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
-    """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves."""
+    """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves. Or all by name."""
     monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
     monkeypatch.setattr(requirements, "is_fastest", lambda options, operation, *_: operation == "grouped_gemm")
     monkeypatch.setattr(Options, "alone", True)
@@ -156,4 +172,6 @@ def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monk
 
     assert layer() == {("exchange", "xla"), ("grouped_gemm", "pallas"), ("activation", "xla")}
     assert layer(implementation="xla") == {("exchange", "xla"), ("grouped_gemm", "xla"), ("activation", "xla")}
-    assert layer(implementation=("pallas", "xla")) == layer() == layer(recipe="fp8")
+    assert layer(recipe="fp8") == layer()
+    whole = {(operation, "pallas") for operation in ("exchange", "grouped_gemm", "activation")}
+    assert layer(implementation="pallas") == layer(implementation=("pallas", "xla")) == whole

@@ -1,0 +1,61 @@
+"""How kernels are launched: on GPUs, or on the CPU in Mosaic's interpreter, with the same barriers and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ep.core.mesh_axes import vary_alike, vary_as
+from jax_ep.pallas.memory import WARPGROUP
+
+PROGRAM = "program"
+_DEFAULT_CORES = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
+_INTERPRETED_PROGRAMS = 2
+
+
+def is_interpreted() -> bool:
+    """Whether Mosaic's interpreter runs the kernels, as it does on CPUs."""
+    return jax.default_backend() == "cpu"
+
+
+def num_programs(num_tasks: int, interpret: bool, *, per_core: int = 1) -> int:
+    """So many per multiprocessor: they stay, and share the tasks."""
+    if interpret:
+        return _INTERPRETED_PROGRAMS
+    on_gpu = jax.default_backend() == "gpu"
+    cores = jax.local_devices()[0].core_count if on_gpu else _DEFAULT_CORES
+    return min(num_tasks, cores * per_core)
+
+
+def launch(
+    name: str,
+    body: Callable[..., None],
+    operands: tuple[Any, ...],
+    result: Any,
+    scratch: dict[str, Any],
+    programs: int,
+    interpret: bool,
+    *,
+    warpgroups: int = 1,
+) -> Any:
+    """Runs a kernel; its results vary over the mesh axes over which operands do."""
+    operands = vary_alike(operands)
+    kernel = plgpu.kernel(
+        body,
+        out_type=result,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=(PROGRAM,),
+        num_threads=warpgroups,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        # Nothing is reduced across warps. These semantics refuse copies of blocks that may begin within one.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
+        ),
+    )
+    return vary_as(operands[-1], kernel(*operands))

@@ -1,0 +1,258 @@
+"""The kernels of local steps beside NumPy, whole layers of `pallas`, and what is lowered for CUDA.
+
+Rows are moved bit for bit and sums have one order, so that every comparison is of bits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jax_ep
+import oracle
+from cases import BF16, F16, F32, assert_same_bits, integers, probabilities, reals
+from harness import run
+from jax_ep.core import fp8
+from jax_ep.pallas import local_steps, requirements
+from jax_ep.types import Options
+from jax_ep.xla import exchange, rounds
+from jax_ep.xla import local_steps as portable
+
+REFUSAL = requirements.refusal(Options("dispatch", (), ("pallas",)), "activation", BF16)
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+FP8 = oracle.FP8
+POISON = np.nan
+
+
+@pytest.fixture
+def races(monkeypatch, capfd):
+    """Lets kernels run with the race detector; returns what it has found."""
+    if jax.default_backend() != "cpu":
+        yield lambda: 0
+        return
+    checked = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(plgpu, "InterpretGPUParams", checked)
+    jax.clear_caches()
+    yield lambda: capfd.readouterr().out.count("RACE DETECTED")
+    jax.clear_caches()
+
+
+@pytest.fixture
+def only_kernels(monkeypatch):
+    """Lets nothing fall back to XLA."""
+
+    def refuse(*_):
+        raise AssertionError("no kernel takes these operands")
+
+    monkeypatch.setattr(local_steps, "gather_rows", refuse)
+    monkeypatch.setattr(portable, "unpermute", refuse)
+
+
+def some_rows(rng, num_rows, *shape):
+    """Rows in any order, some of them several times, some of them none; the last row of all is never one of them."""
+    return rng.integers(-1, num_rows - 1, shape).astype(np.int32)
+
+
+def poisoned(x, index):
+    """NaN in rows that are in no list."""
+    x = x.copy()
+    x[~np.isin(np.arange(len(x)), index)] = POISON
+    return x
+
+
+def gathered(x, index):
+    return np.where(index[..., None] < 0, np.zeros((), x.dtype), x[index])
+
+
+def summed(y, index):
+    """In float32 and in order of k, as the kernels and XLA do."""
+    total = gathered(y, index[:, 0]).astype(F32)
+    for k in range(1, index.shape[1]):
+        total = total + gathered(y, index[:, k]).astype(F32)
+    return total
+
+
+# --- permute ----------------------------------------------------------------------------------------------------------
+
+
+# (rows, columns): blocks of eight rows and of one, one program without a block, several lines and a single one.
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, FP8], ids=str)
+@pytest.mark.parametrize(("num_rows", "columns"), [(40, 384), (37, 128), (1, 640), (6, 4096)])
+@pytest.mark.slow(unless={"columns": [384], "dtype": [BF16, FP8]})
+def test_permute(num_rows, columns, dtype, rng, races, only_kernels):
+    index = some_rows(rng, 13, num_rows)
+    x = poisoned(reals(rng, 13, columns, dtype=F32), index).astype(dtype)
+    out = local_steps.permute(jnp.asarray(x), jnp.asarray(index))
+    assert_same_bits(np.asarray(out), gathered(x, index), "rows")
+    assert races() == 0
+
+
+def test_any_bits_travel(rng, only_kernels):
+    """NaN of every kind among them."""
+    x = rng.integers(0, 1 << 16, (20, 256), np.uint16).view(BF16)
+    index = rng.permutation(20).astype(np.int32)
+    assert_same_bits(np.asarray(local_steps.permute(jnp.asarray(x), jnp.asarray(index))), x[index], "rows")
+
+
+@pytest.mark.parametrize("shape", [(13, 72), (13,), (13, 2, 64), (0, 128), (13, 0)], ids=str)
+def test_what_xla_permutes(shape, rng):
+    """Rows that are no whole lines, arrays of other ranks, and what is empty."""
+    x = reals(rng, *shape, dtype=BF16)
+    index = np.full(5, -1, np.int32) if shape[0] == 0 else some_rows(rng, 13, 5)
+    want = np.zeros((5, *shape[1:]), BF16)
+    want[index >= 0] = x[index[index >= 0]]
+    assert_same_bits(np.asarray(local_steps.permute(jnp.asarray(x), jnp.asarray(index))), want, "rows")
+    assert local_steps.permute(jnp.asarray(x), jnp.zeros((0,), jnp.int32)).shape == (0, *shape[1:])
+
+
+def test_vmap(rng, only_kernels):
+    x, index = reals(rng, 2, 9, 128, dtype=BF16), some_rows(rng, 9, 2, 8)
+    got = jax.vmap(local_steps.permute)(jnp.asarray(x), jnp.asarray(index))
+    assert_same_bits(np.asarray(got), np.stack([gathered(*one) for one in zip(x, index, strict=True)]), "rows")
+    sums = jax.vmap(lambda y, i: local_steps.unpermute(y, i, BF16))(jnp.asarray(x), jnp.asarray(index[..., None]))
+    assert_same_bits(np.asarray(sums), np.asarray(got), "sums of one")
+
+
+# --- unpermute --------------------------------------------------------------------------------------------------------
+
+
+# Lines in parts of 4, 3, 1 and 16; sums of several rows, and of one.
+@pytest.mark.parametrize(
+    ("lines", "top_k", "dtype", "out_dtype"),
+    [(4, 3, BF16, BF16), (3, 2, F16, F32), (19, 2, BF16, BF16), (32, 1, F32, F32), (16, 8, F32, BF16)],
+    ids=str,
+)
+@pytest.mark.slow(unless={"lines": [4, 3]})
+def test_unpermute(lines, top_k, dtype, out_dtype, rng, races, only_kernels):
+    index = some_rows(rng, 17, 7, top_k)
+    y = poisoned(reals(rng, 17, lines * 128, dtype=dtype), index)
+    out = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), out_dtype)
+    assert_same_bits(np.asarray(out), summed(y, index).astype(out_dtype), "sums")
+    assert races() == 0
+
+
+@pytest.mark.parametrize(("lines", "top_k"), [(4, 1), (12, 2), (8, 3)])
+@pytest.mark.slow(unless={"lines": [4, 12]})
+def test_unpermute_to_fp8(lines, top_k, rng, races, only_kernels):
+    """The bits of rows that are quantised afterwards; of one row that is a permutation which quantises on the way."""
+    index = some_rows(rng, 17, 7, top_k)
+    y = reals(rng, 17, lines * 128, dtype=BF16) * np.exp2(rng.integers(-60, 60, (17, 1))).astype(BF16)
+    y[index[0, 0], 130] = POISON  # one group is lost, and no other
+    want = jax.jit(fp8.quantize_rows)(jnp.asarray(summed(y, index)))
+    got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8)
+    for name, one, other in zip(("values", "scales"), got, want, strict=True):
+        assert_same_bits(np.asarray(one), np.asarray(other), name)
+    assert races() == 0
+
+
+@pytest.mark.parametrize("columns", [72, 128], ids=str)
+def test_what_xla_adds(columns, rng):
+    """Rows that are no whole lines; and scales of rows with fewer lines than a warpgroup has warps."""
+    index, y = some_rows(rng, 17, 7, 3), reals(rng, 17, columns, dtype=BF16)
+    if columns % 128:
+        got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), BF16)
+        assert_same_bits(np.asarray(got), summed(y, index).astype(BF16), "sums")
+        return
+    values, scales = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8)
+    want = jax.jit(fp8.quantize_rows)(jnp.asarray(summed(y, index)))
+    assert_same_bits(np.asarray(values), np.asarray(want[0]), "values")
+    assert_same_bits(np.asarray(scales), np.asarray(want[1]), "scales")
+
+
+# --- whole operations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("wire_dtype", [None, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("in_segments", [False, True], ids=["to_all", "rounds"])
+@pytest.mark.slow(unless={"num_ranks": [2], "in_segments": [True]})
+def test_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, monkeypatch):
+    """The bits of `xla`, with its two ways between the kernels, and padding that nobody reads."""
+    if in_segments:
+        monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
+        monkeypatch.setattr(rounds, "round_size", lambda *_: 3)
+    idx = rng.integers(-1, 4, (num_ranks, 6, 2)).astype(np.int32)
+    x = reals(rng, num_ranks, 6, 512, dtype=BF16)
+    rows = reals(rng, num_ranks, num_ranks * 12, 512, dtype=BF16)
+
+    def both_ways(x, idx, rows, implementation):
+        options = {"implementation": implementation, "wire_dtype": wire_dtype}
+        out = jax_ep.dispatch(x, idx, num_experts=4, **options)
+        used = jax_ep.row_experts(out.handle)[:, None] >= 0
+        back = jax_ep.combine(jnp.where(used, rows, POISON), out.handle, **options)
+        return out.tokens, back
+
+    mesh = expert_mesh(num_ranks)
+    want, got = (
+        run(functools.partial(both_ways, implementation=name), mesh, x, idx, rows) for name in ("xla", "pallas")
+    )
+    for name, one, other in zip(("tokens", "sums"), got, want, strict=True):
+        assert_same_bits(one, other, name)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8"], ids=str)
+@pytest.mark.slow(unless={"recipe": [None]})
+def test_layer_and_its_gradients(recipe, rng):
+    """A whole layer with `pallas` alone; whole numbers, which it and `xla` add without rounding."""
+    x, idx = integers(rng, 12, 512, dtype=BF16), rng.integers(-1, 3, (12, 2)).astype(np.int32)
+    weights = probabilities(rng, 12, 2)
+    w_gate_up, w_down = reals(rng, 3, 512, 256, dtype=BF16), reals(rng, 3, 128, 512, dtype=BF16)
+    weigh = reals(rng, 12, 512)
+
+    def loss(x, weights, w_gate_up, w_down, implementation):
+        y = jax_ep.fused_moe(x, idx, weights, w_gate_up, w_down, recipe=recipe, implementation=implementation)
+        return jnp.sum(y.astype(F32) * weigh)
+
+    def gradients(implementation):
+        call = jax.grad(functools.partial(loss, implementation=implementation), (0, 1, 2, 3))
+        return jax.jit(call)(x, weights, w_gate_up, w_down)
+
+    for name, got, want in zip(["x", "weights", "gate_up", "down"], gradients("pallas"), gradients("xla"), strict=True):
+        got, want = (np.asarray(a).astype(np.float64) for a in (got, want))
+        assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want), name
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def lower(call, *arguments):
+    """MLIR of a call for CUDA, with all checks of layouts and of shared memory."""
+    shapes = [jax.ShapeDtypeStruct(*argument) for argument in arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_steps, "is_interpreted", lambda: False)
+        return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+MODELS = {"DeepSeek-V3": (7168, 8), "Qwen3-30B": (2048, 8), "Mixtral": (4096, 2), "gpt-oss": (2880, 4)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.slow(unless={"model": ["DeepSeek-V3"], "x64": [False]})
+def test_models_lower(model, x64, only_kernels):
+    columns, top_k = MODELS[model]
+    tokens, rows = 4096, 4096 * top_k
+    with jax.enable_x64(x64):
+        for dtype in (BF16, F32) if columns % 128 else (BF16, F32, FP8):
+            assert "mosaic_gpu" in lower(local_steps.permute, ((tokens, columns), dtype), ((rows,), jnp.int32))
+        for out_dtype in () if columns % 128 else (BF16, F32, FP8):
+            call = functools.partial(local_steps.unpermute, dtype=out_dtype)
+            assert "mosaic_gpu" in lower(call, ((rows, columns), BF16), ((tokens, top_k), jnp.int32))
+            assert "mosaic_gpu" in lower(call, ((rows, columns), F32), ((tokens, 1), jnp.int32))
+
+
+@pytest.mark.parametrize("rows", [32768, 32767])
+@pytest.mark.slow(unless={"rows": [32767]})
+def test_extreme_sizes_lower(rows, only_kernels):
+    """The longest rows that have room, the shortest, many choices, and offsets past 32 bits."""
+    for columns in (64, 1 << 15):
+        assert "mosaic_gpu" in lower(local_steps.permute, ((1 << 20, columns), BF16), ((rows,), jnp.int32))
+    add = functools.partial(local_steps.unpermute, dtype=BF16)
+    for columns, top_k in ((128, 64), (1 << 15, 32)):
+        assert "mosaic_gpu" in lower(add, ((1 << 20, columns), BF16), ((rows, top_k), jnp.int32))

@@ -106,7 +106,7 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
     exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
 
     def dispatch(_: Any, fixed: Any, zero: Array) -> Array:
-        return exchange.dispatch_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
+        return exchange.dispatch_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
 
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
@@ -117,10 +117,10 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
-        rows = exchange.dispatch_tokens(OPTIONS, fixed[1], fresh)
+        rows = exchange.dispatch_tokens(OPTIONS, fixed[1], None, fresh)[0]
         return gemm(rows, fixed[2], fresh.group_sizes, transpose_rhs=False, out_dtype=BF16)
 
-    rows = jax.jit(case.shard_map(lambda x, h: exchange.dispatch_tokens(OPTIONS, x, local(h))))(x, handle)
+    rows = jax.jit(case.shard_map(lambda x, h: exchange.dispatch_tokens(OPTIONS, x, None, local(h))[0]))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
     found = {part.exchange: Variant(dispatch, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
     launches = {(mode, None): name for mode, name in DISPATCHED.items()}
@@ -140,7 +140,7 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
     gemm = partial(registry.get("grouped_gemm", "triton").grouped_gemm, transpose_rhs=False, out_dtype=BF16)
 
     def combine(_: Any, fixed: Any, zero: Array) -> Array:
-        return exchange.combine_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
+        return exchange.combine_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
 
     def product(_: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
@@ -151,7 +151,7 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
-        return exchange.combine_tokens(OPTIONS, gemm(fixed[1], fixed[2], fresh.group_sizes), fresh)
+        return exchange.combine_tokens(OPTIONS, gemm(fixed[1], fixed[2], fresh.group_sizes), None, fresh)[0]
 
     hidden = on_ranks(case.mesh, (case.layout.capacity, case.model.intermediate), 5)
     rows = on_ranks(case.mesh, (case.layout.capacity, case.model.hidden), 6)

@@ -136,64 +136,86 @@ def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
     options = dataclasses.replace(options, wire_dtype=None)
     bits = {1: jnp.uint8, 8: jnp.int64}.get(x.dtype.itemsize)
     if bits is None:
-        return dispatch_tokens(options, x, handle)
+        return dispatch_tokens(options, x, None, handle)[0]
     # Bytes and 64-bit words: the kernel only moves them.
     words = lax.bitcast_convert_type(x, jnp.uint8) if bits is jnp.uint8 else lax.bitcast_convert_type(x, jnp.int32)
-    moved = dispatch_tokens(options, words.reshape(x.shape[0], -1), handle)
+    moved, _ = dispatch_tokens(options, words.reshape(x.shape[0], -1), None, handle)
     return lax.bitcast_convert_type(moved.reshape(-1, *words.shape[1:]), x.dtype)
 
 
-def dispatch_tokens(options: Options, x: Array, handle: Handle, *, clear: bool = True) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it.
+def dispatch_tokens(
+    options: Options, x: Array, weights: Array | None, handle: Handle, *, clear: bool = True
+) -> tuple[Array, Array | None]:
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`.
 
-    Rows without a token are zero, or with `clear=False` of unspecified value.
+    Rows without a token are zero, or with `clear=False` of unspecified value; their weights are zero.
     """
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    kernel, operands, results, config, constants = _dispatch_arguments(options, padded, handle, result, clear)
-    moved = launch(kernel, operands, results, config, constants, group=group_of(handle))[0]
-    return moved[:, : x.shape[1]]
+    moved, _, row_weights = _dispatch(options, padded, weights, handle, result, clear)
+    return moved[:, : x.shape[1]], row_weights
 
 
-def dispatch_quantized(options: Options, x: Array, handle: Handle) -> Quantized:
-    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows hold anything."""
+def dispatch_quantized(
+    options: Options, x: Array, weights: Array | None, handle: Handle
+) -> tuple[Quantized, Array | None]:
+    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
+
+    Padding rows hold anything, and have no weight: zero.
+    """
     result = jax.ShapeDtypeStruct((handle.layout.capacity, x.shape[1]), FP8)
-    kernel, operands, results, config, constants = _dispatch_arguments(options, x, handle, result, clear=False)
-    values, scales = launch(kernel, operands, results, config, constants, group=group_of(handle))
-    return values, scales
+    values, scales, row_weights = _dispatch(options, x, weights, handle, result, clear=False)
+    return (values, scales), row_weights
 
 
-def _dispatch_arguments(
-    options: Options, x: Array, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
-) -> tuple[Kernel, tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, dict[str, Any]]:
-    """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
+def _dispatch(
+    options: Options, x: Array, weights: Array | None, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
+) -> tuple[Array, Array, Array | None]:
+    """The launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
     facts = tuned.exchange_facts(layout, hidden, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch", **facts, wire_dtype=wire)
-    config, tile = dispatch_config(schedule, layout, hidden, x.dtype, wire)
+    config, tile = dispatch_config(schedule, layout, hidden, x.dtype, wire, clear=clear)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype)
+    taken, given, constants = weight_arguments(weights, (layout.capacity,))
+    weight_bytes = layout.num_ranks * _bytes_of(weights)
+    common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype, weight_bytes)
     sizes = structs.Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
-    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    return _DISPATCH, operands, (result, scales), config, constants
+    operands = (x, *taken, handle.ids, handle.slot_row, handle.row_slot)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
+    moved = launch(_DISPATCH, operands, (result, scales, *given), config, constants, group=group_of(handle))
+    return moved[0], moved[1], moved[2] if given else None
 
 
-def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
-    """`[R, H]` rows to their unweighted sums `[T, H]`."""
+def weight_arguments(weights: Array | None, shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, Any]]:
+    """Operand, result of this shape and constants of a launch that takes weights along, or does without."""
+    if weights is None:
+        return (), (), {"weights_ptr": None, "out_weights_ptr": None}
+    return (weights,), (jax.ShapeDtypeStruct(shape, weights.dtype),), {}
+
+
+def _bytes_of(array: Array | None) -> int:
+    return 0 if array is None else array.size * array.dtype.itemsize
+
+
+def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     y = _pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
-    sizes = structs.Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
+    taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
+    weight_bytes = sum(layout.num_tokens * layout.top_k * x.dtype.itemsize for x in given)
+    common = _reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype, weight_bytes)
+    sizes = structs.Combine(**common, tile=tile)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
     result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype)
     lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
-    operands = (y, handle.ids, handle.slot_row)
-    sums, _ = launch(_COMBINE, operands, (result, lists), config, constants, group=group_of(handle))
-    return sums[:, :hidden]
+    operands = (y, *taken, handle.ids, handle.slot_row)
+    found = launch(_COMBINE, operands, (result, lists, *given), config, constants, group=group_of(handle))
+    return found[0][:, :hidden], found[2] if given else None
 
 
 def _pad_columns(x: Array) -> Array:
@@ -203,20 +225,21 @@ def _pad_columns(x: Array) -> Array:
 
 
 def _reserved_sizes(
-    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None
+    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None, weight_bytes: int
 ) -> dict[str, Any]:
-    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns."""
+    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns and for weights."""
     num_slots = layout.num_ranks * layout.num_tokens
     value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or dtype).itemsize, 16)
-    scale_bytes = num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0
-    context.reserve(kernel.function, value_bytes + scale_bytes)
+    scale_bytes = rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0, 16)
+    context.reserve(kernel.function, value_bytes + scale_bytes + weight_bytes)
     return {
         "T": layout.num_tokens,
         "K": layout.top_k,
         "H": hidden,
         "L": layout.num_local_experts,
         "E": layout.num_experts,
-        "SCALES": context.heap(kernel.function).layout.data + value_bytes,
+        "SCALES": value_bytes,
+        "WEIGHTS": value_bytes + scale_bytes,
         "FP8": wire_dtype is not None,
     }
 
@@ -292,9 +315,12 @@ def _tokens_per_task(num_tokens: int) -> int:
 
 
 def dispatch_config(
-    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype
+    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, *, clear: bool = True
 ) -> tuple[Config, structs.DispatchTile]:
-    """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
+    """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`.
+
+    With `clear`, padding rows become zero; else their weights alone do, if there are any.
+    """
     block, columns = _tokens_per_task(layout.num_tokens), copied_columns(hidden, dtype.itemsize)
     warps, per_processor = 8, 2
     limit = schedule.num_communicating_programs
@@ -306,7 +332,7 @@ def dispatch_config(
     block, warps = schedule.tokens_per_block or block, schedule.num_warps or warps
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
     lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
-    tile = structs.DispatchTile(block, columns, BLOCK_R=16, LAG=lag)
+    tile = structs.DispatchTile(block, columns, BLOCK_R=16 if clear else 1024, LAG=lag)
     return at_most(Config(grid.num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
 
 

@@ -77,7 +77,7 @@ def dispatch_grouped_gemm(
     mode = schedule.dispatch_mode
     if (mode or cost_model.dispatch_mode(layout, x.shape[1], columns, save_as)) == "serial":
         # Only rows between groups must be zero: a product reads none past them.
-        rows = dispatch_tokens(options, x, handle, clear=layout.alignment > 1)
+        rows = dispatch_tokens(options, x, None, handle, clear=layout.alignment > 1)[0]
         products = _fastest(rows, columns, handle)
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
         if save_as != "tokens":
@@ -94,7 +94,7 @@ def dispatch_grouped_gemm(
 
 def dispatch_again(options: Options, x: Array, handle: Handle) -> Array:
     """Rows `[R, H]` of tokens that were multiplied before, for `weight_gradient`; anything past the groups."""
-    return dispatch_tokens(options, x, handle, clear=handle.layout.alignment > 1)
+    return dispatch_tokens(options, x, None, handle, clear=handle.layout.alignment > 1)[0]
 
 
 def _dispatch_arguments(
@@ -164,7 +164,7 @@ def grouped_gemm_combine(
     if mode == "serial":
         options_of_product: dict[str, Any] = {"transpose_rhs": transpose_rhs, "out_dtype": h.dtype, "bias": bias}
         y = _fastest(h, hidden, handle).grouped_gemm(h, w, handle.group_sizes, **options_of_product)
-        return combine_tokens(options, y, handle)
+        return combine_tokens(options, y, None, handle)[0]
     config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
     operands, results, constants = _scatter_arguments(options, h, w, handle, bias, config, sizes)
     constants |= {"factors": None, "gradient": None}
@@ -353,7 +353,7 @@ def combine_with_weight_gradient_sizes(
     )
     local, experts = layout.num_local_experts, layout.num_experts
     combine = structs.Combine(
-        layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, FP8=False, tile=combine_tile
+        layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, WEIGHTS=0, FP8=False, tile=combine_tile
     )
     tiles = grouped_gemm.weight_tiles(dtype.itemsize)
     tile = structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)

@@ -113,10 +113,10 @@ def exchange(sizes: Sizes) -> Iterator[Case]:
 
     def sent(zero: Array, x: Array, handle: Any, wire: Any) -> Any:
         options = dataclasses.replace(layer.options, wire_dtype=wire)
-        return run.dispatch_tokens(options, x, chains.after(chains.local(handle), zero))
+        return run.dispatch_tokens(options, x, None, chains.after(chains.local(handle), zero))[0]
 
     def summed(zero: Array, y: Array, handle: Any) -> Any:
-        return run.combine_tokens(layer.options, y, chains.after(chains.local(handle), zero))
+        return run.combine_tokens(layer.options, y, None, chains.after(chains.local(handle), zero))[0]
 
     sending = {
         "num_communicating_programs": _programs(),

@@ -5,8 +5,6 @@ them, and sums travel back by one all-to-all. Or each token travels once to each
 by the ragged exchange where the platform has one, else in rounds; memory then follows the rows and the tokens of one
 rank, not those of all. The first way is that of small arrays, and on platforms with a ragged exchange that of routings
 of which most tokens go to most ranks.
-
-`after` orders the exchanges of kernels; XLA's own collectives see to that themselves.
 """
 
 from __future__ import annotations
@@ -97,25 +95,35 @@ def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
     return _dispatch(options, x, handle)
 
 
-def dispatch_tokens(options: Options, x: Array, handle: Handle) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it."""
+def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`."""
     if options.wire_dtype is None:
-        return dispatch_rows(options, x, handle)
-    return fp8.dequantize_rows(*dispatch_quantized(options, x, handle), x.dtype)
+        return dispatch_rows(options, x, handle), _dispatch_weights(options, weights, handle)
+    quantized, row_weights = dispatch_quantized(options, x, weights, handle)
+    return fp8.dequantize_rows(*quantized, x.dtype), row_weights
 
 
-def dispatch_quantized(options: Options, x: Array, handle: Handle) -> Quantized:
-    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows may hold anything."""
-    return _dispatch(options, fp8.quantize_rows(x), handle)
+def dispatch_quantized(
+    options: Options, x: Array, weights: Array | None, handle: Handle
+) -> tuple[Quantized, Array | None]:
+    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
+
+    Padding rows may hold anything, and have no weight: zero.
+    """
+    return _dispatch(options, fp8.quantize_rows(x), handle), _dispatch_weights(options, weights, handle)
 
 
-def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
+def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -> Array | None:
+    if weights is None:
+        return None
     return rows.gather_rows(all_gather(weights, options.axis).reshape(-1), handle.row_slot)
 
 
-def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
-    """`[R, H]` rows to their unweighted sums `[T, H]`: first per expert rank, then over ranks in rank order."""
+def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows.
+
+    Rows are added per expert rank first, then over ranks in rank order.
+    """
     dtype, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
 
     def to_all(handle: Handle) -> Array:
@@ -134,7 +142,7 @@ def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
 
     wire = y.dtype if options.wire_dtype is None else FP8
     total = cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
-    return total.astype(options.sum_dtype or y.dtype)
+    return total.astype(options.sum_dtype or y.dtype), _combine_weights(options, row_weights, handle)
 
 
 def _partial_sums(options: Options, y: Array, handle: Handle, token: Array) -> Array | Quantized:
@@ -152,6 +160,10 @@ def _widened(part: Array | Quantized, dtype: DTypeLike) -> Array:
     return fp8.dequantize_rows(*part, dtype) if isinstance(part, tuple) else part.astype(dtype)
 
 
-def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
-    return sum_in_order(exchange(rows.gather_rows(row_weights, handle.slot_row), options.axis))
+def _combine_weights(options: Options, row_weights: Array | None, handle: Handle) -> Array | None:
+    if row_weights is None:
+        return None
+    # A slot has a row on one rank at most: sums of bits are those of the one value, whatever it is.
+    bits = jnp.uint64 if row_weights.dtype.itemsize == 8 else jnp.uint32
+    parts = rows.gather_rows(lax.bitcast_convert_type(row_weights, bits), handle.slot_row)
+    return lax.bitcast_convert_type(sum_in_order(exchange(parts, options.axis)), row_weights.dtype)

@@ -198,13 +198,13 @@ def test_parts_of_one_half_agree(case, monkeypatch):
     def dispatch_grouped_gemm(options, x, w, handle, *, transpose_rhs, save_as):
         schedule = options.schedule
         called.append((schedule.dispatch_mode, schedule.num_communicating_programs))
-        rows = exchange.dispatch_tokens(options, x, handle)
+        rows = exchange.dispatch_tokens(options, x, None, handle)[0]
         return xla.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
 
     def grouped_gemm_combine(options, h, w, handle, *, transpose_rhs):
         called.append(options.schedule.combine_mode)
         y = xla.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-        return exchange.combine_tokens(options, y, handle)
+        return exchange.combine_tokens(options, y, None, handle)[0]
 
     def weight_gradient(saved, rows, handle, *, transpose, saved_as):
         assert (transpose, saved_as) == (False, "tokens")
@@ -215,7 +215,7 @@ def test_parts_of_one_half_agree(case, monkeypatch):
         called.append(("beside", options.schedule.combine_mode))
         y = xla.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         gradient = weight_gradient(saved, h, handle, transpose=not transpose_rhs, saved_as=saved_as)
-        return exchange.combine_tokens(options, y, handle), gradient
+        return exchange.combine_tokens(options, y, None, handle)[0], gradient
 
     both = SimpleNamespace(
         dispatch_grouped_gemm=dispatch_grouped_gemm,

@@ -26,7 +26,7 @@ HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64")
 
 
 def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
-    return {"T": 4096, "K": 8, "H": hidden, "L": 64, "E": 256, "SCALES": 1 << 29, "FP8": fp8}
+    return {"T": 4096, "K": 8, "H": hidden, "L": 64, "E": 256, "SCALES": 1 << 29, "WEIGHTS": 1 << 30, "FP8": fp8}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -53,6 +53,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
         rows = {"y_ptr": element}
     integers = ["ids_ptr", "slot_row_ptr", "lists_ptr"]
     types = {"out_ptr": element, "peers": PEERS} | dict.fromkeys(integers, "*i32")
+    types |= dict.fromkeys(["weights_ptr", "out_weights_ptr"], "*fp32")
     types |= rows
     built = build(name, name, types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)
     loads = r"ld\.global\.v4\.b32" if name == "dispatch" else r"cp\.async\.cg\.shared\.global \[.*\], 0x10"
@@ -75,7 +76,8 @@ def test_combine_of_narrow_rows(hidden):
     types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32")
     types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "peers": PEERS}
     sizes = Combine(**row_sizes(hidden, False), tile=tile)
-    built = build("combine", "combine", types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, 90)
+    constants = {"S": sizes, "HEAP": HEAP, "weights_ptr": None, "out_weights_ptr": None}
+    built = build("combine", "combine", types, constants, config.num_warps, STAGES, 90)
     assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", built["ptx"])
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 

@@ -422,7 +422,7 @@ def combine_with_weight_gradient(
     most_turns = tl.cdiv(tiles, S.TASKS * programs) * programs
     communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.COMM
     if communicates:
-        combine_blocks(y_ptr, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, launch, alive, S.combine, HEAP)
+        combine_blocks(y_ptr, None, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, None, launch, alive, S.combine, HEAP)
     groups = locate_groups(sizes_ptr, GRADIENT)
     turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     while turn < most_turns:

@@ -167,7 +167,7 @@ class DispatchTile:
     Attributes:
       BLOCK_T: tokens of a task and of a flag.
       BLOCK_H: columns at a time.
-      BLOCK_R: padding rows that one task clears.
+      BLOCK_R: rows of a task that clears padding.
       LAG: blocks between sending one and copying what has arrived.
     """
 
@@ -187,7 +187,8 @@ class Exchange:
       H: columns.
       L: local experts.
       E: experts of all ranks.
-      SCALES: byte offset of the scales of what travels as FP8.
+      SCALES: byte offset in the data area of the scales of what travels as FP8.
+      WEIGHTS: that of router weights, which travel along.
       FP8: tokens, or sums, travel as FP8.
     """
 
@@ -197,6 +198,7 @@ class Exchange:
     L: int
     E: int
     SCALES: int
+    WEIGHTS: int
     FP8: bool
 
 

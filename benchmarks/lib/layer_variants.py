@@ -113,7 +113,9 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
 
     def fused(options: Options, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
-        return both.dispatch_grouped_gemm(options, fixed[1], fixed[2], fresh, transpose_rhs=False, save_as=None)[0]
+        return both.dispatch_grouped_gemm(options, fixed[1], None, fixed[2], fresh, transpose_rhs=False, save_as=None)[
+            0
+        ]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
@@ -147,7 +149,7 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def fused(mode: str | None, _: Any, fixed: Any, zero: Array) -> Array:
         options, fresh = _scheduled(combine_mode=mode), fresh_handle(fixed[0], zero)
-        return both.grouped_gemm_combine(options, fixed[1], fixed[2], fresh, transpose_rhs=False)
+        return both.grouped_gemm_combine(options, fixed[1], None, fixed[2], fresh, transpose_rhs=False)[0]
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
@@ -175,7 +177,7 @@ def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def combined(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, _, w = fixed
-        return run.grouped_gemm_combine(OPTIONS, d_hidden, w, fresh_handle(handle, zero), transpose_rhs=True)
+        return run.grouped_gemm_combine(OPTIONS, d_hidden, None, w, fresh_handle(handle, zero), transpose_rhs=True)[0]
 
     def gradient(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, saved, _ = fixed
@@ -183,9 +185,10 @@ def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def fused(mode: str, _: Any, fixed: Any, zero: Array) -> Any:
         (handle, d_hidden, saved, w), options = fixed, _scheduled(combine_mode=mode)
-        return run.grouped_gemm_combine_with_weight_gradient(
-            options, d_hidden, w, saved, fresh_handle(handle, zero), transpose_rhs=True, saved_as="tokens"
+        sums, _, gradient = run.grouped_gemm_combine_with_weight_gradient(
+            options, d_hidden, None, w, saved, fresh_handle(handle, zero), transpose_rhs=True, saved_as="tokens"
         )
+        return sums, gradient
 
     def sequence(*arguments: Any) -> Any:
         return combined(*arguments), gradient(*arguments)

@@ -1,4 +1,4 @@
-"""Dispatch and combine as one kernel each, over a symmetric heap; before them the plan, and small exchanges.
+"""Dispatch and combine as one kernel each, over a symmetric heap; before them the plan.
 
 By the plan every rank learns the ids of all, and derives the rows of its own experts.
 """
@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
 from jax_ep.core import layout as rows
-from jax_ep.core.collectives import sum_in_order
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
@@ -28,7 +27,7 @@ from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 
 _PLAN = Kernel("plan", "plan")
-_EXCHANGE_I32 = Kernel("small_exchange", "exchange_i32")
+_ALL_GATHER_I32 = Kernel("small_exchange", "all_gather_i32")
 _DISPATCH = Kernel("dispatch", "dispatch")
 _COMBINE = Kernel("combine", "combine")
 # The plan keeps a slot's local expert and its position in its block in one word (kernels/plan.py).
@@ -83,52 +82,12 @@ def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def all_gather_i32(x: Array, group: Array) -> Array:
     """`[N]` 32-bit values of each rank to all ranks: `[W, N]` by source rank."""
-    return launch(*_i32_arguments(x, group, to_each=False), group=group)[0]
-
-
-def all_to_all_i32(x: Array, group: Array) -> Array:
-    """`[W, N]` 32-bit values, a row to each rank: `[W, N]` by source rank."""
-    return launch(*_i32_arguments(x, group, to_each=True), group=group)[0]
-
-
-def _i32_arguments(
-    x: Array, group: Array, after: Array | None = None, *, to_each: bool
-) -> tuple[Kernel, tuple[Any, ...], Any, Config, Any]:
-    """Of a launch after what makes `after`, where nothing else puts the two in one order on all ranks."""
-    num_ranks, num_values = group.shape[0] - 1, x.shape[-1]
+    num_ranks, (num_values,) = group.shape[0] - 1, x.shape
     config, block = small_exchange_config(num_ranks, num_values)
     context.reserve("dispatch", num_ranks * num_values * 4)
-    # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
-    operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
-    constants = {"S": structs.SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
+    constants = {"S": structs.SmallExchange(num_values, block), "OPERATION": int(ffi.Operation.DISPATCH)}
     results = (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),)
-    return _EXCHANGE_I32, (x, x if after is None else after), results, config, constants
-
-
-def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
-    words, group = _as_words(weights.reshape(-1)), group_of(handle)
-    gathered = launch(*_i32_arguments(words.reshape(-1), group, after, to_each=False), group=group)[0]
-    slots = _from_words(gathered.reshape(-1, *words.shape[1:]), weights.dtype)
-    # A plan that has failed has no rows: their weights are not zero, but unknown.
-    return jnp.where(handle.num_invalid < 0, jnp.nan, rows.gather_rows(slots, handle.row_slot))
-
-
-def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
-    words, group = _as_words(rows.gather_rows(row_weights, handle.slot_row)), group_of(handle)
-    by_rank = words.reshape(handle.layout.num_ranks, -1)
-    parts = launch(*_i32_arguments(by_rank, group, after, to_each=True), group=group)[0]
-    return sum_in_order(_from_words(parts.reshape(words.shape), row_weights.dtype))
-
-
-def _as_words(x: Array) -> Array:
-    """float64 as pairs of 32-bit words; what has 32 bits stays as it is."""
-    return lax.bitcast_convert_type(x, jnp.int32) if x.dtype.itemsize == 8 else x
-
-
-def _from_words(words: Array, dtype: jnp.dtype) -> Array:
-    return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
+    return launch(_ALL_GATHER_I32, (x,), results, config, constants, group=group)[0]
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
@@ -180,13 +139,14 @@ def _dispatch(
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
     taken, given, constants = weight_arguments(weights, (layout.capacity,))
-    weight_bytes = layout.num_ranks * _bytes_of(weights)
+    weight_bytes = layout.num_ranks * num_bytes(weights)
     common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype, weight_bytes)
     sizes = structs.Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
     operands = (x, *taken, handle.ids, handle.slot_row, handle.row_slot)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    moved = launch(_DISPATCH, operands, (result, scales, *given), config, constants, group=group_of(handle))
-    return moved[0], moved[1], moved[2] if given else None
+    results = (result, scales, *given)
+    values, scales, *row_weights = launch(_DISPATCH, operands, results, config, constants, group=group_of(handle))
+    return values, scales, next(iter(row_weights), None)
 
 
 def weight_arguments(weights: Array | None, shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, Any]]:
@@ -196,8 +156,15 @@ def weight_arguments(weights: Array | None, shape: tuple[int, ...]) -> tuple[Any
     return (weights,), (jax.ShapeDtypeStruct(shape, weights.dtype),), {}
 
 
-def _bytes_of(array: Array | None) -> int:
+def num_bytes(array: Array | jax.ShapeDtypeStruct | None) -> int:
+    """Of an array, if there is one."""
     return 0 if array is None else array.size * array.dtype.itemsize
+
+
+def sum_results(shape: tuple[int, ...], dtype: DTypeLike, config: Config, length: int) -> structs.Sums:
+    """Results of a launch that adds up what lists of this length name, one list for each of its programs."""
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, length), jnp.int32)
+    return structs.Sums(jax.ShapeDtypeStruct(shape, dtype), lists)
 
 
 def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
@@ -207,15 +174,13 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
     taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
-    weight_bytes = sum(layout.num_tokens * layout.top_k * x.dtype.itemsize for x in given)
-    common = _reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype, weight_bytes)
+    common = _reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype, sum(map(num_bytes, given)))
     sizes = structs.Combine(**common, tile=tile)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
-    result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
+    results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.LENGTH)
     operands = (y, *taken, handle.ids, handle.slot_row)
-    found = launch(_COMBINE, operands, (result, lists, *given), config, constants, group=group_of(handle))
-    return found[0][:, :hidden], found[2] if given else None
+    sums, *slot_weights = launch(_COMBINE, operands, (results, *given), config, constants, group=group_of(handle))
+    return sums.out_ptr[:, :hidden], next(iter(slot_weights), None)
 
 
 def _pad_columns(x: Array) -> Array:

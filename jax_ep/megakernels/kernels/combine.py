@@ -61,8 +61,7 @@ def combine_blocks(
     weights_ptr,
     ids_ptr,
     slot_row_ptr,
-    out_ptr,
-    lists_ptr,
+    sums,
     out_weights_ptr,
     launch,
     alive,
@@ -75,7 +74,7 @@ def combine_blocks(
     W: tl.constexpr = HEAP.W
     LAG: tl.constexpr = S.tile.LAG
     num_blocks: tl.constexpr = (S.T + S.tile.BLOCK_T - 1) // S.tile.BLOCK_T
-    list_ptr = lists_ptr + tl.program_id(0) * 2 * S.tile.LENGTH
+    list_ptr = sums.lists_ptr + tl.program_id(0) * 2 * S.tile.LENGTH
     begun = 0
     task = next_task(launch)
     while task < 1 + (num_blocks + LAG) * (W + 1):
@@ -93,9 +92,8 @@ def combine_blocks(
             if alive != 0:
                 values_ptr = data_of(launch, peer.device, wire, HEAP)
                 scales_ptr = data_of(launch, peer.device, tl.float32, HEAP, S.SCALES)
-                sums = Rows(values_ptr, scales_ptr)
                 began = stamp(HEAP)
-                sum_listed(list_ptr, count, Rows(y_ptr, scales_ptr), sums, SUM, S.H, S.tile)
+                sum_listed(list_ptr, count, Rows(y_ptr, scales_ptr), Rows(values_ptr, scales_ptr), SUM, S.H, S.tile)
                 if weights_ptr is not None:
                     tokens = block * S.tile.BLOCK_T + tl.arange(0, S.tile.BLOCK_T)
                     return_weights(weights_ptr, ids_ptr, slot_row_ptr, tokens, launch, peer, S, S.L, HEAP)
@@ -109,7 +107,7 @@ def combine_blocks(
             values_ptr = data_of(launch, launch.device, wire, HEAP)
             scales_ptr = data_of(launch, launch.device, tl.float32, HEAP, S.SCALES)
             arrived = Rows(values_ptr, scales_ptr)
-            sum_listed(list_ptr, count, arrived, Rows(out_ptr, scales_ptr), SUM, S.H, S.tile)
+            sum_listed(list_ptr, count, arrived, Rows(sums.out_ptr, scales_ptr), SUM, S.H, S.tile)
             if weights_ptr is not None:
                 tokens = block * S.tile.BLOCK_T + tl.arange(0, S.tile.BLOCK_T)
                 take_weights(ids_ptr, tokens, out_weights_ptr, launch, S, S.L, HEAP)
@@ -124,21 +122,18 @@ def combine(
     ids_ptr,
     slot_row_ptr,
     peers,
-    out_ptr,
-    lists_ptr,
+    sums,
     out_weights_ptr,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle, `lists` is scratch.
+    """`y [R, H]` to `Sums`; `ids` and `slot_row [W, T, K]` are those of the handle.
 
     Unless both are None, `weights [R]` go to the slots `out_weights [T, K]` of their rows, zero where there is none.
     """
     launch, alive = open_launch(peers, HEAP)
-    combine_blocks(
-        y_ptr, weights_ptr, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, out_weights_ptr, launch, alive, S, HEAP
-    )
+    combine_blocks(y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, alive, S, HEAP)
     if end_launch(launch, HEAP):
-        poison(out_ptr, S.T * S.H)
+        poison(sums.out_ptr, S.T * S.H)
         if weights_ptr is not None:
             poison(out_weights_ptr, S.T * S.K)

@@ -44,6 +44,24 @@ def clear_weights(out_ptr, row_slot_ptr, first, ROWS: tl.constexpr, R: tl.conste
 
 
 @triton.jit
+def store_row_weights(
+    weights_ptr, row_slot_ptr, out_ptr, row, size, launch, S: tl.constexpr, BM: tl.constexpr, HEAP: tl.constexpr
+):
+    """Stores the weights of the first BM of `size` rows from `row` on, once the tokens are here; zero for padding.
+
+    They are in `weights [T, K]` for this rank's tokens, and in the heap for those of others.
+    """
+    lines = tl.arange(0, BM)
+    slot = tl.load(row_slot_ptr + row + lines, mask=lines < size, other=-1)
+    first = launch.rank * (S.T * S.K)
+    own = (slot >= first) & (slot < first + S.T * S.K)
+    received_ptr = data_of(launch, launch.device, weights_ptr.dtype.element_ty, HEAP, S.WEIGHTS)
+    received = tl.load(received_ptr + slot, mask=(slot >= 0) & (own == 0), other=0.0)
+    weights = tl.where(own, tl.load(weights_ptr + (slot - first), mask=own, other=0.0), received)
+    tl.store(out_ptr + row + lines, weights, mask=lines < size)
+
+
+@triton.jit
 def return_weights(
     weights_ptr,
     ids_ptr,

@@ -80,6 +80,13 @@ class Rows(NamedTuple):
     scales_ptr: Any
 
 
+class Sums(NamedTuple):
+    """Where the sums of tokens go, `[T, H]`, and scratch memory for the lists of what they are made of."""
+
+    out_ptr: Any
+    lists_ptr: Any
+
+
 class PlanScratch(NamedTuple):
     """Scratch memory of the plan.
 
@@ -150,13 +157,11 @@ class SmallExchange:
     """Static sizes of an exchange of 32-bit values.
 
     Attributes:
-      N: values that each rank has for each other.
-      TO_EACH: they are different for each rank (all-to-all), not the same (all-gather).
+      N: values that each rank has for all.
       BLOCK: values of a block.
     """
 
     N: int
-    TO_EACH: bool
     BLOCK: int
 
 

@@ -111,8 +111,9 @@ def dispatch_tokens(
     """
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    moved, _, row_weights = _dispatch(options, padded, weights, handle, result, clear)
-    return moved[:, : x.shape[1]], row_weights
+    arguments = _dispatch_arguments(options, padded, weights, handle, result, clear)
+    moved, _, *row_weights = launch(_DISPATCH, *arguments, group=group_of(handle))
+    return moved[:, : x.shape[1]], next(iter(row_weights), None)
 
 
 def dispatch_quantized(
@@ -123,14 +124,15 @@ def dispatch_quantized(
     Padding rows hold anything, and have no weight: zero.
     """
     result = jax.ShapeDtypeStruct((handle.layout.capacity, x.shape[1]), FP8)
-    values, scales, row_weights = _dispatch(options, x, weights, handle, result, clear=False)
-    return (values, scales), row_weights
+    arguments = _dispatch_arguments(options, x, weights, handle, result, clear=False)
+    values, scales, *row_weights = launch(_DISPATCH, *arguments, group=group_of(handle))
+    return (values, scales), next(iter(row_weights), None)
 
 
-def _dispatch(
+def _dispatch_arguments(
     options: Options, x: Array, weights: Array | None, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
-) -> tuple[Array, Array, Array | None]:
-    """The launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
+) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, dict[str, Any]]:
+    """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
     facts = tuned.exchange_facts(layout, hidden, x.dtype)
@@ -144,9 +146,7 @@ def _dispatch(
     sizes = structs.Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
     operands = (x, *taken, handle.ids, handle.slot_row, handle.row_slot)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    results = (result, scales, *given)
-    values, scales, *row_weights = launch(_DISPATCH, operands, results, config, constants, group=group_of(handle))
-    return values, scales, next(iter(row_weights), None)
+    return operands, (result, scales, *given), config, constants
 
 
 def weight_arguments(weights: Array | None, shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, Any]]:

@@ -19,7 +19,7 @@ FUSED = ["--dispatch-mode", "fused", "--combine-mode", "scatter"]
 CASES = {
     "dispatch": ([], {"plan", "dispatch"}),
     "combine": ([], {"combine"}),
-    "moe": (FUSED, {"plan", "exchange_i32", "dispatch_gemm", "gemm_combine"}),
+    "moe": (FUSED, {"plan", "dispatch_gemm", "gemm_combine"}),
     "low-latency": ([], {"low_latency_dispatch", "low_latency_gemm_combine"}),
 }
 

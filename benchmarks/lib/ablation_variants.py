@@ -65,7 +65,7 @@ def _dispatches(case: Case, handle: Handle, apart: Handle, copies: Array) -> dic
     run = registry.get("exchange", "triton")
 
     def step(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.dispatch_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
+        return run.dispatch_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
 
     return {
         DISPATCH: Variant(step, (), (handle, case.inputs[0])),
@@ -77,7 +77,7 @@ def _combines(case: Case, handle: Handle, apart: Handle) -> dict[str, Variant]:
     run, rows = registry.get("exchange", "triton"), on_ranks(case.mesh, (case.layout.capacity, case.model.hidden), 6)
 
     def step(_: Any, fixed: Any, zero: Array) -> Array:
-        return run.combine_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
+        return run.combine_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
 
     def added(_: Any, fixed: Any, zero: Array) -> Array:
         each = step(_, fixed, zero).reshape(-1, case.layout.top_k, case.model.hidden)

@@ -181,7 +181,7 @@ def ragged_variants(case: Case) -> dict[str, Variant]:
 def _handle_and_rows(case: Case, name: str) -> tuple[Handle, Array]:
     run = registry.get("exchange", name)
     handle = jax.jit(case.shard_map(lambda ids: stack(run.plan(OPTIONS, ids, case.layout)), 1))(case.ids)
-    dispatch = case.shard_map(lambda x, h: run.dispatch_tokens(OPTIONS, x, local(h)), 2)
+    dispatch = case.shard_map(lambda x, h: run.dispatch_tokens(OPTIONS, x, None, local(h))[0], 2)
     return handle, jax.jit(dispatch)(case.x, handle)
 
 
@@ -195,9 +195,9 @@ def _exchanges(case: Case, name: str, handle: Handle, y: Array) -> dict[str, Var
 
     return {
         f"{name} dispatch to rows": Variant(
-            lambda h, x, zero: run.dispatch_tokens(OPTIONS, x, h), handle, case.x, wire
+            lambda h, x, zero: run.dispatch_tokens(OPTIONS, x, None, h)[0], handle, case.x, wire
         ),
-        f"{name} combine": Variant(lambda h, y, zero: run.combine_tokens(OPTIONS, y, h), handle, y, wire),
+        f"{name} combine": Variant(lambda h, y, zero: run.combine_tokens(OPTIONS, y, None, h)[0], handle, y, wire),
         f"{name} plan": Variant(planned, handle, case.ids, None),
     }
 
@@ -213,13 +213,13 @@ def _of_triton(case: Case, handle: Handle, y: Array) -> dict[str, Variant]:
     def planned_too(options: Options, h: Handle, x: Array, zero: Array) -> Array:
         first = h.group[-1] * num_tokens  # ids of all ranks are in every handle, so that it needs no second input
         ids = lax.dynamic_slice_in_dim(h.ids.reshape(-1, case.layout.top_k), first, num_tokens)
-        return run.dispatch_tokens(options, x, run.plan(options, ids + zero, case.layout))
+        return run.dispatch_tokens(options, x, None, run.plan(options, ids + zero, case.layout))[0]
 
     def to_rows(options: Options, h: Handle, x: Array, zero: Array) -> Array:
-        return run.dispatch_tokens(options, x, h)
+        return run.dispatch_tokens(options, x, None, h)[0]
 
     def sums(options: Options, h: Handle, y: Array, zero: Array) -> Array:
-        return run.combine_tokens(options, y, h)
+        return run.combine_tokens(options, y, None, h)[0]
 
     return {
         "triton plan and dispatch to rows": Variant(partial(planned_too, OPTIONS), handle, case.x, "bf16"),

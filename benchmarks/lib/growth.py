@@ -40,7 +40,7 @@ KERNELS = {
     "gemm_combine": ("rows", "sent_apart"),
     "combine_with_weight_gradient": _TOKENS,
     "plan": _IDS,
-    "exchange_i32": _IDS,
+    "all_gather_i32": _IDS,
     "send_order_count": _IDS,
     "send_order_place": _IDS,
 }

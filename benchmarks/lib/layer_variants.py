@@ -106,21 +106,23 @@ def _dispatch_part(case: Case, handle: Handle, programs: Sequence[int], *, palla
     exchange, both = (registry.get(operation, "triton") for operation in ("exchange", "exchange_gemm"))
 
     def dispatch(_: Any, fixed: Any, zero: Array) -> Array:
-        return exchange.dispatch_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
+        return exchange.dispatch_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
 
     def product(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero, transpose_rhs=False, out_dtype=BF16)
 
     def fused(options: Options, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
-        return both.dispatch_grouped_gemm(options, fixed[1], fixed[2], fresh, transpose_rhs=False, save_as=None)[0]
+        return both.dispatch_grouped_gemm(options, fixed[1], None, fixed[2], fresh, transpose_rhs=False, save_as=None)[
+            0
+        ]
 
     def sequence(gemm: Any, _: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
-        rows = exchange.dispatch_tokens(OPTIONS, fixed[1], fresh)
+        rows = exchange.dispatch_tokens(OPTIONS, fixed[1], None, fresh)[0]
         return gemm(rows, fixed[2], fresh.group_sizes, transpose_rhs=False, out_dtype=BF16)
 
-    rows = jax.jit(case.shard_map(lambda x, h: exchange.dispatch_tokens(OPTIONS, x, local(h))))(x, handle)
+    rows = jax.jit(case.shard_map(lambda x, h: exchange.dispatch_tokens(OPTIONS, x, None, local(h))[0]))(x, handle)
     flops = 4.0 * case.layout.num_tokens * case.layout.top_k * case.model.hidden * case.model.intermediate
     found = {part.exchange: Variant(dispatch, (), (handle, x)), part.einsum: _einsum(case, w, flops)}
     launches = {(mode, None): name for mode, name in DISPATCHED.items()}
@@ -140,18 +142,18 @@ def _combine_part(case: Case, handle: Handle) -> dict[str, Variant]:
     gemm = partial(registry.get("grouped_gemm", "triton").grouped_gemm, transpose_rhs=False, out_dtype=BF16)
 
     def combine(_: Any, fixed: Any, zero: Array) -> Array:
-        return exchange.combine_tokens(OPTIONS, fixed[1], fresh_handle(fixed[0], zero))
+        return exchange.combine_tokens(OPTIONS, fixed[1], None, fresh_handle(fixed[0], zero))[0]
 
     def product(_: Any, fixed: Any, zero: Array) -> Array:
         return gemm(fixed[1], fixed[2], fixed[0].group_sizes + zero)
 
     def fused(mode: str | None, _: Any, fixed: Any, zero: Array) -> Array:
         options, fresh = _scheduled(combine_mode=mode), fresh_handle(fixed[0], zero)
-        return both.grouped_gemm_combine(options, fixed[1], fixed[2], fresh, transpose_rhs=False)
+        return both.grouped_gemm_combine(options, fixed[1], None, fixed[2], fresh, transpose_rhs=False)[0]
 
     def sequence(_: Any, fixed: Any, zero: Array) -> Array:
         fresh = fresh_handle(fixed[0], zero)
-        return exchange.combine_tokens(OPTIONS, gemm(fixed[1], fixed[2], fresh.group_sizes), fresh)
+        return exchange.combine_tokens(OPTIONS, gemm(fixed[1], fixed[2], fresh.group_sizes), None, fresh)[0]
 
     hidden = on_ranks(case.mesh, (case.layout.capacity, case.model.intermediate), 5)
     rows = on_ranks(case.mesh, (case.layout.capacity, case.model.hidden), 6)
@@ -175,7 +177,7 @@ def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def combined(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, _, w = fixed
-        return run.grouped_gemm_combine(OPTIONS, d_hidden, w, fresh_handle(handle, zero), transpose_rhs=True)
+        return run.grouped_gemm_combine(OPTIONS, d_hidden, None, w, fresh_handle(handle, zero), transpose_rhs=True)[0]
 
     def gradient(_: Any, fixed: Any, zero: Array) -> Array:
         handle, d_hidden, saved, _ = fixed
@@ -183,9 +185,10 @@ def _gradients_part(case: Case, handle: Handle) -> dict[str, Variant]:
 
     def fused(mode: str, _: Any, fixed: Any, zero: Array) -> Any:
         (handle, d_hidden, saved, w), options = fixed, _scheduled(combine_mode=mode)
-        return run.grouped_gemm_combine_with_weight_gradient(
-            options, d_hidden, w, saved, fresh_handle(handle, zero), transpose_rhs=True, saved_as="tokens"
+        sums, _, gradient = run.grouped_gemm_combine_with_weight_gradient(
+            options, d_hidden, None, w, saved, fresh_handle(handle, zero), transpose_rhs=True, saved_as="tokens"
         )
+        return sums, gradient
 
     def sequence(*arguments: Any) -> Any:
         return combined(*arguments), gradient(*arguments)

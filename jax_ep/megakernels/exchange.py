@@ -1,4 +1,4 @@
-"""Dispatch and combine as one kernel each, over a symmetric heap; before them the plan, and small exchanges.
+"""Dispatch and combine as one kernel each, over a symmetric heap; before them the plan.
 
 By the plan every rank learns the ids of all, and derives the rows of its own experts.
 """
@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from jax_ep import context, ffi
 from jax_ep.core import layout as rows
-from jax_ep.core.collectives import sum_in_order
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
@@ -28,7 +27,7 @@ from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 
 _PLAN = Kernel("plan", "plan")
-_EXCHANGE_I32 = Kernel("small_exchange", "exchange_i32")
+_ALL_GATHER_I32 = Kernel("small_exchange", "all_gather_i32")
 _DISPATCH = Kernel("dispatch", "dispatch")
 _COMBINE = Kernel("combine", "combine")
 # The plan keeps a slot's local expert and its position in its block in one word (kernels/plan.py).
@@ -83,52 +82,12 @@ def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def all_gather_i32(x: Array, group: Array) -> Array:
     """`[N]` 32-bit values of each rank to all ranks: `[W, N]` by source rank."""
-    return launch(*_i32_arguments(x, group, to_each=False), group=group)[0]
-
-
-def all_to_all_i32(x: Array, group: Array) -> Array:
-    """`[W, N]` 32-bit values, a row to each rank: `[W, N]` by source rank."""
-    return launch(*_i32_arguments(x, group, to_each=True), group=group)[0]
-
-
-def _i32_arguments(
-    x: Array, group: Array, after: Array | None = None, *, to_each: bool
-) -> tuple[Kernel, tuple[Any, ...], Any, Config, Any]:
-    """Of a launch after what makes `after`, where nothing else puts the two in one order on all ranks."""
-    num_ranks, num_values = group.shape[0] - 1, x.shape[-1]
+    num_ranks, (num_values,) = group.shape[0] - 1, x.shape
     config, block = small_exchange_config(num_ranks, num_values)
     context.reserve("dispatch", num_ranks * num_values * 4)
-    # Router weights that go back, one to each rank, are part of combine; ids and weights to all, of dispatch.
-    operation = ffi.Operation.COMBINE if to_each else ffi.Operation.DISPATCH
-    constants = {"S": structs.SmallExchange(num_values, to_each, block), "OPERATION": int(operation)}
+    constants = {"S": structs.SmallExchange(num_values, block), "OPERATION": int(ffi.Operation.DISPATCH)}
     results = (jax.ShapeDtypeStruct((num_ranks, num_values), x.dtype),)
-    return _EXCHANGE_I32, (x, x if after is None else after), results, config, constants
-
-
-def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
-    words, group = _as_words(weights.reshape(-1)), group_of(handle)
-    gathered = launch(*_i32_arguments(words.reshape(-1), group, after, to_each=False), group=group)[0]
-    slots = _from_words(gathered.reshape(-1, *words.shape[1:]), weights.dtype)
-    # A plan that has failed has no rows: their weights are not zero, but unknown.
-    return jnp.where(handle.num_invalid < 0, jnp.nan, rows.gather_rows(slots, handle.row_slot))
-
-
-def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
-    words, group = _as_words(rows.gather_rows(row_weights, handle.slot_row)), group_of(handle)
-    by_rank = words.reshape(handle.layout.num_ranks, -1)
-    parts = launch(*_i32_arguments(by_rank, group, after, to_each=True), group=group)[0]
-    return sum_in_order(_from_words(parts.reshape(words.shape), row_weights.dtype))
-
-
-def _as_words(x: Array) -> Array:
-    """float64 as pairs of 32-bit words; what has 32 bits stays as it is."""
-    return lax.bitcast_convert_type(x, jnp.int32) if x.dtype.itemsize == 8 else x
-
-
-def _from_words(words: Array, dtype: jnp.dtype) -> Array:
-    return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
+    return launch(_ALL_GATHER_I32, (x,), results, config, constants, group=group)[0]
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
@@ -136,64 +95,92 @@ def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
     options = dataclasses.replace(options, wire_dtype=None)
     bits = {1: jnp.uint8, 8: jnp.int64}.get(x.dtype.itemsize)
     if bits is None:
-        return dispatch_tokens(options, x, handle)
+        return dispatch_tokens(options, x, None, handle)[0]
     # Bytes and 64-bit words: the kernel only moves them.
     words = lax.bitcast_convert_type(x, jnp.uint8) if bits is jnp.uint8 else lax.bitcast_convert_type(x, jnp.int32)
-    moved = dispatch_tokens(options, words.reshape(x.shape[0], -1), handle)
+    moved, _ = dispatch_tokens(options, words.reshape(x.shape[0], -1), None, handle)
     return lax.bitcast_convert_type(moved.reshape(-1, *words.shape[1:]), x.dtype)
 
 
-def dispatch_tokens(options: Options, x: Array, handle: Handle, *, clear: bool = True) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it.
+def dispatch_tokens(
+    options: Options, x: Array, weights: Array | None, handle: Handle, *, clear: bool = True
+) -> tuple[Array, Array | None]:
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`.
 
-    Rows without a token are zero, or with `clear=False` of unspecified value.
+    Rows without a token are zero, or with `clear=False` of unspecified value; their weights are zero.
     """
     padded = _pad_columns(x)
     result = jax.ShapeDtypeStruct((handle.layout.capacity, padded.shape[1]), x.dtype)
-    kernel, operands, results, config, constants = _dispatch_arguments(options, padded, handle, result, clear)
-    moved = launch(kernel, operands, results, config, constants, group=group_of(handle))[0]
-    return moved[:, : x.shape[1]]
+    arguments = _dispatch_arguments(options, padded, weights, handle, result, clear)
+    moved, _, *row_weights = launch(_DISPATCH, *arguments, group=group_of(handle))
+    return moved[:, : x.shape[1]], next(iter(row_weights), None)
 
 
-def dispatch_quantized(options: Options, x: Array, handle: Handle) -> Quantized:
-    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows hold anything."""
+def dispatch_quantized(
+    options: Options, x: Array, weights: Array | None, handle: Handle
+) -> tuple[Quantized, Array | None]:
+    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
+
+    Padding rows hold anything, and have no weight: zero.
+    """
     result = jax.ShapeDtypeStruct((handle.layout.capacity, x.shape[1]), FP8)
-    kernel, operands, results, config, constants = _dispatch_arguments(options, x, handle, result, clear=False)
-    values, scales = launch(kernel, operands, results, config, constants, group=group_of(handle))
-    return values, scales
+    arguments = _dispatch_arguments(options, x, weights, handle, result, clear=False)
+    values, scales, *row_weights = launch(_DISPATCH, *arguments, group=group_of(handle))
+    return (values, scales), next(iter(row_weights), None)
 
 
 def _dispatch_arguments(
-    options: Options, x: Array, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
-) -> tuple[Kernel, tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, dict[str, Any]]:
+    options: Options, x: Array, weights: Array | None, handle: Handle, result: jax.ShapeDtypeStruct, clear: bool
+) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], Config, dict[str, Any]]:
     """Of the launch, which quantises what travels in FP8; rows of FP8 stay so, and have scales."""
     layout, hidden, wire_dtype = handle.layout, x.shape[1], options.wire_dtype
     wire = jnp.dtype(wire_dtype or x.dtype)
     facts = tuned.exchange_facts(layout, hidden, x.dtype)
     schedule = tuned.schedule(options.schedule, "dispatch", **facts, wire_dtype=wire)
-    config, tile = dispatch_config(schedule, layout, hidden, x.dtype, wire)
+    config, tile = dispatch_config(schedule, layout, hidden, x.dtype, wire, clear=clear)
     quantized = result.dtype == FP8
     scales = jax.ShapeDtypeStruct((layout.capacity, hidden // GROUP_SIZE) if quantized else (1,), jnp.float32)
-    common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype)
+    taken, given, constants = weight_arguments(weights, (layout.capacity,))
+    weight_bytes = layout.num_ranks * num_bytes(weights)
+    common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype, weight_bytes)
     sizes = structs.Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
-    operands = (x, handle.ids, handle.slot_row, handle.row_slot)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
-    return _DISPATCH, operands, (result, scales), config, constants
+    operands = (x, *taken, handle.ids, handle.slot_row, handle.row_slot)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
+    return operands, (result, scales, *given), config, constants
 
 
-def combine_tokens(options: Options, y: Array, handle: Handle) -> Array:
-    """`[R, H]` rows to their unweighted sums `[T, H]`."""
+def weight_arguments(weights: Array | None, shape: tuple[int, ...]) -> tuple[Any, Any, dict[str, Any]]:
+    """Operand, result of this shape and constants of a launch that takes weights along, or does without."""
+    if weights is None:
+        return (), (), {"weights_ptr": None, "out_weights_ptr": None}
+    return (weights,), (jax.ShapeDtypeStruct(shape, weights.dtype),), {}
+
+
+def num_bytes(array: Array | jax.ShapeDtypeStruct | None) -> int:
+    """Of an array, if there is one."""
+    return 0 if array is None else array.size * array.dtype.itemsize
+
+
+def sum_results(shape: tuple[int, ...], dtype: DTypeLike, config: Config, length: int) -> structs.Sums:
+    """Results of a launch that adds up what lists of this length name, one list for each of its programs."""
+    lists = jax.ShapeDtypeStruct((config.num_programs, 2, length), jnp.int32)
+    return structs.Sums(jax.ShapeDtypeStruct(shape, dtype), lists)
+
+
+def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     y = _pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
-    sizes = structs.Combine(**_reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype), tile=tile)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
-    result = jax.ShapeDtypeStruct((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, tile.LENGTH), jnp.int32)
-    operands = (y, handle.ids, handle.slot_row)
-    sums, _ = launch(_COMBINE, operands, (result, lists), config, constants, group=group_of(handle))
-    return sums[:, :hidden]
+    taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
+    common = _reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype, sum(map(num_bytes, given)))
+    sizes = structs.Combine(**common, tile=tile)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
+    results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.LENGTH)
+    operands = (y, *taken, handle.ids, handle.slot_row)
+    sums, *slot_weights = launch(_COMBINE, operands, (results, *given), config, constants, group=group_of(handle))
+    return sums.out_ptr[:, :hidden], next(iter(slot_weights), None)
 
 
 def _pad_columns(x: Array) -> Array:
@@ -203,20 +190,21 @@ def _pad_columns(x: Array) -> Array:
 
 
 def _reserved_sizes(
-    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None
+    kernel: Kernel, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: DTypeLike | None, weight_bytes: int
 ) -> dict[str, Any]:
-    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns."""
+    """What dispatch and combine have in common, once the heap has room for rows of `hidden` columns and for weights."""
     num_slots = layout.num_ranks * layout.num_tokens
     value_bytes = rows.round_up(num_slots * hidden * jnp.dtype(wire_dtype or dtype).itemsize, 16)
-    scale_bytes = num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0
-    context.reserve(kernel.function, value_bytes + scale_bytes)
+    scale_bytes = rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0, 16)
+    context.reserve(kernel.function, value_bytes + scale_bytes + weight_bytes)
     return {
         "T": layout.num_tokens,
         "K": layout.top_k,
         "H": hidden,
         "L": layout.num_local_experts,
         "E": layout.num_experts,
-        "SCALES": context.heap(kernel.function).layout.data + value_bytes,
+        "SCALES": value_bytes,
+        "WEIGHTS": value_bytes + scale_bytes,
         "FP8": wire_dtype is not None,
     }
 
@@ -292,9 +280,12 @@ def _tokens_per_task(num_tokens: int) -> int:
 
 
 def dispatch_config(
-    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype
+    schedule: Schedule, layout: Layout, hidden: int, dtype: jnp.dtype, wire_dtype: jnp.dtype, *, clear: bool = True
 ) -> tuple[Config, structs.DispatchTile]:
-    """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`."""
+    """Config and tile of the dispatch kernel, for tokens of `dtype` that travel as `wire_dtype`.
+
+    With `clear`, padding rows become zero; else their weights alone do, if there are any.
+    """
     block, columns = _tokens_per_task(layout.num_tokens), copied_columns(hidden, dtype.itemsize)
     warps, per_processor = 8, 2
     limit = schedule.num_communicating_programs
@@ -306,7 +297,7 @@ def dispatch_config(
     block, warps = schedule.tokens_per_block or block, schedule.num_warps or warps
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
     lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
-    tile = structs.DispatchTile(block, columns, BLOCK_R=16, LAG=lag)
+    tile = structs.DispatchTile(block, columns, BLOCK_R=16 if clear else 1024, LAG=lag)
     return at_most(Config(grid.num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
 
 

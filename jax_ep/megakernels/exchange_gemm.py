@@ -27,7 +27,10 @@ from jax_ep.megakernels.exchange import (
     combine_tokens,
     copied_columns,
     dispatch_tokens,
+    num_bytes,
+    sum_results,
     summed_columns,
+    weight_arguments,
 )
 from jax_ep.megakernels.kernels import structs, structs_gemm
 from jax_ep.megakernels.launch import group_of, launch, stores_by_descriptor
@@ -38,6 +41,9 @@ from jax_ep.types import COMBINE_MODES, Array, Handle, Layout, Options, Schedule
 _DISPATCH_GEMM = Kernel("exchange_gemm", "dispatch_gemm")
 _GEMM_COMBINE = Kernel("exchange_gemm", "gemm_combine")
 _COMBINE_WITH_WEIGHT_GRADIENT = Kernel("exchange_gemm", "combine_with_weight_gradient")
+
+_ITEM_BYTES = 2
+"""Of what travels in a launch with a product: see `fuses`."""
 
 BESIDE = 24
 """Programs of combine beside the weight gradient: few leave more of the GPU to that, and have its time."""
@@ -55,13 +61,21 @@ def fuses(layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> bool:
 
 
 def dispatch_grouped_gemm(
-    options: Options, x: Array, w: Array, handle: Handle, *, transpose_rhs: bool, save_as: str | None
-) -> tuple[Array, Array | None]:
-    """Tokens to the ranks of their experts, and there times the experts' matrices.
+    options: Options,
+    x: Array,
+    weights: Array | None,
+    w: Array,
+    handle: Handle,
+    *,
+    transpose_rhs: bool,
+    save_as: str | None,
+) -> tuple[Array, Array | None, Array | None]:
+    """Tokens to the ranks of their experts, and there times the experts' matrices; router weights to the rows.
 
     Args:
       options: of the call; the mode is that of its schedule, or what should be faster.
       x: `[T, H]`.
+      weights: `[T, K]`, or None.
       w: `[L, H, N]`, or `[L, N, H]` with `transpose_rhs`.
       handle: of this implementation.
       transpose_rhs: contract with the last axis of w.
@@ -69,7 +83,8 @@ def dispatch_grouped_gemm(
 
     Returns:
       `[R, N]`, zero in padding rows; and the tokens that have an expert here, "tokens": `[W * T, H]` by source rank and
-      token; "rows": `[R, H]`; both of unspecified value elsewhere. Else None.
+      token; "rows": `[R, H]`; both of unspecified value elsewhere. Else None. Last `[R]` weights, zero in padding rows,
+      or None.
     """
     layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
     facts = tuned.exchange_gemm_facts(layout, x.shape[1], columns, x.dtype)
@@ -77,29 +92,30 @@ def dispatch_grouped_gemm(
     mode = schedule.dispatch_mode
     if (mode or cost_model.dispatch_mode(layout, x.shape[1], columns, save_as)) == "serial":
         # Only rows between groups must be zero: a product reads none past them.
-        rows = dispatch_tokens(options, x, handle, clear=layout.alignment > 1)
+        rows, row_weights = dispatch_tokens(options, x, weights, handle, clear=layout.alignment > 1)
         products = _fastest(rows, columns, handle)
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
         if save_as != "tokens":
-            return hidden, rows if save_as == "rows" else None
+            return hidden, rows if save_as == "rows" else None, row_weights
         a_row = jnp.max(handle.slot_row.reshape(-1, layout.top_k), axis=1)
-        return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype))
+        return hidden, gather_rows(rows, a_row, jnp.full((1,), a_row.size, a_row.dtype)), row_weights
     order = order_sends(handle)
-    arguments = _dispatch_arguments(schedule, x, w, handle, order, transpose_rhs, save_as)
-    hidden, saved = launch(_DISPATCH_GEMM, *arguments, group=group_of(handle))
+    arguments = _dispatch_arguments(schedule, x, weights, w, handle, order, transpose_rhs, save_as)
+    hidden, saved, *weights_found = launch(_DISPATCH_GEMM, *arguments, group=group_of(handle))
     if save_as == "rows":
         saved = gather_rows(saved, row_tokens(handle), handle.group_sizes)
-    return hidden, None if save_as is None else saved
+    return hidden, None if save_as is None else saved, next(iter(weights_found), None)
 
 
 def dispatch_again(options: Options, x: Array, handle: Handle) -> Array:
     """Rows `[R, H]` of tokens that were multiplied before, for `weight_gradient`; anything past the groups."""
-    return dispatch_tokens(options, x, handle, clear=handle.layout.alignment > 1)
+    return dispatch_tokens(options, x, None, handle, clear=handle.layout.alignment > 1)[0]
 
 
 def _dispatch_arguments(
     schedule: Schedule,
     x: Array,
+    weights: Array | None,
     w: Array,
     handle: Handle,
     order: structs_gemm.OrderedSends,
@@ -107,16 +123,20 @@ def _dispatch_arguments(
     save_as: str | None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Config, dict[str, Any]]:
     """Of one launch for both, whose second result are the tokens by source rank and token, where they are saved."""
-    layout, hidden = handle.layout, x.shape[1]
-    saves = save_as is not None
+    layout, saves = handle.layout, save_as is not None
     config, sizes = dispatch_gemm_sizes(schedule, layout, _product_of(w, transpose_rhs), transpose_rhs, saves)
-    context.reserve("dispatch_gemm", layout.num_ranks * layout.num_tokens * hidden * x.dtype.itemsize)
-    saved_shape = (layout.num_ranks * layout.num_tokens if saves else 1, hidden)
+    context.reserve("dispatch_gemm", sizes.WEIGHTS + layout.num_ranks * num_bytes(weights))
+    saved_shape = (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
     shapes = ((layout.capacity, sizes.product.N), saved_shape)
     results = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes)
-    matrices = _matrices(w, sizes.product)
-    operands = (x, matrices, handle.ids, handle.row_slot, handle.group_sizes, order)
-    return operands, results, config, {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
+    taken, given, constants = weight_arguments(weights, (layout.capacity,))
+    operands = (x, *taken, _matrices(w, sizes.product), _arrays_of(handle), order)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
+    return operands, (*results, *given), config, constants
+
+
+def _arrays_of(handle: Handle) -> structs_gemm.HandleArrays:
+    return structs_gemm.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
 
 
 def dispatch_gemm_sizes(
@@ -130,6 +150,7 @@ def dispatch_gemm_sizes(
         BLOCK_T=32,
         BLOCK_H=copied_columns(product[0], 2),
         SAVES=saves,
+        WEIGHTS=layout.num_ranks * layout.num_tokens * product[0] * _ITEM_BYTES,
         product=_product_sizes(layout, *product, transpose_rhs),
     )
     return Config(grid.all_programs(), num_warps=8, num_stages=4), sizes
@@ -150,12 +171,19 @@ def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool
 
 
 def grouped_gemm_combine(
-    options: Options, h: Array, w: Array, handle: Handle, *, transpose_rhs: bool, bias: Bias | None = None
-) -> Array:
+    options: Options,
+    h: Array,
+    row_weights: Array | None,
+    w: Array,
+    handle: Handle,
+    *,
+    transpose_rhs: bool,
+    bias: Bias | None = None,
+) -> tuple[Array, Array | None]:
     """Rows times the matrices of their experts, with a bias if there is one, and the sums of each token's rows.
 
-    `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, to `[T, H]`. The mode is that of the
-    schedule, or what should be fastest.
+    `h [R, F]` times `w [L, F, H]`, or `[L, H, F]` with `transpose_rhs`, to `[T, H]`; and `[R]` values to the `[T, K]`
+    slots of their rows. The mode is that of the schedule, or what should be fastest.
     """
     hidden = w.shape[1 if transpose_rhs else 2]
     facts = tuned.exchange_gemm_facts(handle.layout, h.shape[1], hidden, h.dtype)
@@ -164,16 +192,18 @@ def grouped_gemm_combine(
     if mode == "serial":
         options_of_product: dict[str, Any] = {"transpose_rhs": transpose_rhs, "out_dtype": h.dtype, "bias": bias}
         y = _fastest(h, hidden, handle).grouped_gemm(h, w, handle.group_sizes, **options_of_product)
-        return combine_tokens(options, y, handle)
+        return combine_tokens(options, y, row_weights, handle)
     config, sizes = gemm_combine_sizes(handle.layout, h.shape[1], hidden, transpose_rhs)
-    operands, results, constants = _scatter_arguments(options, h, w, handle, bias, config, sizes)
+    operands, results, constants = _scatter_arguments(options, h, row_weights, w, handle, bias, config, sizes)
     constants |= {"factors": None, "gradient": None}
-    return launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))[0]
+    sums, *slot_weights = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
+    return sums.out_ptr, next(iter(slot_weights), None)
 
 
 def _scatter_arguments(
     options: Options,
     h: Array,
+    row_weights: Array | None,
     w: Array,
     handle: Handle,
     bias: Bias | None,
@@ -182,17 +212,16 @@ def _scatter_arguments(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
-    The results are the sums and scratch memory.
+    The results are `Sums`, and slots of weights where there are any.
     """
     layout, product = handle.layout, sizes.product
-    context.reserve("gemm_combine", layout.num_tokens * layout.top_k * product.N * h.dtype.itemsize)
+    taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
+    context.reserve("gemm_combine", sizes.WEIGHTS + sum(map(num_bytes, given)))
     rows = Descriptor(h, (product.tile.BM, product.tile.BK))
-    arrays = structs_gemm.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
-    sums = jax.ShapeDtypeStruct((layout.num_tokens, product.N), options.sum_dtype or h.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.sums.LENGTH), jnp.int32)
-    added, constants = grouped_gemm.bias_arguments(bias, layout.capacity)
-    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
-    return (rows, _matrices(w, product), arrays, *added), (sums, lists), constants
+    sums = sum_results((layout.num_tokens, product.N), options.sum_dtype or h.dtype, config, sizes.sums.LENGTH)
+    added, without_bias = grouped_gemm.bias_arguments(bias, layout.capacity)
+    constants |= without_bias | {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
+    return (rows, *taken, _matrices(w, product), _arrays_of(handle), *added), (sums, *given), constants
 
 
 def gemm_combine_sizes(
@@ -213,6 +242,8 @@ def gemm_combine_sizes(
         CLEAR_T=16,
         CLEAR_H=min(512, copied_columns(hidden, 2)),
         SUM_T=tokens,
+        WEIGHT_T=max(1, 1024 // choices),
+        WEIGHTS=layout.num_tokens * layout.top_k * hidden * _ITEM_BYTES,
         CHOICES=choices,
         sums=structs.SumTile(columns, tokens * choices, stages),
         product=_product_sizes(layout, features, hidden, transpose_rhs),
@@ -281,8 +312,16 @@ def _is_faster(schedule: Schedule, layout: Layout, features: int, hidden: int) -
 
 
 def grouped_gemm_combine_with_weight_gradient(
-    options: Options, h: Array, w: Array, saved: Array, handle: Handle, *, transpose_rhs: bool, saved_as: str
-) -> tuple[Array, Array]:
+    options: Options,
+    h: Array,
+    row_weights: Array | None,
+    w: Array,
+    saved: Array,
+    handle: Handle,
+    *,
+    transpose_rhs: bool,
+    saved_as: str,
+) -> tuple[Array, Array | None, Array]:
     """`grouped_gemm_combine` and `weight_gradient` of the same rows.
 
     Saved tokens of the rows in use are copied into expert order first, by a launch of its own.
@@ -291,6 +330,7 @@ def grouped_gemm_combine_with_weight_gradient(
       options: of the call. Its `combine_mode` "scatter": one launch for all, as `grouped_gemm_combine` of this mode has
         it; "serial": a product, then one launch for its combine and the gradient; None: what should be faster.
       h: `[R, F]`.
+      row_weights: `[R]`, or None.
       w: `[L, F, H]`, or `[L, H, F]` with `transpose_rhs`.
       saved: from `dispatch_grouped_gemm`.
       handle: of this implementation.
@@ -298,8 +338,8 @@ def grouped_gemm_combine_with_weight_gradient(
       saved_as: "tokens" or "rows".
 
     Returns:
-      `[T, H]` sums, and the gradient in the shape of w: per local expert, rows of h times tokens, or tokens times rows
-      with `transpose_rhs`; zero for experts without rows.
+      `[T, H]` sums, the `[T, K]` slots of row_weights or None, and the gradient in the shape of w: per local expert,
+      rows of h times tokens, or tokens times rows with `transpose_rhs`; zero for experts without rows.
     """
     tokens = saved if saved_as == "rows" else gather_rows(saved, row_tokens(handle), handle.group_sizes)
     schedule = _backward_schedule(options.schedule, handle.layout, h.shape[1], tokens.shape[1], h.dtype)
@@ -308,25 +348,38 @@ def grouped_gemm_combine_with_weight_gradient(
         times = cost_model.backward_times(handle.layout, h.shape[1], tokens.shape[1]).beside
         mode = min(COMBINE_MODES, key=lambda name: times[name])
     run = _scatter_beside_gradient if mode == "scatter" else _combine_beside_gradient
-    return run(options, h, w, tokens, handle, transpose_rhs)
+    sums, slot_weights, gradient = run(options, h, row_weights, w, tokens, handle, transpose_rhs)
+    return sums.out_ptr, slot_weights, gradient
 
 
 def _scatter_beside_gradient(
-    options: Options, h: Array, w: Array, tokens: Array, handle: Handle, transpose_rhs: bool
-) -> tuple[Array, Array]:
+    options: Options,
+    h: Array,
+    row_weights: Array | None,
+    w: Array,
+    tokens: Array,
+    handle: Handle,
+    transpose_rhs: bool,
+) -> tuple[structs.Sums, Array | None, Array]:
     widths = h.shape[1], tokens.shape[1]
     gradient_sizes = scattered_gradient_sizes(handle.layout, *widths, transpose_rhs)
     config, sizes = gemm_combine_sizes(handle.layout, *widths, transpose_rhs, gradient_sizes)
-    operands, results, constants = _scatter_arguments(options, h, w, handle, None, config, sizes)
+    operands, results, constants = _scatter_arguments(options, h, row_weights, w, handle, None, config, sizes)
     factors, gradient = _gradient_arguments(h, w, tokens, gradient_sizes, transpose_rhs)
     operands, results = (*operands, factors), (*results, gradient)
-    sums, _, found = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
-    return sums, found
+    sums, *slot_weights, found = launch(_GEMM_COMBINE, operands, results, config, constants, group=group_of(handle))
+    return sums, next(iter(slot_weights), None), found
 
 
 def _combine_beside_gradient(
-    options: Options, h: Array, w: Array, tokens: Array, handle: Handle, transpose_rhs: bool
-) -> tuple[Array, Array]:
+    options: Options,
+    h: Array,
+    row_weights: Array | None,
+    w: Array,
+    tokens: Array,
+    handle: Handle,
+    transpose_rhs: bool,
+) -> tuple[structs.Sums, Array | None, Array]:
     layout, hidden = handle.layout, tokens.shape[1]
     products = _fastest(h, hidden, handle)
     y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
@@ -334,13 +387,14 @@ def _combine_beside_gradient(
         options.schedule, layout, h.shape[1], hidden, h.dtype, transpose_rhs
     )
     factors, gradient = _gradient_arguments(h, w, tokens, sizes.gradient, transpose_rhs)
-    context.reserve("combine", layout.num_ranks * layout.num_tokens * hidden * h.dtype.itemsize)
-    sums = jax.ShapeDtypeStruct((layout.num_tokens, hidden), h.dtype)
-    lists = jax.ShapeDtypeStruct((config.num_programs, 2, sizes.combine.tile.LENGTH), handle.ids.dtype)
-    constants = {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
-    operands, results = (y, handle.ids, handle.slot_row, handle.group_sizes, factors), (sums, lists, gradient)
-    found = launch(_COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, constants, group=group_of(handle))
-    return found[0], found[2]
+    taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
+    context.reserve("combine", sizes.combine.WEIGHTS + sum(map(num_bytes, given)))
+    sums = sum_results((layout.num_tokens, hidden), h.dtype, config, sizes.combine.tile.LENGTH)
+    constants |= {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
+    operands, results = (y, *taken, _arrays_of(handle), factors), (sums, *given, gradient)
+    launched = launch(_COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, constants, group=group_of(handle))
+    sums, *slot_weights, found = launched
+    return sums, next(iter(slot_weights), None), found
 
 
 def combine_with_weight_gradient_sizes(
@@ -351,9 +405,17 @@ def combine_with_weight_gradient_sizes(
     _, combine_tile = combine_config(
         dataclasses.replace(schedule, num_combining_programs=programs), layout, hidden, dtype
     )
-    local, experts = layout.num_local_experts, layout.num_experts
+    value_bytes = layout.num_ranks * layout.num_tokens * hidden * _ITEM_BYTES
     combine = structs.Combine(
-        layout.num_tokens, layout.top_k, hidden, local, experts, SCALES=0, FP8=False, tile=combine_tile
+        T=layout.num_tokens,
+        K=layout.top_k,
+        H=hidden,
+        L=layout.num_local_experts,
+        E=layout.num_experts,
+        SCALES=value_bytes,
+        WEIGHTS=value_bytes,
+        FP8=False,
+        tile=combine_tile,
     )
     tiles = grouped_gemm.weight_tiles(dtype.itemsize)
     tile = structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)

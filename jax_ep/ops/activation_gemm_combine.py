@@ -68,8 +68,8 @@ def activate_multiply_and_combine(
     rows = activation.activate(experts, hidden, weights, b_gate_up, handle.group_sizes)
     if not exchange_gemm.fuses(options, rows, w.shape[2], handle):
         return _multiply_then_combine(options, rows, w, handle, bias)
-    run, _ = exchange_gemm.implementations(options, rows, w, handle)
-    return cast(Array, run.grouped_gemm_combine(options, rows, w, handle, transpose_rhs=False, bias=bias))
+    run = exchange_gemm.implementation(options, rows, w, handle)
+    return cast(Array, run.grouped_gemm_combine(options, rows, None, w, handle, transpose_rhs=False, bias=bias)[0])
 
 
 def _multiply_then_combine(options: Options, rows: Array, w: Array, handle: Handle, bias: Bias | None) -> Array:

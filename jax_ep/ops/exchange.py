@@ -330,29 +330,13 @@ def _run(options: Options, rows: Array, handle: Handle) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """`[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]` rows; transpose of `combine_tokens`."""
-    run = _run(options, x, handle)
-    tokens = run.dispatch_tokens(options, x, handle)
-    return tokens, None if weights is None else run.dispatch_weights(options, weights, handle, after=tokens)
+    return _run(options, x, handle).dispatch_tokens(options, x, weights, handle)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """`[R, H]` rows to `[T, H]` sums, and `[R]` row values to their `[T, K]` slots; transpose of `dispatch_tokens`."""
-    run = _run(options, y, handle)
-    sums = run.combine_tokens(options, y, handle)
-    return sums, None if row_weights is None else run.combine_weights(options, row_weights, handle, after=sums)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_weights(options: Options, weights: Array, handle: Handle) -> tuple[Array]:
-    """`[T, K]` router weights to `[R]`, without tokens; transpose of `combine_weights`."""
-    return (_run(options, weights, handle).dispatch_weights(options, weights, handle),)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_weights(options: Options, row_weights: Array, handle: Handle) -> tuple[Array]:
-    """`[R]` row values to their `[T, K]` slots; transpose of `dispatch_weights`."""
-    return (_run(options, row_weights[:, None], handle).combine_weights(options, row_weights, handle),)
+    return _run(options, y, handle).combine_tokens(options, y, row_weights, handle)
 
 
 def dispatch_again(options: Options, x: Array, handle: Handle, after: Array) -> Array:
@@ -388,22 +372,20 @@ def _transposes(function: Any, transpose: Any) -> None:
     function.defvjp(forward, backward)
 
 
-for _function, _transpose in ((dispatch_tokens, combine_tokens), (dispatch_weights, combine_weights)):
-    _transposes(_function, _transpose)
-    _transposes(_transpose, _function)
+_transposes(dispatch_tokens, combine_tokens)
+_transposes(combine_tokens, dispatch_tokens)
 
 
 def dispatch_quantized(options: Options, x: Array, weights: Array, handle: Handle) -> tuple[Quantized, Array]:
     """`[T, H]` tokens to `[R]` rows in FP8, as they travel, with scales; and `[T, K]` weights to `[R]`: no gradient."""
-    run = _run(options, x, handle)
-    values, scales = run.dispatch_quantized(options, x, handle)
-    return (values, scales), run.dispatch_weights(options, weights, handle, after=scales)
+    return _run(options, x, handle).dispatch_quantized(options, x, weights, handle)
 
 
 def dispatch_pair(
     options: Options, pair: Quantized, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
     """FP8 values and scales of `[T]` tokens to `[R]` rows, bit for bit, and the weights of the rows."""
-    run = _run(options, pair[0], handle)
-    values, scales = (run.dispatch_rows(options, part, handle) for part in pair)
-    return (values, scales), None if weights is None else dispatch_weights(options, weights, handle)[0]
+    values = _run(options, pair[0], handle).dispatch_rows(options, pair[0], handle)
+    # As tokens in float32, which they are to an exchange, so that weights have a gradient.
+    scales, row_weights = dispatch_tokens(dataclasses.replace(options, wire_dtype=None), pair[1], weights, handle)
+    return (values, scales), row_weights

@@ -216,10 +216,9 @@ def _kept_as(options: Options, layout: Layout) -> str | None:
     return "rows" if few or layout.num_ranks == 1 else "tokens"
 
 
-def implementations(options: Options, rows: Array, w: Array, handle: Handle) -> tuple[Any, Any]:
-    """The implementation's functions of fused operations, and of exchanges."""
-    name = exchange.choose(options, rows, handle.layout, handle, w.shape[2])
-    return registry.get("exchange_gemm", name), registry.get("exchange", name)
+def implementation(options: Options, rows: Array, w: Array, handle: Handle) -> Any:
+    """The implementation's functions of fused operations."""
+    return registry.get("exchange_gemm", exchange.choose(options, rows, handle.layout, handle, w.shape[2]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -236,10 +235,8 @@ def dispatch_and_multiply(
 
     `save_as` says which dispatched tokens it returns, see `_kept_as`; None: none. Transpose of `multiply_and_combine`.
     """
-    run, weights_by = implementations(options, x, w, handle)
-    hidden, saved = run.dispatch_grouped_gemm(options, x, w, handle, transpose_rhs=transpose_rhs, save_as=save_as)
-    row_weights = None if weights is None else weights_by.dispatch_weights(options, weights, handle, after=hidden)
-    return Dispatched(hidden, saved, row_weights)
+    run = implementation(options, x, w, handle).dispatch_grouped_gemm
+    return Dispatched(*run(options, x, weights, w, handle, transpose_rhs=transpose_rhs, save_as=save_as))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -250,16 +247,15 @@ def multiply_and_combine(
 
     Transpose of `dispatch_and_multiply`.
     """
-    run, weights_by = implementations(options, h, w, handle)
-    sums = run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=transpose_rhs)
-    return sums, None if row_weights is None else weights_by.combine_weights(options, row_weights, handle, after=sums)
+    run = implementation(options, h, w, handle)
+    return run.grouped_gemm_combine(options, h, row_weights, w, handle, transpose_rhs=transpose_rhs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_and_combine_with_bias(options: Options, h: Array, w: Array, handle: Handle, bias: Bias) -> Array:
     """`multiply_and_combine` by `[L, F, H]`, of rows with the bias of their experts, without row weights."""
-    run, _ = implementations(options, h, w, handle)
-    return cast(Array, run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=False, bias=bias))
+    run = implementation(options, h, w, handle)
+    return cast(Array, run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=False, bias=bias)[0])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -288,12 +284,8 @@ def multiply_and_combine_with_weight_gradient(
     handle: Handle,
 ) -> tuple[Array, Array | None, Array]:
     """`multiply_and_combine`, and `weight_gradient` of the same rows in the shape of `w`, which share a launch."""
-    run, weights_by = implementations(options, h, w, handle)
-    sums, gradient = run.grouped_gemm_combine_with_weight_gradient(
-        options, h, w, saved, handle, transpose_rhs=transpose_rhs, saved_as=saved_as
-    )
-    d_weights = None if row_weights is None else weights_by.combine_weights(options, row_weights, handle, after=sums)
-    return sums, d_weights, gradient
+    run = implementation(options, h, w, handle).grouped_gemm_combine_with_weight_gradient
+    return run(options, h, row_weights, w, saved, handle, transpose_rhs=transpose_rhs, saved_as=saved_as)
 
 
 def _dispatch_forward(options: Options, transpose_rhs: bool, save_as: str | None, *arguments: Any) -> Any:
@@ -325,7 +317,7 @@ def _dispatch_backward(
         return d_x, d_weights, d_w, None
     if x is None:
         return *multiply_and_combine(*back, d_hidden, d_row_weights, w, handle), None, None
-    run, _ = implementations(options, d_hidden, w, handle)
+    run = implementation(options, d_hidden, w, handle)
     form, behind = save_as or _kept_as(options, handle.layout), handle
     if form is None:
         form, saved = _sent_again(options, run, x, handle, d_hidden)

@@ -32,13 +32,13 @@ _exchange = partial(registry.get, "exchange", "xla")  # XLA's collectives reach 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_nodes(options: Options, x: Array, handle: Handle) -> Array:
     """`[T, H]` tokens to `[N, H]`, those that have come to this rank; transpose of `_from_nodes`."""
-    return _exchange().dispatch_tokens(options, x, handle)
+    return _exchange().dispatch_tokens(options, x, None, handle)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _from_nodes(options: Options, y: Array, handle: Handle) -> Array:
     """`[N, H]` sums of nodes to those of tokens `[T, H]`, in the order of nodes; transpose of `_to_nodes`."""
-    return _exchange().combine_tokens(options, y, handle)
+    return _exchange().combine_tokens(options, y, None, handle)[0]
 
 
 transposes(_to_nodes, _from_nodes)

@@ -106,10 +106,8 @@ def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tup
     """Tokens by row, as they travel, which is what the backward pass needs; and the weights of rows."""
     run = registry.get("exchange", exchange.choose(options, x, handle.layout, handle))
     if options.wire_dtype is None:
-        tokens = run.dispatch_tokens(options, x, handle)
-        return tokens, run.dispatch_weights(options, weights, handle, after=tokens)
-    values, scales = run.dispatch_quantized(options, x, handle)
-    row_weights = run.dispatch_weights(options, weights, handle, after=scales)
+        return run.dispatch_tokens(options, x, weights, handle)
+    (values, scales), row_weights = run.dispatch_quantized(options, x, weights, handle)
     # As bytes: FP8 values that `jax.checkpoint` saves inside of a scan come back as NaN on the CPU (JAX 0.11.2).
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
 
@@ -178,7 +176,7 @@ def _combine(options: Options, y: Array, between: Between, handle: Handle) -> Ar
     if between.b_down is not None:
         y = add_bias(y, between.b_down, handle.group_sizes)
     run = registry.get("exchange", exchange.choose(options, y, handle.layout, handle))
-    return run.combine_tokens(options, y, handle)
+    return run.combine_tokens(options, y, None, handle)[0]
 
 
 def _combine_forward(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
@@ -220,7 +218,7 @@ def _combine_backward_in_fp8(options: Options, experts: Experts, residuals: Any,
     sizes, dtype = handle.group_sizes, between.hidden.dtype
     operands, d_sums = fp8_kernels(options)[1], d_sums.astype(dtype)
     run = registry.get("exchange", exchange.choose(options, d_sums, handle.layout, handle))
-    in_fp8 = run.dispatch_quantized(options, d_sums, handle)
+    in_fp8, _ = run.dispatch_quantized(options, d_sums, None, handle)
     d_rows = _multiply(options, in_fp8, w, handle, dtype, transpose=True)
     rows = operands.activate_columns(experts, *between[:3], sizes)
     d_w = _weight_gradient(options, rows, operands.quantize_columns(in_fp8, sizes), w, handle)

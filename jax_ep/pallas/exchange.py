@@ -15,5 +15,3 @@ dispatch_rows = partial(xla.dispatch_rows, steps=KERNELS)
 dispatch_tokens = partial(xla.dispatch_tokens, steps=KERNELS)
 dispatch_quantized = partial(xla.dispatch_quantized, steps=KERNELS)
 combine_tokens = partial(xla.combine_tokens, steps=KERNELS)
-dispatch_weights = xla.dispatch_weights
-combine_weights = xla.combine_weights

@@ -39,7 +39,7 @@ def _dispatch(layer: _Exchange, wire: str, dtype: Any) -> Case:
 
     def sent(zero: Array, x: Array, handle: Any) -> Any:
         options = dataclasses.replace(layer.options, wire_dtype=dtype)
-        return layer.run.dispatch_tokens(options, x, chains.after(chains.local(handle), zero))
+        return layer.run.dispatch_tokens(options, x, None, chains.after(chains.local(handle), zero))[0]
 
     return Case(
         operation="dispatch",
@@ -59,7 +59,7 @@ def _combine(layer: _Exchange) -> Case:
     chains, hidden = bench.library("exchange_chains"), layer.sizes.hidden
 
     def summed(zero: Array, y: Array, handle: Any) -> Any:
-        return layer.run.combine_tokens(layer.options, y, chains.after(chains.local(handle), zero))
+        return layer.run.combine_tokens(layer.options, y, None, chains.after(chains.local(handle), zero))[0]
 
     return Case(
         operation="combine",
@@ -131,10 +131,10 @@ def exchange_gemm(sizes: Sizes) -> Iterator[Case]:
 
     def first(zero: Array, x: Array, w: Array, handle: Any) -> Any:
         handle = placed(zero, handle)
-        return run.dispatch_grouped_gemm(options, x, w, handle, transpose_rhs=False, save_as=None)[0]
+        return run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=False, save_as=None)[0]
 
     def second(zero: Array, h: Array, w: Array, handle: Any) -> Any:
-        return run.grouped_gemm_combine(options, h, w, placed(zero, handle), transpose_rhs=False)
+        return run.grouped_gemm_combine(options, h, None, w, placed(zero, handle), transpose_rhs=False)[0]
 
     name = "dispatch_grouped_gemm"
     yield Case(
@@ -169,8 +169,8 @@ def weight_gradients(sizes: Sizes) -> Iterator[Case]:
         handle = chains.after(chains.local(handle), zero)
         if run.fuses_weight_gradient(options.schedule, layout, BF16, wide, sizes.hidden):
             fused: Any = run.grouped_gemm_combine_with_weight_gradient
-            return fused(options, h, w, tokens, handle, transpose_rhs=True, saved_as="rows")
-        sums = run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=True)
+            return fused(options, h, None, w, tokens, handle, transpose_rhs=True, saved_as="rows")
+        sums = run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=True)[0]
         h, sums = lax.optimization_barrier((h, sums))  # as in a layer, where the sums come first
         return run.weight_gradient(tokens, h, handle, transpose=False, saved_as="rows"), sums
 

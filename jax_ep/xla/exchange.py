@@ -6,8 +6,7 @@ by the ragged exchange where the platform has one, else in rounds; memory then f
 rank, not those of all. The first way is that of small arrays, and on platforms with a ragged exchange that of routings
 of which most tokens go to most ranks.
 
-What a rank does by itself, before and after, are the functions of `steps`. `after` orders the exchanges of kernels;
-XLA's own collectives see to that themselves.
+What a rank does by itself, before and after, are the functions of `steps`.
 """
 
 from __future__ import annotations
@@ -104,30 +103,45 @@ def dispatch_rows(options: Options, x: Array, handle: Handle, *, steps: LocalSte
     return _dispatch(options, x, handle, steps)
 
 
-def dispatch_tokens(options: Options, x: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Array:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it."""
+def dispatch_tokens(
+    options: Options, x: Array, weights: Array | None, handle: Handle, *, steps: LocalSteps = PORTABLE
+) -> tuple[Array, Array | None]:
+    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`."""
     if options.wire_dtype is None:
-        return dispatch_rows(options, x, handle, steps=steps)
-    return fp8.dequantize_rows(*dispatch_quantized(options, x, handle, steps=steps), x.dtype)
+        return dispatch_rows(options, x, handle, steps=steps), _dispatch_weights(options, weights, handle)
+    quantized, row_weights = dispatch_quantized(options, x, weights, handle, steps=steps)
+    return fp8.dequantize_rows(*quantized, x.dtype), row_weights
 
 
-def dispatch_quantized(options: Options, x: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Quantized:
-    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; padding rows may hold anything."""
+def dispatch_quantized(
+    options: Options, x: Array, weights: Array | None, handle: Handle, *, steps: LocalSteps = PORTABLE
+) -> tuple[Quantized, Array | None]:
+    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
+
+    Padding rows may hold anything, and have no weight: zero.
+    """
 
     def quantized_rows(index: Array) -> Quantized:
         return cast(Quantized, steps.unpermute(x, index[:, None], FP8))
 
     on_the_way = segments.most_ranks(handle.layout) < _READS_TO_QUANTIZE
-    return _dispatch(options, fp8.quantize_rows(x), handle, steps, quantized_rows if on_the_way else None)
+    quantized = _dispatch(options, fp8.quantize_rows(x), handle, steps, quantized_rows if on_the_way else None)
+    return quantized, _dispatch_weights(options, weights, handle)
 
 
-def dispatch_weights(options: Options, weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[T, K]` router weights to `[R]`, one per row; zero in padding rows."""
+def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -> Array | None:
+    if weights is None:
+        return None
     return rows.gather_rows(all_gather(weights, options.axis).reshape(-1), handle.row_slot)
 
 
-def combine_tokens(options: Options, y: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Array:
-    """`[R, H]` rows to their unweighted sums `[T, H]`: first per expert rank, then over ranks in rank order."""
+def combine_tokens(
+    options: Options, y: Array, row_weights: Array | None, handle: Handle, *, steps: LocalSteps = PORTABLE
+) -> tuple[Array, Array | None]:
+    """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows.
+
+    Rows are added per expert rank first, then over ranks in rank order.
+    """
     wide, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
     dtype = options.sum_dtype or y.dtype
     wire = y.dtype if options.wire_dtype is None else FP8
@@ -150,7 +164,8 @@ def combine_tokens(options: Options, y: Array, handle: Handle, *, steps: LocalSt
             total = total + _widened(pick(received, place, steps), wide)
         return total.astype(dtype)
 
-    return cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
+    total = cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
+    return total, _combine_weights(options, row_weights, handle)
 
 
 def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, steps: LocalSteps, token: Array) -> Array | Quantized:
@@ -164,6 +179,10 @@ def _widened(part: Array | Quantized, dtype: DTypeLike) -> Array:
     return fp8.dequantize_rows(*part, dtype) if isinstance(part, tuple) else part.astype(dtype)
 
 
-def combine_weights(options: Options, row_weights: Array, handle: Handle, after: Array | None = None) -> Array:
-    """`[R]` values to the `[T, K]` slots they belong to; zero for slots that had no row."""
-    return sum_in_order(exchange(rows.gather_rows(row_weights, handle.slot_row), options.axis))
+def _combine_weights(options: Options, row_weights: Array | None, handle: Handle) -> Array | None:
+    if row_weights is None:
+        return None
+    # A slot has a row on one rank at most: sums of bits are those of the one value, whatever it is.
+    bits = jnp.uint64 if row_weights.dtype.itemsize == 8 else jnp.uint32
+    parts = rows.gather_rows(lax.bitcast_convert_type(row_weights, bits), handle.slot_row)
+    return lax.bitcast_convert_type(sum_in_order(exchange(parts, options.axis)), row_weights.dtype)

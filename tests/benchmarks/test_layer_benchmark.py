@@ -195,27 +195,27 @@ def test_parts_of_one_half_agree(case, monkeypatch):
 
     called = []
 
-    def dispatch_grouped_gemm(options, x, w, handle, *, transpose_rhs, save_as):
+    def dispatch_grouped_gemm(options, x, weights, w, handle, *, transpose_rhs, save_as):
         schedule = options.schedule
         called.append((schedule.dispatch_mode, schedule.num_communicating_programs))
-        rows = exchange.dispatch_tokens(options, x, handle)
-        return xla.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None
+        rows = exchange.dispatch_tokens(options, x, None, handle)[0]
+        return xla.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype), None, None
 
-    def grouped_gemm_combine(options, h, w, handle, *, transpose_rhs):
+    def grouped_gemm_combine(options, h, row_weights, w, handle, *, transpose_rhs):
         called.append(options.schedule.combine_mode)
         y = xla.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
-        return exchange.combine_tokens(options, y, handle)
+        return exchange.combine_tokens(options, y, row_weights, handle)
 
     def weight_gradient(saved, rows, handle, *, transpose, saved_as):
         assert (transpose, saved_as) == (False, "tokens")
         tokens = layout.gather_rows(saved, layout.row_tokens(handle))
         return xla.weight_gradient(tokens, rows, handle.group_sizes, out_dtype=rows.dtype)
 
-    def with_weight_gradient(options, h, w, saved, handle, *, transpose_rhs, saved_as):
+    def with_weight_gradient(options, h, row_weights, w, saved, handle, *, transpose_rhs, saved_as):
         called.append(("beside", options.schedule.combine_mode))
         y = xla.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
         gradient = weight_gradient(saved, h, handle, transpose=not transpose_rhs, saved_as=saved_as)
-        return exchange.combine_tokens(options, y, handle), gradient
+        return *exchange.combine_tokens(options, y, row_weights, handle), gradient
 
     both = SimpleNamespace(
         dispatch_grouped_gemm=dispatch_grouped_gemm,

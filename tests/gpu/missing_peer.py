@@ -126,7 +126,7 @@ def without_last_rank(everyone: Mesh, work: Round) -> Callable[[], Any]:
     handles = jax.jit(per_rank(lambda ids: run.plan(options, ids, layout), everyone))(work.ids)
     others = make_mesh((everyone.size - 1,), AXIS)
     handles, x = jax.tree.map(lambda leaf: np.asarray(leaf)[:-1], (handles, work.x))
-    send = jax.jit(per_rank(lambda x, handle: run.dispatch_tokens(options, x, handle), others))
+    send = jax.jit(per_rank(lambda x, handle: run.dispatch_tokens(options, x, None, handle)[0], others))
     return lambda: send(x, handles)
 
 

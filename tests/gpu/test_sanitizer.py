@@ -14,7 +14,7 @@ import programs
 import pytest
 
 ERRORS = 86  # the exit status that says that it has found some
-KERNELS = ("dispatch", "combine", "exchange_i32", "plan")
+KERNELS = ("dispatch", "combine", "plan")
 TOOLS = {
     "memcheck": ["--leak-check", "no", "--report-api-errors", "no"],  # JAX asks the driver for things in vain
     "racecheck": [option for name in KERNELS for option in ("--kernel-name", f"kernel_substring={name}")],

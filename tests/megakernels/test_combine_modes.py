@@ -39,7 +39,7 @@ def test_the_number_of_programs_changes_no_bits(mesh: jax.sharding.Mesh, rng: An
 
     def fn(ids, h, w):
         handle = exchange.plan(options, ids, layout)
-        return run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=False)
+        return run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=False)[0]
 
     wanted = harness.run(fn, mesh, ids, h, w)
     assert np.abs(wanted.astype(np.float32)).max() > 0

@@ -106,13 +106,13 @@ def test_a_kernel_can_do_without_some_arrays(on_hopper):
 
 def test_arrays_that_belong_together_are_one_parameter(on_hopper):
     """The code takes an address for each of them, in their order; results come back in the same NamedTuple."""
-    constants = {"S": SmallExchange(4096, False, 1024), "HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
+    constants = {"S": SmallExchange(4096, 1024), "HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
     shapes = Array((4096,), I32), Array((3,), I32), Array((7,), np.dtype(np.int64))
-    together = lambda x, group, table: (x, x, Peers(group, table))  # noqa: E731
+    together = lambda x, group, table: (x, Peers(group, table))  # noqa: E731
     results, config = (Array((2, 4096), I32),), Config(7, num_warps=4)
     with jax.enable_x64(True):
-        text = lowered(Kernel("small_exchange", "exchange_i32"), together, results, config, constants, *shapes)
-    assert "parameters = dense<0> : tensor<5xi64>" in text
+        text = lowered(Kernel("small_exchange", "all_gather_i32"), together, results, config, constants, *shapes)
+    assert "parameters = dense<0> : tensor<4xi64>" in text
     assert regrouped("abc", [None, type_of(Peers(1, 2))]) == ["a", Peers("b", "c")]
 
 

@@ -46,8 +46,8 @@ def test_one_program_sends_what_several_send(mesh, monkeypatch):
     def fn(schedule, x, ids):
         options = Options("test", AXIS, schedule=schedule)
         handle = run.plan(options, ids, LAYOUT)
-        rows = run.dispatch_tokens(options, x, handle)
-        return rows, run.combine_tokens(options, rows, handle)
+        rows = run.dispatch_tokens(options, x, None, handle)[0]
+        return rows, run.combine_tokens(options, rows, None, handle)[0]
 
     wanted = harness.run(partial(fn, Schedule()), mesh, x, ids)
     assert launched == [("plan", 2), ("dispatch", 2), ("combine", 2)]

@@ -105,11 +105,12 @@ def test_activated_columns(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None
 def test_dispatch(capability: int) -> None:
     layout = Layout(num_ranks=4, num_experts=256, num_tokens=4096, top_k=8, capacity=40960)
     wire = jnp.dtype(jnp.float8_e4m3fn)
-    config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire)
+    config, tile = exchange.dispatch_config(Schedule(), layout, HIDDEN, jnp.dtype(jnp.bfloat16), wire, clear=False)
     integers = ("ids_ptr", "slot_row_ptr", "row_slot_ptr")
     types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
     types["peers"] = Peers("*i32", "*i64")
+    types |= {"weights_ptr": "*fp32", "out_weights_ptr": "*fp32"}
     sizes = {"T": 4096, "K": 8, "H": HIDDEN, "L": 64, "E": 256, "R": layout.capacity, "SCALES": 1 << 29}
-    options = {"FP8": True, "QUANTIZED": True, "CLEAR": False}
+    options = {"WEIGHTS": 1 << 30, "FP8": True, "QUANTIZED": True, "CLEAR": False}
     constants = {"S": Dispatch(**sizes, **options, tile=tile), "HEAP": heap_of(HeapLayout(4), 4, 1)}
     check(exchange._DISPATCH, types | dict.fromkeys(integers, "*i32"), constants, config, capability)

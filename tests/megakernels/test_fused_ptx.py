@@ -24,6 +24,8 @@ PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
 PEERS = {"peers": structs.Peers("*i32", "*i64")}
+HANDLE = structs_gemm.HandleArrays(*["*i32"] * 4)
+WEIGHTS = {"weights_ptr": "*fp32", "out_weights_ptr": "*fp32"}
 
 
 def layout(tokens: int) -> Layout:
@@ -76,8 +78,8 @@ def test_dispatch_gemm(
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
     sizes = dataclasses.replace(sizes, INTERLEAVED=interleaved)
-    types = dict.fromkeys(["row_slot_ptr", "sizes_ptr", "ids_ptr"], "*i32") | PEERS
-    types |= {"order": structs_gemm.OrderedSends(*["*i32"] * 3), "b_desc": matrices(sizes.product)}
+    types = {"handle": HANDLE, "order": structs_gemm.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
+    types |= {"b_desc": matrices(sizes.product)}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")
     options = config.num_warps, config.num_stages, capability
     built = build("exchange_gemm", "dispatch_gemm", types, constants(sizes), *options)
@@ -117,7 +119,7 @@ def test_gemm_combine_to_float32(on_h200: None) -> None:
 def build_gemm_combine(
     config: Config, sizes: structs_gemm.GemmCombine, capability: int, *, bias: bool = False, out: str = "*bf16"
 ) -> dict:
-    types = {"handle": structs_gemm.HandleArrays(*["*i32"] * 4), "lists_ptr": "*i32", "out_ptr": out} | PEERS
+    types = {"handle": HANDLE, "sums": structs.Sums(out, "*i32")} | PEERS | WEIGHTS
     types |= {"b_desc": matrices(sizes.product)}
     types["h_desc"] = f"tensordesc<bf16[{sizes.product.tile.BM}, {sizes.product.tile.BK}]>"
     values = constants(sizes)
@@ -166,8 +168,8 @@ def test_combine_with_weights(capability: int, shape: tuple[int, ...], transpose
     config, sizes = exchange_gemm.combine_with_weight_gradient_sizes(
         Schedule(), layout(tokens), features, hidden, jnp.dtype(jnp.bfloat16), transposed
     )
-    types = dict.fromkeys(["sizes_ptr", "ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32") | PEERS
-    types |= dict.fromkeys(["y_ptr", "out_ptr"], "*bf16") | of_gradient(sizes.gradient)
+    types = {"handle": HANDLE, "y_ptr": "*bf16", "sums": structs.Sums("*bf16", "*i32")} | PEERS | WEIGHTS
+    types |= of_gradient(sizes.gradient)
     options = config.num_warps, config.num_stages, capability
     built = build("exchange_gemm", "combine_with_weight_gradient", types, constants(sizes), *options)
     check(built, capability)

@@ -50,14 +50,19 @@ def launches(layout: Layout, transposed: bool, mode: str, *, parts: bool) -> Any
 
     def fn(ids: Any, x: Any, h: Any, w: Any) -> Any:
         handle = registry.get("exchange", "triton").plan(options, ids, layout)
-        saved = run.dispatch_grouped_gemm(options, x, w, handle, transpose_rhs=not transposed, save_as="tokens")[1]
+        saved = run.dispatch_grouped_gemm(options, x, None, w, handle, transpose_rhs=not transposed, save_as="tokens")[
+            1
+        ]
         arguments = {"transpose_rhs": transposed, "saved_as": "tokens"}
-        found = run.grouped_gemm_combine_with_weight_gradient(options, h, w, saved, handle, **arguments)
+        sums, _, gradient = run.grouped_gemm_combine_with_weight_gradient(
+            options, h, None, w, saved, handle, **arguments
+        )
+        found = sums, gradient
         if not parts:
             return found
         # One after the other: on the CPU the runtime would start what is independent in any order.
         h = h + (found[0][0, 0] == 12345.678).astype(h.dtype)
-        sums = run.grouped_gemm_combine(options, h, w, handle, transpose_rhs=transposed)
+        sums, _ = run.grouped_gemm_combine(options, h, None, w, handle, transpose_rhs=transposed)
         h = h + (sums[0, 0] == 12345.678).astype(h.dtype)
         return found, (sums, run.weight_gradient(saved, h, handle, transpose=not transposed, saved_as="tokens"))
 

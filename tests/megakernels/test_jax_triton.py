@@ -39,7 +39,7 @@ FP8, I32 = np.dtype(jnp.float8_e4m3fn), np.dtype(np.int32)
 T, K, E, H, INNER = 64, 4, 8, 256, 128
 TRITON = {"implementation": "triton"}
 # Kernels, as they are named here.
-EXCHANGE = {"plan.plan", "dispatch.dispatch", "combine.combine", "small_exchange.exchange_i32"}
+EXCHANGE = {"plan.plan", "dispatch.dispatch", "combine.combine"}
 PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
 ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
 SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
@@ -322,9 +322,9 @@ def stripped(ptx: str) -> str:
 @pytest.mark.parametrize("grouped", [False, True], ids=["pointers", "a NamedTuple"])
 def test_flat_parameters_make_the_same_code(grouped: bool) -> None:
     if grouped:
-        kernel, constants = Kernel("small_exchange", "exchange_i32"), {"S": SmallExchange(4096, False, 1024)}
+        kernel, constants = Kernel("small_exchange", "all_gather_i32"), {"S": SmallExchange(4096, 1024)}
         constants |= {"HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
-        arguments = {"x_ptr": "*i32", "after_ptr": "*i32", "peers": Peers("*i32", "*i64"), "out_ptr": "*i32"}
+        arguments = {"x_ptr": "*i32", "peers": Peers("*i32", "*i64"), "out_ptr": "*i32"}
     else:
         kernel, constants = Kernel("rows", "gather_rows"), {"S": RowPass(R=32, H=128, G=4, GROUPS=16, BR=16, BC=128)}
         arguments = {"x_ptr": "*bf16", "index_ptr": "*i32", "sizes_ptr": "*i32", "out_ptr": "*bf16"}

@@ -10,7 +10,7 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange
-from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange
+from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange, Sums
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -26,7 +26,7 @@ HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64")
 
 
 def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
-    return {"T": 4096, "K": 8, "H": hidden, "L": 64, "E": 256, "SCALES": 1 << 29, "FP8": fp8}
+    return {"T": 4096, "K": 8, "H": hidden, "L": 64, "E": 256, "SCALES": 1 << 29, "WEIGHTS": 1 << 30, "FP8": fp8}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -45,14 +45,14 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
         config, tile = exchange.dispatch_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
         options = {"R": 40960, "QUANTIZED": False, "CLEAR": True}
         sizes = Dispatch(**row_sizes(HIDDEN, fp8), **options, tile=tile)
-        rows = {"x_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
+        rows = {"x_ptr": element, "out_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:
         schedule = Schedule(num_combining_programs=limit)
         config, tile = exchange.combine_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype))
         sizes = Combine(**row_sizes(HIDDEN, fp8), tile=tile)
-        rows = {"y_ptr": element}
-    integers = ["ids_ptr", "slot_row_ptr", "lists_ptr"]
-    types = {"out_ptr": element, "peers": PEERS} | dict.fromkeys(integers, "*i32")
+        rows = {"y_ptr": element, "sums": Sums(element, "*i32")}
+    types = {"peers": PEERS} | dict.fromkeys(["ids_ptr", "slot_row_ptr"], "*i32")
+    types |= dict.fromkeys(["weights_ptr", "out_weights_ptr"], "*fp32")
     types |= rows
     built = build(name, name, types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, capability)
     loads = r"ld\.global\.v4\.b32" if name == "dispatch" else r"cp\.async\.cg\.shared\.global \[.*\], 0x10"
@@ -72,10 +72,11 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
 def test_combine_of_narrow_rows(hidden):
     """Each thread still copies 16 bytes."""
     config, tile = exchange.combine_config(Schedule(), LAYOUT, hidden, jnp.dtype("bfloat16"))
-    types = dict.fromkeys(["ids_ptr", "slot_row_ptr", "lists_ptr"], "*i32")
-    types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "peers": PEERS}
+    types = dict.fromkeys(["ids_ptr", "slot_row_ptr"], "*i32")
+    types |= {"y_ptr": "*bf16", "sums": Sums("*bf16", "*i32"), "peers": PEERS}
     sizes = Combine(**row_sizes(hidden, False), tile=tile)
-    built = build("combine", "combine", types, {"S": sizes, "HEAP": HEAP}, config.num_warps, STAGES, 90)
+    constants = {"S": sizes, "HEAP": HEAP, "weights_ptr": None, "out_weights_ptr": None}
+    built = build("combine", "combine", types, constants, config.num_warps, STAGES, 90)
     assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", built["ptx"])
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
@@ -83,9 +84,9 @@ def test_combine_of_narrow_rows(hidden):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_small_exchange_kernel(capability):
     config, block = exchange.small_exchange_config(4, 4096 * 8)
-    pointers = {"x_ptr": "*i32", "after_ptr": "*bf16", "peers": PEERS, "out_ptr": "*i32"}
-    constants = {"S": SmallExchange(4096 * 8, False, block), "HEAP": HEAP}
-    built = build("small_exchange", "exchange_i32", pointers, constants, config.num_warps, STAGES, capability)
+    pointers = {"x_ptr": "*i32", "peers": PEERS, "out_ptr": "*i32"}
+    constants = {"S": SmallExchange(4096 * 8, block), "HEAP": HEAP}
+    built = build("small_exchange", "all_gather_i32", pointers, constants, config.num_warps, STAGES, capability)
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 

@@ -28,7 +28,7 @@ PACKAGE = Path(jax_ep.__file__).parent
 CALL = re.compile(r"^ *(began = stamp\(HEAP\)|trace\w*\(launch, .*\))\n", re.MULTILINE)
 IMPORT = re.compile(r"^from \.trace import (\([^)]*\)|.*)\n", re.MULTILINE)
 CASES: dict[str, Callable[[], None]] = {
-    "exchange_i32": lambda: rows.test_small_exchange_kernel(90),
+    "all_gather_i32": lambda: rows.test_small_exchange_kernel(90),
     "dispatch": lambda: rows.test_row_kernels("dispatch", None, "bfloat16", False, 90),
     "combine": lambda: rows.test_row_kernels("combine", None, "bfloat16", False, 90),
     "plan": lambda: rows.test_plan_kernel(256, 4096, 90),
@@ -40,7 +40,7 @@ CASES: dict[str, Callable[[], None]] = {
     "low-latency combine": lambda: decode.built("combine", 128, True, 90),
     "low-latency gemm_combine": lambda: masked.test_gemm_combine(64, False, True),
 }
-FEW = ["exchange_i32"]
+FEW = ["all_gather_i32"]
 
 
 @pytest.fixture(scope="module")

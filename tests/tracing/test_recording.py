@@ -135,11 +135,9 @@ def test_a_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.G
     np.testing.assert_array_equal(got, want)
     check(trace)
     names = {launch.kernel for launch in trace.launches.values()}
-    assert {"gemm_combine", "exchange_i32", "plan", "dispatch_gemm" if modes[0] == "fused" else "dispatch"} <= names
+    assert names == {"gemm_combine", "plan", "dispatch_gemm" if modes[0] == "fused" else "dispatch"}
     summary = trace.summary()["kernels"]
     for device in range(W):
-        swaps = tasks(trace, "exchange_i32", device, *WAITS)
-        assert swaps == [("announce", 0), *(("push", 1 + i) for i in range(W)), *(("copy", 3 + i) for i in range(W))]
         for kernel in names & {"dispatch_gemm", "gemm_combine"}:
             tiles = [task for kind, task in tasks(trace, kernel, device) if kind == "tile"]
             assert tiles == list(range(len(tiles))) and len(tiles) >= E // W

@@ -2,7 +2,8 @@
 
 Tasks: first announce; then, for each block of tokens, sum its rows for each peer and store the sums in that heap,
 slot `[this rank, token]`, own tokens last; and, for the block LAG steps earlier, add what arrived, in rank order.
-Sums run in float32 (float64 for float64), are rounded once to what travels, and once at the end.
+Sums run in float32 (float64 for float64), are rounded once to what travels, and once at the end. Values of rows for
+the slots of tokens, such as gradients of router weights, travel with the sums of the tokens, if there are any.
 """
 
 import triton
@@ -17,12 +18,12 @@ from .protocol import (
     await_peers,
     data_of,
     end_launch,
-    heap_rows,
     next_task,
     open_launch,
     peer_of,
     publish,
 )
+from .router_weights import return_weights, take_weights
 from .structs import Rows
 from .trace import PUSH_EVENT, SUM_EVENT, stamp, trace, trace_exchange
 
@@ -56,7 +57,16 @@ def list_arrivals(list_ptr, ids_ptr, block, rank, S: tl.constexpr):
 
 @triton.jit
 def combine_blocks(
-    y_ptr, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, launch, alive, S: tl.constexpr, HEAP: tl.constexpr
+    y_ptr,
+    weights_ptr,
+    ids_ptr,
+    slot_row_ptr,
+    sums,
+    out_weights_ptr,
+    launch,
+    alive,
+    S: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
     """Tasks of the open launch until none is left; arguments as for `combine`."""
     SUM: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -64,7 +74,7 @@ def combine_blocks(
     W: tl.constexpr = HEAP.W
     LAG: tl.constexpr = S.tile.LAG
     num_blocks: tl.constexpr = (S.T + S.tile.BLOCK_T - 1) // S.tile.BLOCK_T
-    list_ptr = lists_ptr + tl.program_id(0) * 2 * S.tile.LENGTH
+    list_ptr = sums.lists_ptr + tl.program_id(0) * 2 * S.tile.LENGTH
     begun = 0
     task = next_task(launch)
     while task < 1 + (num_blocks + LAG) * (W + 1):
@@ -81,10 +91,12 @@ def combine_blocks(
                 begun = 1
             if alive != 0:
                 values_ptr = data_of(launch, peer.device, wire, HEAP)
-                scales_ptr = heap_rows(launch, peer.device, tl.float32, S.SCALES)
-                sums = Rows(values_ptr, scales_ptr)
+                scales_ptr = data_of(launch, peer.device, tl.float32, HEAP, S.SCALES)
                 began = stamp(HEAP)
-                sum_listed(list_ptr, count, Rows(y_ptr, scales_ptr), sums, SUM, S.H, S.tile)
+                sum_listed(list_ptr, count, Rows(y_ptr, scales_ptr), Rows(values_ptr, scales_ptr), SUM, S.H, S.tile)
+                if weights_ptr is not None:
+                    tokens = block * S.tile.BLOCK_T + tl.arange(0, S.tile.BLOCK_T)
+                    return_weights(weights_ptr, ids_ptr, slot_row_ptr, tokens, launch, peer, S, S.L, HEAP)
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
                 publish(launch, peer, block, task, HEAP)
         elif index == W and step >= LAG:
@@ -93,17 +105,35 @@ def combine_blocks(
             alive = await_block_of_all(launch, block, alive, task, HEAP)
             began = stamp(HEAP)
             values_ptr = data_of(launch, launch.device, wire, HEAP)
-            scales_ptr = heap_rows(launch, launch.device, tl.float32, S.SCALES)
+            scales_ptr = data_of(launch, launch.device, tl.float32, HEAP, S.SCALES)
             arrived = Rows(values_ptr, scales_ptr)
-            sum_listed(list_ptr, count, arrived, Rows(out_ptr, scales_ptr), SUM, S.H, S.tile)
+            sum_listed(list_ptr, count, arrived, Rows(sums.out_ptr, scales_ptr), SUM, S.H, S.tile)
+            if weights_ptr is not None:
+                tokens = block * S.tile.BLOCK_T + tl.arange(0, S.tile.BLOCK_T)
+                take_weights(ids_ptr, tokens, out_weights_ptr, launch, S, S.L, HEAP)
             trace(launch, SUM_EVENT, began, task, HEAP)
         task = next_task(launch)
 
 
 @triton.jit
-def combine(y_ptr, ids_ptr, slot_row_ptr, peers, out_ptr, lists_ptr, S: tl.constexpr, HEAP: tl.constexpr):
-    """`y [R, H]` to `out [T, H]`; `ids` and `slot_row [W, T, K]` are those of the handle, `lists` is scratch."""
+def combine(
+    y_ptr,
+    weights_ptr,
+    ids_ptr,
+    slot_row_ptr,
+    peers,
+    sums,
+    out_weights_ptr,
+    S: tl.constexpr,
+    HEAP: tl.constexpr,
+):
+    """`y [R, H]` to `Sums`; `ids` and `slot_row [W, T, K]` are those of the handle.
+
+    Unless both are None, `weights [R]` go to the slots `out_weights [T, K]` of their rows, zero where there is none.
+    """
     launch, alive = open_launch(peers, HEAP)
-    combine_blocks(y_ptr, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, launch, alive, S, HEAP)
+    combine_blocks(y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, alive, S, HEAP)
     if end_launch(launch, HEAP):
-        poison(out_ptr, S.T * S.H)
+        poison(sums.out_ptr, S.T * S.H)
+        if weights_ptr is not None:
+            poison(out_weights_ptr, S.T * S.K)

@@ -6,17 +6,18 @@ No kernel needs more than one resident program: a wait for another rank is never
 communication: announce, then push each block of the send order to every peer, then, where the caller saves the tokens,
 copy what has arrived. The first COMM programs to start empty it and then help with the second: the tiles of the
 product, in expert order, and the rows that are zero. Tokens are read where they are, in the heap or in the caller's own
-array; a tile waits for the prefix of each peer's sends that its expert needs, once per program. A program leaves the
-first queue only when all its tasks are taken by programs that run; and pushes wait only for the peers' announcements,
-at least once for each peer.
+array; a tile waits for the prefix of each peer's sends that its expert needs, once per program. Router weights are sent
+with their tokens, and stored by the first tile of a row. A program leaves the first queue only when all its tasks are
+taken by programs that run; and pushes wait only for the peers' announcements, at least once for each peer.
 
 **GEMM + combine**: each row of the product is stored at its source at once, in slot `[token, k]` of its heap, and added
 there. Every program computes its share of the tiles, counts itself, and helps with the sums; the program that counts
-last tells all ranks. Sums run in float32, in the order of k. The launch may make the weight gradient of the same rows,
-too: both are the backward pass of dispatch + GEMM. While the last rows of the product travel, and while a program would
-have no tile left, programs multiply tiles of the gradient, which need nothing of other ranks. Who had fewer tiles of
-the product begins with the tiles of the gradient. Only sums wait for what other ranks compute, and only in programs
-that see all programs of this launch begun; the last to begin always does.
+last tells all ranks. Values of rows, such as gradients of router weights, go to their slots before the tiles. Sums run
+in float32, in the order of k. The launch may make the weight gradient of the same rows, too: both are the backward pass
+of dispatch + GEMM. While the last rows of the product travel, and while a program would have no tile left, programs
+multiply tiles of the gradient, which need nothing of other ranks. Who had fewer tiles of the product begins with the
+tiles of the gradient. Only sums wait for what other ranks compute, and only in programs that see all programs of this
+launch begun; the last to begin always does.
 
 **Combine beside a weight gradient**: the rows `y` are products of an earlier launch. The first COMM programs to begin
 make their sums, as combine.py does, while all others multiply tiles of the gradient; those of COMM come to them late.
@@ -48,6 +49,7 @@ from .protocol import (
     peer_of,
     publish,
 )
+from .router_weights import clear_weights, push_weights, return_weights, store_row_weights, take_weights
 from .structs import Rows
 from .structs_gemm import Tile, TokensByRow
 from .table import QUEUE, STARTED
@@ -134,7 +136,7 @@ def gathered_tile(tokens, b_desc, out_ptr, group, row, size, column, S: tl.const
 
 
 @triton.jit
-def push_block(x_ptr, order, launch, peer, block, num_sends, task, S: tl.constexpr, HEAP: tl.constexpr):
+def push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S: tl.constexpr, HEAP: tl.constexpr):
     """Sends a block of what goes to `peer`."""
     began = stamp(HEAP)
     index = block * S.BLOCK_T + tl.arange(0, S.BLOCK_T)
@@ -142,12 +144,25 @@ def push_block(x_ptr, order, launch, peer, block, num_sends, task, S: tl.constex
     tokens = tl.load(order.order_ptr + peer.rank * S.T + index, mask=mask, other=0)
     values_ptr = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
     copy_tokens(x_ptr, tokens, launch.rank * S.T + tokens, mask, values_ptr, S.product.K, S.BLOCK_H)
+    if weights_ptr is not None:
+        push_weights(weights_ptr, tokens, mask, launch, peer, S, HEAP)
     trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
     publish(launch, peer, block, task, HEAP)
 
 
 @triton.jit
-def communicate(x_ptr, received_ptr, ids_ptr, order, saved_ptr, launch, alive, S: tl.constexpr, HEAP: tl.constexpr):
+def communicate(
+    x_ptr,
+    weights_ptr,
+    received_ptr,
+    ids_ptr,
+    order,
+    saved_ptr,
+    launch,
+    alive,
+    S: tl.constexpr,
+    HEAP: tl.constexpr,
+):
     """Tasks of the first queue of `dispatch_gemm` until none is left; returns whether the launch is still alive."""
     W: tl.constexpr = HEAP.W
     BLOCK_T: tl.constexpr = S.BLOCK_T
@@ -168,7 +183,7 @@ def communicate(x_ptr, received_ptr, ids_ptr, order, saved_ptr, launch, alive, S
             if (block == 0) | (block * BLOCK_T < num_sends):
                 alive = await_ready(launch, peer, alive, task, HEAP)
                 if (alive != 0) & (block * BLOCK_T < num_sends):
-                    push_block(x_ptr, order, launch, peer, block, num_sends, task, S, HEAP)
+                    push_block(x_ptr, weights_ptr, order, launch, peer, block, num_sends, task, S, HEAP)
         else:
             # Own tokens first: they are here.
             source = peer_of(launch, (launch.rank + (task - push_end) // num_blocks) % W)
@@ -204,21 +219,21 @@ def await_tokens(launch, order, ready, expert, alive, tile, S: tl.constexpr, HEA
 @triton.jit
 def dispatch_gemm(
     x_ptr,
+    weights_ptr,
     b_desc,
-    ids_ptr,
-    row_slot_ptr,
-    sizes_ptr,
+    handle,
     order,
     peers,
     out_ptr,
     saved_ptr,
+    out_weights_ptr,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
     """`x [T, H]` and matrices `[L, H, N]` (`[L, N, H]` if TRANSPOSED) to `out [R, N]`.
 
-    `ids [W, T, K]`, `row_slot [R]` and `sizes [L]` are those of the handle. With SAVES, tokens with an expert here are
-    copied to `saved [W * T, H]`.
+    With SAVES, tokens with an expert here are copied to `saved [W * T, H]`. Unless both are None, `weights [T, K]` go
+    to `out_weights [R]`, zero in padding rows.
     """
     launch, alive = open_launch(peers, HEAP)
     P: tl.constexpr = S.product
@@ -226,7 +241,8 @@ def dispatch_gemm(
     BN: tl.constexpr = S.product.tile.BN
     received_ptr = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
     if tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.COMM:
-        alive = communicate(x_ptr, received_ptr, ids_ptr, order, saved_ptr, launch, alive, S, HEAP)
+        alive = communicate(x_ptr, weights_ptr, received_ptr, handle.ids_ptr, order, saved_ptr, launch, alive, S, HEAP)
+    row_slot_ptr, sizes_ptr = handle.row_slot_ptr, handle.sizes_ptr
     tokens = TokensByRow(x_ptr, received_ptr, row_slot_ptr, launch.rank)
     column_tiles: tl.constexpr = (P.N + BN - 1) // BN
     num_tiles = count_row_tiles(sizes_ptr, P) * column_tiles
@@ -246,6 +262,10 @@ def dispatch_gemm(
             began = stamp(HEAP)
             row_tile, column = tile_in_grid(tile - first_tile, row_tiles(size, BM), column_tiles, P.tile.GROUP_M)
             rows_left = size - row_tile * BM
+            if weights_ptr is not None:
+                if column == 0:
+                    first = first_row + row_tile * BM
+                    store_row_weights(weights_ptr, row_slot_ptr, out_weights_ptr, first, rows_left, launch, S, BM, HEAP)
             # A group ends with a tile of half the height where at most that many rows remain.
             if rows_left > BM // 2:
                 gathered_tile(tokens, b_desc, out_ptr, expert, first_row + row_tile * BM, rows_left, column, S, BM)
@@ -255,12 +275,16 @@ def dispatch_gemm(
         else:
             began = stamp(HEAP)
             zero_rows(out_ptr, num_rows + (tile - num_tiles) * BM, P.M, P.N, BM, BN)
+            if weights_ptr is not None:
+                clear_weights(out_weights_ptr, row_slot_ptr, num_rows + (tile - num_tiles) * BM, BM, P.M)
             trace(launch, ZERO_EVENT, began, tile, HEAP)
         tile = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     if end_launch(launch, HEAP):
         poison(out_ptr, P.M * P.N)
         if S.SAVES:
             poison(saved_ptr, HEAP.W * S.T * P.K)
+        if weights_ptr is not None:
+            poison(out_weights_ptr, P.M)
 
 
 @triton.jit
@@ -320,6 +344,16 @@ def clear_dropped(handle, launch, dtype: tl.constexpr, S: tl.constexpr, HEAP: tl
 
 
 @triton.jit
+def return_share_of_weights(weights_ptr, handle, launch, S: tl.constexpr, HEAP: tl.constexpr):
+    """Sends this program's share of the values of rows to their slots, those that found no place included."""
+    blocks: tl.constexpr = (S.T + S.WEIGHT_T - 1) // S.WEIGHT_T
+    for index in range(tl.program_id(0), HEAP.W * blocks, tl.num_programs(0)):
+        peer = peer_of(launch, index // blocks)
+        tokens = index % blocks * S.WEIGHT_T + tl.arange(0, S.WEIGHT_T)
+        return_weights(weights_ptr, handle.ids_ptr, handle.slot_row_ptr, tokens, launch, peer, S, S.product.G, HEAP)
+
+
+@triton.jit
 def list_slots(list_ptr, ids_ptr, rank, block, E: tl.constexpr, S: tl.constexpr):
     """Lists the slots of a block of this rank's tokens that have an expert, in order of k; returns how many."""
     tokens = block * S.SUM_T + tl.arange(0, S.SUM_T)
@@ -333,11 +367,23 @@ def list_slots(list_ptr, ids_ptr, rank, block, E: tl.constexpr, S: tl.constexpr)
 
 @triton.jit
 def gemm_combine(
-    h_desc, b_desc, handle, bias, factors, peers, out_ptr, lists_ptr, gradient, S: tl.constexpr, HEAP: tl.constexpr
+    h_desc,
+    weights_ptr,
+    b_desc,
+    handle,
+    bias,
+    factors,
+    peers,
+    sums,
+    out_weights_ptr,
+    gradient,
+    S: tl.constexpr,
+    HEAP: tl.constexpr,
 ):
-    """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `out [T, H]`; `lists` is scratch.
+    """`h [R, F]` and matrices `[L, F, H]` (`[L, H, F]` if TRANSPOSED) to `Sums`.
 
-    Unless it is None, a `Bias` is added to the rows before they are rounded and travel.
+    Unless it is None, a `Bias` is added to the rows before they are rounded and travel. Unless both are None,
+    `weights [R]` go to the slots `out_weights [T, K]` of their rows, zero where there is none.
 
     Unless `gradient` is None, also `factors`, which are `h` and the tokens `[R, H]` by row (or these and `h` if
     TRANSPOSED), to `gradient`: `lhs[rows].T @ rhs[rows]` of each expert, in the shape of the matrices, through a
@@ -356,6 +402,11 @@ def gemm_combine(
             began = stamp(HEAP)
             clear_dropped(handle, launch, dtype, S, HEAP)
             trace(launch, ZERO_EVENT, began, tl.program_id(0), HEAP)
+    if weights_ptr is not None:
+        if alive != 0:
+            began = stamp(HEAP)
+            return_share_of_weights(weights_ptr, handle, launch, S, HEAP)
+            trace_exchange(launch, PUSH_EVENT, began, tl.program_id(0), -1, 0, HEAP)
     groups = locate_groups(handle.sizes_ptr, P)
     group_ends = number_tasks(groups, P)
     # After a failure nobody may be there to receive: no more stores, whatever the results then are.
@@ -383,7 +434,7 @@ def gemm_combine(
         trace(launch, TILE_EVENT, began, all_tiles + tl.program_id(0), HEAP)
     if all_begun(launch):
         blocks: tl.constexpr = (S.T + S.SUM_T - 1) // S.SUM_T
-        list_ptr = lists_ptr + tl.program_id(0) * 2 * S.sums.LENGTH
+        list_ptr = sums.lists_ptr + tl.program_id(0) * 2 * S.sums.LENGTH
         block = next_task(launch)
         if block < blocks:
             alive = await_block_of_all(launch, 0, alive, block, HEAP)
@@ -391,28 +442,32 @@ def gemm_combine(
             began = stamp(HEAP)
             count = list_slots(list_ptr, handle.ids_ptr, launch.rank, block, W * P.G, S)
             received = Rows(received_ptr, received_ptr)
-            sum_listed(list_ptr, count, received, Rows(out_ptr, out_ptr), tl.float32, P.N, S.sums)
+            sum_listed(list_ptr, count, received, Rows(sums.out_ptr, sums.out_ptr), tl.float32, P.N, S.sums)
+            if weights_ptr is not None:
+                tokens = block * S.SUM_T + tl.arange(0, S.SUM_T)
+                take_weights(handle.ids_ptr, tokens, out_weights_ptr, launch, S, P.G, HEAP)
             trace(launch, SUM_EVENT, began, block, HEAP)
             block = next_task(launch)
     if end_launch(launch, HEAP):
-        poison(out_ptr, S.T * P.N)  # the gradient needs nothing of other ranks
+        poison(sums.out_ptr, S.T * P.N)  # the gradient needs nothing of other ranks
+        if weights_ptr is not None:
+            poison(out_weights_ptr, S.T * S.K)
 
 
 @triton.jit
 def combine_with_weight_gradient(
     y_ptr,
-    ids_ptr,
-    slot_row_ptr,
-    sizes_ptr,
+    weights_ptr,
+    handle,
     factors,
     peers,
-    out_ptr,
-    lists_ptr,
+    sums,
+    out_weights_ptr,
     gradient,
     S: tl.constexpr,
     HEAP: tl.constexpr,
 ):
-    """`y [R, H]` to `out [T, H]` as `combine` has it; and `factors` to `gradient`, as `gemm_combine` has it."""
+    """`y [R, H]` and `weights` to where `combine` has them; and `factors` to `gradient`, as `gemm_combine` has it."""
     launch, alive = open_launch(peers, HEAP)
     programs = tl.num_programs(0)
     GRADIENT: tl.constexpr = S.gradient
@@ -422,8 +477,9 @@ def combine_with_weight_gradient(
     most_turns = tl.cdiv(tiles, S.TASKS * programs) * programs
     communicates = tl.atomic_add(launch.control + STARTED, 1, sem="relaxed", scope="gpu") < S.COMM
     if communicates:
-        combine_blocks(y_ptr, ids_ptr, slot_row_ptr, out_ptr, lists_ptr, launch, alive, S.combine, HEAP)
-    groups = locate_groups(sizes_ptr, GRADIENT)
+        ids_ptr, slot_row_ptr = handle.ids_ptr, handle.slot_row_ptr
+        combine_blocks(y_ptr, weights_ptr, ids_ptr, slot_row_ptr, sums, out_weights_ptr, launch, alive, S.combine, HEAP)
+    groups = locate_groups(handle.sizes_ptr, GRADIENT)
     turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     while turn < most_turns:
         # Programs that take neighbouring turns work on neighbouring tiles.
@@ -433,4 +489,6 @@ def combine_with_weight_gradient(
         trace(launch, TILE_EVENT, began, turn, HEAP)
         turn = tl.atomic_add(launch.control + QUEUE, 1, sem="relaxed", scope="gpu")
     if end_launch(launch, HEAP):
-        poison(out_ptr, S.combine.T * S.combine.H)  # the gradient needs nothing of other ranks
+        poison(sums.out_ptr, S.combine.T * S.combine.H)  # the gradient needs nothing of other ranks
+        if weights_ptr is not None:
+            poison(out_weights_ptr, S.combine.T * S.combine.K)

@@ -49,16 +49,10 @@ def control_words(table_ptr, device):
 
 
 @triton.jit
-def heap_rows(launch, device, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """Pointer to what lies at byte OFFSET of the heap of `device`, as elements of `dtype`, known to be aligned."""
-    address = tl.load(launch.table_ptr + device) + OFFSET
+def data_of(launch, device, dtype: tl.constexpr, HEAP: tl.constexpr, OFFSET: tl.constexpr = 0):
+    """Pointer to byte OFFSET, a multiple of 16, of the data area of `device`, as elements of `dtype`."""
+    address = tl.load(launch.table_ptr + device) + (HEAP.DATA + OFFSET)
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-
-
-@triton.jit
-def data_of(launch, device, dtype: tl.constexpr, HEAP: tl.constexpr):
-    """Pointer to the data area of `device`."""
-    return heap_rows(launch, device, dtype, HEAP.DATA)
 
 
 @triton.jit

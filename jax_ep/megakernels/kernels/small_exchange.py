@@ -1,4 +1,4 @@
-"""Small exchanges of 32-bit values: what every rank needs to know of the others before, or beside, the tokens.
+"""A small exchange of 32-bit values: what every rank needs to know of the others before the tokens.
 
 Tasks, in order: (0) announce; (1) push blocks of values to every rank, this one included; (2) copy what each rank has
 sent to its place in the result.
@@ -13,11 +13,8 @@ from .trace import COPY_EVENT, PUSH_EVENT, stamp, trace_exchange
 
 
 @triton.jit
-def exchange_i32(x_ptr, after_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
-    """`x [N]` to all ranks, or with TO_EACH `x [W, N]` one row to each; `out [W, N]` by source rank.
-
-    `after_ptr` is not read: that it is an operand orders this launch after another.
-    """
+def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
+    """`x [N]` to all ranks; `out [W, N]` by source rank."""
     launch, alive = open_launch(peers, HEAP)
     W: tl.constexpr = HEAP.W
     N: tl.constexpr = S.N
@@ -35,8 +32,7 @@ def exchange_i32(x_ptr, after_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.con
             if alive != 0:
                 began = stamp(HEAP)
                 index = block * S.BLOCK + tl.arange(0, S.BLOCK)
-                first = peer.rank.to(tl.int64) * N if S.TO_EACH else 0
-                values = tl.load(x_ptr + first + index, mask=index < N)
+                values = tl.load(x_ptr + index, mask=index < N)
                 target = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
                 tl.store(target + launch.rank.to(tl.int64) * N + index, values, mask=index < N)
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)

@@ -80,6 +80,13 @@ class Rows(NamedTuple):
     scales_ptr: Any
 
 
+class Sums(NamedTuple):
+    """Where the sums of tokens go, `[T, H]`, and scratch memory for the lists of what they are made of."""
+
+    out_ptr: Any
+    lists_ptr: Any
+
+
 class PlanScratch(NamedTuple):
     """Scratch memory of the plan.
 
@@ -150,13 +157,11 @@ class SmallExchange:
     """Static sizes of an exchange of 32-bit values.
 
     Attributes:
-      N: values that each rank has for each other.
-      TO_EACH: they are different for each rank (all-to-all), not the same (all-gather).
+      N: values that each rank has for all.
       BLOCK: values of a block.
     """
 
     N: int
-    TO_EACH: bool
     BLOCK: int
 
 
@@ -167,7 +172,7 @@ class DispatchTile:
     Attributes:
       BLOCK_T: tokens of a task and of a flag.
       BLOCK_H: columns at a time.
-      BLOCK_R: padding rows that one task clears.
+      BLOCK_R: rows of a task that clears padding.
       LAG: blocks between sending one and copying what has arrived.
     """
 
@@ -187,7 +192,8 @@ class Exchange:
       H: columns.
       L: local experts.
       E: experts of all ranks.
-      SCALES: byte offset of the scales of what travels as FP8.
+      SCALES: byte offset in the data area of the scales of what travels as FP8.
+      WEIGHTS: that of router weights, which travel along.
       FP8: tokens, or sums, travel as FP8.
     """
 
@@ -197,6 +203,7 @@ class Exchange:
     L: int
     E: int
     SCALES: int
+    WEIGHTS: int
     FP8: bool
 
 

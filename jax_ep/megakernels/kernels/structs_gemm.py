@@ -170,7 +170,7 @@ class WeightGradientOperands(NamedTuple):
 
 
 class HandleArrays(NamedTuple):
-    """The arrays of a handle that GEMM + combine reads: ids and slot_row `[W, T, K]`, row_slot `[R]`, sizes `[L]`."""
+    """The arrays of a handle: ids and slot_row `[W, T, K]`, row_slot `[R]`, sizes `[L]`."""
 
     ids_ptr: Any
     slot_row_ptr: Any
@@ -206,6 +206,7 @@ class DispatchGemm:
       BLOCK_T: tokens of a task and of a flag.
       BLOCK_H: columns that are copied at a time.
       SAVES: tokens that arrive are copied.
+      WEIGHTS: byte offset in the data area of router weights.
       product: of all rows with the matrices of the local experts.
       INTERLEAVED: a block for each peer in turn; else, to be compared with, all blocks for one peer after another.
     """
@@ -216,6 +217,7 @@ class DispatchGemm:
     BLOCK_T: int
     BLOCK_H: int
     SAVES: bool
+    WEIGHTS: int
     product: GroupedGemm
     INTERLEAVED: bool = True
 
@@ -231,6 +233,8 @@ class GemmCombine:
       CLEAR_T: tokens whose slots are cleared at a time, where they found none.
       CLEAR_H: columns of that.
       SUM_T: tokens of a task that makes sums.
+      WEIGHT_T: tokens whose slots get the values of their rows at a time.
+      WEIGHTS: byte offset in the data area of what comes back for slots, such as gradients of router weights.
       CHOICES: a power of two that covers K.
       sums: how rows are added up.
       product: of all rows with the matrices of the local experts.
@@ -243,6 +247,8 @@ class GemmCombine:
     CLEAR_T: int
     CLEAR_H: int
     SUM_T: int
+    WEIGHT_T: int
+    WEIGHTS: int
     CHOICES: int
     sums: SumTile
     product: GroupedGemm

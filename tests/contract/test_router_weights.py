@@ -67,6 +67,7 @@ def scattered(d_rows: np.ndarray, lay: oracle.Layout) -> np.ndarray:
 
 
 @pytest.mark.parametrize("path", [*WIRES, *FUSED])
+@pytest.mark.slow_interpreted(unless={"path": ["as it is", "one launch", "combine beside the gradient"]})
 def test_bits(path: str, implementation: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     if implementation != "triton" and path in FUSED and FUSED[path].fuse_weight_gradients:
         pytest.skip("only the implementation triton has this launch")

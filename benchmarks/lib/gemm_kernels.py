@@ -274,10 +274,7 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
             products = {TRITON: triton(problem.direction), PALLAS: pallas(problem.direction)}
             products["portable loop"] = portable(problem.direction)
             if problem.direction == "forward" and problem.shape[1] % 128 == 0:
-                tiles = {
-                    f"{some.stages} stages, {some.together} steps together, {some.chunks} chunks": some
-                    for some in args.fp8_tiles
-                }
+                tiles = {f"{some.stages} stages, bands of {some.band}": some for some in args.fp8_tiles}
                 products |= in_fp8(problem, tiles)
             if problem.direction == "forward" and torch_products.is_here():
                 products |= torch_products.products(*problem.operands["equal"][:2])

@@ -112,9 +112,9 @@ def _store_boxes(source: Target, target: Target, start: Scalar, rows: Scalar) ->
     send(1, start + tall * int32(_BOX), rows - tall * int32(_BOX))
 
 
-def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Any:
-    """Declares so many chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
-    shape = (CONSUMERS, chunks, CHUNK, line(out_dtype))
+def rows_scratch(out_dtype: DTypeLike) -> Any:
+    """Declares chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
+    shape = (CONSUMERS, _SLOTS, CHUNK, line(out_dtype))
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 
@@ -129,17 +129,17 @@ def store_rows(views: Ref, result: Array, block: Block, bounds: tuple[Array, Arr
       num_columns: how many there are, a multiple of 64.
     """
     swizzled_view, plain = views
-    _, slots, height, chunk = swizzled_view.shape
+    height, chunk = swizzled_view.shape[2:]
     consumer = lax.axis_index(WARPGROUP)
     start = jnp.clip(bounds[0], int32(0), int32(height))
     rows = jnp.clip(bounds[1], start, int32(height)) - start
     for number, first in enumerate(range(0, result.shape[1], chunk)):
-        values, slot = result[:, first : first + chunk].astype(swizzled_view.dtype), number % slots
+        values, slot = result[:, first : first + chunk].astype(swizzled_view.dtype), number % _SLOTS
         is_there = int32(first) < num_columns
 
         def whole(values: Array = values, slot: int = slot, first: int = first) -> None:
             # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
-            plgpu.wait_smem_to_gmem(slots - 1 if first else 0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(_SLOTS - 1 if first else 0, wait_read_only=True)
             buffer = swizzled_view.at[consumer, slot]
             buffer[...] = values
             plgpu.commit_smem()

@@ -24,7 +24,7 @@ from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas.forward import Place, place_of
 from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
-from jax_ep.pallas.promoted import add_rolling, add_steps, zeros
+from jax_ep.pallas.promoted import add_steps, zeros
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_HEIGHTS, FP8_STEP, TILE, Fp8Tiles
@@ -50,7 +50,7 @@ def grouped_gemm_fp8(
     `scales` are `[stages, TILE]`, those of the rows in the ring; `store` is `epilogue.rows_scratch`.
     """
     num_steps = lhs.shape[1] // FP8_STEP
-    together = max([n for n in range(1, tiles.together + 1) if num_steps % n == 0], default=0)
+    together = 2 if num_steps % 2 == 0 else 1
     tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
     locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
@@ -100,16 +100,7 @@ def grouped_gemm_fp8(
                 plgpu.barrier_arrive(ring.empty.at[slot])
                 return total + some * lax.broadcast_in_dim(factors, shape, (0,))
 
-            def add_pending(total: Array, some: Array, k: Array, of_matrix: Array) -> Array:
-                slot = slot_of(k)
-                factors = plgpu.load(scales.at[slot, own_rows], layout=_BY_ROW) * of_matrix
-                plgpu.barrier_arrive(ring.empty.at[slot])
-                return total + some * lax.broadcast_in_dim(factors, shape, (0,))
-
-            if tiles.together == 0:
-                total = add_rolling(shape, place.steps, num_steps, begin, add_pending, zeros(shape), matrix_scale)
-            else:
-                total = add_steps(shape, place.steps, together, begin, add, zeros(shape), matrix_scale)
+            total = add_steps(shape, place.steps, together, begin, add, zeros(shape), matrix_scale)
             first, origin = pl.multiple_of(place.row, ALIGNMENT) + row, pl.multiple_of(place.column, TILE) + column
 
             def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
@@ -123,7 +114,7 @@ def grouped_gemm_fp8(
         return step + place.steps
 
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, turning=tiles.turning)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin)
 
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)

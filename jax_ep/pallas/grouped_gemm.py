@@ -135,7 +135,7 @@ def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpr
     scratch = {
         "ring": ring.scratch(slot, slot, stages, copies=3),
         "scales": plgpu.SMEM((stages, TILE), jnp.float32),
-        "store": epilogue.rows_scratch(out_dtype, tiles.chunks),
+        "store": epilogue.rows_scratch(out_dtype),
     }
     body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)

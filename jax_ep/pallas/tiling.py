@@ -50,17 +50,10 @@ class Fp8Tiles:
     Attributes:
       stages: see `ForwardTiles`.
       band: see `ForwardTiles`.
-      together: steps that are unrolled, at most; of two and more, the product of one runs while the sum of another is
-        scaled.
-      chunks: parts of a consumer's results that are on their way out at a time.
-      turning: see `ring.run_tasks`.
     """
 
     stages: int = 5
     band: int = 4
-    together: int = 2
-    chunks: int = 2
-    turning: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ Writes results/local_steps.json. Calls are timed in chains inside jit, all varia
   unpermute to FP8      sums by a list, quantised: the local step alone
   copy                  all rows from memory to memory, by XLA
 
-Each is there by every implementation that has it. The share is that of the bytes which must move, each row once, in
+Each is there by every implementation that has one of its own: `pallas` quantises. The share is that of the bytes which must move, each row once, in
 what `copy` moves in the same time. `--quick` runs it on CPU devices, in Mosaic's interpreter.
 """
 
@@ -38,7 +38,7 @@ from jax_ep.xla.local_steps import PORTABLE, LocalSteps
 from lib import harness, inputs
 from lib.harness import Report, Timing
 
-IMPLEMENTATIONS = ("pallas", "triton", "xla")
+EXCHANGES = ("triton", "xla")
 STEPS: dict[str, LocalSteps] = {"pallas": KERNELS, "xla": PORTABLE}
 COPY = "copy"
 PERMUTE, PERMUTE_FP8, TO_FP8 = "permute", "permute, FP8", "permute to FP8"
@@ -90,7 +90,7 @@ def steps_of(case: Case) -> dict[str, Step]:
     def combine(name: str, handle: Any, rows: Array) -> Array:
         return jax_ep.combine(rows, handle, axis_name=(), implementation=name)
 
-    for name in IMPLEMENTATIONS:
+    for name in EXCHANGES:
         handle = partial(plan, name)
         pairs = Step(
             handle, lambda case: fp8.quantize_rows(case.x), partial(dispatch, name), (tokens + num_rows) * narrow

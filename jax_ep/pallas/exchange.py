@@ -1,4 +1,4 @@
-"""Dispatch and combine by XLA's collectives, with kernels for what a rank does by itself before and after.
+"""Dispatch and combine by XLA's collectives, with a kernel for rows that are quantised before they travel.
 
 So they need no access to peers' memory, and exchange nothing on one GPU. Handles are those of `xla`.
 """
@@ -11,7 +11,7 @@ from jax_ep.pallas.local_steps import KERNELS
 from jax_ep.xla import exchange as xla
 
 plan = xla.plan
-dispatch_rows = partial(xla.dispatch_rows, steps=KERNELS)
+dispatch_rows = xla.dispatch_rows
 dispatch_tokens = partial(xla.dispatch_tokens, steps=KERNELS)
 dispatch_quantized = partial(xla.dispatch_quantized, steps=KERNELS)
 combine_tokens = partial(xla.combine_tokens, steps=KERNELS)

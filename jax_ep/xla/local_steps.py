@@ -1,6 +1,6 @@
 """What one rank does with its rows before and after an exchange, as plain JAX.
 
-`exchange.py` takes these functions as a value: an implementation with kernels for them has XLA's collectives between.
+`exchange.py` takes these functions as a value: an implementation with a kernel for one has XLA's collectives between.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The kernels of local steps beside NumPy, whole layers of `pallas`, and what is lowered for CUDA.
+"""The kernel of local steps beside NumPy, whole layers of `pallas`, and what is lowered for CUDA.
 
-Rows are moved bit for bit and sums have one order, so that every comparison is of bits.
+Sums have one order, so that every comparison is of bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax_ep.core import fp8
 from jax_ep.pallas import local_steps, requirements
 from jax_ep.types import Options
 from jax_ep.xla import exchange, rounds
-from jax_ep.xla import local_steps as portable
+from jax_ep.xla.local_steps import LocalSteps
 
 REFUSAL = requirements.refusal(Options("dispatch", (), ("pallas",)), "activation", BF16)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -43,15 +43,14 @@ def races(monkeypatch, capfd):
     jax.clear_caches()
 
 
+def refuse(*_, **__):
+    raise AssertionError("these operands were for others")
+
+
 @pytest.fixture
 def only_kernels(monkeypatch):
     """Lets nothing fall back to XLA."""
-
-    def refuse(*_):
-        raise AssertionError("no kernel takes these operands")
-
-    monkeypatch.setattr(local_steps, "gather_rows", refuse)
-    monkeypatch.setattr(portable, "unpermute", refuse)
+    monkeypatch.setattr(local_steps, "PORTABLE", LocalSteps(refuse, refuse))
 
 
 def some_rows(rng, num_rows, *shape):
@@ -78,91 +77,49 @@ def summed(y, index):
     return total
 
 
-# --- permute ----------------------------------------------------------------------------------------------------------
+def quantized(y, index):
+    return jax.jit(fp8.quantize_rows)(jnp.asarray(summed(y, index)))
 
 
-# (rows, columns): blocks of eight rows and of one, one program without a block, several lines and a single one.
-@pytest.mark.parametrize("dtype", [BF16, F16, F32, FP8], ids=str)
-@pytest.mark.parametrize(("num_rows", "columns"), [(40, 384), (37, 128), (1, 640), (6, 4096)])
-@pytest.mark.slow(unless={"columns": [384], "dtype": [BF16, FP8]})
-def test_permute(num_rows, columns, dtype, rng, races, only_kernels):
-    index = some_rows(rng, 13, num_rows)
-    x = poisoned(reals(rng, 13, columns, dtype=F32), index).astype(dtype)
-    out = local_steps.permute(jnp.asarray(x), jnp.asarray(index))
-    assert_same_bits(np.asarray(out), gathered(x, index), "rows")
+def assert_same_pairs(got, want):
+    for name, one, other in zip(("values", "scales"), got, want, strict=True):
+        assert_same_bits(np.asarray(one), np.asarray(other), name)
+
+
+# Lines in parts of 4, 12, 8 and 16; sums of several rows, and of one.
+@pytest.mark.parametrize(
+    ("lines", "top_k", "dtype"), [(4, 1, BF16), (12, 2, BF16), (8, 3, F16), (32, 1, F32), (16, 8, F32)], ids=str
+)
+@pytest.mark.slow(unless={"lines": [4, 12]})
+def test_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_kernels):
+    """The bits of rows that are quantised afterwards; of one row that is a permutation which quantises on the way."""
+    index = some_rows(rng, 17, 7, top_k)
+    y = poisoned(reals(rng, 17, lines * 128, dtype=F32), index).astype(dtype)
+    y = y * np.exp2(rng.integers(*((-10, 3) if dtype == F16 else (-60, 60)), (17, 1))).astype(dtype)
+    y[index[0, 0], 130] = POISON  # one group is lost, and no other
+    assert_same_pairs(local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8), quantized(y, index))
     assert races() == 0
-
-
-def test_any_bits_travel(rng, only_kernels):
-    """NaN of every kind among them."""
-    x = rng.integers(0, 1 << 16, (20, 256), np.uint16).view(BF16)
-    index = rng.permutation(20).astype(np.int32)
-    assert_same_bits(np.asarray(local_steps.permute(jnp.asarray(x), jnp.asarray(index))), x[index], "rows")
-
-
-@pytest.mark.parametrize("shape", [(13, 72), (13,), (13, 2, 64), (0, 128), (13, 0)], ids=str)
-def test_what_xla_permutes(shape, rng):
-    """Rows that are no whole lines, arrays of other ranks, and what is empty."""
-    x = reals(rng, *shape, dtype=BF16)
-    index = np.full(5, -1, np.int32) if shape[0] == 0 else some_rows(rng, 13, 5)
-    want = np.zeros((5, *shape[1:]), BF16)
-    want[index >= 0] = x[index[index >= 0]]
-    assert_same_bits(np.asarray(local_steps.permute(jnp.asarray(x), jnp.asarray(index))), want, "rows")
-    assert local_steps.permute(jnp.asarray(x), jnp.zeros((0,), jnp.int32)).shape == (0, *shape[1:])
 
 
 def test_vmap(rng, only_kernels):
-    x, index = reals(rng, 2, 9, 128, dtype=BF16), some_rows(rng, 9, 2, 8)
-    got = jax.vmap(local_steps.permute)(jnp.asarray(x), jnp.asarray(index))
-    assert_same_bits(np.asarray(got), np.stack([gathered(*one) for one in zip(x, index, strict=True)]), "rows")
-    sums = jax.vmap(lambda y, i: local_steps.unpermute(y, i, BF16))(jnp.asarray(x), jnp.asarray(index[..., None]))
-    assert_same_bits(np.asarray(sums), np.asarray(got), "sums of one")
+    y, index = reals(rng, 2, 9, 512, dtype=BF16), some_rows(rng, 9, 2, 8, 2)
+    got = jax.vmap(lambda y, i: local_steps.unpermute(y, i, FP8))(jnp.asarray(y), jnp.asarray(index))
+    for n in range(2):
+        assert_same_pairs([part[n] for part in got], quantized(y[n], index[n]))
 
 
-# --- unpermute --------------------------------------------------------------------------------------------------------
-
-
-# Lines in parts of 4, 3, 1 and 16; sums of several rows, and of one.
+# Rows with fewer lines than a warpgroup has warps, an empty list, and sums that are not quantised.
 @pytest.mark.parametrize(
-    ("lines", "top_k", "dtype", "out_dtype"),
-    [(4, 3, BF16, BF16), (3, 2, F16, F32), (19, 2, BF16, BF16), (32, 1, F32, F32), (16, 8, F32, BF16)],
-    ids=str,
+    ("columns", "num_rows", "dtype"), [(128, 7, FP8), (512, 0, FP8), (512, 7, BF16), (72, 7, F32)], ids=str
 )
-@pytest.mark.slow(unless={"lines": [4, 3]})
-def test_unpermute(lines, top_k, dtype, out_dtype, rng, races, only_kernels):
-    index = some_rows(rng, 17, 7, top_k)
-    y = poisoned(reals(rng, 17, lines * 128, dtype=dtype), index)
-    out = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), out_dtype)
-    assert_same_bits(np.asarray(out), summed(y, index).astype(out_dtype), "sums")
-    assert races() == 0
-
-
-@pytest.mark.parametrize(("lines", "top_k"), [(4, 1), (12, 2), (8, 3)])
-@pytest.mark.slow(unless={"lines": [4, 12]})
-def test_unpermute_to_fp8(lines, top_k, rng, races, only_kernels):
-    """The bits of rows that are quantised afterwards; of one row that is a permutation which quantises on the way."""
-    index = some_rows(rng, 17, 7, top_k)
-    y = reals(rng, 17, lines * 128, dtype=BF16) * np.exp2(rng.integers(-60, 60, (17, 1))).astype(BF16)
-    y[index[0, 0], 130] = POISON  # one group is lost, and no other
-    want = jax.jit(fp8.quantize_rows)(jnp.asarray(summed(y, index)))
-    got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8)
-    for name, one, other in zip(("values", "scales"), got, want, strict=True):
-        assert_same_bits(np.asarray(one), np.asarray(other), name)
-    assert races() == 0
-
-
-@pytest.mark.parametrize("columns", [72, 128], ids=str)
-def test_what_xla_adds(columns, rng):
-    """Rows that are no whole lines; and scales of rows with fewer lines than a warpgroup has warps."""
-    index, y = some_rows(rng, 17, 7, 3), reals(rng, 17, columns, dtype=BF16)
-    if columns % 128:
-        got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), BF16)
-        assert_same_bits(np.asarray(got), summed(y, index).astype(BF16), "sums")
-        return
-    values, scales = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8)
-    want = jax.jit(fp8.quantize_rows)(jnp.asarray(summed(y, index)))
-    assert_same_bits(np.asarray(values), np.asarray(want[0]), "values")
-    assert_same_bits(np.asarray(scales), np.asarray(want[1]), "scales")
+def test_what_xla_adds(columns, num_rows, dtype, rng, monkeypatch):
+    monkeypatch.setattr(local_steps, "launch", refuse)
+    index, y = some_rows(rng, 17, num_rows, 3), reals(rng, 17, columns, dtype=BF16)
+    got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), dtype)
+    if dtype == FP8:
+        assert_same_pairs(got, quantized(y, index))
+    else:
+        assert_same_bits(np.asarray(got), summed(y, index).astype(dtype), "sums")
 
 
 # --- whole operations -------------------------------------------------------------------------------------------------
@@ -229,7 +186,8 @@ def lower(call, *arguments):
         return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-MODELS = {"DeepSeek-V3": (7168, 8), "Qwen3-30B": (2048, 8), "Mixtral": (4096, 2), "gpt-oss": (2880, 4)}
+to_fp8 = functools.partial(local_steps.unpermute, dtype=FP8)
+MODELS = {"DeepSeek-V3": (7168, 8), "Qwen3-30B": (2048, 8), "Mixtral": (4096, 2)}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -239,20 +197,13 @@ def test_models_lower(model, x64, only_kernels):
     columns, top_k = MODELS[model]
     tokens, rows = 4096, 4096 * top_k
     with jax.enable_x64(x64):
-        for dtype in (BF16, F32) if columns % 128 else (BF16, F32, FP8):
-            assert "mosaic_gpu" in lower(local_steps.permute, ((tokens, columns), dtype), ((rows,), jnp.int32))
-        for out_dtype in () if columns % 128 else (BF16, F32, FP8):
-            call = functools.partial(local_steps.unpermute, dtype=out_dtype)
-            assert "mosaic_gpu" in lower(call, ((rows, columns), BF16), ((tokens, top_k), jnp.int32))
-            assert "mosaic_gpu" in lower(call, ((rows, columns), F32), ((tokens, 1), jnp.int32))
+        for dtype, sums, of in ((BF16, tokens, top_k), (F32, tokens, 1), (BF16, rows, 1)):
+            assert "mosaic_gpu" in lower(to_fp8, ((rows, columns), dtype), ((sums, of), jnp.int32))
 
 
 @pytest.mark.parametrize("rows", [32768, 32767])
 @pytest.mark.slow(unless={"rows": [32767]})
 def test_extreme_sizes_lower(rows, only_kernels):
-    """The longest rows that have room, the shortest, many choices, and offsets past 32 bits."""
-    for columns in (64, 1 << 15):
-        assert "mosaic_gpu" in lower(local_steps.permute, ((1 << 20, columns), BF16), ((rows,), jnp.int32))
-    add = functools.partial(local_steps.unpermute, dtype=BF16)
-    for columns, top_k in ((128, 64), (1 << 15, 32)):
-        assert "mosaic_gpu" in lower(add, ((1 << 20, columns), BF16), ((rows, top_k), jnp.int32))
+    """The longest rows, the shortest, many choices, and offsets past 32 bits."""
+    for columns, top_k in ((512, 64), (1 << 15, 32)):
+        assert "mosaic_gpu" in lower(to_fp8, ((1 << 20, columns), BF16), ((rows, top_k), jnp.int32))

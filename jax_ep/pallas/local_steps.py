@@ -1,6 +1,6 @@
 """Local steps of an exchange: a kernel for rows that are added and quantised, XLA's own gathers and sums for the rest.
 
-Those move rows at the rate of memory, but XLA quantises in passes of its own (docs/design/exchange.md).
+Those move rows at the rate of memory, but take longer where they quantise on the way (docs/design/exchange.md).
 """
 
 from __future__ import annotations

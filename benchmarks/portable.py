@@ -4,7 +4,8 @@
 
 Writes results/portable.json. What is timed is a round trip, dispatch and combine with one handle, in chains inside jit;
 of the throughput path with `capacity` for the most loaded rank, and of the low-latency path up to 512 tokens. The
-summary has what a byte costs in the ragged way, in bytes to all ranks: that is RAGGED_COST of jax_ep/xla/exchange.py.
+summary has what a byte costs in the ragged way, in bytes to all ranks; RAGGED_COST and ROUNDS_COST of
+jax_ep/xla/exchange.py are such costs.
 "Ragged, decomposed" is the same program with XLA's decomposer of ragged exchanges. `--quick` runs it on CPU devices,
 which have no ragged exchange.
 """
@@ -32,9 +33,9 @@ from lib.harness import Report
 ALL, RAGGED, DECOMPOSED, ROUNDS = "to all ranks", "ragged", "ragged, decomposed", "rounds"
 WAYS: dict[str, dict[str, Any]] = {
     ALL: {"GATHERED_BYTES": 1 << 62},
-    RAGGED: {"GATHERED_BYTES": 0, "RAGGED_COST": 0},
-    DECOMPOSED: {"GATHERED_BYTES": 0, "RAGGED_COST": 0},
-    ROUNDS: {"GATHERED_BYTES": 0, "RAGGED_PLATFORMS": ()},
+    RAGGED: {"GATHERED_BYTES": 0, "RAGGED_COST": 0, "RAGGED_PLATFORMS": ("cuda",)},
+    DECOMPOSED: {"GATHERED_BYTES": 0, "RAGGED_COST": 0, "RAGGED_PLATFORMS": ("cuda",)},
+    ROUNDS: {"GATHERED_BYTES": 0, "ROUNDS_COST": 0},
 }
 """What makes `xla` choose each."""
 OPTIONS = {DECOMPOSED: {"xla_gpu_unsupported_enable_ragged_all_to_all_decomposer": True}}

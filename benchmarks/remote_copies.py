@@ -164,9 +164,10 @@ def main() -> None:
         return
     mesh = inputs.expert_mesh(2)
     jax_ep.init(mesh)
-    report = Report(f"remote_copies{args.suffix}", args.out, {"rounds": args.rounds, "programs": args.programs})
+    settings = {"rounds": args.rounds, "quick": args.quick, "programs": args.programs}
+    report = Report(f"remote_copies{args.suffix}", args.out, settings)
     report.summarise(copy_engine_bytes_per_s=copy_engines.peak(copy_engines.PEAK_BYTES))
-    for tokens in args.tokens or [4096]:
+    for tokens in args.tokens or [64 if args.quick else 4096]:
         measure(report, args, mesh, tokens)
     print(report.path)
 

@@ -125,6 +125,28 @@ def layer(reports: Reports) -> list[str]:
     return table(["tokens per rank", "GPUs", "forward: `moe`, JAX", "both ways: `moe`, JAX", "report"], lines)
 
 
+RECIPES = {
+    "bfloat16": OURS,
+    '`recipe="fp8"`, matrices quantised in each call': "jax_ep.moe, recipe fp8",
+    '`recipe="fp8"`, quantised before': "jax_ep.moe, recipe fp8, matrices quantised before",
+    "JAX's layer in bfloat16": THEIRS,
+}
+
+
+def recipes(reports: Reports) -> list[str]:
+    """The layer in FP8 beside itself in bfloat16."""
+    columns, found = ["us: forward, both ways"], []
+    for ranks in (1, *RANKS):
+        for model, name in MODELS.items():
+            keys = {"model": model, "routing": "uniform", "tokens_per_rank": 4096, "ranks": ranks}
+            pair = [reports.find("moe_layer", RECIPES.values(), direction=d, **keys) for d in (FORWARD, BOTH)]
+            if pair[0] is not None and pair[1] is not None:
+                columns.append(f"{name}, {ranks} GPU{'s' if ranks > 1 else ''}")
+                found.append((pair[0], pair[1]))
+    lines = ([label, *(f"{a.us(v)}, {b.us(v)}" for a, b in found)] for label, v in RECIPES.items())
+    return table(columns, lines)
+
+
 EXCHANGE = {
     "plan": "triton plan",
     "dispatch, cached handle": "triton dispatch, cached handle",
@@ -259,6 +281,8 @@ PRODUCTS = {
     "forward, `pallas`": ("pallas", FORWARD),
     "weight gradient, `triton`": ("triton", "weight gradient"),
     "weight gradient, `pallas`": ("pallas", "weight gradient"),
+    "weight gradient in FP8, `triton`": ("triton, FP8", "weight gradient"),
+    "weight gradient in FP8, `pallas`": ("pallas, FP8", "weight gradient"),
     "forward in FP8, `triton`": ("triton, FP8", FORWARD),
     "forward in FP8, `pallas`": ("pallas, FP8", FORWARD),
     "the same, operands quantised in the call": ("pallas, FP8, operands quantised in the same call", FORWARD),
@@ -375,6 +399,7 @@ def scaling(reports: Reports) -> list[str]:
 
 TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "layer": layer,
+    "recipes": recipes,
     "exchange": exchange,
     "graphs": graphs,
     "parts": parts,
@@ -386,7 +411,13 @@ TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "ablations": ablations,
     "scaling": scaling,
 }
-WRITES = {"graphs": "dispatch_combine", "parts_32768": "moe_layer", "ablations": "ablations", "scaling": "scaling"}
+WRITES = {
+    "recipes": "moe_layer",
+    "graphs": "dispatch_combine",
+    "parts_32768": "moe_layer",
+    "ablations": "ablations",
+    "scaling": "scaling",
+}
 
 
 def made(name: str, reports: Reports) -> str:

@@ -50,7 +50,6 @@ def grouped_gemm_fp8(
     `scales` are `[stages, TILE]`, those of the rows in the ring; `store` is `epilogue.rows_scratch`.
     """
     num_steps = lhs.shape[1] // FP8_STEP
-    together = 2 if num_steps % 2 == 0 else 1
     tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
     locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
@@ -100,7 +99,10 @@ def grouped_gemm_fp8(
                 plgpu.barrier_arrive(ring.empty.at[slot])
                 return total + some * lax.broadcast_in_dim(factors, shape, (0,))
 
-            total = add_steps(shape, place.steps, together, begin, add, zeros(shape), matrix_scale)
+            pairs = place.steps - lax.rem(place.steps, int32(2))
+            total = add_steps(shape, (int32(0), pairs), 2, begin, add, zeros(shape), matrix_scale)
+            if num_steps % 2:
+                total = add_steps(shape, (pairs, place.steps), 1, begin, add, total, matrix_scale)
             first, origin = pl.multiple_of(place.row, ALIGNMENT) + row, pl.multiple_of(place.column, TILE) + column
 
             def target(below: Scalar, height: int, beside: int, width: int) -> Ref:

@@ -109,7 +109,7 @@ def weight_gradient_fp8(
 
         count = place.end - place.start
         # Scales of columns leave no registers for a product on its way.
-        total = add_steps(shape, count, 1, begin, add, zeros(shape))
+        total = add_steps(shape, (int32(0), count), 1, begin, add, zeros(shape))
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
         # Sizes are multiples of a consumer's rows: all of them are stored, or none.
         pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))

@@ -25,18 +25,18 @@ def zeros(shape: tuple[int, int]) -> Array:
 
 def add_steps[Total](
     shape: tuple[int, int],
-    count: Scalar,
+    steps: tuple[Scalar, Scalar],
     together: int,
     begin: Callable[[Ref, Array], None],
     add: Callable[[Total, Ref, Array, Any, int], Total],
     total: Total,
     ahead: Callable[[Array], Any] = lambda _: None,
 ) -> Total:
-    """`total` and the sums of `count` steps, of which there may be none; a multiple of `together`.
+    """`total` and the sums of steps, of which there may be none.
 
     Args:
       shape: of the accumulators of a warpgroup.
-      count: how many steps.
+      steps: the first, and the end; what is left over where `together` does not divide their number is not added.
       together: how many of them are unrolled.
       begin: `(accumulator, k)` starts the product of step k.
       add: `(total, accumulator, k, scalars, in_flight)` waits until only so many products that began later are left,
@@ -45,12 +45,14 @@ def add_steps[Total](
       ahead: scalars of step k that are read from memory a turn before.
     """
 
+    begins, end = steps
+
     def scalars(first: Scalar) -> list[Any]:
         return [ahead(first + int32(i)) for i in range(together)]
 
     def turn(number: Array, carry: tuple[Total, list[Any]]) -> tuple[Total, list[Any]]:
         total, known = carry
-        first = number * int32(together)
+        first = begins + number * int32(together)
         following = scalars(first + int32(together))
 
         def run(*accumulators: Ref) -> Total:
@@ -65,5 +67,5 @@ def add_steps[Total](
 
         return pl.run_scoped(run, *[plgpu.ACC(shape)] * together), following
 
-    turns = lax.div(count, int32(together))
-    return lax.fori_loop(int32(0), turns, turn, (total, scalars(int32(0))))[0]
+    turns = lax.div(end - begins, int32(together))
+    return lax.fori_loop(int32(0), turns, turn, (total, scalars(begins)))[0]

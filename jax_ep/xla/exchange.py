@@ -32,10 +32,14 @@ from jax_ep.xla.local_steps import PORTABLE, LocalSteps
 _READS_TO_QUANTIZE = 3  # of a token: quantised rows are read in half the bytes, but written and read once more
 GATHERED_BYTES = 2 << 20
 """Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
-RAGGED_PLATFORMS = ("cuda", "rocm", "tpu")
-"""Those for which XLA has the ragged exchange."""
+RAGGED_PLATFORMS = ("rocm", "tpu")
+"""Those that exchange segments at once. NVIDIA GPUs do it in rounds: XLA's ragged exchange takes 13 times as long there
+as long as nobody sets its flags (benchmarks/results/portable.json)."""
 RAGGED_COST = 3
-"""What a byte costs there, in bytes to all ranks: on four H200s 2540 us against 903 (docs/performance.md)."""
+"""What a byte costs there, in bytes to all ranks: on four H200s 2540 us against 903, with the best flags
+(docs/performance.md)."""
+ROUNDS_COST = 4
+"""The same of rounds on NVIDIA GPUs: on two H200s 3187 us against 825 (benchmarks/results/portable.json)."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
@@ -49,10 +53,10 @@ def is_small(layout: Layout, row_bytes: int) -> bool:
     return layout.num_ranks == 1 or layout.num_ranks * layout.num_tokens * row_bytes <= GATHERED_BYTES
 
 
-def ragged_pays(layout: Layout) -> bool:
+def segments_pay(layout: Layout, cost: float) -> bool:
     """Whether segments, with uniform routing, are that much less than all tokens to all ranks, or these fill memory."""
     share = 1 - (1 - 1 / layout.num_ranks) ** layout.top_k
-    return RAGGED_COST * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
+    return cost * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
 
 
 def choose[Handles: (Handle, LowLatencyHandle)](
@@ -61,9 +65,10 @@ def choose[Handles: (Handle, LowLatencyHandle)](
     """`to_all(handle)`, or `in_segments(handle, way=...)` by what there is where the program is lowered for."""
     if is_small(layout, row_bytes):
         return to_all(handle)
-    in_rounds = partial(in_segments, way=rounds)
-    at_once = partial(in_segments, way=ragged) if ragged_pays(layout) else to_all
-    return lax.platform_dependent(handle, default=in_rounds, **dict.fromkeys(RAGGED_PLATFORMS, at_once))
+    in_rounds, at_once = (partial(in_segments, way=way) for way in (rounds, ragged))
+    chosen = {"cuda": in_rounds if segments_pay(layout, ROUNDS_COST) else to_all}
+    chosen |= dict.fromkeys(RAGGED_PLATFORMS, at_once if segments_pay(layout, RAGGED_COST) else to_all)
+    return lax.platform_dependent(handle, default=in_rounds, **chosen)
 
 
 def token_bytes(tree: Any) -> int:

@@ -204,7 +204,7 @@ def test_report(monkeypatch, tmp_path, capsys):
     args = SimpleNamespace(rounds=len(SCALES) - 1, model="tiny", traces=tmp_path / "traces")
     report = harness.Report("kernel_times", tmp_path, {"rounds": args.rounds, "quick": True})
     cases = [("low-latency", 1), ("decode", 7), ("decode", 8)]
-    script.measure(report, args, expert_mesh(2), cases)
+    script.measure(report, args, expert_mesh(2), [(*case, {}) for case in cases])
     assert ran == [("low-latency", 4, "low-latency-1"), ("decode", 4, "decode-8")]
     content = json.loads((tmp_path / "kernel_times.json").read_text())
     check_report(content)
@@ -226,16 +226,19 @@ def test_command_line(monkeypatch, tmp_path):
     run = ["kernel_times.py", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", run)
     script.main()
-    small = [(what, tokens) for what in ("low-latency", "decode") for tokens in (1, 128)]
-    assert asked == [jax.device_count(), "deepseek-v3", [*small, ("moe-forward", 4096), ("moe-backward", 4096)]]
+    small = [(what, tokens, {}) for what in ("low-latency", "decode") for tokens in (1, 128)]
+    layers = [(what, 4096, {"layer": "moe"}) for what in ("moe-forward", "moe-backward")]
+    assert asked == [jax.device_count(), "deepseek-v3", [*small, *layers]]
     asked.clear()
-    monkeypatch.setattr("sys.argv", [*run, "--quick", "--ranks", "2", "--what", "moe-backward", "decode"])
+    options = ["--quick", "--ranks", "2", "--what", "moe-backward", "decode", "--layers", "moe", "fp8 once"]
+    monkeypatch.setattr("sys.argv", [*run, *options])
     script.main()
-    assert asked == [2, "tiny", [("moe-backward", 8), ("decode", 8)]]
+    both = [("moe-backward", 8, {"layer": layer}) for layer in ("moe", "fp8 once")]
+    assert asked == [2, "tiny", [*both, ("decode", 8, {})]]
 
 
 def test_without_gpus_nothing_is_measured(tmp_path):
-    assert run_quickly("kernel_times.py", tmp_path) == "kernel_times: needs two or more GPUs; nothing measured\n"
+    assert run_quickly("kernel_times.py", tmp_path) == "kernel_times: needs GPUs; nothing measured\n"
     assert not list(Path(tmp_path).iterdir())
 
 

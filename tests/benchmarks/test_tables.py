@@ -117,5 +117,7 @@ def test_ablations_and_scaling(tmp_path):
 
 
 def test_pages_that_name_no_table(tmp_path):
-    with pytest.raises(ValueError, match="<!-- table layers -->: there is no such table, only layer, exchange"):
+    with pytest.raises(
+        ValueError, match="<!-- table layers -->: there is no such table, only layer, recipes, exchange"
+    ):
         tables.filled("<!-- table layers -->\n<!-- end -->", tables.Reports(tmp_path))

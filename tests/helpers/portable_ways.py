@@ -17,15 +17,18 @@ from harness import compiled, per_rank
 from jax_ep.xla import exchange
 
 WAYS = ("rounds", "ragged")
+PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of any size go this way: "gathered", "rounds" or "ragged"."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 1 << 62 if way == "gathered" else 0)
-    monkeypatch.setattr(exchange, "RAGGED_COST", 0)
-    if way == "ragged" and jax.default_backend() == "cpu":
-        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ("cpu",))
-        monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    for cost in ("RAGGED_COST", "ROUNDS_COST"):
+        monkeypatch.setattr(exchange, cost, 0)
+    if way == "ragged":
+        monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", (PLATFORM,))
+        if PLATFORM == "cpu":
+            monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     elif way == "rounds":
         monkeypatch.setattr(exchange, "RAGGED_PLATFORMS", ())
 

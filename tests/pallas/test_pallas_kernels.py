@@ -81,7 +81,7 @@ FP8_TILES = (Fp8Tiles(stages=3, band=2), Fp8Tiles())
 def test_fp8(tiles, steps, rng, races, monkeypatch):
     """Scales that are powers of two, of every size, change no bit of sums of small integers.
 
-    With an even number of steps a product is on its way in every other one.
+    A product is on its way in every other step; of an odd number the last is one by itself.
     """
     # The detector wants a fence between loads by threads and later copies by TMA; on GPUs a barrier orders them, which
     # CUTLASS and DeepGEMM rely on, too.

@@ -201,35 +201,35 @@ def test_outside_of_jit(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
 
 
 def test_lowering_chooses_by_platform(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
-    """The ragged exchange on GPUs and TPUs; CPU devices have none, and exchange in rounds. Remat takes both."""
+    """The ragged exchange on TPUs and AMD GPUs; CPU devices have none, and exchange in rounds. Remat takes both."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
     arguments = layer_arguments(rng, mesh.size)
-    for platform, is_ragged in (("cuda", True), ("rocm", True), ("tpu", True), ("cpu", False)):
+    for platform, is_ragged in (("cuda", False), ("rocm", True), ("tpu", True), ("cpu", False)):
         text = lowered(platform, layer, mesh, *arguments)
         assert ("@ragged_all_to_all" in text) == is_ragged, platform
     monkeypatch.undo()  # this is too small for any of it
-    assert "@ragged_all_to_all" not in lowered("cuda", layer, mesh, *arguments)
+    assert "@ragged_all_to_all" not in lowered("tpu", layer, mesh, *arguments)
 
 
-def test_ragged_exchange_where_it_pays() -> None:
+def test_segments_where_they_pay() -> None:
     """Where most tokens go to most ranks all go to all, unless those are more than the rows."""
 
     def pays(num_ranks: int, top_k: int, capacity: int = 1 << 30) -> bool:
-        return exchange.ragged_pays(Layout(num_ranks, 256, 4096, top_k, capacity))
+        return exchange.segments_pay(Layout(num_ranks, 256, 4096, top_k, capacity), exchange.RAGGED_COST)
 
     assert not pays(4, 8) and not pays(8, 8) and not pays(20, 8)  # 90, 66 and 34 percent of what all to all is
     assert pays(21, 8) and pays(64, 8) and pays(8, 2)  # 32, 12 and 23 percent
     assert pays(9, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
 
 
-def test_vmap_on_gpus(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_vmap_of_the_ragged_exchange(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """The primitive's own batching rule makes one exchange of all problems."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
     x, *_, ids = layer_arguments(rng, 2, (3,))
     y = np.zeros((2, 3, 2 * BASE.num_tokens * BASE.top_k, BASE.hidden), F32)
-    text = lowered("cuda", jax.vmap(round_trip(BASE)), expert_mesh(2), x, ids, y)
+    text = lowered("tpu", jax.vmap(round_trip(BASE)), expert_mesh(2), x, ids, y)
     calls = [line for line in text.splitlines() if "@ragged_all_to_all" in line]
     assert len(calls) == 2  # there and back
     assert all("tensor<6xi32>" in line for line in calls)  # segments of three problems to two ranks

@@ -232,7 +232,7 @@ def test_lowered_for_gpus(expert_mesh: Any, monkeypatch: Any) -> None:
     x, y = np.zeros((8, 6, 256), F32), np.zeros((8, 2, 48, 256), F32)
     ids, weights = np.zeros((8, 6, 1), np.int32), np.zeros((8, 6, 1), F32)
     for quantize, count in ((False, 2), (True, 3)):
-        text = lowered("cuda", round_trip(shape, 6, quantize=quantize), expert_mesh(8), x, ids, weights, y)
+        text = lowered("tpu", round_trip(shape, 6, quantize=quantize), expert_mesh(8), x, ids, weights, y)
         assert text.count("@ragged_all_to_all") == count
         rows = {int(n) for n in re.findall(r"tensor<(\d+)x256x", text)}
         assert rows - {2 * 48} == {6, 2 * 6}, rows

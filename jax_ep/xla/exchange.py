@@ -29,7 +29,6 @@ from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quant
 from jax_ep.xla import ragged, rounds, segments
 from jax_ep.xla.local_steps import PORTABLE, LocalSteps
 
-_READS_TO_QUANTIZE = 3  # of a token: quantised rows are read in half the bytes, but written and read once more
 GATHERED_BYTES = 2 << 20
 """Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
 RAGGED_PLATFORMS = ("rocm", "tpu")
@@ -81,10 +80,8 @@ def pick[Tree](tree: Tree, index: Array, steps: LocalSteps = PORTABLE) -> Tree:
     return jax.tree.map(lambda x: steps.permute(x, index), tree)
 
 
-def _dispatch[Tree](
-    options: Options, tree: Tree, handle: Handle, steps: LocalSteps, rows_of: Callable[[Array], Tree] | None = None
-) -> Tree:
-    """Arrays `[T, ...]` to `[R, ...]`, bit for bit; `rows_of` gives rows of them by index, None: `pick` does."""
+def _dispatch[Tree](options: Options, tree: Tree, handle: Handle, steps: LocalSteps) -> Tree:
+    """Arrays `[T, ...]` to `[R, ...]`, bit for bit."""
     layout, axis = handle.layout, options.axis
 
     def to_all(handle: Handle) -> Tree:
@@ -94,8 +91,7 @@ def _dispatch[Tree](
     def in_segments(handle: Handle, way: Any) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
-        sent = rows_of or partial(pick, tree, steps=steps)
-        received = way.send(sent, there, segments.most_here(layout), axis, layout)
+        received = way.send(partial(pick, tree, steps=steps), there, segments.most_here(layout), axis, layout)
         # Padding has no place: its -1 stays one.
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here, steps)
@@ -125,13 +121,7 @@ def dispatch_quantized(
 
     Padding rows may hold anything, and have no weight: zero.
     """
-
-    def quantized_rows(index: Array) -> Quantized:
-        return cast(Quantized, steps.unpermute(x, index[:, None], FP8))
-
-    on_the_way = segments.most_ranks(handle.layout) < _READS_TO_QUANTIZE
-    quantized = _dispatch(options, fp8.quantize_rows(x), handle, steps, quantized_rows if on_the_way else None)
-    return quantized, _dispatch_weights(options, weights, handle)
+    return _dispatch(options, fp8.quantize_rows(x), handle, steps), _dispatch_weights(options, weights, handle)
 
 
 def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -> Array | None:

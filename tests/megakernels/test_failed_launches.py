@@ -69,10 +69,9 @@ def quantized(x, ids, w, h):
 
 
 def dispatch_gemm(x, ids, w, h):
-    d = jax_ep.dispatch_grouped_gemm(
-        x.astype(jnp.bfloat16), ids, None, w, schedule=Schedule(dispatch_mode="fused"), **OPTIONS
-    )
-    return d.hidden, d.handle.row_slot
+    weights, schedule = jnp.ones(ids.shape, jnp.float32), Schedule(dispatch_mode="fused")
+    d = jax_ep.dispatch_grouped_gemm(x.astype(jnp.bfloat16), ids, weights, w, schedule=schedule, **OPTIONS)
+    return d.hidden, d.weights, d.handle.row_slot
 
 
 def gemm_combine(mode: str) -> Callable[..., Any]:
@@ -85,11 +84,11 @@ def gemm_combine(mode: str) -> Callable[..., Any]:
 
 
 def layer_gradients(x, ids, w, h):
-    def loss(x, w):
-        y = jax_ep.moe(x, ids, jnp.ones(ids.shape, jnp.float32), w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS)
+    def loss(x, w, weights):
+        y = jax_ep.moe(x, ids, weights, w, w[..., : F // 2].swapaxes(1, 2), **OPTIONS)
         return y.astype(jnp.float32).sum()
 
-    return jax.grad(loss, argnums=(0, 1))(x.astype(jnp.bfloat16), w)
+    return jax.grad(loss, argnums=(0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.ones(ids.shape, jnp.float32))
 
 
 def gradients_of_parts(x, ids, w, h):

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         layer(),
         SENDS | {"exchange_gemm.combine_with_weight_gradient", "rows.gather_rows"},
     ),
+    "very many experts": (
+        lambda x, ids: jax_ep.dispatch(x, ids, num_experts=4096, **TRITON).tokens,
+        TOKENS[:2],
+        {"small_exchange.all_gather_i32", "dispatch.dispatch"},
+    ),
     "FP8": (gradient(moe(recipe="fp8-forward"), 0, 2, 3, 4), layer(), FP8_OPERANDS),
     "FP8 both ways": (
         gradient(moe(recipe="fp8"), 0, 2, 3, 4),

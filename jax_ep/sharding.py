@@ -198,9 +198,30 @@ def sharded_moe(
 def quantize_per_device(
     mesh: Mesh | AbstractMesh | None, spec: P, w: Array, recipe: str, *, num_leading: int = 0
 ) -> Fp8Weights:
-    """`quantize_master_weights` of matrices of `moe_specs`, behind so many axes of layers, by each device for itself.
+    """`quantize_master_weights` of matrices that lie on a mesh, by each device for itself.
 
-    So no device needs memory for more than what it keeps.
+    So no device needs memory for more than what it keeps, and the kernels of its GPU round.
+
+    Args:
+      mesh: where they lie; None: the mesh of the context.
+      spec: of one layer, `moe_specs(...).w_gate_up` or `.w_down`.
+      w: `[..., E, K, N]`, or `[..., E, K, 2, N]` with a tensor axis, float.
+      recipe: "fp8" or "fp8-forward".
+      num_leading: axes of w before those of a layer, such as that of stacked layers.
+
+    Returns:
+      `Fp8Weights` whose parts lie as w does.
+
+    Raises:
+      ValueError, TypeError: as `quantize_master_weights` does; devices hold no whole blocks of 128 by 128.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_ep.sharding import moe_specs, quantize_per_device
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> w = jnp.ones((jax.device_count(), 128, 256))
+      >>> quantize_per_device(mesh, moe_specs().w_gate_up, w, "fp8").values.shape[1:]
+      (256, 128)
     """
     leading = (None,) * num_leading
     straight, turned = (P(*leading, *part) for part in (spec, _turned(spec, w.ndim - num_leading)))

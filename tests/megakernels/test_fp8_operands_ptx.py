@@ -62,14 +62,13 @@ def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-@pytest.mark.parametrize("values", [("turned_ptr",), ("straight_ptr",), ("turned_ptr", "straight_ptr")], ids=len)
+@pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.slow(unless={"capability": [90]})
-def test_matrices(monkeypatch: pytest.MonkeyPatch, values: tuple[str, ...], element: str, capability: int) -> None:
+def test_matrices(monkeypatch: pytest.MonkeyPatch, turned: bool, element: str, capability: int) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "turned_ptr": None, "straight_ptr": None}
-    types = {"w_ptr": f"*{element}", "scales_ptr": "*fp32", **dict.fromkeys(values, "*fp8e4nv")}
-    constants = {name: value for name, value in constants.items() if name not in values}
+    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "TURNED": turned}
+    types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     check(kernels._QUANTIZE_MATRICES, types, constants, kernels.matrices_config(num_tasks), capability)
 
 

@@ -117,7 +117,7 @@ def _fused(case: Case, handle: Handle, apart: Handle, copies: Array) -> dict[str
 
 
 def _launch(handle: Handle, order: OrderedSends, x: Array, w: Array, interleaved: bool) -> Array:
-    arguments = exchange_gemm._dispatch_arguments(Schedule(), x, w, handle, order, False, None)
+    arguments = exchange_gemm._dispatch_arguments(Schedule(), x, None, w, handle, order, False, None)
     operands, results, config, constants = arguments
     sizes = dataclasses.replace(constants["S"], INTERLEAVED=interleaved)
     kernel = exchange_gemm._DISPATCH_GEMM

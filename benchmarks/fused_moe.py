@@ -10,7 +10,7 @@ Variants, each forward, without gradients:
   one launch, FORMAT       as the schedule may choose
   several launches, FORMAT likewise
   TILES, FORMAT            one launch, cut in other ways, with `--tiles`
-  moe_sort                 the sort alone
+  moe_sort                 the sort alone, of all experts
   a step of the chain      what each measurement here holds beside its variant
   ragged_dot               sort, two `lax.ragged_dot` and the sums: what JAX offers
   PyTorch, _grouped_mm     the layer of its grouped products, as a CUDA graph, where it is installed
@@ -25,9 +25,11 @@ Writes results/fused_moe.json. `--shard N` takes the experts of one of N ranks, 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +38,7 @@ import numpy as np
 from jax import Array, lax
 
 import jax_ep
+import kernel_times
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import quantize_experts
 from lib import baselines, harness, plots, torch_layer
@@ -100,8 +103,9 @@ def operations(
 ) -> tuple[dict[str, Operation], dict[str, int], float]:
     """What is timed, the bytes of matrices that each variant reads, and the operations of the products."""
     mesh, num_experts = expert_mesh(1), matrices[1].shape[0]
-    ids = make_ids(args.routing, tokens, model, args.seed)
-    ids = np.where(ids < num_experts, ids, -1)  # those of the other shards
+    all_ids = make_ids(args.routing, tokens, model, args.seed)
+    ids = np.where(all_ids < num_experts, all_ids, -1)  # those of the other shards
+    all_ids = jnp.asarray(all_ids)
     slots, active = int((ids >= 0).sum()), len(np.unique(ids[ids >= 0]))
     x = on_ranks(mesh, (tokens, model.hidden), 2)
     layer = (x, jnp.asarray(ids), jnp.full(ids.shape, 1 / model.top_k, jnp.float32))
@@ -117,7 +121,7 @@ def operations(
             read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)
     read["ragged_dot"] = bytes_of(matrices, num_experts, active)
     found["a step of the chain"] = Operation(lambda x: x[:1], (x,))
-    found["moe_sort"] = Operation(partial(sort, num_experts=num_experts), layer[1:])
+    found["moe_sort"] = Operation(partial(sort, num_experts=model.experts), (all_ids, layer[2]))
     rows = max(1, slots // num_experts)
     if slots >= num_experts:
         batches = on_ranks(mesh, (num_experts, rows, model.hidden), 3)
@@ -187,12 +191,15 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
     for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS):
         found, read, flops = operations(args, model, tokens, matrices, stored)
         chosen = {n: o for n, o in found.items() if not args.only or any(part in n for part in args.only)}
+        if args.kernels:
+            profile(report, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, chosen, args.rounds)
+            continue
         check(found, stored, chosen)
         failures: dict[str, str] = {}
         times = harness.measure_chained(
             {variant: partial(chain, expert_mesh(1), operation) for variant, operation in chosen.items()},
             args.rounds,
-            lengths=QUICK_LENGTHS if args.quick else lengths(tokens),
+            lengths=args.lengths or (QUICK_LENGTHS if args.quick else lengths(tokens)),
             title=f"{name}, {tokens} tokens",
             workers=harness.WORKERS,
             failures=failures,
@@ -205,6 +212,16 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
             except RuntimeError as error:
                 failures[TORCH] = str(error)
         show(report, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, times, failures, read, flops, rate)
+
+
+def profile(report: Report, shape: dict[str, Any], chosen: dict[str, Operation], rounds: int) -> None:
+    """What kernels each variant consists of."""
+    for variant, operation in chosen.items():
+        program = kernel_times.Program(operation.step, operation.arguments, 1)
+        with tempfile.TemporaryDirectory() as folder:
+            timing, found = kernel_times.profile(program, rounds, Path(folder))
+        report.add(variant, shape, timing, **found)
+        kernel_times.show(f"{shape['model']}, {shape['tokens']} tokens, {variant}", found)
 
 
 def show(
@@ -245,6 +262,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, as short calls need")
     parser.add_argument("--tiles", action="store_true", help="time the one launch in many tilings, too")
     parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
+    parser.add_argument("--kernels", action="store_true", help="profile each variant instead, see kernel_times.py")
+    parser.add_argument("--lengths", type=int, nargs=2, help="of chains, where a short call needs longer ones")
     parser.add_argument("--implementation", help="of jax_ep's variants; default: its choice")
     return parser
 
@@ -255,13 +274,15 @@ def main() -> None:
     if not harness.can_measure("fused_moe", args, num_devices=1):
         return
     models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
-    kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation", "graphs")
+    kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation")
+    kept += ("graphs", "lengths")
     report = Report(f"fused_moe{args.suffix}", args.out, {name: getattr(args, name) for name in kept})
     if args.tiles:
         # What goes past the public operations asks for no context of its own.
         jax_ep.init(transport=None if jax.default_backend() == "gpu" else "shared_memory")
-    rate = read_memory(args)
-    report.summarise(read_bytes_per_s=rate)
+    rate = 0.0 if args.kernels else read_memory(args)
+    if rate:
+        report.summarise(read_bytes_per_s=rate)
     for name in models:
         measure(report, args, name, rate)
     print(report.path)

@@ -23,6 +23,10 @@ from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+_PART = 64  # columns of a tile whose scales are in registers at a time
+
+type Total = tuple[Array, ...]
+"""The sums of a consumer, in parts of its columns."""
 
 
 class Place(NamedTuple):
@@ -63,6 +67,7 @@ def weight_gradient_fp8(
     """
     num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
+    parts = [slice(first, first + _PART) for first in range(0, tiles.columns, _PART)]
 
     def locate(task: Array) -> Place:
         group = lax.div(task, int32(num_tall * num_wide))
@@ -98,27 +103,36 @@ def weight_gradient_fp8(
             plgpu.barrier_wait(ring.full.at[slot])
             plgpu.wgmma(accumulator, ring.lhs.at[slot, own], ring.rhs.at[slot].transpose((1, 0)))
 
-        def add(total: Array, accumulator: Ref, k: Array, _: None, in_flight: int) -> Array:
+        def add(total: Total, accumulator: Ref, k: Array, _: None, in_flight: int) -> Total:
             slot = slot_of(k)
             by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
-            by_column = plgpu.load(scales.rhs.at[slot], layout=_BY_COLUMN)
             some = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
+
+            def added(part: slice, sums: Array) -> Array:
+                by_column = plgpu.load(scales.rhs.at[slot, part], layout=_BY_COLUMN)
+                scaled = some[:, part] * lax.broadcast_in_dim(by_column, sums.shape, (1,))
+                return sums + scaled * lax.broadcast_in_dim(by_row, sums.shape, (0,))
+
+            # A part at a time: the scales of all columns would leave no registers for a product on its way.
+            total = tuple(added(part, sums) for part, sums in zip(parts, total, strict=True))
             plgpu.barrier_arrive(ring.empty.at[slot])
-            some *= lax.broadcast_in_dim(by_column, shape, (1,))
-            return total + some * lax.broadcast_in_dim(by_row, shape, (0,))
+            return total
 
         count = place.end - place.start
-        # Scales of columns leave no registers for a product on its way.
-        total = add_steps(shape, (int32(0), count), 1, begin, add, zeros(shape))
+        pairs = count - lax.rem(count, int32(2))
+        total: Total = tuple(zeros((CHUNK, _PART)) for _ in parts)
+        total = add_steps(shape, (int32(0), pairs), 2, begin, add, total)
+        total = add_steps(shape, (pairs, count), 1, begin, add, total)
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
         # Sizes are multiples of a consumer's rows: all of them are stored, or none.
         pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))
         return step + count
 
-    def send(place: Place, row: Array, total: Array) -> None:
+    def send(place: Place, row: Array, total: Total) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
         slot = results.at[consumer]
-        slot[...] = total.astype(results.dtype)
+        for part, sums in zip(parts, total, strict=True):
+            slot.at[:, part][...] = sums.astype(results.dtype)
         plgpu.commit_smem()
         columns = pl.ds(pl.multiple_of(place.column, tiles.columns), tiles.columns)
         plgpu.copy_smem_to_gmem(slot, out.at[place.group, pl.ds(row, CHUNK), columns])

@@ -1,4 +1,7 @@
-"""Which rows the tiles of a grouped product have: plain JAX, before the kernel."""
+"""Which rows the tiles of a grouped product have: plain JAX, before the kernel.
+
+Written so that XLA makes few launches of it: two sums over pairs, and what is computed for each element between them.
+"""
 
 from __future__ import annotations
 
@@ -47,36 +50,36 @@ def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles) -> RowTile
     starts, ends, origins = _bounds(group_sizes, num_rows)
     units = jnp.where(ends > starts, _divide(ends - origins, ROW_UNIT), 0)
     counts = _divide(units, tiles.heights[-1] // ROW_UNIT)
-    order = _decreasing(_divide(units, jnp.maximum(counts, 1)))
-    starts, ends, origins, units, counts = (x[order] for x in (starts, ends, origins, units, counts))
+    first = _first_tiles(counts, _divide(units, jnp.maximum(counts, 1)))
 
     most = (num_rows + starts.shape[0] * (tiles.heights[-1] + ALIGNMENT - 2)) // tiles.heights[-1]
-    behind = jnp.cumsum(counts, dtype=jnp.int32)
-    place, number = _tiles_of(counts, behind, most)
-    count, unit = jnp.maximum(counts, 1)[place], units[place]
+    group, number = _tiles_of(first, counts, most)
+    count, unit = jnp.maximum(counts, 1)[group], units[group]
     equal, tallest, more = count <= _MOST_EQUAL_TILES, _divide(unit, count), unit % count
     shorter = ~equal & (more > 0) & (number >= more)
     height = tallest - shorter.astype(jnp.int32)
-    first = number * tallest - jnp.where(shorter, number - more, 0)
-    row = origins[place] + jnp.minimum(first, unit - height) * ROW_UNIT
-    start = jnp.maximum(starts[place], origins[place] + first * ROW_UNIT)
-    limits = jnp.array(tiles.heights, jnp.int32) // ROW_UNIT
-    kind = jnp.sum(height[:, None] > limits[None, :-1], axis=1, dtype=jnp.int32)
-    return RowTiles(order[place], row, kind, start, ends[place], *_bands(number, count, tiles.band), behind[-1:])
+    above = number * tallest - jnp.where(shorter, number - more, 0)
+    row = origins[group] + jnp.minimum(above, unit - height) * ROW_UNIT
+    start = jnp.maximum(starts[group], origins[group] + above * ROW_UNIT)
+    kind = jnp.zeros_like(height)
+    for limit in tiles.heights[:-1]:
+        kind += (height > limit // ROW_UNIT).astype(jnp.int32)
+    total = jnp.sum(counts, keepdims=True, dtype=jnp.int32)
+    return RowTiles(group, row, kind, start, ends[group], *_bands(number, count, tiles.band), total)
 
 
 def whole_tiles(group_sizes: Array, num_rows: int, band: int) -> RowTiles:
     """Tiles of the larger of `FP8_HEIGHTS`, and of the smaller one where that is enough for the end of a group."""
     starts, ends, origins = _bounds(group_sizes, num_rows)
     counts = jnp.where(ends > starts, _divide(ends - origins, TILE), 0)
-    behind = jnp.cumsum(counts, dtype=jnp.int32)
-    place, number = _tiles_of(counts, behind, (num_rows + starts.shape[0] * (TILE + ALIGNMENT - 2)) // TILE)
-    row = origins[place] + number * TILE
-    is_tall = ends[place] - row > FP8_HEIGHTS[0]
-    bands = _bands(number, jnp.maximum(counts, 1)[place], band)
-    return RowTiles(
-        place, row, is_tall.astype(jnp.int32), jnp.maximum(starts[place], row), ends[place], *bands, behind[-1:]
-    )
+    most = (num_rows + starts.shape[0] * (TILE + ALIGNMENT - 2)) // TILE
+    group, number = _tiles_of(_first_tiles(counts, jnp.zeros_like(counts)), counts, most)
+    row = origins[group] + number * TILE
+    is_tall = ends[group] - row > FP8_HEIGHTS[0]
+    bands = _bands(number, jnp.maximum(counts, 1)[group], band)
+    total = jnp.sum(counts, keepdims=True, dtype=jnp.int32)
+    start = jnp.maximum(starts[group], row)
+    return RowTiles(group, row, is_tall.astype(jnp.int32), start, ends[group], *bands, total)
 
 
 def _bounds(group_sizes: Array, num_rows: int) -> tuple[Array, Array, Array]:
@@ -87,11 +90,22 @@ def _bounds(group_sizes: Array, num_rows: int) -> tuple[Array, Array, Array]:
     return starts, ends, starts & -ALIGNMENT
 
 
-def _tiles_of(counts: Array, behind: Array, most: int) -> tuple[Array, Array]:
-    """`[P]` group of each tile, and its number there, for groups of `counts` tiles, which end `behind` so many."""
+def _first_tiles(counts: Array, keys: Array) -> Array:
+    """`[G + 1]` the first tile of each group, of groups in decreasing order of `keys`.
+
+    By a comparison of all pairs, which is one launch; a sort and sums along its order would be several.
+    """
+    place = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    is_earlier = (keys[None] > keys[:, None]) | ((keys[None] == keys[:, None]) & (place[None] < place[:, None]))
+    return jnp.sum(jnp.where(is_earlier, counts[None], 0), axis=1, dtype=jnp.int32)
+
+
+def _tiles_of(first: Array, counts: Array, most: int) -> tuple[Array, Array]:
+    """`[P]` group of each tile, and its number there, for groups of `counts` tiles."""
     tile = jnp.arange(most, dtype=jnp.int32)
-    place = jnp.sum(tile[:, None] >= behind[None, :-1], axis=1, dtype=jnp.int32)
-    return place, tile - (behind - counts)[place]
+    is_own = (tile[:, None] >= first[None]) & (tile[:, None] < (first + counts)[None])
+    group = jnp.sum(jnp.where(is_own, jnp.arange(first.shape[0], dtype=jnp.int32)[None], 0), axis=1, dtype=jnp.int32)
+    return group, tile - first[group]
 
 
 def _bands(number: Array, count: Array, band: int) -> tuple[Array, Array]:
@@ -104,11 +118,3 @@ def _bands(number: Array, count: Array, band: int) -> tuple[Array, Array]:
 def _divide(a: Array, b: Any) -> Array:
     """Rounded up."""
     return (a + (b - 1)) // b
-
-
-def _decreasing(keys: Array) -> Array:
-    """Places of `keys` in decreasing order, by a comparison of all pairs: XLA's sort would be a launch of its own."""
-    place = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    earlier = (keys[None] > keys[:, None]) | ((keys[None] == keys[:, None]) & (place[None] < place[:, None]))
-    rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32)

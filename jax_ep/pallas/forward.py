@@ -95,12 +95,12 @@ def grouped_gemm(
         after = step + place.steps
 
         def multiply_rows(height: int) -> None:
-            def operands(slot: Array) -> tuple[Ref, Ref]:
+            def operands(slot: Array) -> list[tuple[Ref, Ref]]:
                 matrix = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
-                return matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0))
+                return [(matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0)))]
 
             def product(accumulator: Ref) -> Array:
-                rings.multiply_steps(ring, tiles.stages, step, place.steps, accumulator, operands)
+                rings.multiply_steps(ring, tiles.stages, step, place.steps, [accumulator], operands)
                 return accumulator[...]
 
             result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))

@@ -149,12 +149,12 @@ def weight_gradient(
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
         after, has_steps = step + steps, steps > int32(0)
 
-        def operands(slot: Array) -> tuple[Ref, Ref]:
-            return ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot]
+        def operands(slot: Array) -> list[tuple[Ref, Ref]]:
+            return [(ring.lhs.at[slot, :, own].transpose((1, 0)), ring.rhs.at[slot])]
 
         def product(accumulator: Ref) -> Array:
             settle = partial(result_slots.await_stores, ring, tiles.stages, step)
-            rings.multiply_steps(ring, tiles.stages, step, steps, accumulator, operands, settle)
+            rings.multiply_steps(ring, tiles.stages, step, steps, [accumulator], operands, settle)
             pl.when(steps == int32(1))(settle)
             return accumulator[...]
 

@@ -6,7 +6,7 @@ borders of tiles, so that the next tile's operands arrive while results are stor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -119,21 +119,22 @@ def multiply_steps(
     stages: int,
     step: Array,
     count: Array,
-    accumulator: Ref,
-    operands: Callable[[Array], tuple[Ref, Ref]],
+    accumulators: Sequence[Ref],
+    operands: Callable[[Array], Sequence[tuple[Ref, Ref]]],
     second: Callable[[], None] | None = None,
 ) -> None:
     """Adds the products of the `count` steps of a task, of which the first is `step`.
 
-    One product stays in flight; the slot of the one before is free again, all but that of the last step.
-    `operands(slot)` are what to multiply, and `second` is called in the second step.
+    The products of one step stay in flight; the slot of the one before is free again, all but that of the last step.
+    `operands(slot)` are what to multiply for each accumulator, and `second` is called in the second step.
     """
 
     def one(k: Array, step: Array) -> Array:
         slot = lax.rem(step, int32(stages))
         plgpu.barrier_wait(ring.full.at[slot])
-        plgpu.wgmma(accumulator, *operands(slot))
-        plgpu.wgmma_wait(1)
+        for accumulator, pair in zip(accumulators, operands(slot), strict=True):
+            plgpu.wgmma(accumulator, *pair)
+        plgpu.wgmma_wait(len(accumulators))
 
         @pl.when(k > int32(0))
         def _the_one_before() -> None:

@@ -87,12 +87,9 @@ def dispatch_grouped_gemm(
       or None.
     """
     layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
-    facts = tuned.exchange_gemm_facts(layout, x.shape[1], columns, x.dtype)
-    schedule = tuned.schedule(options.schedule, "dispatch_grouped_gemm", **facts)
-    mode = schedule.dispatch_mode
-    if (mode or cost_model.dispatch_mode(layout, x.shape[1], columns, save_as)) == "serial":
-        # Only rows between groups must be zero: a product reads none past them.
-        rows, row_weights = dispatch_tokens(options, x, weights, handle, clear=layout.alignment > 1)
+    schedule = _dispatch_schedule(options.schedule, layout, x.dtype, x.shape[1], columns, save_as)
+    if schedule.dispatch_mode == "serial":
+        rows, row_weights = dispatch_rows(options, x, weights, handle)
         products = _fastest(rows, columns, handle)
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
         if save_as != "tokens":
@@ -107,9 +104,35 @@ def dispatch_grouped_gemm(
     return hidden, None if save_as is None else saved, next(iter(weights_found), None)
 
 
+def _dispatch_schedule(
+    given: Schedule, layout: Layout, dtype: DTypeLike, depth: int, columns: int, save_as: str | None
+) -> Schedule:
+    """What is set, and the mode that should be faster where none is."""
+    facts = tuned.exchange_gemm_facts(layout, depth, columns, dtype)
+    schedule = tuned.schedule(given, "dispatch_grouped_gemm", **facts)
+    mode = schedule.dispatch_mode or cost_model.dispatch_mode(layout, depth, columns, save_as)
+    return dataclasses.replace(schedule, dispatch_mode=mode)
+
+
+def product_apart(schedule: Schedule, layout: Layout, dtype: DTypeLike, depth: int, columns: int) -> str | None:
+    """Whose product `dispatch_grouped_gemm` launches by itself, where no tokens are saved; None: it has one launch."""
+    if _dispatch_schedule(schedule, layout, dtype, depth, columns, None).dispatch_mode != "serial":
+        return None
+    product = layout.capacity, depth, columns, layout.num_local_experts
+    return "pallas" if cost_model.is_from_pallas(*product) else "triton"
+
+
+def dispatch_rows(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """Rows `[R, H]` for a product, and `[R]` weights.
+
+    Only rows between groups must be zero: products read none past them.
+    """
+    return dispatch_tokens(options, x, weights, handle, clear=handle.layout.alignment > 1)
+
+
 def dispatch_again(options: Options, x: Array, handle: Handle) -> Array:
     """Rows `[R, H]` of tokens that were multiplied before, for `weight_gradient`; anything past the groups."""
-    return dispatch_tokens(options, x, None, handle, clear=handle.layout.alignment > 1)[0]
+    return dispatch_rows(options, x, None, handle)[0]
 
 
 def _dispatch_arguments(

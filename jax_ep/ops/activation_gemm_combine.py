@@ -66,6 +66,11 @@ def activate_multiply_and_combine(
     hidden, weights, b_gate_up, bias = between
     activation = registry.get("activation", registry.choose(options, "activation", hidden.dtype))
     rows = activation.activate(experts, hidden, weights, b_gate_up, handle.group_sizes)
+    return multiply_and_combine(options, rows, w, handle, bias)
+
+
+def multiply_and_combine(options: Options, rows: Array, w: Array, handle: Handle, bias: Bias | None) -> Array:
+    """Activated rows times `w [L, I, H]` to sums `[T, H]`, in one launch or several."""
     if not exchange_gemm.fuses(options, rows, w.shape[2], handle):
         return _multiply_then_combine(options, rows, w, handle, bias)
     run = exchange_gemm.implementation(options, rows, w, handle)

@@ -172,6 +172,26 @@ def fuses(options: Options, rows: Array, columns: int, handle: Handle) -> bool:
     return registry.get("exchange_gemm", name).fuses(handle.layout, rows.dtype, rows.shape[1], columns)
 
 
+def product_apart(options: Options, x: Array, w: Array, handle: Handle) -> str | None:
+    """The implementation of the product of dispatched tokens with `w [L, H, N]` where it is a launch by itself."""
+    if fuses(options, x, w.shape[2], handle):
+        run = implementation(options, x, w, handle)
+        return cast(str | None, run.product_apart(options.schedule, handle.layout, x.dtype, *w.shape[1:]))
+    return registry.choose(options, "grouped_gemm", x.dtype, handle.layout.capacity, *w.shape[1:], w.shape[0])
+
+
+def dispatch_apart(
+    options: Options, x: Array, weights: Array | None, w: Array, handle: Handle
+) -> tuple[Array, Array | None]:
+    """What comes before such a product: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
+    if fuses(options, x, w.shape[2], handle):
+        rows: tuple[Array, Array | None] = implementation(options, x, w, handle).dispatch_rows(
+            options, x, weights, handle
+        )
+        return rows
+    return exchange.dispatch_tokens(options, x, weights, handle)
+
+
 def check_weight_gradients(options: Options, layout: Layout, x: Array, w: Array) -> None:
     """Raises ValueError where the schedule wants a launch that the backward pass of `x`, then `w [L, H, N]`, lacks."""
     if not options.schedule.fuse_weight_gradients:

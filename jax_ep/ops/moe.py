@@ -22,6 +22,7 @@ from jax_ep.ops import (
     activation_gemm_combine,
     exchange,
     exchange_gemm,
+    gemm_activation,
     hierarchical,
     moe_fp8,
     quantized_gemm,
@@ -198,17 +199,12 @@ def moe(
         between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
         y = moe_fp8.multiply_and_combine(back, experts, between, parts.w_down, handle)
         return checkpoint_name(y, OUTPUT_NAME)
-    w_gate_up, w_down = cast(Array, parts.w_gate_up), cast(Array, parts.w_down)
-    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, w_gate_up)
-    if exchange_gemm.fuses(options, tokens, w_gate_up.shape[2], handle):
-        operands = (tokens, row_weights, w_gate_up, handle)
-        hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *operands)
+    exchange_gemm.check_weight_gradients(options, handle.layout, tokens, parts.w_gate_up)
+    operands = (back, experts, tokens, row_weights, handle, parts)
+    if gemm_activation.is_wanted(options, experts, tokens, parts.w_gate_up, parts.b_gate_up, handle):
+        y = gemm_activation.run(options, _with_hidden_rows, *operands)
     else:
-        hidden, row_weights = exchange_gemm.dispatch_then_multiply(options, tokens, row_weights, w_gate_up, handle)
-    row_weights = cast(Array, row_weights)
-    bias = _bias_of_result(experts, parts, row_weights)
-    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
-    y = activation_gemm_combine.for_experts(experts, parts.b_gate_up)(back, experts, between, w_down, handle)
+        y = _with_hidden_rows(options, *operands)
     return checkpoint_name(y, OUTPUT_NAME)
 
 
@@ -360,6 +356,28 @@ def _in_one_launch(
     operands = (topk_idx, x, topk_weights, tuple(parts[:2]), tuple(parts[2:]))
     y = fused_moe_in_one.run(options, experts, sum_dtype, unfused, *vary_alike(operands))
     return checkpoint_name(y, OUTPUT_NAME)
+
+
+def _with_hidden_rows(
+    options: Options,
+    back: Options,
+    experts: Experts,
+    x: Array,
+    weights: Array,
+    handle: Handle,
+    parts: ExpertWeights,
+) -> Array:
+    """`moe` of matrices in the dtype of the tokens, whose backward pass keeps the first product."""
+    first = (x, weights, parts.w_gate_up, handle)
+    if exchange_gemm.fuses(options, x, parts.w_gate_up.shape[2], handle):
+        hidden, _, row_weights = exchange_gemm.dispatch_and_multiply(options, False, None, *first)
+    else:
+        hidden, row_weights = exchange_gemm.dispatch_then_multiply(options, *first)
+    row_weights = cast(Array, row_weights)
+    bias = _bias_of_result(experts, parts, row_weights)
+    between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)
+    run = activation_gemm_combine.for_experts(experts, parts.b_gate_up)
+    return cast(Array, run(back, experts, between, parts.w_down, handle))
 
 
 def _by_quantized(

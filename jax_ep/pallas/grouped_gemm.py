@@ -33,12 +33,12 @@ from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
 _MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
-_ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
+ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
 _FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
 
 
-def _has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
+def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike) -> bool:
     """Whether the kernels take these operands; the portable loop takes all."""
     return (
         lhs.dtype == rhs.dtype
@@ -63,7 +63,7 @@ def grouped_gemm(
 
     Source: persistent, warp-specialised products as in CUTLASS and DeepGEMM, here in Pallas.
     """
-    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
     tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
@@ -73,7 +73,7 @@ def grouped_gemm(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)  # one compilation for eager callers
 def _forward(lhs: Array, rhs: Array, group_sizes: Array, *, transpose: bool, **static: Any) -> Array:
-    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, _MATRICES), group_sizes))
+    operands = vary_alike((pad(lhs, ROWS), pad(rhs, _MATRICES), group_sizes))
     run = sequential_vmap(functools.partial(_launch_forward, transpose=transpose, **static))
     return run(*operands)[: lhs.shape[0], : rhs.shape[1 if transpose else 2]]
 
@@ -95,7 +95,7 @@ def _launch_forward(
     }
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
-    return _launch("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
+    return launch_product("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
 
 
 def grouped_gemm_fp8(
@@ -124,8 +124,8 @@ def _forward_fp8(
     lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: Any
 ) -> Array:
     # Scales of a step's rows lie one after another. Their loads begin with whole blocks of rows, like the rows'.
-    scales = _pad(lhs_scales, (ALIGNMENT, 1)).T
-    operands = vary_alike((_pad(lhs, (ALIGNMENT, 1)), _pad(rhs, (1, CHUNK, 1)), group_sizes, scales, rhs_scales))
+    scales = pad(lhs_scales, (ALIGNMENT, 1)).T
+    operands = vary_alike((pad(lhs, (ALIGNMENT, 1)), pad(rhs, (1, CHUNK, 1)), group_sizes, scales, rhs_scales))
     run = sequential_vmap(functools.partial(_launch_fp8, **static))
     return run(*operands)[: lhs.shape[0], : rhs.shape[1]]
 
@@ -144,14 +144,14 @@ def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpr
     body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)
     inputs = (schedule, lhs, rhs, lhs_scales, rhs_scales)
-    return _launch("grouped_gemm_fp8", body, inputs, result, scratch, programs, interpret)
+    return launch_product("grouped_gemm_fp8", body, inputs, result, scratch, programs, interpret)
 
 
 def weight_gradient(
     lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike, tiles: WeightTiles | None = None
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`."""
-    if not _has_kernel(lhs, rhs, group_sizes, out_dtype):
+    if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.weight_gradient(lhs, rhs, group_sizes, out_dtype=out_dtype)
     tiles = tiles or tiling.weight_tiles(rhs.shape[1], jnp.dtype(out_dtype).itemsize)
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
@@ -162,7 +162,7 @@ def weight_gradient(
 def _gradient(lhs: Array, rhs: Array, group_sizes: Array, **static: Any) -> Array:
     # Copies past the last column are cut off where there are more than those of one line.
     columns = STEP if rhs.shape[1] > STEP else 2 * STEP
-    operands = vary_alike((_pad(lhs, _ROWS), _pad(rhs, (ALIGNMENT, columns)), group_sizes))
+    operands = vary_alike((pad(lhs, ROWS), pad(rhs, (ALIGNMENT, columns)), group_sizes))
     run = sequential_vmap(functools.partial(_launch_gradient, **static))
     return run(*operands)[:, : lhs.shape[1], : rhs.shape[1]]
 
@@ -181,7 +181,7 @@ def _launch_gradient(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles,
     body = functools.partial(gradient.weight_gradient, tiles=tiles, programs=programs)
     inputs = (groups.starts, groups.ends, lhs, rhs)
     result = jax.ShapeDtypeStruct(shape, out_dtype)
-    return _launch("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
+    return launch_product("grouped_gemm_weight_gradient", body, inputs, result, scratch, programs, interpret)
 
 
 def weight_gradient_fp8(
@@ -210,7 +210,7 @@ def _gradient_fp8(
     lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, **static: Any
 ) -> Array:
     columns, scales = (CHUNK, 1), (1, CHUNK)
-    padded = _pad(lhs, columns), _pad(rhs, columns), group_sizes, _pad(lhs_scales, scales), _pad(rhs_scales, scales)
+    padded = pad(lhs, columns), pad(rhs, columns), group_sizes, pad(lhs_scales, scales), pad(rhs_scales, scales)
     run = sequential_vmap(functools.partial(_launch_gradient_fp8, **static))
     return run(*vary_alike(padded))[:, : lhs.shape[0], : rhs.shape[0]]
 
@@ -233,13 +233,13 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTi
     body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs)
     result = jax.ShapeDtypeStruct(shape, out_dtype)
     inputs = (starts, ends, lhs, rhs, *scales)
-    return _launch("grouped_gemm_weight_gradient_fp8", body, inputs, result, scratch, programs, interpret)
+    return launch_product("grouped_gemm_weight_gradient_fp8", body, inputs, result, scratch, programs, interpret)
 
 
-_launch = functools.partial(launch, warpgroups=tiling.CONSUMERS + 1)  # those that multiply, and one that loads
+launch_product = functools.partial(launch, warpgroups=tiling.CONSUMERS + 1)  # those that multiply, and one that loads
 
 
-def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
+def pad(x: Array, multiples: tuple[int, ...]) -> Array:
     """`x` with its sizes rounded up to multiples; a copy only where they are none."""
     missing = [round_up(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x

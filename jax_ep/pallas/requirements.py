@@ -12,13 +12,14 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.mesh_axes import platform
 from jax_ep.pallas.tiling import ALIGNMENT, STEP
-from jax_ep.types import Options
+from jax_ep.types import Experts, Options
 from jax_ep.xla import requirements as portable
 
 _CAPABILITY = "9.0"
 _DTYPES = {"grouped_gemm": ("bfloat16", "float16", "float8_e4m3fn")}
 _OTHER_DTYPES = (*_DTYPES["grouped_gemm"], "float32")  # of rows that are moved, added and activated
 _ROWS_PER_GROUP = 256
+_ACTIVATIONS = ("silu", "gelu", "relu", "relu_squared")  # "gelu_exact" has no instruction of its own
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
 _COMPILER = "jax.experimental.mosaic.gpu"
@@ -65,6 +66,12 @@ def multiplies_fastest(num_rows: int, depth: int, columns: int, groups: int) -> 
         and depth % STEP == 0
         and columns % STEP == 0
     )
+
+
+def activates(experts: Experts) -> bool:
+    """Whether the first product of these experts, without biases, may store activated rows."""
+    of_halves = experts.gated and not experts.interleaved
+    return of_halves and experts.activation in _ACTIVATIONS and experts.weight_on == "output"
 
 
 def _missing_on_cpu() -> str | None:

@@ -22,6 +22,7 @@ FP8_HEIGHTS = (CHUNK, TILE)
 """Rows of the tiles of products in FP8."""
 
 _FEWEST_STAGES = 4
+_LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,12 @@ class WeightTiles:
 
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
-    return ForwardTiles((32, 64, 80, 96, 112, 128)) if num_rows <= 64 * groups else ForwardTiles()
+    return ForwardTiles(_LOW_HEIGHTS) if num_rows <= 64 * groups else ForwardTiles()
+
+
+def activated_tiles() -> ForwardTiles:
+    """For products that store activated rows: two sums for each leave registers for half of the rows."""
+    return ForwardTiles(_LOW_HEIGHTS, band=8)
 
 
 def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:

@@ -15,11 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import oracle
 import oracle_serving
-from cases import BF16, F16, F32, assert_close, integers, reals
+from cases import BF16, F16, F32, assert_close, integers, probabilities, reals
+from jax_ep.pallas import gemm_activation as activated
 from jax_ep.pallas import grouped_gemm as gemm
 from jax_ep.pallas import requirements, tiling
 from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles, WeightTiles
-from jax_ep.types import Options
+from jax_ep.types import Experts, Options
+from oracle_experts import expert_rows
 
 REFUSAL = requirements.refusal(Options("grouped_gemm", (), ("pallas",)), "grouped_gemm", BF16)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -69,6 +71,36 @@ def test_forward(tiles, transpose, rng, races):
     out_dtype = F32 if tiles is HALF else BF16
     out = gemm.grouped_gemm(lhs, right, SIZES, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
+    assert races() == 0
+
+
+CLAMPED = Experts(alpha=1.702, clamp=1.5, up_offset=1.0)
+EXPERTS = (Experts(), CLAMPED, Experts("gelu"), Experts("relu", clamp=1.0), Experts("relu_squared"))
+
+
+def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
+    """Operands with NaN past the groups, and activated rows of them."""
+    lhs = reals(rng, rows, depth, dtype=dtype)
+    rhs = (reals(rng, len(sizes), depth, 2 * intermediate) / np.sqrt(depth) * 3).astype(dtype)
+    weights, used = probabilities(rng, 1, rows)[0] * rows, sizes.sum()
+    hidden = oracle.grouped_gemm(lhs, rhs, sizes)
+    want, _ = expert_rows(experts, hidden, weights, np.zeros((rows, intermediate)))
+    lhs[used:], weights[used:] = np.nan, np.nan
+    return (lhs, rhs, sizes, weights), want[:used]
+
+
+# Of 320 columns the last tile has a half. Several steps, more than there are slots.
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("experts", EXPERTS, ids=str)
+@pytest.mark.parametrize("tiles", [LOW, tiling.activated_tiles()], ids=str)
+@pytest.mark.slow(unless={"tiles": [LOW], "experts": [CLAMPED], "dtype": [BF16]})
+def test_activated(tiles, experts, dtype, rng, races, monkeypatch):
+    arrive = plgpu.barrier_arrive  # as below
+    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
+    operands, want = activated_operands(rng, experts, ROWS, SIZES, 330, 320, dtype)
+    out = np.asarray(activated.gemm_activation(experts, *operands, tiles=tiles))
+    assert out.dtype == dtype and out.shape == (ROWS, 320)
+    assert_close(out[: len(want)], want, "rows")
     assert races() == 0
 
 
@@ -182,6 +214,40 @@ def test_groups_of_all_heights(end, rng):
     np.testing.assert_array_equal(np.asarray(out), want)
 
 
+@pytest.mark.parametrize("end", [1, 8, 33, 64, 127, 129, 250])
+@pytest.mark.slow(unless={"end": [33]})
+def test_activated_groups_of_all_heights(end, rng):
+    """Rows of a tile that are others', of which each has one weight, and those of the last column beside a half."""
+    sizes = np.array([5, end, 255 - end], np.int32)
+    operands, want = activated_operands(rng, Experts(), 267, sizes, 64, 64, BF16)
+    operands[0][5] = np.nan
+    out = np.asarray(activated.gemm_activation(Experts(), *operands))[:260]
+    assert np.isnan(out[5].astype(F32)).all()
+    assert_close(np.delete(out, 5, 0), np.delete(want, 5, 0), "rows")
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "intermediate", "dtype"),
+    [(21, 40, 24, BF16), (21, 64, 64, F32), (0, 64, 64, BF16)],
+    ids=str,
+)
+def test_activated_shapes(rows, depth, intermediate, dtype, rng):
+    """Halves that must be padded, and what is for XLA."""
+    sizes = np.array([rows // 3, 0, rows - rows // 3 - rows // 7], np.int32)
+    operands, want = activated_operands(rng, CLAMPED, rows, sizes, depth, intermediate, dtype)
+    out = np.asarray(activated.gemm_activation(CLAMPED, *operands))
+    assert out.dtype == dtype and out.shape == (rows, intermediate)
+    assert_close(out[: len(want)], want, "rows")
+
+
+def test_activated_vmap(rng):
+    many = [activated_operands(rng, Experts(), 20, sizes, 64, 64, BF16) for sizes in np.array([[5, 0, 12], [0, 20, 0]])]
+    stacked = [np.stack(parts) for parts in zip(*(operands for operands, _ in many), strict=True)]
+    call = functools.partial(activated.gemm_activation, Experts())
+    for got, (_, want) in zip(jax.vmap(call)(*stacked), many, strict=True):
+        assert_close(np.asarray(got)[: len(want)], want, "rows")
+
+
 def test_vmap(rng):
     lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
     sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)
@@ -221,6 +287,19 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 4096, 7168) if transpose else (64, 7168, 4096), (64,))
         if tiles is LOW:
             assert "mosaic_gpu" in lower(call, (5, 9), (3, 8, 9) if transpose else (3, 9, 8), (3,))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("experts", EXPERTS, ids=str)
+@pytest.mark.slow(unless={"experts": [CLAMPED], "x64": [False]})
+def test_activated_lowers(experts, x64):
+    def call(lhs, rhs, group_sizes):
+        return activated.gemm_activation(experts, lhs, rhs, group_sizes, jnp.ones(lhs.shape[0], F32))
+
+    with jax.enable_x64(x64), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activated, "is_interpreted", lambda: False)
+        assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 7168, 4096), (64,))
+        assert "mosaic_gpu" in lower(call, (5, 9), (3, 9, 16), (3,))
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
@@ -291,6 +370,7 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
 
 def test_tables_fit_in_shared_memory():
     """All tiles that the tables give have been lowered above."""
+    assert tiling.activated_tiles().heights == HALF.heights
     assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
     assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

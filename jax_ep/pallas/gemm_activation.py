@@ -1,0 +1,77 @@
+"""The first product of gated experts, whose activated rows leave the kernel in place of the rows of both products."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.pallas import epilogue, forward_activated, ring, tiling
+from jax_ep.pallas.forward_activated import HALVES
+from jax_ep.pallas.grouped_gemm import ROWS, has_kernel, launch_product, pad
+from jax_ep.pallas.launch import is_interpreted, num_programs
+from jax_ep.pallas.lowered import lowered_once
+from jax_ep.pallas.memory import swizzled
+from jax_ep.pallas.schedule import row_tiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
+from jax_ep.types import Array, Experts
+from jax_ep.xla import activation, grouped_gemm
+
+
+def gemm_activation(
+    experts: Experts,
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    row_weights: Array,
+    *,
+    tiles: ForwardTiles | None = None,
+) -> Array:
+    """`[M, K]` rows times the `[G, K, 2I]` matrix of their group, activated, and times `[M]` weights, to `[M, I]`.
+
+    In float32 with one final rounding, of experts that `requirements.activates`. Rows past the groups hold anything.
+    `tiles` are those of the kernel; None: the package's.
+
+    Source: a dual GEMM with the gated unit in its epilogue, as CUTLASS's, for groups of rows.
+    """
+    if not has_kernel(lhs, rhs, group_sizes, lhs.dtype):
+        hidden = grouped_gemm.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=lhs.dtype)
+        return activation.activate(experts, hidden, row_weights, None, group_sizes)
+    static = {"experts": experts, "tiles": tiles or tiling.activated_tiles(), "interpret": is_interpreted()}
+    return _run(lhs, rhs, group_sizes, row_weights, **static)
+
+
+@functools.partial(jax.jit, static_argnames=("experts", "tiles", "interpret"))  # one compilation for eager callers
+def _run(lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array, **static: Any) -> Array:
+    intermediate = rhs.shape[2] // HALVES
+    if intermediate % CHUNK:
+        halves = rhs.reshape(*rhs.shape[:2], HALVES, intermediate)
+        rhs = pad(halves, (1, 1, 1, CHUNK)).reshape(*rhs.shape[:2], -1)
+    weights = pad(row_weights.astype(jnp.float32), (ALIGNMENT,))
+    operands = vary_alike((pad(lhs, ROWS), pad(rhs, (1, STEP, 1)), group_sizes, weights))
+    run = sequential_vmap(functools.partial(_launch_activated, **static))
+    return run(*operands)[: lhs.shape[0], :intermediate]
+
+
+@lowered_once
+def _launch_activated(*operands: Array, experts: Experts, tiles: ForwardTiles, interpret: bool) -> Array:
+    lhs, rhs, group_sizes, weights = operands
+    schedule, height = row_tiles(group_sizes, lhs.shape[0], tiles), tiles.heights[-1]
+    columns = rhs.shape[2] // HALVES
+    programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
+    shapes = (height, STEP), (HALVES, STEP, TILE)
+    slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in shapes]
+    scratch = {
+        "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
+        "weights": plgpu.SMEM((tiles.stages, height), jnp.float32),
+        "store": epilogue.columns_scratch(lhs.dtype),
+    }
+    body = functools.partial(forward_activated.gemm_activation, experts=experts, tiles=tiles, programs=programs)
+    result = jax.ShapeDtypeStruct((lhs.shape[0], columns), lhs.dtype)
+    inputs = (schedule, lhs, rhs, weights)
+    return launch_product("gemm_activation", body, inputs, result, scratch, programs, interpret)

@@ -1,0 +1,138 @@
+"""Layers that store activated rows where nobody wants a gradient, and else run and keep what they did."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from cases import BF16, F32, Shape, assert_close, assert_same_bits, reals
+from harness import per_rank
+from jax_ep.pallas import gemm_activation, grouped_gemm, requirements
+from jax_ep.types import Options
+from layers import Layer
+from oracle_experts import GPT_OSS, LLAMA_4
+
+REFUSAL = requirements.refusal(Options("moe", (), ("pallas",)), "grouped_gemm", BF16)
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+SHAPE = Shape(num_tokens=14, top_k=2, num_experts=4, hidden=64, intermediate=64)
+PLAIN = jax_ep.Experts()
+ARGUMENTS = ("x", "weights", "w_gate_up", "w_down")
+
+
+def arrays_of(rng, num_ranks=1, gated=True):
+    """Expert ids, and all that is differentiable, by rank."""
+    layer = Layer(rng, "uniform", num_ranks, SHAPE, BF16, gated=gated)
+    x, topk_idx, *others = layer.args
+    return topk_idx, (x, *others)
+
+
+def moe(experts=PLAIN, keep=None, **biases):
+    """`(topk_idx, x, weights, w_gate_up, w_down)` to the layer's result."""
+    schedule = jax_ep.Schedule(keep_tokens=keep)
+    options = {"num_experts": SHAPE.num_experts, "implementation": "pallas", "schedule": schedule, **biases}
+    return lambda topk_idx, x, *others: jax_ep.moe(x, topk_idx, *others, experts=experts, **options)
+
+
+def is_activated(call, *arguments):
+    return "name=gemm_activation" in str(jax.make_jaxpr(call)(*arguments))
+
+
+def test_where_rows_are_activated(expert_mesh, rng):
+    """Not in what a gradient needs, nor of what the kernel does not take."""
+    mesh = expert_mesh(1)
+    topk_idx, arrays = arrays_of(rng)
+    assert is_activated(per_rank(moe(), mesh), topk_idx, *arrays)
+    b_down = jnp.ones((SHAPE.num_experts, SHAPE.hidden), BF16)
+    assert is_activated(per_rank(moe(b_down=b_down), mesh), topk_idx, *arrays)
+
+    def loss(topk_idx, *arrays):
+        return jnp.sum(per_rank(moe(), mesh)(topk_idx, *arrays).astype(F32))
+
+    assert not is_activated(jax.value_and_grad(loss, 1), topk_idx, *arrays)
+    b_gate_up = jnp.ones((SHAPE.num_experts, 2 * SHAPE.intermediate), BF16)
+    assert not is_activated(per_rank(moe(b_gate_up=b_gate_up), mesh), topk_idx, *arrays)
+    for experts in (GPT_OSS, LLAMA_4, jax_ep.Experts("gelu_exact")):
+        assert not is_activated(per_rank(moe(experts), mesh), topk_idx, *arrays), experts
+    topk_idx, arrays = arrays_of(rng, gated=False)
+    for experts in (jax_ep.Experts("relu", gated=False), jax_ep.Experts(jnp.tanh, gated=False)):
+        assert not is_activated(per_rank(moe(experts), mesh), topk_idx, *arrays), experts
+
+
+def test_what_the_kernel_takes():
+    taken = [jax_ep.Experts(name) for name in ("silu", "gelu", "relu", "relu_squared")]
+    taken.append(dataclasses.replace(GPT_OSS, interleaved=False))
+    assert all(map(requirements.activates, taken))
+    refused = (GPT_OSS, LLAMA_4, jax_ep.Experts("gelu_exact"), jax_ep.Experts(gated=False), jax_ep.Experts(jnp.tanh))
+    assert not any(map(requirements.activates, refused))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.slow(unless={"num_ranks": [2]})
+def test_values_are_those_of_training(num_ranks, expert_mesh, rng):
+    """Of which hidden rows are rounded on the way; with a bias of the second product."""
+    topk_idx, arrays = arrays_of(rng, num_ranks)
+    b_down = reals(rng, SHAPE.num_experts // num_ranks, SHAPE.hidden, dtype=BF16)
+    layer = per_rank(moe(b_down=b_down), expert_mesh(num_ranks))
+    trained = jax.jit(lambda *arrays: jax.vjp(functools.partial(layer, topk_idx), *arrays)[0])
+    assert_close(np.asarray(jax.jit(layer)(topk_idx, *arrays)), np.asarray(trained(*arrays)))
+
+
+def test_gradients_of_some_arguments(expert_mesh, rng):
+    """Have the bits that they have among those of all."""
+    topk_idx, arrays = arrays_of(rng)
+    layer = per_rank(moe(), expert_mesh(1))
+
+    def gradients(argnums):
+        def loss(*arrays):
+            return jnp.sum(layer(topk_idx, *arrays).astype(F32) ** 2)
+
+        return jax.jit(jax.grad(loss, argnums))(*arrays)
+
+    wanted = gradients((0, 1, 2, 3))
+    for argnums in ((0,), (1, 3), (2,)):
+        for number, got in zip(argnums, gradients(argnums), strict=True):
+            assert_same_bits(np.asarray(got), np.asarray(wanted[number]), ARGUMENTS[number])
+
+
+@pytest.fixture
+def for_gpus(monkeypatch):
+    """Traces launches as for GPUs: `jax.checkpoint` refuses the interpreter's."""
+    for module in (gemm_activation, grouped_gemm):
+        monkeypatch.setattr(module, "is_interpreted", lambda: False)
+
+
+@pytest.mark.parametrize("keep", [None, True])
+@pytest.mark.parametrize("argnums", [(0, 1, 2, 3), (0,)], ids=str)
+def test_what_is_kept_is_what_was(keep, argnums, expert_mesh, rng, monkeypatch, for_gpus):
+    """Without a policy and with one that saves hidden rows by their name: as of a layer that never activates rows."""
+    topk_idx, arrays = arrays_of(rng, 2)
+    nothing, these = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names
+    policies = None, nothing, these("jax_ep.hidden"), these("jax_ep.tokens"), these("jax_ep.output")
+
+    def kept(policy):
+        call = moe(keep=keep) if policy is None else jax.checkpoint(moe(keep=keep), policy=policy)
+        layer = per_rank(call, expert_mesh(2))
+
+        def pulled(*arrays):
+            def of(*some):
+                given = dict(zip(argnums, some, strict=True))
+                return layer(topk_idx, *(given.get(i, a) for i, a in enumerate(arrays)))
+
+            return jax.vjp(of, *(arrays[i] for i in argnums))[1]
+
+        leaves = jax.tree.leaves(jax.eval_shape(pulled, *arrays))
+        return collections.Counter((leaf.shape, leaf.dtype) for leaf in leaves)
+
+    found = [kept(policy) for policy in policies]
+    hidden = found[2] - found[1]
+    assert [shape[-1] for shape, _ in hidden] == [2 * SHAPE.intermediate]
+    monkeypatch.setattr(requirements, "activates", lambda experts: False)
+    assert found == [kept(policy) for policy in policies]

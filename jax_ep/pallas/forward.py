@@ -40,9 +40,7 @@ class Place(NamedTuple):
     steps: Array
 
 
-def place_of(
-    rows: RowTiles, task: Array, *, tiles_per_row: int, num_steps: int, num_groups: int, width: int = TILE
-) -> Place:
+def place_of(rows: RowTiles, task: Array, *, tiles_per_row: int, num_steps: int, num_groups: int) -> Place:
     """The tile of a task: in bands of tiles of rows, in each of them column by column."""
     any_of_band = lax.div(task, int32(tiles_per_row))
     first, count = rows.band[any_of_band], rows.band_size[any_of_band]
@@ -51,7 +49,7 @@ def place_of(
     group = rows.group[tile]
     steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
     place = rows.row[tile], rows.height[tile], rows.start[tile], rows.end[tile]
-    return Place(group, *place, column * int32(width), steps)
+    return Place(group, *place, column * int32(TILE), steps)
 
 
 def grouped_gemm(
@@ -67,26 +65,24 @@ def grouped_gemm(
     programs: int,
 ) -> None:
     """`[M, K]` and `[G, K, N]` (`[G, N, K]` with `transpose`) to `[M, N]`; `store` is `epilogue.columns_scratch`."""
-    width, parts = tiles.parts * TILE, range(tiles.parts)
-    tiles_per_row = -(-out.shape[1] // width)
+    tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
     num_steps = -(-lhs.shape[1] // STEP)
-    facts = {"tiles_per_row": tiles_per_row, "num_steps": num_steps, "num_groups": rhs.shape[0], "width": width}
-    locate = partial(place_of, rows, **facts)
+    locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
 
     def load(place: Place, step: Array) -> Array:
+        columns = pl.ds(pl.multiple_of(place.column, TILE), TILE)
+
         def load_rows(height: int) -> Array:
             own_rows = pl.ds(pl.multiple_of(place.row, ALIGNMENT), height)
 
             def one(k: Array, step: Array) -> Array:
                 slot, depth = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(STEP), STEP)
-                full = ring.full.at[slot]
+                left, right = ring.lhs.at[slot, pl.ds(0, height)], ring.rhs.at[slot]
+                block = rhs.at[(place.group, columns, depth) if transpose else (place.group, depth, columns)]
                 plgpu.barrier_wait(ring.empty.at[slot])
-                plgpu.copy_gmem_to_smem(lhs.at[own_rows, depth], ring.lhs.at[slot, pl.ds(0, height)], full)
-                for part in parts:
-                    columns = pl.ds(pl.multiple_of(place.column + int32(part * TILE), TILE), TILE)
-                    block = rhs.at[(place.group, columns, depth) if transpose else (place.group, depth, columns)]
-                    plgpu.copy_gmem_to_smem(block, ring.rhs.at[slot, part], full)
+                plgpu.copy_gmem_to_smem(lhs.at[own_rows, depth], left, ring.full.at[slot])
+                plgpu.copy_gmem_to_smem(block, right, ring.full.at[slot])
                 return step + int32(1)
 
             return lax.fori_loop(int32(0), place.steps, one, step)
@@ -100,30 +96,24 @@ def grouped_gemm(
 
         def multiply_rows(height: int) -> None:
             def operands(slot: Array) -> list[tuple[Ref, Ref]]:
-                left = ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0))
-                matrices = [ring.rhs.at[slot, part] for part in parts]
-                return [
-                    (matrix.at[columns] if transpose else matrix.at[:, columns].transpose((1, 0)), left)
-                    for matrix in matrices
-                ]
+                matrix = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
+                return [(matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0)))]
 
-            def products(*accumulators: Ref) -> list[Array]:
-                rings.multiply_steps(ring, tiles.stages, step, place.steps, accumulators, operands)
-                return [accumulator[...] for accumulator in accumulators]
+            def product(accumulator: Ref) -> Array:
+                rings.multiply_steps(ring, tiles.stages, step, place.steps, [accumulator], operands)
+                return accumulator[...]
 
-            results = pl.run_scoped(products, *[plgpu.ACC((CHUNK, height)) for _ in parts])
+            result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
             pl.when(place.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
-            origin = pl.multiple_of(place.row, ALIGNMENT)
+            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, TILE)
             bounds = place.start - origin, place.end - origin
-            for part, result in zip(parts, results, strict=True):
-                column = pl.multiple_of(place.column + int32(part * TILE), TILE) + first
 
-                def target(below: Array, height: int, column: Array = column) -> Ref:
-                    return out.at[pl.ds(origin + below, height), pl.ds(column, CHUNK)]
+            def target(below: Array, height: int) -> Ref:
+                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CHUNK)]
 
-                # Sizes are multiples of a consumer's columns: it stores all of them, or none.
-                has_columns = column < int32(out.shape[1])
-                pl.when(has_columns)(partial(epilogue.store_columns, store, result, target, bounds))
+            # Sizes are multiples of a consumer's columns: it stores all of them, or none.
+            has_columns = column + first < int32(out.shape[1])
+            pl.when(has_columns)(lambda: epilogue.store_columns(store, result, target, bounds))
 
         lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after

@@ -37,13 +37,11 @@ class ForwardTiles:
         that it stores, of 32 rows in float32.
       stages: steps whose operands are in shared memory.
       band: most tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
-      parts: of `TILE` columns, of which a tile has one, or two, with half as many rows at most.
     """
 
     heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     stages: int = 4
     band: int = 4
-    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

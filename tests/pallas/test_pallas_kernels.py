@@ -29,8 +29,7 @@ interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is
 
 # One tile for a group, some of one height, and many, visited in bands; one, two and four chunks of results.
 LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
-WIDE = ForwardTiles((32, 64, 80, 96, 112, 128), parts=2)
-FORWARD = (LOW, HALF, HIGH, WIDE)
+FORWARD = (LOW, HALF, HIGH)
 WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
 NARROW = WeightTiles(128, 5)  # of results in float32
 # Groups that begin within blocks of 8 rows and end at every kind of place, and rows past them.
@@ -58,10 +57,10 @@ def races(monkeypatch, capfd):
 
 @pytest.mark.parametrize(
     ("tiles", "transpose"),
-    [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False), (WIDE, False), (WIDE, True)],
+    [(LOW, False), (LOW, True), (HALF, False), (HALF, True), (HIGH, False)],
     ids=str,
 )
-@pytest.mark.slow(unless={"tiles": [HALF, WIDE], "transpose": [True]})
+@pytest.mark.slow(unless={"tiles": [HALF], "transpose": [True]})
 def test_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
     lhs, rhs = integers(rng, ROWS, 200, dtype=BF16), integers(rng, 7, 200, 328, dtype=BF16)
@@ -185,8 +184,8 @@ def test_detector_sees_races(rng, races, monkeypatch):
     assert "RACE DETECTED" in raised or races() > 0
 
 
-@pytest.mark.parametrize("tiles", [LOW, HALF, WIDE, *WEIGHTS], ids=str)
-@pytest.mark.slow(unless={"tiles": [HALF, WIDE]})
+@pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
+@pytest.mark.slow(unless={"tiles": [HALF]})
 def test_one_chunk_wide(tiles, rng):
     """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
     sizes = np.array([5, 0, 12, 100], np.int32)

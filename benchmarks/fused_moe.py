@@ -9,6 +9,7 @@ Variants, each forward, without gradients:
                            tokens too, to int8 with "int8" and to FP8 with all others
   one launch, FORMAT       as the schedule may choose
   several launches, FORMAT likewise
+  hidden rows, bfloat16    several, of which the first product stores hidden rows, activated in a launch of its own
   TILES, FORMAT            one launch, cut in other ways, with `--tiles`
   moe_sort                 the sort alone, of all experts
   a step of the chain      what each measurement here holds beside its variant
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import unittest.mock
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,6 +42,7 @@ from jax import Array, lax
 import jax_ep
 import kernel_times
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
+from jax_ep.pallas import requirements
 from jax_ep.quantization import quantize_experts
 from lib import baselines, harness, plots, torch_layer
 from lib.fused_tiles import candidates, cut, label
@@ -93,6 +96,12 @@ def sort(ids: Array, weights: Array, num_experts: int) -> Any:
     return jax_ep.moe_sort(ids, weights, num_experts=num_experts, block_size=64)
 
 
+def with_hidden_rows(layer: Callable[..., Array], *arguments: Array) -> Array:
+    """The layer whose first product stores no activated rows."""
+    with unittest.mock.patch.object(requirements, "activates", return_value=False):
+        return layer(*arguments)
+
+
 def bytes_of(matrices: Any, num_experts: int, active: int) -> int:
     """Of the matrices of so many experts, as they are stored."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(matrices)) // num_experts * active
@@ -119,6 +128,9 @@ def operations(
                 continue  # several launches are all there is
             found[f"{way}, {expert_format}"] = Operation(function, (*layer, *held))
             read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)
+    several = partial(jax_ep.fused_moe, schedule=WAYS[2][1], implementation=args.implementation)
+    found["hidden rows, bfloat16"] = Operation(partial(with_hidden_rows, several), (*layer, *matrices))
+    read["hidden rows, bfloat16"] = bytes_of(matrices, num_experts, active)
     read["ragged_dot"] = bytes_of(matrices, num_experts, active)
     found["a step of the chain"] = Operation(lambda x: x[:1], (x,))
     found["moe_sort"] = Operation(partial(sort, num_experts=model.experts), (all_ids, layer[2]))

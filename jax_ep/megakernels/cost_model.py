@@ -111,16 +111,20 @@ _RATE_OF = {
 _FEW_ROWS, _MANY_ROWS, _SMALL_EXPERT = 26, 128, 1 << 21
 
 
-def serves_in_one_launch(num_slots: int, num_experts: int, expert_size: int, quantized: bool) -> bool:
-    """Whether the layer of one device should be fastest as one launch, of experts of `[I, H]` with so many elements.
+def serves_in_one_launch(num_slots: int, num_experts: int, hidden: int, intermediate: int, quantized: bool) -> bool:
+    """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
 
     With few rows of each expert the time is that of reading the matrices, which one launch does without pauses: seen
     with 1 to 16 rows (fused_moe.json, fused_moe_mixtral.json). With many, products in several launches are faster, but
-    rows are moved between them: for small experts that is the larger part, as seen with Qwen3-30B-A3B's and 256 rows
-    (fused_moe_prefill_tiles.json, fused_moe_several_launches.json). In between nothing has been measured.
+    rows are moved between them: for small experts that is the larger part, unless `pallas` makes the products and
+    activates in them, as it does for Qwen3-30B-A3B with 256 rows (fused_moe_prefill.json). In between nothing has been
+    measured.
     """
-    rows = num_slots / num_experts
-    return rows <= _FEW_ROWS or (rows >= _MANY_ROWS and expert_size <= _SMALL_EXPERT and not quantized)
+    rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
+    if rows <= _FEW_ROWS:
+        return True
+    by_triton = not is_from_pallas(num_slots, hidden, 2 * intermediate, num_experts)
+    return rows >= _MANY_ROWS and is_small and not quantized and by_triton
 
 
 def _ranks_of_token(layout: Layout) -> float:

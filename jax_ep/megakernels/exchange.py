@@ -6,7 +6,7 @@ By the plan every rank learns the ids of all, and derives the rows of its own ex
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +188,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
 
 def _combine_here(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """The same where nothing travels: XLA's sums of rows are faster than the kernel's (local_steps.json)."""
-    sums = local_steps.unpermute(y, handle.slot_row[0], y.dtype)
+    sums = cast(Array, local_steps.unpermute(y, handle.slot_row[0], y.dtype))
     slot_weights = None if row_weights is None else rows.gather_rows(row_weights, handle.slot_row[0])
     return sums.astype(options.sum_dtype or y.dtype), slot_weights
 

@@ -77,15 +77,18 @@ def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
     single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
-    (num_experts, *sizes), quantized = w_down.shape, isinstance(w_down, QuantizedExperts)
-    return serves_in_one_launch(num_slots, num_experts, sizes[0] * sizes[1], quantized)
+    return serves_in_one_launch(num_slots, *_sizes_of(w_down), isinstance(w_down, QuantizedExperts))
+
+
+def _sizes_of(w_down: Matrices) -> tuple[int, int, int]:
+    """Experts, hidden and intermediate columns."""
+    num_experts, rows, columns = w_down.shape
+    return (num_experts, rows, columns) if isinstance(w_down, QuantizedExperts) else (num_experts, columns, rows)
 
 
 def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
     """By which settings are looked up."""
-    quantized = isinstance(w_down, QuantizedExperts)
-    num_experts, rows, columns = w_down.shape
-    hidden, intermediate = (rows, columns) if quantized else (columns, rows)
+    num_experts, hidden, intermediate = _sizes_of(w_down)
     if isinstance(w_down, QuantizedExperts):
         kind = w_down.format if w_down.activations is None else f"{w_down.format}_tokens"
     else:

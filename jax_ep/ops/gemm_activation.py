@@ -24,7 +24,7 @@ def is_wanted(options: Options, experts: Experts, x: Array, w: Array, b_gate_up:
     if b_gate_up is not None:
         return False
     name = exchange_gemm.product_apart(options, x, w, handle)
-    return name in registry.available("gemm_activation") and registry.requirements(name).activates(experts)
+    return name in registry.available("gemm_activation") and registry.requirements(name).activates(experts, w.shape[1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

@@ -19,6 +19,7 @@ _CAPABILITY = "9.0"
 _DTYPES = {"grouped_gemm": ("bfloat16", "float16", "float8_e4m3fn")}
 _OTHER_DTYPES = (*_DTYPES["grouped_gemm"], "float32")  # of rows that are moved, added and activated
 _ROWS_PER_GROUP = 256
+_MOST_DEPTH_OF_ACTIVATED = 2048
 _ACTIVATIONS = ("silu", "gelu", "relu", "relu_squared")  # "gelu_exact" has no instruction of its own
 INTERPRETER_THREADS = 4
 """Cores or CPU devices that Mosaic's interpreter needs: fewer, and warpgroups wait for each other for good."""
@@ -68,10 +69,15 @@ def multiplies_fastest(num_rows: int, depth: int, columns: int, groups: int) -> 
     )
 
 
-def activates(experts: Experts) -> bool:
-    """Whether the first product of these experts, without biases, may store activated rows."""
+def activates(experts: Experts, depth: int) -> bool:
+    """Whether the first product of these experts, without biases, should store activated rows.
+
+    Its tiles are half as high, which costs more the deeper it is; what is saved stays the same
+    (docs/design/grouped_gemm.md).
+    """
     of_halves = experts.gated and not experts.interleaved
-    return of_halves and experts.activation in _ACTIVATIONS and experts.weight_on == "output"
+    taken = of_halves and experts.activation in _ACTIVATIONS and experts.weight_on == "output"
+    return taken and depth <= _MOST_DEPTH_OF_ACTIVATED
 
 
 def _missing_on_cpu() -> str | None:

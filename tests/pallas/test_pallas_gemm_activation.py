@@ -69,9 +69,10 @@ def test_where_rows_are_activated(expert_mesh, rng):
 def test_what_the_kernel_takes():
     taken = [jax_ep.Experts(name) for name in ("silu", "gelu", "relu", "relu_squared")]
     taken.append(dataclasses.replace(GPT_OSS, interleaved=False))
-    assert all(map(requirements.activates, taken))
+    assert all(requirements.activates(experts, 2048) for experts in taken)
+    assert not requirements.activates(taken[0], 4096)
     refused = (GPT_OSS, LLAMA_4, jax_ep.Experts("gelu_exact"), jax_ep.Experts(gated=False), jax_ep.Experts(jnp.tanh))
-    assert not any(map(requirements.activates, refused))
+    assert not any(requirements.activates(experts, 2048) for experts in refused)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

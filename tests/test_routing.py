@@ -221,6 +221,7 @@ def test_router_under_vmap_and_jit():
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.slow(unless={"renormalize": [True]})
 def test_weights_are_differentiable_in_the_logits(score, renormalize):
     num_tokens, num_experts, k, scale = 5, 12, 3, 2.5
     logits = _logits("normal", num_tokens, num_experts)
@@ -285,6 +286,7 @@ def test_scale_is_a_number(scale):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3-no-bias"])
+@pytest.mark.slow(unless={"name": ["deepseek-v2"]})
 def test_masked_tokens_have_no_experts_and_no_gradient(name):
     num_experts, router, _ = MODELS[name]
     logits = _logits("normal", 12, num_experts)

@@ -34,13 +34,14 @@ from jax_ep.core import fp8
 from jax_ep.core.collectives import known_after
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.layout import row_tokens
-from jax_ep.pallas.local_steps import KERNELS
-from jax_ep.xla.local_steps import PORTABLE, LocalSteps
+from jax_ep.pallas import local_steps as pallas
+from jax_ep.xla import local_steps as xla
+from jax_ep.xla.local_steps import Unpermute
 from lib import harness, inputs
 from lib.harness import Report, Timing
 
 EXCHANGES = ("triton", "xla")
-STEPS: dict[str, LocalSteps] = {"pallas": KERNELS, "xla": PORTABLE}
+UNPERMUTES: dict[str, Unpermute] = {"pallas": pallas.unpermute, "xla": xla.unpermute}
 COPY = "copy"
 PERMUTE, PERMUTE_FP8, TO_FP8 = "permute", "permute, FP8", "permute to FP8"
 UNPERMUTE, SUM_TO_FP8 = "unpermute", "unpermute to FP8"
@@ -110,8 +111,8 @@ def steps_of(case: Case) -> dict[str, Step]:
     def by_choice(case: Case) -> Array:
         return plan("xla", case).slot_row.reshape(case.ids.shape)
 
-    for name, steps in STEPS.items():
-        call = partial(_to_fp8, steps)
+    for name, unpermute in UNPERMUTES.items():
+        call = partial(_to_fp8, unpermute)
         found[f"{TO_FP8}: {name}"] = Step(by_token, lambda case: case.x, call, tokens * wide + num_rows * narrow)
         found[f"{SUM_TO_FP8}: {name}"] = Step(by_choice, lambda case: case.y, call, num_rows * wide + tokens * narrow)
     return found
@@ -121,8 +122,8 @@ def _copy(lists: Array, rows: Array) -> Array:
     return rows * (lists[0, 0] >= 0).astype(rows.dtype)
 
 
-def _to_fp8(steps: LocalSteps, index: Array, rows: Array) -> Any:
-    return steps.unpermute(rows, index, FP8)
+def _to_fp8(unpermute: Unpermute, index: Array, rows: Array) -> Any:
+    return unpermute(rows, index, FP8)
 
 
 def chain(case: Case, step: Step, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:

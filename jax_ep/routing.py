@@ -127,6 +127,8 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = 0.01, key: Array | 
     That division is left out of the gradient: Heun's third-order method estimates the gradient of the expectation over
     the draws so.
 
+    Experts whose logit is minus infinity are never chosen: a round that has no others gives id -1 and weight 0.
+
     Args:
       logits: `[T, E]` floating with `E >= 2`; computed in float32.
       jitter_eps: how far from the best an expert may be, half of the relative distance (`router_jitter_noise`).
@@ -160,18 +162,21 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = 0.01, key: Array | 
 
 
 def _sparsemixer_round(logits: Array, free: Array, jitter_eps: float, key: Array | None) -> tuple[Array, Array]:
-    """One expert `[T, 1]` of those `free [T, E]`, and its weight `[T, 1]`."""
+    """One expert `[T, 1]` of those `free [T, E]`, and its weight `[T, 1]`; -1 and 0 where all these are masked."""
     known = jnp.where(free, lax.stop_gradient(logits), -jnp.inf)
     best = jnp.max(known, axis=-1, keepdims=True)
-    best_idx = jnp.argmax(known, axis=-1, keepdims=True).astype(jnp.int32)
+    none = best == -jnp.inf
+    best_idx = jnp.where(none, -1, jnp.argmax(known, axis=-1, keepdims=True).astype(jnp.int32))
     # Written so that NaN stays, and makes the weights NaN.
     far = best - known > 2 * jitter_eps * jnp.maximum(jnp.abs(known), best)
-    near = jnp.where(free & ~far, logits, -jnp.inf)
-    gates = jax.nn.softmax(near, axis=-1)
+    # A softmax over nothing is NaN, and so is its gradient, even times zero.
+    near = jnp.where(free & ~far, jnp.where(none, 0.0, logits), -jnp.inf)
+    gates = jnp.where(none, 0.0, jax.nn.softmax(near, axis=-1))
     if key is None:
         return best_idx, jnp.take_along_axis(gates, best_idx, axis=-1)
     draw_key, step_key = jax.random.split(key)
-    chosen = jax.random.categorical(draw_key, lax.stop_gradient(near), axis=-1)[:, None].astype(jnp.int32)
+    drawn = jax.random.categorical(draw_key, lax.stop_gradient(near), axis=-1)[:, None].astype(jnp.int32)
+    chosen = jnp.where(none, -1, drawn)
     weights = jnp.take_along_axis(gates, chosen, axis=-1)
     whole = (chosen == best_idx) | jax.random.bernoulli(step_key, 0.25, chosen.shape)
     return chosen, weights - lax.stop_gradient(jnp.where(whole, 0.0, weights * (2 / 3)))

@@ -160,12 +160,9 @@ def sharded_moe(
     ) -> Array:
         the_mesh = _mesh(mesh, specs)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down), strict=True))
+        masked_idx = _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, token_mask, num_experts)
         if token_mask is not None:
-            x = check.matrix(_FUNCTION, "x", x, "[N, H]")
-            check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
-            topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, all_count=False)
-            arrays["topk_idx"] = topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
-        _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, num_experts)
+            arrays["topk_idx"] = masked_idx
         num_shards = _num_shards(the_mesh, axis_tuple(axis_name))
         check.divisible_experts(_FUNCTION, num_experts, num_shards, axis_name)
         if isinstance(w_gate_up, QuantizedExperts):
@@ -317,8 +314,15 @@ def _num_shards(mesh: Mesh | AbstractMesh, names: Iterable[str]) -> int:
 
 
 def _check_tokens(
-    mesh: Mesh | AbstractMesh, specs: MoESpecs, x: Any, topk_idx: Any, topk_weights: Any, num_experts: Any
-) -> None:
+    mesh: Mesh | AbstractMesh,
+    specs: MoESpecs,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    token_mask: Any,
+    num_experts: Any,
+) -> Array:
+    """The ids, -1 for tokens that do not count."""
     check.positive(_FUNCTION, "num_experts", num_experts)
     x = check.matrix(_FUNCTION, "x", x, "[N, H]")
     num_shards = _num_shards(mesh, _names(specs.tokens))
@@ -327,8 +331,11 @@ def _check_tokens(
             f"{_FUNCTION}: x has {x.shape[0]} tokens, expected a multiple of the {num_shards} shards of {specs.tokens};"
             " pad the batch (expert id -1 costs nothing)."
         )
-    topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts)
+    if token_mask is not None:
+        check.token_mask(_FUNCTION, token_mask, (x.shape[0],), "[N]")
+    topk_idx = check.expert_ids(_FUNCTION, topk_idx, x.shape[0], num_experts, token_mask=token_mask)
     check.router_weights(_FUNCTION, topk_weights, topk_idx.shape, x)
+    return topk_idx
 
 
 def _check_matrices(

@@ -206,10 +206,11 @@ def two_ranks() -> Iterator[Mesh]:
     jax_ep.finalize()
 
 
-IN_THE_REST = pytest.mark.slow_interpreted
+RANKS = [2, pytest.param(8, marks=pytest.mark.slow_interpreted)]
+RANKS += [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]
 
 
-@pytest.fixture(params=[2, *(pytest.param(n, marks=IN_THE_REST) for n in (1, 4, 8))], ids="ranks{}".format)
+@pytest.fixture(params=RANKS, ids="ranks{}".format)
 def every_mesh(request: pytest.FixtureRequest, expert_mesh: Callable[[int], Mesh]) -> Mesh:
     """Meshes of 1, 2, 4 and 8 ranks."""
     return expert_mesh(request.param)

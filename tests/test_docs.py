@@ -22,7 +22,9 @@ PLOTS = ROOT / "benchmarks" / "results"  # of which tools/mkdocs_hooks.py brings
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 TESTED_ELSEWHERE = {"flax.md"}  # test_flax.py
-SLOW = {"integrations.md"}  # in `make test-rest`: its parts repeat, with other packages, what test_sharding.py has
+# In `make test-rest`: their parts repeat what test_sharding.py, with other packages, and tests of precision and
+# placement have.
+SLOW = {"integrations.md", "numerics.md", "placement.md"}
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to
 NUM_DEVICES = 8
 MAX_COLUMNS = 115  # of code, which docs/site.css has room for
@@ -135,6 +137,7 @@ def test_headings_are_unique(page: Path) -> None:
 
 
 @pytest.mark.parametrize("address", [None, "https://example.org/jax_ep"])
+@pytest.mark.slow(unless={"address": ["https://example.org/jax_ep"]})
 def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """`mkdocs build --strict`, with the version, the plots that pages show, and the repository where one is known."""
     pytest.importorskip("mkdocs")

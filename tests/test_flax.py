@@ -95,6 +95,7 @@ def test_matches_a_loop_over_tokens(kind: str, rng: np.random.Generator) -> None
     assert int(metrics.dropped) == 0
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_divide_among_devices(rng: np.random.Generator) -> None:
     mesh = data_expert_mesh("Explicit")
     x = rng.normal(size=(3, 1, H)).astype(np.float32)
@@ -152,7 +153,7 @@ def stacked(num_layers: int, mesh: jax.sharding.Mesh | None, **changed: Any) -> 
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.slow(unless={"kind": ["Explicit"]})
+@pytest.mark.slow
 def test_gradients_through_remat_and_scan_equal_the_dense_layers(kind: str, rng: np.random.Generator) -> None:
     mesh = data_expert_mesh(kind)
     x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
@@ -200,6 +201,7 @@ def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.slow(unless={"on_mesh": [True]})
 def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Generator) -> None:
     """With identity experts and shared ones, and where it serves."""
     mesh = data_expert_mesh("Auto") if on_mesh else None
@@ -280,7 +282,7 @@ def serve_layer(kind: str, hidden: int = 128, inner: int = 96, **options: Any) -
 
 @pytest.mark.parametrize(("hidden", "inner", "compiled"), [(128, 96, True), (256, 384, False)])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.slow(unless={"kind": ["Auto"], "hidden": [128]})
+@pytest.mark.slow
 def test_serving_weights_compute_the_same_layer(kind: str, hidden: int, inner: int, compiled: bool) -> None:
     """Eleven tokens do not divide among the devices, as in decoding; the matrices have one block or several."""
     moe, x = serve_layer(kind, hidden, inner)
@@ -408,7 +410,7 @@ def gradients_of_microbatches(moe: MoE, microbatches: jax.Array, is_once: bool) 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
 @pytest.mark.parametrize("kind", ["one device", "Auto", "Explicit"])
-@pytest.mark.slow(unless={"kind": ["Auto"], "recipe": ["fp8"]})
+@pytest.mark.slow
 def test_matrices_quantised_once_for_all_microbatches(kind: str, recipe: str, rng: np.random.Generator) -> None:
     """Stacked layers in a scan, in another over microbatches: gradients of parameters, the same bits as without."""
     mesh = None if kind == "one device" else data_expert_mesh(kind)

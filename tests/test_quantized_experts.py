@@ -29,6 +29,7 @@ def quantized(w: Any, expert_format: str, **options: Any) -> jax_ep.QuantizedExp
 @FORMATS
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("leading", "columns"), [((3,), 200), ((), 1), ((2, 2), 8)])
+@pytest.mark.slow(unless={"dtype": [BF16]})
 def test_error(leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_format: str, rng: Any) -> None:
     depth, group_size = 256, 64
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
@@ -119,6 +120,7 @@ def table_layer() -> TableLayer:
 
 
 @FORMATS
+@pytest.mark.slow(unless={"expert_format": ["fp8"]})
 def test_the_table_of_the_docs(expert_format: str) -> None:
     row = next(line for line in NUMERICS.splitlines() if line.startswith(f'| "{expert_format}"'))
     bits, of_matrix, of_layer = (float(cell) for cell in row.split("|")[3:6])
@@ -132,6 +134,7 @@ def test_the_table_of_the_docs(expert_format: str) -> None:
     assert layer.error(first, second) == pytest.approx(of_layer, rel=0.06)
 
 
+@pytest.mark.slow
 def test_what_the_docs_say_beside_the_table() -> None:
     layer, text = table_layer(), NUMERICS.replace("\n", " ")
     assert "which alone makes 0.005" in text

@@ -221,6 +221,7 @@ def test_router_under_vmap_and_jit():
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.slow(unless={"renormalize": [True]})
 def test_weights_are_differentiable_in_the_logits(score, renormalize):
     num_tokens, num_experts, k, scale = 5, 12, 3, 2.5
     logits = _logits("normal", num_tokens, num_experts)
@@ -285,6 +286,7 @@ def test_scale_is_a_number(scale):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3-no-bias"])
+@pytest.mark.slow(unless={"name": ["deepseek-v2"]})
 def test_masked_tokens_have_no_experts_and_no_gradient(name):
     num_experts, router, _ = MODELS[name]
     logits = _logits("normal", 12, num_experts)
@@ -357,6 +359,27 @@ def test_sparsemixer_equals_the_published_model(jitter_eps):
     gradient = jax.grad(lambda v: jnp.sum(sparsemixer_router(v, jitter_eps=jitter_eps).topk_weights * d_weights))
     want = sparsemixer_gradient(idx, gates, d_weights)
     np.testing.assert_allclose(gradient(jnp.asarray(logits)), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("key", [None, 4], ids=["best", "drawn"])
+def test_sparsemixer_with_masked_experts(key):
+    """One expert that is left has all the weight of the first round, and the second has none; then neither."""
+    logits = jnp.full((4, 5), -jnp.inf).at[0, 0].set(-3.0).at[1, 3].set(2.0).at[2, 1:3].set(jnp.array([1.0, 0.9]))
+    key = None if key is None else jax.random.key(key)
+
+    def objective(values):
+        routing = sparsemixer_router(values, jitter_eps=0.25, key=key)
+        return jnp.sum(routing.topk_weights * jnp.array([[3.0, 5.0]])), routing
+
+    gradient, routing = jax.grad(objective, has_aux=True)(logits)
+    idx, weights = np.asarray(routing.topk_idx), np.asarray(routing.topk_weights)
+    np.testing.assert_array_equal(idx[[0, 1, 3]], [[0, -1], [3, -1], [-1, -1]])
+    np.testing.assert_array_equal(weights[[0, 1, 3]], [[1, 0], [1, 0], [0, 0]])
+    assert sorted(idx[2]) == [1, 2] and weights[2, 1] == 1
+    share = 1 / (1 + np.exp(-0.1)) * (1 - 1 / (1 + np.exp(-0.1)))
+    want = np.zeros((4, 5))
+    want[2, idx[2]] = 3 * share, -3 * share
+    np.testing.assert_allclose(gradient, want, rtol=1e-5, atol=1e-7)
 
 
 def test_sparsemixer_by_default_takes_one_hundredth():

@@ -12,7 +12,7 @@ import pytest
 CONTRACT = Path(__file__).parent / "contract"
 LOW_LATENCY = CONTRACT / "test_low_latency.py"
 EVERY = {f"ranks{n}-{implementation}" for n in (1, 2, 4, 8) for implementation in ("xla", "triton")}
-SLOW = {"ranks1-triton", "ranks4-triton", "ranks8-triton"}
+SLOW = {"ranks1-triton", "ranks4-triton", "ranks8-triton", "ranks1-xla", "ranks4-xla"}
 # Of every operation a test, then of every VJP, in files that `make test` runs with `xla` and on the kernels.
 SHOWN = {
     "dispatch_combine": ["test_routings", "test_shapes", "test_capacity_and_alignment", "test_fp8_wire"],
@@ -51,6 +51,7 @@ def collected(*arguments: str | Path, devices: str = "cpu") -> list[str]:
     ],
     ids=["make test", "make test-all", "make test-rest", "on GPUs"],
 )
+@pytest.mark.slow(unless={"options": [[], ["--only-slow"]], "devices": ["cpu"]})
 def test_slow_tests_need_an_option_or_a_gpu(options: list[str], devices: str, wanted: set[str]) -> None:
     pytest.importorskip("triton")
     arguments = ["--implementation=xla,triton", "-k", "test_routings", *options, LOW_LATENCY]

@@ -94,7 +94,7 @@ def forward(decoder: Decoder, tokens: jax.Array, token_mask: jax.Array | None = 
 
 
 @needs_4_devices
-@pytest.mark.slow(unless={"family": ["gpt_oss"]})
+@pytest.mark.slow
 @every_family
 def test_greedy_texts_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
     """Prompts of several lengths in one padded batch, through the cache, on a mesh of four devices."""

@@ -58,7 +58,7 @@ def spec_list(specs):
     ],
     ids=["expert", "data-expert", "two-axes"],
 )
-@pytest.mark.slow(unless={"kind": [AxisType.Explicit]})
+@pytest.mark.slow(unless={"kind": [AxisType.Explicit], "names": [("data", "expert")]})
 def test_only_the_needed_collectives(kind, sizes, names, options, rng):
     """Forward: ids, weights and tokens are gathered, sums travel back once; nothing is resharded."""
     mesh = harness.make_mesh(sizes, names, kind)
@@ -71,6 +71,7 @@ def test_only_the_needed_collectives(kind, sizes, names, options, rng):
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.slow(unless={"keep": [False]})
 def test_backward_adds_the_transposes_only(keep, rng):
     """Backward: cotangents, and tokens that were not kept, are gathered, those of tokens and weights travel back."""
     mesh = harness.make_mesh((4,), ("expert",))

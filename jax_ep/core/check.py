@@ -122,9 +122,15 @@ def tokens(function: str, x: Any) -> Tokens:
 
 
 def expert_ids(
-    function: str, topk_idx: Any, num_tokens: int | None, num_experts: int, *, all_count: bool = True
+    function: str,
+    topk_idx: Any,
+    num_tokens: int | None,
+    num_experts: int,
+    *,
+    all_count: bool = True,
+    token_mask: Array | None = None,
 ) -> Array:
-    """`[T, K]` int32; ids out of range are an error where their values are known, and `all_count`."""
+    """`[T, K]` int32, -1 where `token_mask` is False; an error if one is known to be out of range, and `all_count`."""
     # Read before the conversion below: under a trace that hides the values of a NumPy array.
     known = _known_values(topk_idx) if all_count else None
     topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
@@ -137,6 +143,9 @@ def expert_ids(
         raise ValueError(
             f"{function}: topk_idx has shape {topk_idx.shape}, expected K >= 1; pass at least one expert id."
         )
+    if token_mask is not None:
+        topk_idx = jnp.where(token_mask[:, None], topk_idx, -1)
+        known = _known_values(topk_idx) if all_count else None
     if known is not None and known.size and (known.min() < -1 or known.max() >= num_experts):
         worst = int(known.min() if known.min() < -1 else known.max())
         raise ValueError(

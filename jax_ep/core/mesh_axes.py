@@ -55,6 +55,13 @@ def is_one_device() -> bool:
     return set(mesh.manual_axes) == set(mesh.axis_names) or mesh.size == 1
 
 
+def automatic_axes() -> list[str]:
+    """Axes of several devices that the `shard_map` around has left to XLA; none outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
+    return [name for name in mesh.axis_names if name in others and mesh.shape[name] > 1]
+
+
 def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> int:
     """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank.
 

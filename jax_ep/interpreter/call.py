@@ -38,6 +38,7 @@ from jax_ep.core.kernel import (
     flat_arrays,
     type_of,
 )
+from jax_ep.core.mesh_axes import automatic_axes
 from jax_ep.core.processes import numbers_in_processes
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch
@@ -191,8 +192,7 @@ def _mesh_size() -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return 1
-    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1]
-    if automatic:
+    if automatic := automatic_axes():
         raise NotImplementedError(
             f"Triton's interpreter runs kernels only where every mesh axis is manual, but {automatic} are not; "
             "name them in axis_names of jax.shard_map as well."

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import context
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.mesh_axes import platform
+from jax_ep.core.mesh_axes import automatic_axes, platform
 from jax_ep.heap import nvshmem, peer_access
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import capability
@@ -40,6 +40,8 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
         return f"the platform is {on}, it needs NVIDIA GPUs"
     if on == "cpu" and context.transport() != "shared_memory":
         return "it runs on GPUs; on CPU devices only for tests, after init(transport='shared_memory')"
+    if on == "cpu" and (automatic := automatic_axes()):
+        return f"it runs on GPUs; on CPU devices only where every mesh axis is manual, but {automatic} are not"
     if on == "gpu" and (reason := _missing_on_gpu()) is not None:
         return reason
     if context.transport() == "xla":

@@ -1,4 +1,4 @@
-"""Dispatch and combine by XLA's collectives, with a kernel for rows that are quantised before they travel.
+"""Dispatch and combine by XLA's collectives, with a kernel for sums that are quantised before they travel.
 
 So they need no access to peers' memory, and exchange nothing on one GPU. Handles are those of `xla`.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from jax_ep.pallas.local_steps import KERNELS
+from jax_ep.pallas.local_steps import unpermute
 from jax_ep.xla import exchange as xla
 
 plan = xla.plan
 dispatch_rows = xla.dispatch_rows
-dispatch_tokens = partial(xla.dispatch_tokens, steps=KERNELS)
-dispatch_quantized = partial(xla.dispatch_quantized, steps=KERNELS)
-combine_tokens = partial(xla.combine_tokens, steps=KERNELS)
+dispatch_tokens = xla.dispatch_tokens
+dispatch_quantized = xla.dispatch_quantized
+combine_tokens = partial(xla.combine_tokens, unpermute=unpermute)

@@ -4,13 +4,15 @@ JAX finds a compiled program by its lowered module: its persistent compilation c
 are lowered before anything is looked for. So what came of that is kept in a folder of that cache, where there is one. A
 file holds what `jax.export` makes of a launch, behind a hash of it. Its name says all that it depends on: the launch,
 its sizes, the kind of device, the sources of this package, and the versions of JAX, since Mosaic promises nothing to
-others.
+others. JAX's limit on the size of its cache holds for the folder, too: what has not been used for longest goes first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +41,7 @@ def kept_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], expo
     made = make()
     payload = bytes(made.serialize())
     try:
-        write_atomically(path, hashlib.sha256(payload).digest() + payload)
+        _write(path, hashlib.sha256(payload).digest() + payload)
     except OSError as error:
         warnings.warn(f"a lowered kernel is not kept for other processes: {error}", stacklevel=2)
     return made
@@ -72,4 +74,31 @@ def _read(path: Path) -> export.Exported | None:
     payload = content[_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != content[:_DIGEST_BYTES]:
         return None
+    with contextlib.suppress(OSError):  # who may only read the folder does not say what is in use
+        os.utime(path)
     return export.deserialize(bytearray(payload))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Unless JAX's limit leaves no room for it, even without the others."""
+    limit = jax.config.jax_compilation_cache_max_size
+    if limit != -1:
+        if len(content) > limit:
+            return
+        _make_room(path.parent, limit - len(content))
+    write_atomically(path, content)
+
+
+def _make_room(folder: Path, limit: int) -> None:
+    """Deletes what has not been used for longest, until files have at most that many bytes."""
+    found = []
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # other processes delete files, too
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, path))
+    excess = sum(size for _, size, _ in found) - limit
+    for _, size, path in sorted(found):
+        if excess <= 0:
+            return
+        path.unlink(missing_ok=True)
+        excess -= size

@@ -5,7 +5,6 @@ Those move rows at the rate of memory, but take longer where they quantise on th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,7 +22,7 @@ from jax_ep.pallas.launch import is_interpreted, launch, num_programs
 from jax_ep.pallas.lowered import lowered_once
 from jax_ep.pallas.unpermute_fp8 import LINE, RESULT_SLOTS, WARPS
 from jax_ep.types import Array, Quantized
-from jax_ep.xla.local_steps import PORTABLE
+from jax_ep.xla import local_steps as xla
 
 _PROGRAMS_PER_CORE = 2
 _SLOT_BYTES = 96 << 10  # of a program: so many programs have room on a multiprocessor of Hopper
@@ -37,7 +36,7 @@ def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
     """See xla/local_steps.py."""
     part = _part(y, index) if dtype == FP8 else None
     if part is None:
-        return PORTABLE.unpermute(y, index, dtype)
+        return xla.unpermute(y, index, dtype)
     return _unpermute_fp8(y, index, part=part, interpret=is_interpreted())
 
 
@@ -82,6 +81,3 @@ def _launch(*operands: Array, top_k: int, part: int, interpret: bool) -> Any:
     inputs = index, y.reshape(-1, lines, LINE)
     values, scales = launch("unpermute_fp8", body, inputs, result, scratch, programs, interpret)
     return values.reshape(num_rows, -1), scales
-
-
-KERNELS = dataclasses.replace(PORTABLE, unpermute=unpermute)

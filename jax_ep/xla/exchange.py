@@ -6,7 +6,7 @@ by the ragged exchange where the platform has one, else in rounds; memory then f
 rank, not those of all. The first way is that of small arrays, and on platforms with a ragged exchange that of routings
 of which most tokens go to most ranks.
 
-What a rank does by itself, before and after, are the functions of `steps`.
+What a rank does by itself, before and after, are `pick`, which all implementations share, and `unpermute`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jax_ep.core import layout as rows
 from jax_ep.core.collectives import all_gather, exchange, rank_on, sum_in_order
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.types import Array, Handle, Layout, LowLatencyHandle, Options, Quantized
-from jax_ep.xla import ragged, rounds, segments
-from jax_ep.xla.local_steps import PORTABLE, LocalSteps
+from jax_ep.xla import local_steps, ragged, rounds, segments
+from jax_ep.xla.local_steps import Unpermute
 
 GATHERED_BYTES = 2 << 20
 """Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
@@ -75,53 +75,51 @@ def token_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def pick[Tree](tree: Tree, index: Array, steps: LocalSteps = PORTABLE) -> Tree:
-    """`index` of the first axis of each array, zeros for -1."""
-    return jax.tree.map(lambda x: steps.permute(x, index), tree)
+def pick[Tree](tree: Tree, index: Array) -> Tree:
+    """`index` of the first axis of each array, zeros for -1, bit for bit and of any dtype."""
+    return jax.tree.map(lambda x: rows.gather_rows(x, index), tree)
 
 
-def _dispatch[Tree](options: Options, tree: Tree, handle: Handle, steps: LocalSteps) -> Tree:
+def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
     """Arrays `[T, ...]` to `[R, ...]`, bit for bit."""
     layout, axis = handle.layout, options.axis
 
     def to_all(handle: Handle) -> Tree:
         gathered = jax.tree.map(lambda x: all_gather(x, axis).reshape(-1, *x.shape[1:]), tree)
-        return pick(gathered, rows.row_tokens(handle), steps)
+        return pick(gathered, rows.row_tokens(handle))
 
     def in_segments(handle: Handle, way: Any) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
-        received = way.send(partial(pick, tree, steps=steps), there, segments.most_here(layout), axis, layout)
+        received = way.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
         # Padding has no place: its -1 stays one.
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
-        return pick(received, here, steps)
+        return pick(received, here)
 
     return cast(Tree, choose(layout, token_bytes(tree), to_all, in_segments, handle))
 
 
-def dispatch_rows(options: Options, x: Array, handle: Handle, *, steps: LocalSteps = PORTABLE) -> Array:
+def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
     """`[T, ...]` per token to `[R, ...]` per row of any dtype, bit for bit; zero in padding rows."""
-    return _dispatch(options, x, handle, steps)
+    return _dispatch(options, x, handle)
 
 
-def dispatch_tokens(
-    options: Options, x: Array, weights: Array | None, handle: Handle, *, steps: LocalSteps = PORTABLE
-) -> tuple[Array, Array | None]:
+def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
     """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`."""
     if options.wire_dtype is None:
-        return dispatch_rows(options, x, handle, steps=steps), _dispatch_weights(options, weights, handle)
-    quantized, row_weights = dispatch_quantized(options, x, weights, handle, steps=steps)
+        return dispatch_rows(options, x, handle), _dispatch_weights(options, weights, handle)
+    quantized, row_weights = dispatch_quantized(options, x, weights, handle)
     return fp8.dequantize_rows(*quantized, x.dtype), row_weights
 
 
 def dispatch_quantized(
-    options: Options, x: Array, weights: Array | None, handle: Handle, *, steps: LocalSteps = PORTABLE
+    options: Options, x: Array, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
     """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
 
     Padding rows may hold anything, and have no weight: zero.
     """
-    return _dispatch(options, fp8.quantize_rows(x), handle, steps), _dispatch_weights(options, weights, handle)
+    return _dispatch(options, fp8.quantize_rows(x), handle), _dispatch_weights(options, weights, handle)
 
 
 def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -> Array | None:
@@ -131,7 +129,12 @@ def _dispatch_weights(options: Options, weights: Array | None, handle: Handle) -
 
 
 def combine_tokens(
-    options: Options, y: Array, row_weights: Array | None, handle: Handle, *, steps: LocalSteps = PORTABLE
+    options: Options,
+    y: Array,
+    row_weights: Array | None,
+    handle: Handle,
+    *,
+    unpermute: Unpermute = local_steps.unpermute,
 ) -> tuple[Array, Array | None]:
     """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows.
 
@@ -140,7 +143,7 @@ def combine_tokens(
     wide, layout, axis = accumulation_dtype(y.dtype), handle.layout, options.axis
     dtype = options.sum_dtype or y.dtype
     wire = y.dtype if options.wire_dtype is None else FP8
-    partial_sums = partial(_partial_sums, y, handle, wire, steps)
+    partial_sums = partial(_partial_sums, y, handle, wire, unpermute)
 
     def to_all(handle: Handle) -> Array:
         sums = partial_sums(lax.iota(jnp.int32, layout.num_ranks * layout.num_tokens))
@@ -153,21 +156,21 @@ def combine_tokens(
         received = way.send(partial_sums, back, segments.most_home(layout), axis, layout)
         in_order = segments.in_rank_order(places.home, segments.most_ranks(layout))
         if wire != FP8:
-            return cast(Array, steps.unpermute(received, in_order.T, dtype))
+            return cast(Array, unpermute(received, in_order.T, dtype))
         total = jnp.zeros((), wide)
         for place in in_order:
-            total = total + _widened(pick(received, place, steps), wide)
+            total = total + _widened(pick(received, place), wide)
         return total.astype(dtype)
 
     total = cast(Array, choose(layout, y.shape[1] * wire.itemsize, to_all, in_segments, handle))
     return total, _combine_weights(options, row_weights, handle)
 
 
-def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, steps: LocalSteps, token: Array) -> Array | Quantized:
+def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, unpermute: Unpermute, token: Array) -> Array | Quantized:
     """Sums of the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, as they travel; zeros for -1."""
     token_rows = handle.slot_row.reshape(-1, handle.layout.top_k)
     index = jnp.where(token[:, None] < 0, -1, token_rows[token])
-    return steps.unpermute(y, index, wire)
+    return unpermute(y, index, wire)
 
 
 def _widened(part: Array | Quantized, dtype: DTypeLike) -> Array:

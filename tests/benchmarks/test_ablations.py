@@ -61,7 +61,7 @@ def arrivals(case, variant, slots):
     return found * (1 - np.eye(RANKS, dtype=int))  # combine has its own sums there too, which do not travel
 
 
-@pytest.mark.parametrize("what", [DISPATCH, COMBINE, pytest.param(FUSED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", [DISPATCH, *(pytest.param(name, marks=pytest.mark.slow) for name in (COMBINE, FUSED))])
 def test_transfers_are_the_fewest_there_can_be(case, what):
     """Counted where they arrive: one for each token and other rank with an expert of it, and what the report says.
 

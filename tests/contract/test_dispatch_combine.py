@@ -76,7 +76,7 @@ def test_routings(implementation: str, every_mesh: Mesh, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.slow_interpreted(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world"]})
+@pytest.mark.slow(unless={"name": ["prime_tokens", "odd_hidden", "one_expert_in_the_world"]})
 def test_shapes(implementation: str, name: str, expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
     num_ranks, shape = SHAPES[name]
     call = compiled(round_trip(shape, implementation), expert_mesh(num_ranks))

@@ -299,6 +299,7 @@ def test_scan_and_remat(two_nodes: Mesh, rng: Any) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.slow(unless={"check_vma": [True]})
 def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
     """Global arrays, and replicated matrices of one's own shard_map, whose gradients are summed."""
     layer = Layer(rng, "uniform", 4, BASE)
@@ -314,7 +315,7 @@ def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.slow(unless={"num_micro_batches": [1]})
+@pytest.mark.slow(unless={"num_micro_batches": [1], "in_fp8": [True]})
 def test_low_latency_moe(implementation: str, two_nodes: Mesh, rng: Any, in_fp8: bool, num_micro_batches: int) -> None:
     shape = Shape(hidden=128, intermediate=128)
     layer = Layer(rng, "uniform", 4, shape)  # a token has an expert once, as decoding has it

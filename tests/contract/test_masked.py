@@ -146,6 +146,7 @@ def test_no_row_or_column_is_lost(implementation: str, rng: np.random.Generator)
 
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.slow(unless={"activation": ["silu"]})
 def test_activation(implementation: str, activation: str, quantize: bool, rng: Any, subtests: Any) -> None:
     call = jax.jit(
         partial(jax_ep.masked_gated_activation, activation=activation, quantize=quantize, implementation=implementation)

@@ -64,6 +64,7 @@ def test_dtypes(implementation: str, dtype: np.dtype, expert_mesh: Any, rng: np.
 
 
 @pytest.mark.parametrize("capacity", [3, 16])
+@pytest.mark.slow(unless={"capacity": [3]})
 def test_capacity(implementation: str, capacity: int, expert_mesh: Any, rng: Any, subtests: Any) -> None:
     """Dropped rows are left out of the layer; the others do not change."""
     call = compiled(moe(BASE, implementation, capacity=capacity), expert_mesh(2))

@@ -72,7 +72,7 @@ def with_gradients(layer: Any):
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.slow(unless={"num_ranks": [2]})
+@pytest.mark.slow(unless={"num_ranks": [2], "wire_dtype": [FP8]})
 def test_forward(
     implementation: str, num_ranks: int, wire_dtype: Any, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
@@ -90,7 +90,7 @@ def test_forward(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.slow(unless={"gated": [True]})
+@pytest.mark.slow(unless={"gated": [True], "activation": ["gelu"]})
 def test_activations(implementation: str, activation: str, gated: bool, expert_mesh: Any, rng: Any) -> None:
     layer = Layer(rng, "uniform", 2, dtype=BF16, gated=gated)
     got = run(moe(implementation, activation=activation), expert_mesh(2), *layer.args)
@@ -108,6 +108,7 @@ def test_capacity(implementation: str, expert_mesh: Any, rng: Any) -> None:
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow(unless={"wire_dtype": [FP8]})
 def test_gradients_are_near_the_exact_ones(
     implementation: str, num_ranks: int, wire_dtype: Any, expert_mesh: Any, rng: Any
 ) -> None:
@@ -133,6 +134,7 @@ def exact_in_fp8(rng: Any, layer: Layer, dtype: np.dtype) -> None:
 
 @pytest.mark.parametrize("wire_dtype", [None, FP8], ids=["wire as is", "wire FP8"])
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.slow), F32], ids=str)
+@pytest.mark.slow(unless={"wire_dtype": [FP8]})
 def test_gradients_are_those_without_fp8(
     implementation: str, dtype: np.dtype, wire_dtype: Any, expert_mesh: Any, rng: Any, subtests: Any
 ) -> None:
@@ -160,7 +162,7 @@ def test_gradients_are_those_without_fp8(
 @pytest.mark.parametrize(
     "wire_dtype", [pytest.param(None, marks=pytest.mark.slow), FP8], ids=["wire as is", "wire FP8"]
 )
-@pytest.mark.slow(unless={"saved": [("jax_ep.tokens", "jax_ep.hidden")]})
+@pytest.mark.slow
 def test_scan_and_remat(implementation: str, wire_dtype: Any, saved: Any, expert_mesh: Any, rng: Any) -> None:
     """Two layers in a scan have the gradients of two calls, whatever is computed again."""
     if implementation == "triton" and not ON_GPU:

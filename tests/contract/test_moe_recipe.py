@@ -171,6 +171,7 @@ def test_fused_moe_and_bf16(implementation: str, rng: Any) -> None:
         assert_same_bits(got, to_numpy(jax.jit(call)(*args)), recipe)
 
 
+@pytest.mark.slow
 def test_what_is_kept(implementation: str, rng: Any) -> None:
     """For the backward pass: tokens in FP8 with their scales, and hidden rows; nothing else of so many columns."""
     shape = Shape(num_tokens=6, top_k=2, num_experts=2, hidden=128, intermediate=384)

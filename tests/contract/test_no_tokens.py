@@ -88,7 +88,7 @@ def check(layer: Callable[..., Any], args: list[Any]) -> None:
             assert not np.asarray(gradient, np.float32).any()
 
 
-@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.slow_interpreted)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_tokens(implementation: str, name: str, dtype: np.dtype) -> None:
     layer, options = LAYERS[name]

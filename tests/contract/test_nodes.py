@@ -48,7 +48,7 @@ class Over:
         return oracle.MoE(layer.x, layer.topk_weights, layer.w_gate_up, layer.w_down, lay)
 
 
-@pytest.fixture(params=["flat", "nodes", "topology"])
+@pytest.fixture(params=["topology", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "nodes"))])
 def over(request: pytest.FixtureRequest) -> Over:
     num_nodes = jax.process_count() if jax.process_count() > 1 else 2
     num_ranks = jax.device_count() // num_nodes * num_nodes

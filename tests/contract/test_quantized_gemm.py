@@ -282,7 +282,7 @@ def stands_for(layer: Layer, expert_format: str, dtype: Any) -> Layer:
 
 @FORMATS
 @pytest.mark.parametrize("which", ["moe", "low latency"])
-@pytest.mark.slow(unless={"expert_format": ["mxfp4", "int8"]})
+@pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
 def test_layers(implementation: str, which: str, expert_format: str, expert_mesh: Any, rng: Any) -> None:
     shape = Shape(num_tokens=5, hidden=128, intermediate=128)
     layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)

@@ -28,7 +28,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.slow(unless={"kind": ["scatter", "biased", "fp8 forward"]})
+@pytest.mark.slow(unless={"kind": ["scatter", "biased"]})
 def test_moe(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     shape = Shape(num_tokens=12, hidden=128, intermediate=128) if "fp8" in kind else SHAPE
     layer = Layer(rng, "uniform", 2, shape, BF16)

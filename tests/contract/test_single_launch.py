@@ -76,7 +76,7 @@ def test_experts(implementation: str, kind: str, biased: bool, dtype: Any, rng: 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.slow(unless={"kind": ["gpt-oss", "silu"], "dtype": [BF16]})
+@pytest.mark.slow(unless={"kind": ["silu"], "dtype": [BF16]})
 def test_quantised(implementation: str, expert_format: str, kind: str, dtype: Any, rng: np.random.Generator) -> None:
     """As the portable layer computes in float32 with the matrices for which the quantised ones stand."""
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)

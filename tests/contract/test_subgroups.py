@@ -89,6 +89,7 @@ def test_expert_axis_first(implementation: str, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("names", [("data", "expert", "tensor"), ("tensor", "expert", "data")], ids="-".join)
+@pytest.mark.slow(unless={"names": [("tensor", "expert", "data")]})
 def test_data_expert_and_tensor(implementation: str, names: tuple[str, ...], rng: np.random.Generator) -> None:
     """Tokens replicated over tensor, the experts' hidden columns split over it, partial outputs summed."""
     mesh = make_mesh((2, 2, 2), names)
@@ -119,6 +120,7 @@ def test_other_axes_left_automatic(implementation: str, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("axis_name", [("data", "expert"), ("expert", "data")], ids="-".join)
+@pytest.mark.slow(unless={"axis_name": [("expert", "data")]})
 def test_one_group_over_two_axes(implementation: str, axis_name: tuple[str, str], rng: np.random.Generator) -> None:
     """Ranks count in the order of the names given, as in `lax.axis_index`, not in the order of the mesh."""
     mesh = make_mesh((2, 2), ("data", "expert"))

@@ -101,6 +101,7 @@ REMAT = {
 
 
 @pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.slow(unless={"remat": ["save by name"]})
 def test_scan_over_layers(implementation: str, remat: str, expert_mesh: Any, rng: np.random.Generator) -> None:
     stack = Stack(rng, 2)
     fn = scanned(implementation, REMAT[remat])
@@ -135,6 +136,7 @@ def test_checkpoint_names_select_residuals(implementation: str, expert_mesh: Any
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow(unless={"check_vma": [True]})
 def test_mesh_axis_types_and_vma(implementation: str, axis_type: AxisType, check_vma: bool, rng: Any) -> None:
     """Gradients taken outside shard_map, on global arrays placed on the mesh."""
     mesh = make_mesh((2,), (EXPERT,), axis_type)

@@ -80,7 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow(unless={"name": ["passes", "fails in one"]})
+@pytest.mark.slow(unless={"name": ["fails in one"]})
 def test_outcomes(name: str, tmp_path: Path) -> None:
     body, expected, texts = CASES[name]
     (tmp_path / "conftest.py").write_text(CONFTEST)

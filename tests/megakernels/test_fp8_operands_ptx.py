@@ -43,6 +43,7 @@ def pass_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("hidden", [HIDDEN, 128])
 @pytest.mark.parametrize("kernel", [kernels._QUANTIZE_ROWS, kernels._DEQUANTIZE_ROWS], ids=lambda k: k.function)
+@pytest.mark.slow(unless={"hidden": [HIDDEN]})
 def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> None:
     other = "x_ptr" if kernel is kernels._QUANTIZE_ROWS else "out_ptr"
     constants = {"S": kernels.sizes_of((ROWS, hidden), np.zeros(GROUPS, np.int32))}
@@ -52,7 +53,7 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-@pytest.mark.slow(unless={"activation": ["silu"]})
+@pytest.mark.slow(unless={"activation": ["silu"], "keep": [True]})
 def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
     sizes, kind = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32)), Experts(activation, gated=gated)
     constants = {"S": sizes, "KIND": kernels.kind_of(kind), "KEEP": keep, "bias": None}
@@ -63,7 +64,7 @@ def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 @pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.slow(unless={"capability": [90]})
+@pytest.mark.slow(unless={"capability": [90], "element": ["bf16"]})
 def test_matrices(monkeypatch: pytest.MonkeyPatch, turned: bool, element: str, capability: int) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)

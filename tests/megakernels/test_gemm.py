@@ -89,7 +89,7 @@ def run_gathered(tokens, index, rows, sizes, *, transpose, out_dtype=jnp.float32
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.slow(unless={"transpose_rhs": [False]})
+@pytest.mark.slow(unless={"name": ["as chosen", "stored by TMA"], "transpose_rhs": [False]})
 def test_forward(pool, rng, subtests, name, transpose_rhs):
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
@@ -99,6 +99,7 @@ def test_forward(pool, rng, subtests, name, transpose_rhs):
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.slow(unless={"name": ["as chosen", "stored by TMA"]})
 def test_weights(pool, rng, subtests, name):
     for groups, sizes in GROUPS.items():
         with subtests.test(groups):
@@ -108,6 +109,7 @@ def test_weights(pool, rng, subtests, name):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["tokens first", "rows first"])
+@pytest.mark.slow(unless={"transpose": [False]})
 def test_weights_of_gathered_tokens(pool, rng, subtests, transpose):
     """Some rows have no token, which counts as zero; tokens that no row names, and rows past the groups, hold NaN."""
     for groups, sizes in GROUPS.items():

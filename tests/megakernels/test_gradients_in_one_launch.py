@@ -94,6 +94,7 @@ CASES = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow(unless={"name": ["uniform", "capacity"]})
 def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.sharding.Mesh, rng: Any) -> None:
     layout, transposed, routing = CASES[name]
     arguments = operands(layout, transposed, routing, rng)
@@ -106,6 +107,7 @@ def test_one_launch_gives_the_bits_of_two(name: str, mode: str, mesh: jax.shardi
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow(unless={"mode": ["scatter"]})
 def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, rng: Any, monkeypatch: Any) -> None:
     """One program or several, which leave sums to the last one, or more than all to the first; other tiles."""
     chosen, launched = getattr(exchange_gemm, MODES[mode]), []

@@ -275,6 +275,7 @@ jax.block_until_ready(run(ranks(), heap_tables(pool)))
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_program_with_one_traceback():
     """A terminal sends it to all processes of the program, whose main thread waits for the kernels meanwhile."""
     process = start(INTERRUPTED)
@@ -316,6 +317,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_ends_nor_keeps_the_workers():
     process = start(FORKED)
     worker, child = map(int, process.stdout.readline().split())
@@ -325,6 +327,7 @@ def test_a_forked_child_neither_ends_nor_keeps_the_workers():
     os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_exit_leaves_nothing_behind():
     """A program that neither closes its pool nor finishes its kernel prints no warning, and its worker ends with it."""
     program = """

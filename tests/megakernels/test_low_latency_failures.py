@@ -119,6 +119,7 @@ def believe_in_other_launches(pool: interpreter.Pool) -> None:
     harness.words_of(heap, heap.buffers, 1)[64 + heap.layout.num_devices] += 2
 
 
+@pytest.mark.slow
 def test_a_late_peer_changes_no_result(
     two_ranks: Mesh, rng: Any, monkeypatch: pytest.MonkeyPatch, subtests: Any
 ) -> None:

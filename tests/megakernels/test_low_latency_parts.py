@@ -290,7 +290,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("where", MISSING)
-@pytest.mark.slow(unless={"where": ["finish"]})
+@pytest.mark.slow
 def test_a_peer_that_takes_part_in_other_exchanges_is_named(where, two_impatient_ranks, rng, after_failures, caplog):
     inputs, call = layer(rng), harness.compiled(moe(2), two_impatient_ranks)
     call(*inputs.args)

@@ -119,6 +119,7 @@ def test_ids_of_no_expert(heaps):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow(unless={"name": ["one slot", "too many experts, sorted", "huge alignment"]})
 def test_edges(heaps, rng, name):
     layout = LAYOUTS[name]
     call = planner(layout)

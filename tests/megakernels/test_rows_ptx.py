@@ -36,7 +36,7 @@ def compile_pass(monkeypatch, kernel, types, constants, config=None):
     ids=["rows", "gradient", "gradient and rows"],
 )
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.slow(unless={"name": ["silu", "gpt-oss"]})
+@pytest.mark.slow(unless={"name": ["gpt-oss"]})
 def test_activation(monkeypatch, kernel, keep, name, gated):
     """The experts of gpt-oss have gates and biases."""
     experts = {"llama 4": Experts(gated=gated, weight_on="input"), "gpt-oss": GPT_OSS}.get(name)

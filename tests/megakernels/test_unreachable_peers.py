@@ -66,6 +66,7 @@ def layer(axis_name: Any, implementation: str | None, *arguments: Any) -> Any:
     return jax_ep.moe(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_layer_and_gradients_over_a_topology(nodes: Mesh, rng: Any) -> None:
     """By kernels, whose launches inside the nodes are there; against the oracle."""
 

@@ -145,8 +145,11 @@ def test_ids_of_tokens_that_do_not_count(rng: np.random.Generator) -> None:
         jax_ep.dispatch(arrays.x, None, num_experts=E, axis_name=(), num_tokens=1, handle=handle)
     mesh, mask = make_mesh((2,), ("expert",)), jnp.asarray([True, True, True, False])
     layer = sharded_moe(mesh, num_experts=E, implementation="xla")
-    masked = layer(arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down, token_mask=mask)
+    args = (arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down)
+    masked = layer(*args, token_mask=mask)
     assert not np.asarray(masked)[3].any() and np.isfinite(masked).all()
+    with pytest.raises(ValueError, match="777"):
+        layer(*args, token_mask=~mask)
 
 
 def test_biases_of_global_arrays_are_checked(rng: np.random.Generator) -> None:

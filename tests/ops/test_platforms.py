@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import harness
 import jax_ep
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Options, Schedule
@@ -112,3 +115,20 @@ def test_other_platforms(platform: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert choose(None, "exchange") == "xla"
     with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
         choose("triton", "exchange")
+
+
+def test_interpreted_kernels_need_manual_axes(two_ranks: Mesh) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("the interpreter stands for GPUs on the CPU")
+    used = []
+
+    def per_rank(x: Any) -> Any:
+        with pytest.raises(NotImplementedError, match=r"every mesh axis is manual, but \['data'\] are not"):
+            choose("triton", "exchange")
+        used.append(choose(None, "exchange"))
+        return x
+
+    options = {"in_specs": P("expert"), "out_specs": P("expert"), "axis_names": {"expert"}}
+    mesh = harness.make_mesh((2, 2), ("data", "expert"))
+    jax.eval_shape(jax.jit(jax.shard_map(per_rank, mesh=mesh, **options)), jnp.ones(2))
+    assert used == ["xla"]

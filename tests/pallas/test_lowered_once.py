@@ -1,5 +1,7 @@
 """A launch is lowered once for all programs of a process, whatever mesh they are for, and from files in others."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -139,6 +141,40 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
         path.write_bytes(damaged)
         assert lower_here() == (text, 1)
         assert lower_here() == (text, 0)
+
+
+@pytest.fixture
+def limit():
+    """Sets the limit of JAX's cache."""
+    before = jax.config.jax_compilation_cache_max_size
+    yield lambda num_bytes: jax.config.update("jax_compilation_cache_max_size", num_bytes)
+    jax.config.update("jax_compilation_cache_max_size", before)
+
+
+def test_files_used_longest_ago_make_room_for_others(cache, limit, tmp_path):
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    lower_here(factor=1.0)
+    (first,) = tmp_path.glob("*/*")
+    lower_here(factor=2.0)
+    second = next(path for path in tmp_path.glob("*/*") if path != first)
+    for age, path in enumerate((second, first), start=1):
+        os.utime(path, (age, age))  # the second is older
+    assert lower_here(factor=2.0)[1] == 0  # and is used again
+    limit(first.stat().st_size + second.stat().st_size)
+    assert lower_here(factor=3.0)[1] == 1
+    assert not first.exists() and second.exists()
+    assert [lower_here(factor=factor)[1] for factor in (2.0, 3.0, 1.0)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_file_above_the_limit_is_not_written(num_bytes, cache, limit, tmp_path):
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    lower_here(factor=2.0)
+    limit(num_bytes)
+    assert [lower_here(factor=3.0)[1] for _ in range(2)] == [1, 1]
+    assert lower_here(factor=2.0)[1] == 0  # what is there stays
 
 
 @pytest.mark.parametrize("what", ["sources_digest", "jaxlib", "jax", "devices"])

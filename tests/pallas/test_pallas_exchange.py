@@ -21,7 +21,6 @@ from jax_ep.core import fp8
 from jax_ep.pallas import local_steps, requirements
 from jax_ep.types import Options
 from jax_ep.xla import exchange, rounds
-from jax_ep.xla.local_steps import LocalSteps
 
 REFUSAL = requirements.refusal(Options("dispatch", (), ("pallas",)), "activation", BF16)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -50,7 +49,7 @@ def refuse(*_, **__):
 @pytest.fixture
 def only_kernels(monkeypatch):
     """Lets nothing fall back to XLA."""
-    monkeypatch.setattr(local_steps, "PORTABLE", LocalSteps(refuse, refuse))
+    monkeypatch.setattr(local_steps.xla, "unpermute", refuse)
 
 
 def some_rows(rng, num_rows, *shape):

@@ -176,6 +176,7 @@ def halves(*args: Any) -> Any:
     return jax_ep.low_latency_moe(x, ids, weights, *matrices, **OPTIONS, num_micro_batches=2)
 
 
+@pytest.mark.slow
 def test_exchanges_in_two_launches(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """What finishes one waits for the launch that has started it at the peer, and both have names of their own."""
     args = inputs(rng)

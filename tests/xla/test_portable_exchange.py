@@ -263,6 +263,7 @@ def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: b
     return {name: jax.jit(per_rank(fn, mesh)).lower(*args).compile() for name, (fn, args) in calls.items()}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
     """Temporary memory at the capacity of a balanced load: 1.25 times the rows. By gathering it is 4 times and more."""
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)

@@ -67,6 +67,8 @@ fi
 bench fused-moe 100 "fused_moe.py --models qwen3-30b"
 bench fused-moe-graphs 80 "fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 4 16 --graphs --suffix _graphs"
 bench fused-moe-mixtral 100 "fused_moe.py --models mixtral-8x7b --suffix _mixtral"
+prefill="--models qwen3-30b mixtral-8x7b deepseek-v3-quarter --tokens 4096 --formats --lengths 4 16"
+bench fused-moe-prefill 190 "fused_moe.py $prefill --only several 'one launch' 'hidden rows' einsum --suffix _prefill"
 bench fused-moe-large 100 "fused_moe.py --models deepseek-v3 --shard 8 --suffix _deepseek_shard"
 bench grouped-gemm 300 "grouped_gemm.py --parts kernels"
 bench decode-experts 120 "low_latency.py --parts experts"

@@ -353,6 +353,30 @@ def one_device(reports: Reports) -> list[str]:
     return table(["us; model, tokens:", *columns], lines)
 
 
+PREFILL = {
+    "several launches": "several launches, bfloat16",
+    "rows activated in a launch of their own": "hidden rows, bfloat16",
+    "cuBLAS, both products, equal groups": "batched einsum",
+    "PyTorch's `_grouped_mm`": "PyTorch, _grouped_mm",
+}
+
+
+def prefill(reports: Reports) -> list[str]:
+    """The layer of one device with many tokens, with the share of cuBLAS's rate."""
+    cublas = PREFILL["cuBLAS, both products, equal groups"]
+    looked = {n: reports.find("fused_moe_prefill", (cublas,), model=key, tokens=4096) for key, n in MODELS.items()}
+    there = {name: found for name, found in looked.items() if found is not None and len(found.rows) > 2}
+
+    def cell(found: Found, variant: str) -> str:
+        if variant not in found.rows:
+            return ""
+        least, taken = (found.rows[name]["seconds"]["median"] for name in (cublas, variant))
+        return found.us(variant) + ("" if variant == cublas else f", {100 * least / taken:.0f} %")
+
+    lines = ([label, *(cell(found, variant) for found in there.values())] for label, variant in PREFILL.items())
+    return table(["us, of cuBLAS", *there], lines)
+
+
 def ablations(reports: Reports) -> list[str]:
     """Each decision on and off."""
     lines = []
@@ -406,6 +430,7 @@ TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "parts_32768": parts_32768,
     "grouped_gemm": grouped_gemm,
     "one_device": one_device,
+    "prefill": prefill,
     "low_latency": low_latency,
     "decode_layer": decode_layer,
     "ablations": ablations,

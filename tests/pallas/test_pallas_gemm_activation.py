@@ -135,5 +135,5 @@ def test_what_is_kept_is_what_was(keep, argnums, expert_mesh, rng, monkeypatch, 
     found = [kept(policy) for policy in policies]
     hidden = found[2] - found[1]
     assert [shape[-1] for shape, _ in hidden] == [2 * SHAPE.intermediate]
-    monkeypatch.setattr(requirements, "activates", lambda experts: False)
+    monkeypatch.setattr(requirements, "activates", lambda *_: False)
     assert found == [kept(policy) for policy in policies]

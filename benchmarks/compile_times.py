@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_ep
+from jax_ep.core.expert_matrices import RECIPES
 from lib import harness
 from lib.harness import Report, Timing
 from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
@@ -114,7 +115,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=3, tokens="4096")
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
-    parser.add_argument("--recipe", choices=["bf16", "fp8", "fp8-forward"], help="of the layer; default: none")
+    parser.add_argument("--recipe", choices=RECIPES, help="of the layer; default: none")
     parser.add_argument("--here", action="store_true", help="measure once in this process, and print JSON alone")
     return parser
 

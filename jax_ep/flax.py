@@ -104,7 +104,8 @@ class MoE(nnx.Module):
       gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`; likewise.
       capacity: rows each rank can take over all its experts; None never drops.
       wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
-      recipe: how the experts compute, see `jax_ep.moe`: "fp8", "fp8-forward" or "bf16"; None: in `dtype`.
+      recipe: how the experts compute, see `jax_ep.moe`: "fp8", "fp8-input-gradient", "fp8-forward" or "bf16"; None:
+        in `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
       param_dtype: dtype of the parameters, cast to `dtype` in the forward pass, but for the experts' matrices in an FP8
         recipe without `fsdp_axis`, which are rounded once.
@@ -353,7 +354,7 @@ class MoE(nnx.Module):
         """
         if not check_recipe.is_fp8(self.recipe):
             raise ValueError(
-                f"training_weights: recipe={self.recipe!r} rounds no matrices, expected 'fp8' or 'fp8-forward';"
+                f"training_weights: recipe={self.recipe!r} rounds no matrices, expected one that begins with 'fp8';"
                 " construct the layer with one, or call it without weights"
             )
         matrices, mesh, recipe = self._matrices(), self._active_mesh(), str(self.recipe)

@@ -147,7 +147,7 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them, such as those of all layers,
         stacked; K and N are multiples of 128. Or `[..., E, K, 2, N]`, or with 1 in place of 2: w_gate_up as `moe_specs`
         splits it over a tensor axis.
-      recipe: "fp8", or "fp8-forward", whose backward pass needs half of it.
+      recipe: "fp8", "fp8-input-gradient", or "fp8-forward", whose backward pass needs half of it.
 
     Returns:
       `Fp8Weights`: two bytes for each element, or one, beside w. An infinity or NaN spoils its block of 128 by 128.
@@ -180,7 +180,7 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
     values, transposed, scales = _quantize_masters(jax.lax.stop_gradient(matrices))
     if has_kinds:
         transposed = jnp.moveaxis(transposed, -3, -2)
-    return Fp8Weights(w, values, transposed if recipe == "fp8" else None, scales)
+    return Fp8Weights(w, values, transposed if check_recipe.differentiates_in_fp8(recipe) else None, scales)
 
 
 def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:

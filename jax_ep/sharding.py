@@ -203,7 +203,7 @@ def quantize_per_device(
       mesh: where they lie; None: the mesh of the context.
       spec: of one layer, `moe_specs(...).w_gate_up` or `.w_down`.
       w: `[..., E, K, N]`, or `[..., E, K, 2, N]` with a tensor axis, float.
-      recipe: "fp8" or "fp8-forward".
+      recipe: "fp8", "fp8-input-gradient" or "fp8-forward".
       num_leading: axes of w before those of a layer, such as that of stacked layers.
 
     Returns:
@@ -227,7 +227,7 @@ def quantize_per_device(
         found = quantize_master_weights(w, recipe=recipe)
         return found.values, found.transposed, found.scales
 
-    out_specs = turned, straight if recipe == "fp8" else None, turned
+    out_specs = turned, straight if check_recipe.differentiates_in_fp8(recipe) else None, turned
     run = jax.shard_map(numbers, mesh=mesh, in_specs=straight, out_specs=out_specs)
     return Fp8Weights(w, *run(lax.stop_gradient(w)))
 

@@ -16,7 +16,8 @@ from jax_ep.core.expert_matrices import RECIPES, Fp8Weights
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.types import Array
 
-_IN_FP8 = ("fp8", "fp8-forward")
+_BOTH_WAYS = ("fp8", "fp8-input-gradient")
+_IN_FP8 = (*_BOTH_WAYS, "fp8-forward")
 _REMEDY = "make it with jax_ep.quantization.quantize_master_weights"
 
 
@@ -40,13 +41,13 @@ def recipe(function: str, value: Any, tokens: DTypeLike) -> str | None:
 
 
 def wire(function: str, recipe: str | None, wire_dtype: DTypeLike | None) -> DTypeLike | None:
-    """The wire dtype of a recipe: "fp8" has its own, beside which no other can be asked for."""
-    if recipe != "fp8" or wire_dtype is None:
-        return FP8 if recipe == "fp8" else wire_dtype
+    """The wire dtype of a recipe: one with gradients in FP8 has its own, beside which no other can be asked for."""
+    if not differentiates_in_fp8(recipe) or wire_dtype is None:
+        return FP8 if differentiates_in_fp8(recipe) else wire_dtype
     wanted = check.dtype(function, "wire_dtype", wire_dtype, "float8_e4m3fn or None")
     if wanted != FP8:
         raise ValueError(
-            f"{function}: wire_dtype={wanted} beside recipe='fp8', expected float8_e4m3fn, in which tokens and"
+            f"{function}: wire_dtype={wanted} beside recipe={recipe!r}, expected float8_e4m3fn, in which tokens and"
             " cotangents travel there; leave it None, or pass recipe='fp8-forward'."
         )
     return FP8
@@ -55,6 +56,11 @@ def wire(function: str, recipe: str | None, wire_dtype: DTypeLike | None) -> DTy
 def is_fp8(recipe: str | None) -> bool:
     """Whether products run in FP8."""
     return recipe in _IN_FP8
+
+
+def differentiates_in_fp8(recipe: str | None) -> bool:
+    """Whether products of the backward pass run in FP8, too."""
+    return recipe in _BOTH_WAYS
 
 
 def whole_blocks(function: str, recipe: str, hidden: int, intermediate: int) -> None:
@@ -90,10 +96,10 @@ def _fp8_weights(
             f" the master: {name}.master."
         )
     parts = fp8_weights(function, name, value)
-    if recipe == "fp8" and parts.transposed is None:
+    if differentiates_in_fp8(recipe) and parts.transposed is None:
         raise ValueError(
-            f"{function}: {name} is Fp8Weights of recipe 'fp8-forward', expected those of 'fp8', with the matrices that"
-            f" the backward pass multiplies; {_REMEDY}(w, recipe='fp8')."
+            f"{function}: {name} is Fp8Weights of recipe 'fp8-forward', expected those of {recipe!r}, with the matrices"
+            f" that the backward pass multiplies; {_REMEDY}(w, recipe={recipe!r})."
         )
     check.expert_weights(
         function, f"{name}.master", parts.master, (leading[0], leading[1] or parts.shape[1]), parts.dtype

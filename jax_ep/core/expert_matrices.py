@@ -46,7 +46,7 @@ class QuantizedExperts:
         return (*leading, 2 * depth if self.values.dtype == np.uint8 else depth)
 
 
-RECIPES = ("bf16", "fp8", "fp8-forward")
+RECIPES = ("bf16", "fp8", "fp8-input-gradient", "fp8-forward")
 """How an expert layer computes, where not in the dtype of its tokens; see `moe`."""
 
 

@@ -100,10 +100,11 @@ def activate_gradient(
     bias: Array | None,
     d_rows: Array,
     group_sizes: Array,
-) -> tuple[Array, Array]:
-    """Cotangents of `hidden` and `weights`, where `is_one_pass`."""
-    found = _activate_gradient(options, experts, False, hidden, weights, bias, d_rows, group_sizes)
-    return found[0], found[1]
+    *,
+    keep: bool,
+) -> tuple[Array, Array, Array | None]:
+    """Cotangents of `hidden` and `weights` and, with `keep`, the rows of `activate`, where `is_one_pass`."""
+    return _activate_gradient(options, experts, keep, hidden, weights, bias, d_rows, group_sizes)
 
 
 def activate_again(

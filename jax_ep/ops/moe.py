@@ -86,12 +86,13 @@ def moe(
         cross once per node, and sums of them once, to the layer over its local axis.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
       num_tokens: see `dispatch`.
-      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward; the recipe "fp8" has no
-        other.
+      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward; the recipes "fp8" and
+        "fp8-input-gradient" have no other.
       recipe: how the layer computes. None: in the dtype of x. "bf16": likewise, of which x must be. "fp8": all products
         of both passes are in FP8, and what travels is: each operand is rounded to it with one scale for 128 elements
-        along the axis that is summed over, matrices with one for a block of 128 by 128. "fp8-forward": the products of
-        the forward pass alone; the backward pass is that of the layer without it, at the hidden rows of the forward
+        along the axis that is summed over, matrices with one for a block of 128 by 128. "fp8-input-gradient": the same
+        but for weight gradients, which are products in the dtype of x. "fp8-forward": the products of the forward pass
+        alone; the backward pass is that of the layer without it, at the hidden rows of the forward
         pass. Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters.
         Matrices are quantised in each call, but for `Fp8Weights`; tokens that travel in FP8 are quantised once.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded

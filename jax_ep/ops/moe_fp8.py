@@ -1,10 +1,12 @@
-"""The halves of the expert layer with products in FP8: those of the forward pass, or those of both.
+"""The halves of the expert layer with products in FP8: those of the forward pass, all, or all but weight gradients.
 
 Rounding to FP8 counts as the identity (straight-through). With the recipe "fp8-forward" the backward pass consists of
 the functions that the layer without FP8 has, at the tokens and hidden rows of this one, and is as precise as that of
 the other. With "fp8" its products are in FP8 too. Each operand then has its scales along the axis that is summed over:
 cotangents of rows, which travel as they are multiplied, for 128 columns; both operands of a weight gradient, for a
-column of 128 rows; matrices for blocks of 128 by 128, so that their transposes are the same numbers.
+column of 128 rows; matrices for blocks of 128 by 128, so that their transposes are the same numbers. With
+"fp8-input-gradient" weight gradients alone are products in the dtype of the tokens, of rows as they came or were made:
+no columns are quantised, of which a group needs whole blocks.
 
 Source: products with scales per block, all in e4m3, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3).
 """
@@ -128,7 +130,7 @@ def _dispatch_forward(options: Options, x: Array, weights: Array, w: Weights, ha
 
 
 def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
-    if options.recipe == "fp8":
+    if check_recipe.differentiates_in_fp8(options.recipe):
         return call_without_gradient(_REMEDY, partial(_dispatch_backward_in_fp8, options), residuals, cotangents)
     saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents
@@ -148,12 +150,19 @@ def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array
 def _dispatch_backward_in_fp8(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
     saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents
-    operands, sizes = fp8_kernels(options)[1], handle.group_sizes
-    rows, columns = operands.quantize_both_ways(d_hidden, sizes)
-    d_rows = _multiply(options, rows, w, handle, d_hidden.dtype, transpose=True)
+    operands, sizes, dtype = fp8_kernels(options)[1], handle.group_sizes, d_hidden.dtype
+    columns = None
+    if options.recipe == "fp8":
+        rows, columns = operands.quantize_both_ways(d_hidden, sizes)
+    else:
+        rows = operands.quantize_rows(d_hidden, sizes)
+    d_rows = _multiply(options, rows, w, handle, dtype, transpose=True)
     d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
-    tokens = operands.quantize_columns(_as_fp8(saved), sizes)
-    return d_x, d_weights, _weight_gradient(options, tokens, columns, w, handle), None
+    if columns is not None:
+        tokens = operands.quantize_columns(_as_fp8(saved), sizes)
+        return d_x, d_weights, _weight_gradient(options, tokens, columns, w, handle), None
+    tokens = operands.dequantize_rows(*_as_fp8(saved), sizes, dtype=dtype)
+    return d_x, d_weights, _cotangent(w, weight_gradient(options, w.dtype, tokens, d_hidden, sizes)), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -180,8 +189,8 @@ def _combine(options: Options, y: Array, between: Between, handle: Handle) -> Ar
 
 
 def _combine_forward(options: Options, experts: Experts, between: Between, w: Weights, handle: Handle) -> Any:
-    # With products in FP8 in the backward pass, too, rows are made again there: as columns, from the hidden rows.
-    keep = options.recipe != "fp8"
+    # With products in FP8 in the backward pass, too, rows are made again there, from the hidden rows.
+    keep = not check_recipe.differentiates_in_fp8(options.recipe)
 
     def run(between: Between, w: Weights, handle: Handle) -> tuple[Array, Array | None]:
         quantized, rows = _activate(options, experts, between, handle, keep=keep)
@@ -194,7 +203,7 @@ def _combine_forward(options: Options, experts: Experts, between: Between, w: We
 
 def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
     options = options.transposed
-    if options.recipe == "fp8":
+    if check_recipe.differentiates_in_fp8(options.recipe):
         run = partial(_combine_backward_in_fp8, options, experts)
         return call_without_gradient(_REMEDY, run, residuals, d_sums)
     between, rows, w, handle = residuals
@@ -209,7 +218,7 @@ def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums
         d_products, _ = exchange.dispatch_tokens(options, d_sums, None, handle)
         d_rows = multiply(options, True, dtype, d_products, matrices, sizes)
         d_w = weight_gradient(options, w.dtype, rows, d_products, sizes)
-    d_between = _gradient_between(options, experts, between, d_rows, cast(Array, d_products), sizes)
+    d_between, _ = _gradient_between(options, experts, between, d_rows, cast(Array, d_products), sizes)
     return d_between, _cotangent(w, d_w), None
 
 
@@ -220,23 +229,35 @@ def _combine_backward_in_fp8(options: Options, experts: Experts, residuals: Any,
     run = registry.get("exchange", exchange.choose(options, d_sums, handle.layout, handle))
     in_fp8, _ = run.dispatch_quantized(options, d_sums, None, handle)
     d_rows = _multiply(options, in_fp8, w, handle, dtype, transpose=True)
-    rows = operands.activate_columns(experts, *between[:3], sizes)
-    d_w = _weight_gradient(options, rows, operands.quantize_columns(in_fp8, sizes), w, handle)
-    d_products = None if between.b_down is None else operands.dequantize_rows(*in_fp8, sizes, dtype=dtype)
-    return _gradient_between(options, experts, between, d_rows, d_products, sizes), d_w, None
+    by_columns, d_products = options.recipe == "fp8", None
+    if between.b_down is not None or not by_columns:
+        d_products = operands.dequantize_rows(*in_fp8, sizes, dtype=dtype)
+    d_between, rows = _gradient_between(options, experts, between, d_rows, d_products, sizes, keep=not by_columns)
+    if rows is not None:
+        return d_between, _cotangent(w, weight_gradient(options, w.dtype, rows, cast(Array, d_products), sizes)), None
+    columns = operands.activate_columns(experts, *between[:3], sizes)
+    d_w = _weight_gradient(options, columns, operands.quantize_columns(in_fp8, sizes), w, handle)
+    return d_between, d_w, None
 
 
 def _gradient_between(
-    options: Options, experts: Experts, between: Between, d_rows: Array, d_products: Array | None, sizes: Array
-) -> Between:
-    """The cotangents of what is between the products, and of the bias behind them."""
-    d_hidden, d_weights = activate_gradient(options, experts, *between[:3], d_rows, sizes)
+    options: Options,
+    experts: Experts,
+    between: Between,
+    d_rows: Array,
+    d_products: Array | None,
+    sizes: Array,
+    *,
+    keep: bool = False,
+) -> tuple[Between, Array | None]:
+    """The cotangents of what is between the products, and of the bias behind them; with `keep` also activated rows."""
+    d_hidden, d_weights, rows = activate_gradient(options, experts, *between[:3], d_rows, sizes, keep=keep)
     d_gate_up, d_down = between.b_gate_up, between.b_down
     if d_gate_up is not None:
         d_gate_up = sum_groups(options, d_hidden, None, sizes).astype(d_gate_up.dtype)
     if d_down is not None:
         d_down = bias_gradient(options, cast(Array, d_products), d_down, sizes)
-    return Between(d_hidden, d_weights, d_gate_up, d_down)
+    return Between(d_hidden, d_weights, d_gate_up, d_down), rows
 
 
 dispatch_and_multiply.defvjp(_dispatch_forward, _dispatch_backward)

@@ -53,7 +53,7 @@ def test_columns_of_several_kinds(kinds: int, rng: Any) -> None:
     assert found.scales.shape == (3, 2, kinds, 1, 2)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-input-gradient", "fp8-forward"])
 @pytest.mark.slow
 def test_same_bits_as_masters(implementation: str, recipe: str, expert_mesh: Any, rng: Any) -> None:
     """In a mesh, with masters and gradients in float32 beside tokens in bfloat16."""
@@ -238,7 +238,9 @@ def test_mistakes(name: str) -> None:
 def test_mistakes_of_making_them() -> None:
     with pytest.raises(ValueError, match=r"axis -1 of w is 100, expected a multiple of 128"):
         quantize_master_weights(jnp.ones((2, 128, 100)))
-    with pytest.raises(ValueError, match=r"recipe='bf16', expected one of \('fp8', 'fp8-forward'\)"):
+    with pytest.raises(
+        ValueError, match=r"recipe='bf16', expected one of \('fp8', 'fp8-input-gradient', 'fp8-forward'\)"
+    ):
         quantize_master_weights(jnp.ones((2, 128, 128)), recipe="bf16")
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     with pytest.raises(TypeError, match=r"w_gate_up is Fp8Weights and w_down is an array, expected two of a kind"):

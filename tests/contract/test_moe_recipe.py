@@ -1,4 +1,7 @@
-"""moe(recipe="fp8"): all products of both passes in FP8, against an oracle with the same roundings."""
+"""moe(recipe="fp8"): all products of both passes in FP8, against an oracle with the same roundings.
+
+And "fp8-input-gradient", whose weight gradients alone are in the dtype of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,39 @@ def assert_near(got: Any, want: Any, limit: float = NEAR) -> None:
         assert relative(g, w) < limit, name
 
 
+RECIPES = ["fp8", "fp8-input-gradient"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow(unless={"num_ranks": [2]})
 @pytest.mark.slow_interpreted
 def test_against_the_oracle(
-    implementation: str, num_ranks: int, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
+    implementation: str, num_ranks: int, recipe: str, expert_mesh: Any, rng: Any, subtests: pytest.Subtests
 ) -> None:
     """Near the layer with the same roundings, and as far from the one without as those are."""
-    call = compiled(with_gradients(implementation=implementation), expert_mesh(num_ranks))
+    call = compiled(with_gradients(implementation=implementation, recipe=recipe), expert_mesh(num_ranks))
     for routing in FEW_ROUTINGS:
         with subtests.test(routing):
             layer = Layer(rng, routing, num_ranks)
             got = call(*layer.args, layer.probe)
-            assert_near(got, oracle_fp8.layer(layer, layer.probe))
+            assert_near(got, oracle_fp8.layer(layer, layer.probe, recipe=recipe))
             exact = layer.oracle()
             for name, g, w in zip(NAMES, got, (exact.forward(), *exact.gradients(layer.probe)), strict=True):
                 assert 0.01 < relative(g, w) < 0.15, name
+
+
+@pytest.mark.slow_interpreted
+def test_weight_gradients_alone_differ(implementation: str, expert_mesh: Any, rng: Any) -> None:
+    """Of the recipes with gradients in FP8."""
+    layer = Layer(rng, "uniform", 2, dtype=BF16)
+    calls = [with_gradients(implementation=implementation, recipe=recipe) for recipe in RECIPES]
+    rounded, finer = (run(call, expert_mesh(2), *layer.args, layer.probe) for call in calls)
+    for name, one, other in zip(NAMES[:3], rounded, finer, strict=False):
+        assert_same_bits(one, other, name)
+    for name, one, other in zip(NAMES[3:], rounded[3:], finer[3:], strict=True):
+        assert 0.01 < relative(other, one) < 0.1, name
+        assert other.dtype == BF16
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -57,15 +77,17 @@ def test_activations(implementation: str, activation: str, gated: bool, expert_m
     assert_near(got, oracle_fp8.layer(layer, layer.probe.astype(np.float64), activation), 0.05)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("routing", ["one_hot_every_slot", "zipf"])
 @pytest.mark.slow
-def test_groups_of_several_blocks(implementation: str, routing: str, rng: Any) -> None:
+def test_groups_of_several_blocks(implementation: str, routing: str, recipe: str, rng: Any) -> None:
     """More than 128 rows of an expert, no whole number of blocks; experts without rows have gradients of zero."""
     shape = Shape(num_tokens=150, top_k=2, num_experts=3, hidden=128, intermediate=128)
     layer = Layer(rng, routing, 1, shape)
     mesh = make_mesh((1,), ("expert",))
-    got = run(with_gradients(num_experts=3, implementation=implementation), mesh, *layer.args, layer.probe)
-    assert_near(got, oracle_fp8.layer(layer, layer.probe))
+    call = with_gradients(num_experts=3, implementation=implementation, recipe=recipe)
+    got = run(call, mesh, *layer.args, layer.probe)
+    assert_near(got, oracle_fp8.layer(layer, layer.probe, recipe=recipe))
     empty = [e for e in range(3) if not (layer.topk_idx == e).any()]
     assert routing == "zipf" or len(empty) == 2
     assert not got[3][0][empty].any() and not got[4][0][empty].any()
@@ -141,8 +163,9 @@ def test_biases(implementation: str, weight_on: str, expert_mesh: Any, rng: Any)
 
         return run(fn, expert_mesh(2), *layer.args, layer.probe, *biases)
 
-    for got, want in zip(gradients("fp8"), gradients(None), strict=True):
-        assert 0 < relative(got, want) < 0.12
+    want = gradients(None)
+    for got, one in ((got, one) for recipe in RECIPES for got, one in zip(gradients(recipe), want, strict=True)):
+        assert 0 < relative(got, one) < 0.12
 
 
 @pytest.mark.slow
@@ -171,8 +194,9 @@ def test_fused_moe_and_bf16(implementation: str, rng: Any) -> None:
         assert_same_bits(got, to_numpy(jax.jit(call)(*args)), recipe)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.slow
-def test_what_is_kept(implementation: str, rng: Any) -> None:
+def test_what_is_kept(implementation: str, recipe: str, rng: Any) -> None:
     """For the backward pass: tokens in FP8 with their scales, and hidden rows; nothing else of so many columns."""
     shape = Shape(num_tokens=6, top_k=2, num_experts=2, hidden=128, intermediate=384)
     layer = Layer(rng, "uniform", 1, shape, BF16)
@@ -180,7 +204,7 @@ def test_what_is_kept(implementation: str, rng: Any) -> None:
 
     def call(x, weights, *matrices):
         ids = jnp.asarray(layer.topk_idx[0])
-        return jax_ep.fused_moe(x, ids, weights, *matrices, recipe="fp8", implementation=implementation)
+        return jax_ep.fused_moe(x, ids, weights, *matrices, recipe=recipe, implementation=implementation)
 
     kept = jax.tree.leaves(jax.vjp(call, x, weights, *matrices)[1])
     of_rows = sorted((a.dtype.name, a.shape[1]) for a in kept if a.ndim == 2 and a.shape[0] == 12)

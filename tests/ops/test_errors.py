@@ -309,13 +309,13 @@ COMPUTE_CASES = [
         ["moe", "fused_moe"],
         "a recipe that there is not",
         {"recipe": "fp7"},
-        *("recipe='fp7'", "'bf16', 'fp8', 'fp8-forward'", "pass", "None"),
+        *("recipe='fp7'", "'bf16', 'fp8', 'fp8-input-gradient', 'fp8-forward'", "pass", "None"),
     ),
     *value(
         ["moe", "fused_moe"],
         "a dtype in place of a recipe",
         {"recipe": FP8},
-        *("recipe", "'bf16', 'fp8', 'fp8-forward'", "None", "pass"),
+        *("recipe", "'bf16', 'fp8', 'fp8-input-gradient', 'fp8-forward'", "None", "pass"),
         error=TypeError,
     ),
     *value(

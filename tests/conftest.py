@@ -94,11 +94,15 @@ def implementations(config: pytest.Config, module: Any = None) -> list[str]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Kernels run on CPU devices only where asked for: in Triton's interpreter, one process per device."""
+    if "triton" in implementations(session.config):
+        _begin(session.config)
+
+
+def _begin(config: pytest.Config) -> None:
+    """The context of tests that have none of their own."""
     import jax_ep
 
-    if "triton" not in implementations(session.config):
-        return
-    launcher = session.config.getoption("launcher")
+    launcher = config.getoption("launcher")
     if NUM_PROCESSES > 1:  # a transport that refuses must not look like tests that pass
         mesh = harness.make_mesh((NUM_PROCESSES,), (harness.EXPERT,))
         jax_ep.init(mesh, transport="nvshmem", launcher=launcher)
@@ -154,6 +158,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         made_for = registry.available(getattr(metafunc.module, "OPERATION", "exchange"))
         names = [name for name in implementations(metafunc.config, metafunc.module) if name in made_for]
         metafunc.parametrize("implementation", names, scope="session")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Begins anew where a test with a context of its own has ended that of the session: others would skip."""
+    from jax_ep import context
+
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("implementation") == "triton" and NUM_PROCESSES == 1 and context.transport() is None:
+        _begin(item.config)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -260,14 +260,11 @@ def column_sizes_of(shape: tuple[int, ...], group_sizes: Array, block: int) -> C
 
 
 def columns_config(sizes: ColumnPass, *, both: bool = False) -> Config:
-    """Three programs of few warps, whose loads and stores cover each other: 289 us where two of eight took 328.
-
-    Where rows are stored too, one program has all registers.
-    """
+    """As that of `quantize_matrices`; where rows are stored too, one program has the registers of two."""
     num_tasks = sizes.P // GROUP_SIZE * -(-sizes.H // sizes.BC)
     if both:
         return Config(num_programs(num_tasks), num_warps=16, max_registers=128)
-    return Config(num_programs(num_tasks, 3), num_warps=4, max_registers=168)
+    return matrices_config(num_tasks)
 
 
 def _quantized_columns(sizes: ColumnPass) -> Rows:

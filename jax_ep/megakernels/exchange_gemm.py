@@ -89,7 +89,7 @@ def dispatch_grouped_gemm(
     layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
     schedule = _dispatch_schedule(options.schedule, layout, x.dtype, x.shape[1], columns, save_as)
     if schedule.dispatch_mode == "serial":
-        rows, row_weights = dispatch_rows(options, x, weights, handle)
+        rows, row_weights = dispatch_tokens(options, x, weights, handle, clear=layout.alignment > 1)
         products = _fastest(rows, columns, handle)
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
         if save_as != "tokens":

@@ -49,13 +49,18 @@ def in_several_passes(options: Options, experts: Experts, between: Between, w: A
         hidden, weights, b_gate_up, bias = between
         sizes = handle.group_sizes
         rows = activate(options, experts, w.shape[1], hidden, weights, b_gate_up, sizes)
-        if exchange_gemm.fuses(options, rows, w.shape[2], handle):
-            if bias is None:
-                return exchange_gemm.multiply_and_combine(options, False, rows, None, w, handle)[0]
-            return exchange_gemm.multiply_and_combine_with_bias(options, rows, w, handle, bias)
-        return _multiply_then_combine(options, rows, w, handle, bias)
+        return multiply_and_combine(options, rows, w, handle, bias)
 
     return run(between, w, handle)
+
+
+def multiply_and_combine(options: Options, rows: Array, w: Array, handle: Handle, bias: Bias | None) -> Array:
+    """Activated rows times `w [L, I, H]` to sums `[T, H]`, in one launch or several."""
+    if not exchange_gemm.fuses(options, rows, w.shape[2], handle):
+        return _multiply_then_combine(options, rows, w, handle, bias)
+    if bias is None:
+        return exchange_gemm.multiply_and_combine(options, False, rows, None, w, handle)[0]
+    return exchange_gemm.multiply_and_combine_with_bias(options, rows, w, handle, bias)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -66,11 +71,6 @@ def activate_multiply_and_combine(
     hidden, weights, b_gate_up, bias = between
     activation = registry.get("activation", registry.choose(options, "activation", hidden.dtype))
     rows = activation.activate(experts, hidden, weights, b_gate_up, handle.group_sizes)
-    return multiply_and_combine(options, rows, w, handle, bias)
-
-
-def multiply_and_combine(options: Options, rows: Array, w: Array, handle: Handle, bias: Bias | None) -> Array:
-    """Activated rows times `w [L, I, H]` to sums `[T, H]`, in one launch or several."""
     if not exchange_gemm.fuses(options, rows, w.shape[2], handle):
         return _multiply_then_combine(options, rows, w, handle, bias)
     run = exchange_gemm.implementation(options, rows, w, handle)

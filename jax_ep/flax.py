@@ -354,7 +354,7 @@ class MoE(nnx.Module):
         """
         if not check_recipe.is_fp8(self.recipe):
             raise ValueError(
-                f"training_weights: recipe={self.recipe!r} rounds no matrices, expected one that begins with 'fp8';"
+                f"training_weights: recipe={self.recipe!r} rounds no matrices, expected one of {check_recipe.IN_FP8};"
                 " construct the layer with one, or call it without weights"
             )
         matrices, mesh, recipe = self._matrices(), self._active_mesh(), str(self.recipe)

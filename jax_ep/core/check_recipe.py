@@ -17,7 +17,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.types import Array
 
 _BOTH_WAYS = ("fp8", "fp8-input-gradient")
-_IN_FP8 = (*_BOTH_WAYS, "fp8-forward")
+IN_FP8 = (*_BOTH_WAYS, "fp8-forward")
 _REMEDY = "make it with jax_ep.quantization.quantize_master_weights"
 
 
@@ -55,7 +55,7 @@ def wire(function: str, recipe: str | None, wire_dtype: DTypeLike | None) -> DTy
 
 def is_fp8(recipe: str | None) -> bool:
     """Whether products run in FP8."""
-    return recipe in _IN_FP8
+    return recipe in IN_FP8
 
 
 def differentiates_in_fp8(recipe: str | None) -> bool:
@@ -92,7 +92,7 @@ def _fp8_weights(
 ) -> Fp8Weights:
     if not is_fp8(recipe):
         raise ValueError(
-            f"{function}: {name} is Fp8Weights with recipe={recipe!r}, expected one of {_IN_FP8}; pass recipe='fp8', or"
+            f"{function}: {name} is Fp8Weights with recipe={recipe!r}, expected one of {IN_FP8}; pass recipe='fp8', or"
             f" the master: {name}.master."
         )
     parts = fp8_weights(function, name, value)
@@ -160,8 +160,8 @@ def whole_blocks_per_rank(
 
 def in_fp8(function: str, value: Any) -> str:
     """A recipe by name that has products in FP8."""
-    if value not in _IN_FP8:
-        raise ValueError(f"{function}: recipe={value!r}, expected one of {_IN_FP8}; pass one of them.")
+    if value not in IN_FP8:
+        raise ValueError(f"{function}: recipe={value!r}, expected one of {IN_FP8}; pass one of them.")
     return value
 
 

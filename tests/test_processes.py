@@ -43,7 +43,7 @@ def finish(started: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 def test_exchange_and_layer(num_processes: int, num_devices: int, over: str, count: int) -> None:
     """Dispatch, combine, the layer and its gradient over the devices of all processes, against the oracle."""
     run = [sys.executable, str(HELPERS / "run_processes.py"), str(num_processes), "--devices", str(num_devices)]
-    command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "-k", over, "--implementation", "xla"]
+    command = [*run, "-q", str(CONTRACT / "test_nodes.py"), "--slow", "-k", over, "--implementation", "xla"]
     done = subprocess.run(command, env=os.environ | {"JAX_EP_TEST_DEVICES": "cpu"}, **PIPES, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"\[0\] {count} passed", done.stdout)

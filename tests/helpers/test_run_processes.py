@@ -59,7 +59,7 @@ def launch(*arguments: str, late: str | None = None) -> tuple[int, str]:
 def test_contract_tests_in_two_processes() -> None:
     """Through jax.distributed and collectives between processes, on real contract tests."""
     names = "test_routings or test_handle_is_reused or test_quantised"
-    options = ["--implementation", "xla", "-o", "verbosity_subtests=1", "-k", names]
+    options = ["--implementation", "xla", "-o", "verbosity_subtests=1", "--slow", "-k", names]
     code, output = launch(str(CONTRACT), *options)
     assert code == 0, output
     assert re.search(r"\[0\] 3 passed, 3 skipped, .*12 subtests passed", output)

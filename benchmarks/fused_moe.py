@@ -26,12 +26,10 @@ Writes results/fused_moe.json. `--shard N` takes the experts of one of N ranks, 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import unittest.mock
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,11 +57,8 @@ TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in EXPERT_FORMATS}
 FORMATS |= {f"{name}_tokens": {"format": name, "activations": "int8" if name == "int8" else "fp8"} for name in FORMATS}
-WAYS = [
-    ("fused_moe", None),
-    ("one launch", jax_ep.Schedule(single_launch=True)),
-    ("several launches", jax_ep.Schedule(single_launch=False)),
-]
+SEVERAL = jax_ep.Schedule(single_launch=False)
+WAYS = [("fused_moe", None), ("one launch", jax_ep.Schedule(single_launch=True)), ("several launches", SEVERAL)]
 
 
 def make_ids(kind: str, tokens: int, model: Model, seed: int) -> np.ndarray:
@@ -128,7 +123,7 @@ def operations(
                 continue  # several launches are all there is
             found[f"{way}, {expert_format}"] = Operation(function, (*layer, *held))
             read[f"{way}, {expert_format}"] = bytes_of(held, num_experts, active)
-    several = partial(jax_ep.fused_moe, schedule=WAYS[2][1], implementation=args.implementation)
+    several = partial(jax_ep.fused_moe, schedule=SEVERAL, implementation=args.implementation)
     found["hidden rows, bfloat16"] = Operation(partial(with_hidden_rows, several), (*layer, *matrices))
     read["hidden rows, bfloat16"] = bytes_of(matrices, num_experts, active)
     read["ragged_dot"] = bytes_of(matrices, num_experts, active)
@@ -230,8 +225,7 @@ def profile(report: Report, shape: dict[str, Any], chosen: dict[str, Operation],
     """What kernels each variant consists of."""
     for variant, operation in chosen.items():
         program = kernel_times.Program(operation.step, operation.arguments, 1)
-        with tempfile.TemporaryDirectory() as folder:
-            timing, found = kernel_times.profile(program, rounds, Path(folder))
+        timing, found = kernel_times.profile(program, rounds)
         report.add(variant, shape, timing, **found)
         kernel_times.show(f"{shape['model']}, {shape['tokens']} tokens, {variant}", found)
 

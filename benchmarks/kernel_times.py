@@ -99,9 +99,10 @@ def record(program: Program, rounds: int, folder: Path) -> tuple[list[Event], fl
     return trace_events.kernels(trace_events.load(folder)), 1e6 * unprofiled.median
 
 
-def profile(program: Program, rounds: int, folder: Path) -> tuple[Timing, dict[str, Any]]:
-    """Spans of the runs, and the rest of the program's row."""
-    events, unprofiled_us = record(program, rounds + 1, folder)
+def profile(program: Program, rounds: int, folder: Path | None = None) -> tuple[Timing, dict[str, Any]]:
+    """Spans of the runs, and the rest of the program's row; the trace is kept in a folder, if there is one."""
+    with tempfile.TemporaryDirectory() as scratch:
+        events, unprofiled_us = record(program, rounds + 1, folder or Path(scratch))
     runs = trace_events.split_runs(events, rounds + 1)[1:]
     timing = Timing(tuple(1e-6 * trace_events.span(run) for run in runs))
     return timing, {"steps": program.steps, "unprofiled_us": unprofiled_us, **trace_events.summarise(runs)}
@@ -128,11 +129,8 @@ def measure(
         shape = {"model": args.model, "tokens_per_rank": tokens, "ranks": mesh.size, "dtype": "bfloat16", **options}
         title = ", ".join([what, *options.values(), f"{tokens} tokens/rank", f"{mesh.size} ranks"])
         try:
-            with tempfile.TemporaryDirectory() as scratch:
-                folder = (
-                    args.traces / "-".join([what, *options.values(), str(tokens)]) if args.traces else Path(scratch)
-                )
-                timing, found = profile(BUILDERS[what](mesh, args.model, tokens, **options), args.rounds, folder)
+            folder = args.traces and args.traces / "-".join([what, *options.values(), str(tokens)])
+            timing, found = profile(BUILDERS[what](mesh, args.model, tokens, **options), args.rounds, folder)
         except Exception as error:
             report.failed(what, shape, f"{type(error).__name__}: {error}")
             print(f"{title}: failed: {error}")

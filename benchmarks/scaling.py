@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -178,8 +177,7 @@ def measure_kernels(run: Run, mesh: jax.sharding.Mesh, place: Place) -> None:
     """Kernels of the layer and its gradients."""
     try:
         program = kernel_times.BUILDERS[PROFILED](mesh, run.args.model, place.tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            timing, found = kernel_times.profile(program, run.args.rounds, Path(folder))
+        timing, found = kernel_times.profile(program, run.args.rounds)
     except Exception as error:
         for shape in run.shapes(place):
             run.report.failed(PROFILED, shape, f"{type(error).__name__}: {error}", part="kernels")

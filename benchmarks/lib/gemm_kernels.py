@@ -198,9 +198,8 @@ def check_matrix(name: str, out: Array, lhs: Array, rhs: Array, sizes: Array) ->
 def _difference(out: Array, expected: Array) -> Array:
     out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
     # The gradients of one matrix are sums over its group: their size, and that of their rounding, follows its rows.
-    axes = (1, 2) if expected.ndim == 3 else (0, 1)
-    size = jnp.sqrt(jnp.mean(expected**2, axis=axes))
-    return jnp.max(jnp.max(jnp.abs(out - expected), axis=axes) / jnp.maximum(size, 1e-30))
+    size = jnp.sqrt(jnp.mean(expected**2, axis=(-2, -1), keepdims=True))
+    return jnp.max(jnp.abs(out - expected) / jnp.maximum(size, 1e-30))
 
 
 def refuse_if_different(name: str, out: Array, expected: Array) -> float:

@@ -190,7 +190,7 @@ def test_kernels_are_reported_and_watched(tmp_path, monkeypatch, capsys):
     run = scaling.Run(args, harness.Report("scaling", tmp_path, {"rounds": 3}), inputs.MODELS["tiny"], {}, {})
     times = {1: 10.0, 2: 12.0}
 
-    def profile(program, rounds, folder):
+    def profile(program, rounds):
         if program not in times:
             raise ValueError("no event on a stream")
         found = {"kernels": [kernel("weighted_activation", times[program])], "span_us": times[program]}

@@ -6,7 +6,7 @@ By the plan every rank learns the ids of all, and derives the rows of its own ex
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax_ep.megakernels import grid, tuned
 from jax_ep.megakernels.kernels import structs
 from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
-from jax_ep.xla import local_steps
+from jax_ep.xla import exchange as xla
 
 _PLAN = Kernel("plan", "plan")
 _ALL_GATHER_I32 = Kernel("small_exchange", "all_gather_i32")
@@ -172,7 +172,8 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     if layout.num_ranks == 1 and wire_dtype is None:
-        return _combine_here(options, y, row_weights, handle)
+        # Nothing travels: XLA's sums of rows are faster than the kernel's (benchmarks/results/local_steps.json).
+        return xla.combine_tokens(dataclasses.replace(options, axis=()), y, row_weights, handle)
     y = _pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))
     config, tile = combine_config(schedule, layout, y.shape[1], y.dtype)
@@ -184,13 +185,6 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     operands = (y, *taken, handle.ids, handle.slot_row)
     sums, *slot_weights = launch(_COMBINE, operands, (results, *given), config, constants, group=group_of(handle))
     return sums.out_ptr[:, :hidden], next(iter(slot_weights), None)
-
-
-def _combine_here(options: Options, y: Array, row_weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
-    """The same where nothing travels: XLA's sums of rows are faster than the kernel's (local_steps.json)."""
-    sums = cast(Array, local_steps.unpermute(y, handle.slot_row[0], y.dtype))
-    slot_weights = None if row_weights is None else rows.gather_rows(row_weights, handle.slot_row[0])
-    return sums.astype(options.sum_dtype or y.dtype), slot_weights
 
 
 def _pad_columns(x: Array) -> Array:

@@ -89,6 +89,7 @@ def dispatch_grouped_gemm(
     layout, columns = handle.layout, w.shape[1 if transpose_rhs else 2]
     schedule = _dispatch_schedule(options.schedule, layout, x.dtype, x.shape[1], columns, save_as)
     if schedule.dispatch_mode == "serial":
+        # Only rows between groups must be zero: a product reads none past them.
         rows, row_weights = dispatch_tokens(options, x, weights, handle, clear=layout.alignment > 1)
         products = _fastest(rows, columns, handle)
         hidden = products.grouped_gemm(rows, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=x.dtype)
@@ -122,17 +123,9 @@ def product_apart(schedule: Schedule, layout: Layout, dtype: DTypeLike, depth: i
     return "pallas" if cost_model.is_from_pallas(*product) else "triton"
 
 
-def dispatch_rows(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
-    """Rows `[R, H]` for a product, and `[R]` weights.
-
-    Only rows between groups must be zero: products read none past them.
-    """
+def dispatch_apart(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
+    """Rows `[R, H]` for a product in a launch of its own, and `[R]` weights; anything past the groups."""
     return dispatch_tokens(options, x, weights, handle, clear=handle.layout.alignment > 1)
-
-
-def dispatch_again(options: Options, x: Array, handle: Handle) -> Array:
-    """Rows `[R, H]` of tokens that were multiplied before, for `weight_gradient`; anything past the groups."""
-    return dispatch_rows(options, x, None, handle)[0]
 
 
 def _dispatch_arguments(

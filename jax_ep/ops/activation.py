@@ -92,21 +92,6 @@ class Gradient(NamedTuple):
     rows: Array | None
 
 
-def activate_gradient(
-    options: Options,
-    experts: Experts,
-    hidden: Array,
-    weights: Array,
-    bias: Array | None,
-    d_rows: Array,
-    group_sizes: Array,
-    *,
-    keep: bool,
-) -> tuple[Array, Array, Array | None]:
-    """Cotangents of `hidden` and `weights` and, with `keep`, the rows of `activate`, where `is_one_pass`."""
-    return _activate_gradient(options, experts, keep, hidden, weights, bias, d_rows, group_sizes)
-
-
 def activate_again(
     options: Options,
     experts: Experts,
@@ -130,15 +115,19 @@ def _gradient(
     d_rows: Array,
     group_sizes: Array,
 ) -> Gradient:
-    d_hidden, d_weights, rows = _activate_gradient(options, experts, keep, hidden, weights, bias, d_rows, group_sizes)
+    d_hidden, d_weights, rows = activate_gradient(options, experts, keep, hidden, weights, bias, d_rows, group_sizes)
     d_bias = None if bias is None else sum_groups(options, d_hidden, None, group_sizes).astype(bias.dtype)
     return Gradient(d_hidden, d_weights, d_bias, rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _activate_gradient(
+def activate_gradient(
     options: Options, experts: Experts, keep: bool, hidden: Array, *others: Any
 ) -> tuple[Array, Array, Array | None]:
+    """Cotangents of `hidden` and `weights` and, with `keep`, the rows of `activate`, where `is_one_pass`.
+
+    `others` are `weights`, `bias`, the cotangent of the rows, and `group_sizes`.
+    """
     run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_gradient
     found: tuple[Array, Array, Array | None] = run(experts, hidden, *others, keep=keep)
     return found
@@ -157,7 +146,7 @@ def _activate_backward(
 
 
 def _activate_gradient_forward(options: Options, experts: Experts, keep: bool, *operands: Any) -> Any:
-    return _activate_gradient(options, experts, keep, *operands), operands
+    return activate_gradient(options, experts, keep, *operands), operands
 
 
 def _activate_gradient_backward(
@@ -174,4 +163,4 @@ def _activate_gradient_backward(
 
 
 _activate.defvjp(_activate_forward, _activate_backward)
-_activate_gradient.defvjp(_activate_gradient_forward, _activate_gradient_backward)
+activate_gradient.defvjp(_activate_gradient_forward, _activate_gradient_backward)

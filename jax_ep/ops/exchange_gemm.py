@@ -185,10 +185,8 @@ def dispatch_apart(
 ) -> tuple[Array, Array | None]:
     """What comes before such a product: `[T, H]` tokens and `[T, K]` weights to `[R, H]` and `[R]`."""
     if fuses(options, x, w.shape[2], handle):
-        rows: tuple[Array, Array | None] = implementation(options, x, w, handle).dispatch_rows(
-            options, x, weights, handle
-        )
-        return rows
+        run = implementation(options, x, w, handle)
+        return cast(tuple[Array, Array | None], run.dispatch_apart(options, x, weights, handle))
     return exchange.dispatch_tokens(options, x, weights, handle)
 
 
@@ -355,7 +353,7 @@ def _sent_again(options: Options, run: Any, x: Array, handle: Handle, after: Arr
     x, after = lax.optimization_barrier((lax.stop_gradient(x), after))
     if handle.layout.num_ranks == 1:
         return "tokens", x  # read where they lie
-    return "rows", run.dispatch_again(options, x, exchange.later(handle, after))
+    return "rows", run.dispatch_apart(options, x, None, exchange.later(handle, after))[0]
 
 
 def _combine_forward(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.custom_derivatives import CustomVJPPrimal
@@ -19,17 +19,22 @@ from jax_ep.types import Array, Experts, Handle, Options
 Layer = Callable[..., Array]
 
 
-def is_wanted(options: Options, experts: Experts, x: Array, w: Array, b_gate_up: Array | None, handle: Handle) -> bool:
-    """Whether dispatched tokens times `w [L, H, 2I]` are a launch by itself that may store activated rows."""
+def choose(
+    options: Options, experts: Experts, x: Array, w: Array, b_gate_up: Array | None, handle: Handle
+) -> str | None:
+    """Whose product of dispatched tokens and `w [L, H, 2I]` should store activated rows; None: it should not."""
     if b_gate_up is not None:
-        return False
+        return None
     name = exchange_gemm.product_apart(options, x, w, handle)
-    return name in registry.available("gemm_activation") and registry.requirements(name).activates(experts, w.shape[1])
+    if name not in registry.available("gemm_activation"):
+        return None
+    return name if registry.requirements(name).activates(experts, w.shape[1]) else None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def run(
     options: Options,
+    name: str,
     unfused: Layer,
     back: Options,
     experts: Experts,
@@ -40,18 +45,20 @@ def run(
 ) -> Array:
     """`[T, H]` tokens, `[T, K]` weights and the matrices and biases of experts to sums `[T, H]`.
 
-    `unfused(options, back, ...)` is the same; `back` are the options of the second product and the way back.
+    The first product is that of the implementation `name`. `unfused(options, back, ...)` is the same; `back` are the
+    options of the second product and the way back.
     """
     w_gate_up, w_down, _, b_down = parts
     rows, row_weights = exchange_gemm.dispatch_apart(options, x, weights, w_gate_up, handle)
-    name = exchange_gemm.product_apart(options, x, w_gate_up, handle)
-    product = registry.get("gemm_activation", cast(str, name)).gemm_activation
+    product = registry.get("gemm_activation", name).gemm_activation
     activated = product(experts, rows, w_gate_up, handle.group_sizes, row_weights)
     bias = None if b_down is None else Bias(b_down, row_weights)
     return activation_gemm_combine.multiply_and_combine(back, activated, w_down, handle, bias)
 
 
-def _forward(options: Options, unfused: Layer, back: Options, experts: Experts, *arguments: Any) -> tuple[Array, Any]:
+def _forward(
+    options: Options, name: str, unfused: Layer, back: Options, experts: Experts, *arguments: Any
+) -> tuple[Array, Any]:
     """Keeps what `unfused` does, for those arguments alone whose gradient somebody wants."""
     trained = jax.tree.map(lambda a: a.value if a.perturbed else None, arguments, is_leaf=_is_argument)
 
@@ -67,7 +74,7 @@ def _is_argument(node: Any) -> bool:
 
 
 def _backward(
-    options: Options, unfused: Layer, back: Options, experts: Experts, pull: Any, cotangent: Any
+    options: Options, name: str, unfused: Layer, back: Options, experts: Experts, pull: Any, cotangent: Any
 ) -> tuple[Any, ...]:
     return pull(cotangent)[0]
 

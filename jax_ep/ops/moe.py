@@ -92,9 +92,9 @@ def moe(
         of both passes are in FP8, and what travels is: each operand is rounded to it with one scale for 128 elements
         along the axis that is summed over, matrices with one for a block of 128 by 128. "fp8-input-gradient": the same
         but for weight gradients, which are products in the dtype of x. "fp8-forward": the products of the forward pass
-        alone; the backward pass is that of the layer without it, at the hidden rows of the forward
-        pass. Rounding counts as the identity, sums run in float32, and gradients have the dtypes of the parameters.
-        Matrices are quantised in each call, but for `Fp8Weights`; tokens that travel in FP8 are quantised once.
+        alone; the backward pass is that of the layer without it, at the hidden rows of the forward pass. Rounding
+        counts as the identity, sums run in float32, and gradients have the dtypes of the parameters. Matrices are
+        quantised in each call, but for `Fp8Weights`; tokens that travel in FP8 are quantised once.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
         again; products, and what travels, stay in the dtype of x. None: that of x.
       schedule: how launches share the GPU, see `Schedule`: its modes count for both products and their gradients;
@@ -202,8 +202,9 @@ def moe(
         return checkpoint_name(y, OUTPUT_NAME)
     exchange_gemm.check_weight_gradients(options, handle.layout, tokens, parts.w_gate_up)
     operands = (back, experts, tokens, row_weights, handle, parts)
-    if gemm_activation.is_wanted(options, experts, tokens, parts.w_gate_up, parts.b_gate_up, handle):
-        y = gemm_activation.run(options, _with_hidden_rows, *operands)
+    activating = gemm_activation.choose(options, experts, tokens, parts.w_gate_up, parts.b_gate_up, handle)
+    if activating is not None:
+        y = gemm_activation.run(options, activating, _with_hidden_rows, *operands)
     else:
         y = _with_hidden_rows(options, *operands)
     return checkpoint_name(y, OUTPUT_NAME)

@@ -77,9 +77,11 @@ def _multiply(
     return run(rows[0], matrices, handle.group_sizes, rows[1], scales, out_dtype=dtype)
 
 
-def _weight_gradient(options: Options, lhs: Quantized, rhs: Quantized, w: Weights, handle: Handle) -> Weights:
-    """Of columns in FP8, the cotangent of `w`."""
+def _weight_gradient(options: Options, lhs: Tokens, rhs: Tokens, w: Weights, handle: Handle) -> Weights:
+    """The cotangent of `w`, of columns in FP8 or of rows."""
     sizes = handle.group_sizes
+    if not (isinstance(lhs, tuple) and isinstance(rhs, tuple)):
+        return _cotangent(w, weight_gradient(options, w.dtype, lhs, rhs, sizes))
     run = fp8_weight_gradient(options, lhs[0], rhs[0], sizes.shape[0])
     return _cotangent(w, run(lhs[0], rhs[0], sizes, lhs[1], rhs[1], out_dtype=w.dtype))
 
@@ -143,26 +145,23 @@ def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array
     rows = _as_fp8(saved)
     if isinstance(rows, tuple):
         rows = fp8_kernels(options)[1].dequantize_rows(*rows, handle.group_sizes, dtype=dtype)
-    d_w = weight_gradient(options, w.dtype, rows, d_hidden, handle.group_sizes)
-    return d_x, d_weights, _cotangent(w, d_w), None
+    return d_x, d_weights, _weight_gradient(options, rows, d_hidden, w, handle), None
 
 
 def _dispatch_backward_in_fp8(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
     saved, w, handle = residuals
     d_hidden, d_row_weights = cotangents
     operands, sizes, dtype = fp8_kernels(options)[1], handle.group_sizes, d_hidden.dtype
-    columns = None
-    if options.recipe == "fp8":
-        rows, columns = operands.quantize_both_ways(d_hidden, sizes)
-    else:
-        rows = operands.quantize_rows(d_hidden, sizes)
+    in_columns = options.recipe == "fp8"
+    rows, rhs = operands.quantize_both_ways(d_hidden, sizes) if in_columns else (d_hidden, d_hidden)
     d_rows = _multiply(options, rows, w, handle, dtype, transpose=True)
     d_x, d_weights = exchange.combine_tokens(options, d_rows, d_row_weights, handle)
-    if columns is not None:
-        tokens = operands.quantize_columns(_as_fp8(saved), sizes)
-        return d_x, d_weights, _weight_gradient(options, tokens, columns, w, handle), None
-    tokens = operands.dequantize_rows(*_as_fp8(saved), sizes, dtype=dtype)
-    return d_x, d_weights, _cotangent(w, weight_gradient(options, w.dtype, tokens, d_hidden, sizes)), None
+    tokens = _as_fp8(saved)
+    if in_columns:
+        lhs = operands.quantize_columns(tokens, sizes)
+    else:
+        lhs = operands.dequantize_rows(*tokens, sizes, dtype=dtype)
+    return d_x, d_weights, _weight_gradient(options, lhs, rhs, w, handle), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -229,15 +228,13 @@ def _combine_backward_in_fp8(options: Options, experts: Experts, residuals: Any,
     run = registry.get("exchange", exchange.choose(options, d_sums, handle.layout, handle))
     in_fp8, _ = run.dispatch_quantized(options, d_sums, None, handle)
     d_rows = _multiply(options, in_fp8, w, handle, dtype, transpose=True)
-    by_columns, d_products = options.recipe == "fp8", None
-    if between.b_down is not None or not by_columns:
+    in_columns, d_products = options.recipe == "fp8", None
+    if between.b_down is not None or not in_columns:
         d_products = operands.dequantize_rows(*in_fp8, sizes, dtype=dtype)
-    d_between, rows = _gradient_between(options, experts, between, d_rows, d_products, sizes, keep=not by_columns)
-    if rows is not None:
-        return d_between, _cotangent(w, weight_gradient(options, w.dtype, rows, cast(Array, d_products), sizes)), None
-    columns = operands.activate_columns(experts, *between[:3], sizes)
-    d_w = _weight_gradient(options, columns, operands.quantize_columns(in_fp8, sizes), w, handle)
-    return d_between, d_w, None
+    d_between, rows = _gradient_between(options, experts, between, d_rows, d_products, sizes, keep=not in_columns)
+    lhs: Any = operands.activate_columns(experts, *between[:3], sizes) if in_columns else rows
+    rhs: Any = operands.quantize_columns(in_fp8, sizes) if in_columns else d_products
+    return d_between, _weight_gradient(options, lhs, rhs, w, handle), None
 
 
 def _gradient_between(
@@ -251,7 +248,7 @@ def _gradient_between(
     keep: bool = False,
 ) -> tuple[Between, Array | None]:
     """The cotangents of what is between the products, and of the bias behind them; with `keep` also activated rows."""
-    d_hidden, d_weights, rows = activate_gradient(options, experts, *between[:3], d_rows, sizes, keep=keep)
+    d_hidden, d_weights, rows = activate_gradient(options, experts, keep, *between[:3], d_rows, sizes)
     d_gate_up, d_down = between.b_gate_up, between.b_down
     if d_gate_up is not None:
         d_gate_up = sum_groups(options, d_hidden, None, sizes).astype(d_gate_up.dtype)

@@ -52,6 +52,19 @@ def place_of(rows: RowTiles, task: Array, *, tiles_per_row: int, num_steps: int,
     return Place(group, *place, column * int32(TILE), steps)
 
 
+def store_tile(views: Ref, result: Array, out: Ref, place: Place) -> None:
+    """Stores the transposed `[64, rows]` of a consumer, but for rows of other tiles; `views` are `columns_scratch`."""
+    origin, first = pl.multiple_of(place.row, ALIGNMENT), lax.axis_index(WARPGROUP) * int32(CHUNK)
+    column = pl.multiple_of(place.column, TILE) + first
+    bounds = place.start - origin, place.end - origin
+
+    def target(below: Array, height: int) -> Ref:
+        return out.at[pl.ds(origin + below, height), pl.ds(column, CHUNK)]
+
+    # Sizes are multiples of a consumer's columns: it stores all of them, or none.
+    pl.when(column < int32(out.shape[1]))(lambda: epilogue.store_columns(views, result, target, bounds))
+
+
 def grouped_gemm(
     rows: RowTiles,
     lhs: Ref,
@@ -105,15 +118,7 @@ def grouped_gemm(
 
             result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
             pl.when(place.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
-            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, TILE)
-            bounds = place.start - origin, place.end - origin
-
-            def target(below: Array, height: int) -> Ref:
-                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CHUNK)]
-
-            # Sizes are multiples of a consumer's columns: it stores all of them, or none.
-            has_columns = column + first < int32(out.shape[1])
-            pl.when(has_columns)(lambda: epilogue.store_columns(store, result, target, bounds))
+            store_tile(store, result, out, place)
 
         lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after

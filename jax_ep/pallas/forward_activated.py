@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.activations import activate_pairs
-from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Place, place_of
+from jax_ep.pallas.forward import Place, place_of, store_tile
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -94,16 +93,7 @@ def gemm_activation(
             factors = plgpu.load(weights.at[rings.before(after, tiles.stages), some], layout=_BY_COLUMN)
             rings.release(ring, tiles.stages, after)
             activated = activate_pairs(experts, gate, up, _sigmoid)
-            result = activated * lax.broadcast_in_dim(factors, activated.shape, (1,))
-            origin, column = pl.multiple_of(place.row, ALIGNMENT), pl.multiple_of(place.column, TILE)
-            bounds = place.start - origin, place.end - origin
-
-            def target(below: Array, height: int) -> Ref:
-                return out.at[pl.ds(origin + below, height), pl.ds(column + first, CHUNK)]
-
-            # Sizes are multiples of a consumer's columns: it stores all of them, or none.
-            has_columns = column + first < int32(out.shape[1])
-            pl.when(has_columns)(lambda: epilogue.store_columns(store, result, target, bounds))
+            store_tile(store, activated * lax.broadcast_in_dim(factors, activated.shape, (1,)), out, place)
 
         heights = [partial(multiply_rows, height) for height in tiles.heights]
         pl.when(place.steps > int32(0))(lambda: lax.switch(place.height, heights))

@@ -73,13 +73,13 @@ def whole_tiles(group_sizes: Array, num_rows: int, band: int) -> RowTiles:
     starts, ends, origins = _bounds(group_sizes, num_rows)
     counts = jnp.where(ends > starts, _divide(ends - origins, TILE), 0)
     most = (num_rows + starts.shape[0] * (TILE + ALIGNMENT - 2)) // TILE
-    group, number = _tiles_of(_first_tiles(counts, jnp.zeros_like(counts)), counts, most)
+    behind = jnp.cumsum(counts, dtype=jnp.int32)
+    group, number = _tiles_of(behind - counts, counts, most)
     row = origins[group] + number * TILE
     is_tall = ends[group] - row > FP8_HEIGHTS[0]
     bands = _bands(number, jnp.maximum(counts, 1)[group], band)
-    total = jnp.sum(counts, keepdims=True, dtype=jnp.int32)
     start = jnp.maximum(starts[group], row)
-    return RowTiles(group, row, is_tall.astype(jnp.int32), start, ends[group], *bands, total)
+    return RowTiles(group, row, is_tall.astype(jnp.int32), start, ends[group], *bands, behind[-1:])
 
 
 def _bounds(group_sizes: Array, num_rows: int) -> tuple[Array, Array, Array]:

@@ -167,14 +167,14 @@ def test_frozen_matrices_have_no_gradient(mesh: jax.sharding.Mesh, monkeypatch: 
     """Whatever was asked for: none is made, and no tokens are kept, or sent again, for it."""
     launched = gradient_launches(monkeypatch)
     forms, dispatch, sent = [], exchange_gemm.dispatch_grouped_gemm, []
-    again = exchange_gemm.dispatch_again
+    again = exchange_gemm.dispatch_apart
 
     def note(*arguments: Any, save_as: str | None, **options: Any) -> Any:
         forms.append(save_as)
         return dispatch(*arguments, save_as=save_as, **options)
 
     monkeypatch.setattr(exchange_gemm, "dispatch_grouped_gemm", note)
-    monkeypatch.setattr(exchange_gemm, "dispatch_again", lambda *args: sent.append(args[1].shape) or again(*args))
+    monkeypatch.setattr(exchange_gemm, "dispatch_apart", lambda *args: sent.append(args[1].shape) or again(*args))
     x, ids, weights, w, w_down = layer_inputs()
     rng = np.random.default_rng(5)
     x, w = sixteenths(rng, *x.shape), sixteenths(rng, *w.shape)

@@ -82,6 +82,8 @@ _HEIGHTS = PallasForwardTiles().heights
 PALLAS_SWEEP = (
     *(PallasForwardTiles(band=band) for band in (2, 4, 8, 16)),
     PallasForwardTiles(stages=3),
+    PallasForwardTiles(_HEIGHTS[:4], stages=6),
+    PallasForwardTiles(_HEIGHTS[:4], stages=6, band=8),
     PallasForwardTiles((16, *_HEIGHTS)),
 )
 

@@ -21,20 +21,19 @@ from jax_ep.pallas.tiling import CHUNK, CONSUMERS
 from jax_ep.types import Array
 
 _SLOTS = 2  # chunks of a consumer on their way out: more leave no room for operands, which cost more than they gained
-_BOX = 8  # rows
 
 type Target = Callable[[Scalar, int], Ref]
 type Block = Callable[[Scalar, int, int, int], Ref]
 
 
-def columns_scratch(out_dtype: DTypeLike) -> Any:
+def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Any:
     """Declares chunks of each consumer for `store_columns`, in two views.
 
-    Whole chunks leave swizzled. Single rows can be addressed only where they lie one after another. Both views have one
-    shape, so that each consumer has the same memory in both.
+    They have so many `rows`; None: as 8 KB have. Whole chunks leave swizzled. Single rows can be addressed only where
+    they lie one after another. Both views have one shape, so that each consumer has the same memory in both.
     """
-    chunks = (CONSUMERS, _SLOTS, line(out_dtype), CHUNK)
-    return plgpu.RefUnion(swizzled(chunks, out_dtype), plgpu.SMEM(chunks, out_dtype))
+    shape = (CONSUMERS, _SLOTS, rows or line(out_dtype), CHUNK)
+    return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 
 def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> None:
@@ -52,12 +51,14 @@ def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array
     for number, first in enumerate(firsts):
         height = min(chunk, result.shape[1] - first)
         values = result[:, first : first + height].astype(swizzled_view.dtype)
+        # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
+        plgpu.wait_smem_to_gmem(_SLOTS - 1 if number else 0, wait_read_only=True)
         whole = partial(_store_chunk, views, values, number, partial(target, int32(first), height))
         if number in (0, len(firsts) - 1):
             start = jnp.maximum(bounds[0] - int32(first), int32(0))
             rows = jnp.minimum(bounds[1] - int32(first), int32(height)) - start
             pl.when(rows == int32(height))(whole)
-            part = partial(_store_part, views, values, target, int32(first), start, rows)
+            part = partial(_store_part, views, values, number, target, int32(first), start, rows)
             pl.when(rows < int32(height))(part)
         else:
             whole()
@@ -65,10 +66,7 @@ def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array
 
 def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Ref]) -> None:
     buffer, _ = views
-    consumer, slot = lax.axis_index(WARPGROUP), number % _SLOTS
-    # Other slots may still be read. At the first chunk it may be this one: tiles have any number of them.
-    plgpu.wait_smem_to_gmem(0 if number == 0 else _SLOTS - 1, wait_read_only=True)
-    chunk = buffer.at[consumer, slot, pl.ds(0, values.shape[1])]
+    chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS, pl.ds(0, values.shape[1])]
     if values.dtype.itemsize > 2:  # shared memory itself transposes 16-bit elements as they are stored
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
     chunk.transpose((1, 0))[...] = values
@@ -76,40 +74,30 @@ def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Re
     plgpu.copy_smem_to_gmem(chunk, target())
 
 
-def _store_part(views: Ref, values: Array, target: Target, first: Scalar, start: Array, rows: Array) -> None:
-    """Stores `rows` rows from `start` on, both of a chunk that begins with row `first`.
-
-    The boxes of TMA have static heights: as many as possible have `_BOX` rows, the others one.
-    """
+def _store_part(
+    views: Ref, values: Array, number: int, target: Target, first: Scalar, start: Array, rows: Array
+) -> None:
+    """Stores `rows` rows from `start` on, both of the chunk of this number, which begins with row `first`."""
     _, buffer = views
-    consumer = lax.axis_index(WARPGROUP)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    chunk = buffer.at[consumer, 0, pl.ds(0, values.shape[1])]
-    _store_slowly(chunk.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
+    chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS]
+    part = chunk.at[pl.ds(0, values.shape[1])]
+    _store_slowly(part.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
     plgpu.commit_smem()
-
-    _store_boxes(partial(_boxes_of, buffer), lambda here, height: target(first + here, height), start, rows)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
+    _store_boxes(chunk, lambda here, height: target(first + here, height), start, rows)
 
 
-def _boxes_of(plain: Ref, first: Scalar, height: int) -> Ref:
-    """Rows of a consumer's first chunk, in the view in which they lie one after another."""
-    return plain.at[lax.axis_index(WARPGROUP), 0, pl.ds(first, height)]
+def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> None:
+    """Sends `rows` rows from `start` on, fewer than a chunk, whose rows lie one after another, as one group of copies.
 
-
-def _store_boxes(source: Target, target: Target, start: Scalar, rows: Scalar) -> None:
-    """Sends `rows` rows from `start` on; the boxes of TMA have static heights."""
-
-    def send(height: int, start: Array, count: Array) -> None:
-        def one(i: Array, _: None) -> None:
-            here = start + i * int32(height)
-            plgpu.copy_smem_to_gmem(source(here, height), target(here, height))
-
-        lax.fori_loop(int32(0), count, one, None)
-
-    tall = lax.div(rows, int32(_BOX))
-    send(_BOX, start, tall)
-    send(1, start + tall * int32(_BOX), rows - tall * int32(_BOX))
+    The boxes of TMA have static heights: powers of two, the tallest first.
+    """
+    rows, height = jnp.maximum(rows, int32(0)), 1 << (chunk.shape[0] - 1).bit_length() - 1
+    while height:
+        here = start + (rows & int32(-2 * height))
+        send = partial(plgpu.copy_smem_to_gmem, chunk.at[pl.ds(here, height)], target(here, height), commit_group=False)
+        pl.when((rows & int32(height)) != int32(0))(send)
+        height //= 2
+    plgpu.commit_smem_to_gmem_group()
 
 
 def rows_scratch(out_dtype: DTypeLike) -> Any:
@@ -136,23 +124,20 @@ def store_rows(views: Ref, result: Array, block: Block, bounds: tuple[Array, Arr
     for number, first in enumerate(range(0, result.shape[1], chunk)):
         values, slot = result[:, first : first + chunk].astype(swizzled_view.dtype), number % _SLOTS
         is_there = int32(first) < num_columns
+        # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
+        plgpu.wait_smem_to_gmem(_SLOTS - 1 if number else 0, wait_read_only=True)
 
         def whole(values: Array = values, slot: int = slot, first: int = first) -> None:
-            # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
-            plgpu.wait_smem_to_gmem(_SLOTS - 1 if first else 0, wait_read_only=True)
             buffer = swizzled_view.at[consumer, slot]
             buffer[...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, block(int32(0), height, first, chunk))
 
-        def part(values: Array = values, first: int = first) -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            buffer = plain.at[consumer, 0]
+        def part(values: Array = values, slot: int = slot, first: int = first) -> None:
+            buffer = plain.at[consumer, slot]
             _store_slowly(buffer, values)
             plgpu.commit_smem()
-            source = partial(_boxes_of, plain)
-            _store_boxes(source, lambda here, height: block(here, height, first, chunk), start, rows)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # whole chunks lie in the same memory
+            _store_boxes(buffer, lambda here, height: block(here, height, first, chunk), start, rows)
 
         pl.when((rows == int32(height)) & is_there)(whole)
         pl.when((rows < int32(height)) & (rows > int32(0)) & is_there)(part)

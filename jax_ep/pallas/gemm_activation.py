@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward_activated, ring, tiling
 from jax_ep.pallas.forward_activated import HALVES
@@ -21,6 +22,9 @@ from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array, Experts
 from jax_ep.xla import activation, grouped_gemm
+
+_LINE = 32  # weights, of 128 bytes, where copies to shared memory may begin
+_CHUNK = 32  # rows that leave at a time: half as many as of other products, for the sake of higher tiles
 
 
 def gemm_activation(
@@ -61,15 +65,15 @@ def _run(lhs: Array, rhs: Array, group_sizes: Array, row_weights: Array, **stati
 @lowered_once
 def _launch_activated(*operands: Array, experts: Experts, tiles: ForwardTiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, weights = operands
-    schedule, height = row_tiles(group_sizes, lhs.shape[0], tiles), tiles.heights[-1]
+    schedule, height = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret), tiles.heights[-1]
     columns = rhs.shape[2] // HALVES
     programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     shapes = (height, STEP), (HALVES, STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in shapes]
     scratch = {
         "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
-        "weights": plgpu.SMEM((tiles.stages, height), jnp.float32),
-        "store": epilogue.columns_scratch(lhs.dtype),
+        "weights": plgpu.SMEM((tiles.stages, round_up(height, _LINE)), jnp.float32),
+        "store": epilogue.columns_scratch(lhs.dtype, _CHUNK),
     }
     body = functools.partial(forward_activated.gemm_activation, experts=experts, tiles=tiles, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), lhs.dtype)

@@ -27,12 +27,11 @@ from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs
 from jax_ep.pallas.lowered import lowered_once
 from jax_ep.pallas.memory import swizzled
-from jax_ep.pallas.schedule import row_tiles, whole_tiles
+from jax_ep.pallas.schedule import fits, row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, Fp8Tiles, WeightTiles
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
-_MOST_ROWS = 1 << 30  # coordinates of tiles behind the last row must fit in 32 bits too
 ROWS, _MATRICES = (ALIGNMENT, STEP), (1, STEP, STEP)  # what sizes must be multiples of
 _FP8_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _STATIC = ("transpose", "out_dtype", "tiles", "interpret")
@@ -45,7 +44,7 @@ def has_kernel(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: DTypeLike)
         and lhs.dtype in (jnp.bfloat16, jnp.float16)
         and jnp.dtype(out_dtype) in (lhs.dtype, jnp.float32)
         and 0 not in (*lhs.shape, *rhs.shape, *group_sizes.shape)
-        and lhs.shape[0] < _MOST_ROWS
+        and fits(lhs.shape[0], group_sizes.shape[0])
     )
 
 
@@ -83,12 +82,15 @@ def _launch_forward(
     *operands: Array, transpose: bool, out_dtype: jnp.dtype, tiles: ForwardTiles, interpret: bool
 ) -> Array:
     lhs, rhs, group_sizes = operands
-    schedule = row_tiles(group_sizes, lhs.shape[0], tiles)
+    schedule = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret)
     columns = rhs.shape[1 if transpose else 2]
     programs = num_programs(schedule.group.shape[0] * -(-columns // TILE), interpret)
     left, right = (tiles.heights[-1], STEP), (TILE, STEP) if transpose else (STEP, TILE)
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in (left, right)]
-    scratch = {"ring": ring.scratch(slots[0], slots[1], tiles.stages), "store": epilogue.columns_scratch(out_dtype)}
+    scratch = {
+        "ring": ring.scratch(slots[0], slots[1], tiles.stages),
+        "store": epilogue.columns_scratch(out_dtype),
+    }
     body = functools.partial(forward.grouped_gemm, tiles=tiles, transpose=transpose, programs=programs)
     result = jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype)
     return launch_product("grouped_gemm", body, (schedule, lhs, rhs), result, scratch, programs, interpret)
@@ -109,8 +111,8 @@ def grouped_gemm_fp8(
     Source: sums of each block of the contraction promoted to float32 as in DeepGEMM.
     """
     out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
-    sizes = (*lhs.shape, *rhs.shape, *group_sizes.shape)
-    if 0 in sizes or lhs.shape[0] >= _MOST_ROWS or out_dtype not in _FP8_RESULTS:
+    is_empty, is_small = 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape), fits(lhs.shape[0], group_sizes.shape[0])
+    if is_empty or not is_small or out_dtype not in _FP8_RESULTS:
         return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
     return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles or Fp8Tiles(), interpret=is_interpreted())
 
@@ -129,7 +131,7 @@ def _forward_fp8(
 @lowered_once
 def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
-    schedule, stages = whole_tiles(group_sizes, lhs.shape[0], tiles.band), tiles.stages
+    schedule, stages = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret), tiles.stages
     programs = num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // TILE), interpret)
     slot = swizzled((stages, TILE, FP8_STEP), lhs.dtype)
     scratch = {

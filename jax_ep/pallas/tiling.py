@@ -86,8 +86,8 @@ def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
 
 
 def activated_tiles() -> ForwardTiles:
-    """For products that store activated rows: two sums for each leave registers for half of the rows."""
-    return ForwardTiles(_LOW_HEIGHTS, band=8)
+    """For products that store activated rows: two sums for each leave registers for half of the rows, or some more."""
+    return ForwardTiles((*_LOW_HEIGHTS, 144), band=8)
 
 
 def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:

@@ -213,8 +213,8 @@ def test_groups_of_all_heights(end, rng):
     np.testing.assert_array_equal(np.asarray(out), want)
 
 
-@pytest.mark.parametrize("end", [1, 8, 33, 64, 127, 129, 250])
-@pytest.mark.slow(unless={"end": [33]})
+@pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 129, 250])
+@pytest.mark.slow(unless={"end": [119]})
 def test_activated_groups_of_all_heights(end, rng):
     """Rows of a tile that are others', of which each has one weight, and those of the last column beside a half."""
     sizes = np.array([5, end, 255 - end], np.int32)
@@ -369,7 +369,6 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
 
 def test_tables_fit_in_shared_memory():
     """All tiles that the tables give have been lowered above."""
-    assert tiling.activated_tiles().heights == HALF.heights
     assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
     assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

@@ -5,27 +5,30 @@ import numpy as np
 import pytest
 
 from jax_ep.pallas import tiling
+from jax_ep.pallas.launch import is_interpreted
 from jax_ep.pallas.schedule import row_tiles
-from jax_ep.pallas.tiling import ForwardTiles
+from jax_ep.pallas.tiling import FP8_HEIGHTS, ForwardTiles, Fp8Tiles
 from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
-ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3))
+ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3), Fp8Tiles(band=2))
 CHUNK = 32  # rows of float32 that are stored at once
 
 
 def make(sizes, num_rows, tiles):
     """The tiles that exist, and their heights."""
-    made = [np.asarray(x) for x in row_tiles(jnp.array(sizes, jnp.int32), num_rows, tiles)]
+    heights = tiles.heights if isinstance(tiles, ForwardTiles) else FP8_HEIGHTS
+    made = [np.asarray(x) for x in row_tiles(jnp.array(sizes, jnp.int32), num_rows, tiles, interpret=is_interpreted())]
     assert 0 < made[-1][0] <= len(made[0])
     *made, _ = (x[: made[-1][0]] for x in made)
-    return made, np.array(tiles.heights)[made[2]]
+    return made, np.array(heights)[made[2]]
 
 
 @pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
-@pytest.mark.parametrize("sizes", [*SIZES, "random"], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, 9, 131], ids=str)
 def test_every_row_has_one_tile(sizes, tiles, rng):
-    sizes = rng.multinomial(380, rng.dirichlet(np.ones(9))) if sizes == "random" else sizes
+    """Of given sizes, or of so many random ones: 131 are more than a warpgroup has threads."""
+    sizes = rng.multinomial(380, rng.dirichlet(np.ones(sizes))) if isinstance(sizes, int) else sizes
     num_rows = 400
     (group, row, _, start, end, band, band_size), heights = make(sizes, num_rows, tiles)
     owner = np.full(num_rows, -1)
@@ -36,10 +39,11 @@ def test_every_row_has_one_tile(sizes, tiles, rng):
         assert rows.start < rows.stop
         assert (owner[rows] == -1).all()
         owner[rows] = group[i]
-        # Rows of others are in the first chunk and the last one alone.
-        last = (height - 1) % CHUNK + 1
-        assert rows.start - row[i] <= CHUNK
-        assert row[i] + height - rows.stop < last
+        if isinstance(tiles, ForwardTiles):  # rows of others are in the first chunk and the last one alone
+            assert rows.start - row[i] <= CHUNK
+            assert row[i] + height - rows.stop < (height - 1) % CHUNK + 1
+        else:
+            assert (height == FP8_HEIGHTS[1]) == (end[i] - row[i] > FP8_HEIGHTS[0])
         assert band[i] <= i < band[i] + band_size[i]
         assert len({*group[band[i] : band[i] + band_size[i]]}) == 1
         assert band_size[i] <= tiles.band
@@ -62,7 +66,7 @@ def test_heights_follow_groups():
 def test_list_of_tiles_is_long_enough():
     """The most tiles that sizes can need: every group begins with the last row of a block."""
     tiles = ForwardTiles((16, 32))
-    made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles)
+    made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles, interpret=is_interpreted())
     assert 1 + 2 * 15 == int(made.total[0]) <= made.group.shape[0]
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,9 +232,15 @@ def layers_of(rows: Iterable[Row], tokens: int) -> dict[str, dict[Layer, dict[st
 
 
 def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
-    """`LAYER_PLOT` of all reports of layers in a folder; None where they have no such layer, or without matplotlib."""
-    reports = sorted(folder.glob("moe_layer*.json"), key=lambda path: json.loads(path.read_text())["date"])
-    rows = [row for path in reports for row in json.loads(path.read_text())["rows"]]
+    """`LAYER_PLOT` of all reports of layers in a folder, but for those of other GPUs than most are of.
+
+    None where they have no such layer, or without matplotlib.
+    """
+    contents = [json.loads(path.read_text()) for path in folder.glob("moe_layer*.json")]
+    kinds = Counter(content["device"]["kind"] for content in contents)
+    kind = max(kinds, key=lambda name: (kinds[name], name), default=None)
+    reports = sorted((c for c in contents if c["device"]["kind"] == kind), key=lambda content: content["date"])
+    rows = [row for content in reports for row in content["rows"]]
     found = {direction: layers for direction, layers in layers_of(rows, tokens).items() if layers}
     mpl = matplotlib() if found else None
     if mpl is None:

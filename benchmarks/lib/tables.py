@@ -2,7 +2,8 @@
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Of several reports that hold a line the newest counts;
 the figures of one line, or of one number of GPUs, are of one report, since figures of different runs do not compare.
-What no report holds stays empty, and a line without any figure is left out.
+What no report holds stays empty, and a line without any figure is left out. Of GPUs, tables are about one kind, `GPU`:
+what others took is told in the text.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MODELS = {
     "llama-4-maverick": "Llama 4 Maverick",
 }
 RANKS = (2, 4, 8)
+GPU = "H200"
 
 type Row = dict[str, Any]
 
@@ -51,7 +53,7 @@ class Reports:
 
     def __init__(self, folder: Path) -> None:
         contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-        found = {name: content for name, content in contents.items() if "rows" in content}
+        found = {name: content for name, content in contents.items() if "rows" in content and is_told(content)}
         newest = sorted(found, key=lambda name: found[name]["date"], reverse=True)
         self._contents: dict[str, dict[str, Any]] = {name: found[name] for name in newest}
         self.used: list[str] = []
@@ -85,6 +87,12 @@ class Reports:
         said = [f"`{name}.json` ({self._contents[name]['date'][:10]})" for name in self.used]
         self.used = []
         return f"From {', '.join(said)}."
+
+
+def is_told(report: dict[str, Any]) -> bool:
+    """Whether a report is of what tables and figures are about."""
+    device = report.get("device", {"platform": "cpu"})
+    return device["platform"] != "gpu" or GPU in device["kind"]
 
 
 def _has(row: Row, keys: dict[str, Any]) -> bool:

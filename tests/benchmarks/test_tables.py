@@ -75,6 +75,15 @@ def test_what_does_not_count(tmp_path):
     assert cells(tables.made("graphs", reports))["combine"] == ["2"]
 
 
+def test_other_gpus_do_not_count(tmp_path):
+    for kind, took, date in (("NVIDIA H200", 5, "2026-01-01"), ("NVIDIA H100 80GB HBM3", 3, "2026-02-01")):
+        name = f"dispatch_combine_{kind[-4:]}"
+        report(tmp_path, name, [row(COMBINE, took, tokens=4096)], date=date)
+        content = json.loads((tmp_path / f"{name}.json").read_text()) | {"device": {"platform": "gpu", "kind": kind}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert cells(tables.made("exchange", tables.Reports(tmp_path)))["combine"] == ["5"]
+
+
 def test_layers_are_of_one_report(tmp_path):
     def layers(factor):
         names = (tables.OURS, tables.THEIRS)

@@ -238,8 +238,8 @@ def draw_layers(folder: Path, tokens: int = 4096) -> Path | None:
     """
     contents = [json.loads(path.read_text()) for path in folder.glob("moe_layer*.json")]
     kinds = Counter(content["device"]["kind"] for content in contents)
-    kind = max(kinds, key=lambda name: (kinds[name], name), default=None)
-    reports = sorted((c for c in contents if c["device"]["kind"] == kind), key=lambda content: content["date"])
+    most = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
+    reports = sorted((c for c in contents if c["device"]["kind"] == most), key=lambda content: content["date"])
     rows = [row for content in reports for row in content["rows"]]
     found = {direction: layers for direction, layers in layers_of(rows, tokens).items() if layers}
     mpl = matplotlib() if found else None

@@ -354,10 +354,17 @@ def test_plot_by_model_compares_us_with_what_jax_offers():
 def test_plot_by_model_is_drawn_from_reports_alone(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [layer_row(name, seconds) for name, seconds in zip(plots.ORDER, (1e-3, 2e-3, 1.5e-3, 1.0), strict=True)]
-    (tmp_path / "moe_layer_2_gpus.json").write_text(json.dumps({"date": "2026", "rows": rows}))
+
+    def write(name, rows, kind):
+        (tmp_path / f"moe_layer{name}.json").write_text(json.dumps({"date": "2026", "device": kind, "rows": rows}))
+
+    write("_2_gpus", rows, {"kind": "H200"})
     assert plots.draw_layers(tmp_path).read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "moe_layer_2_gpus.json").write_text(json.dumps({"date": "2026", "rows": rows[1:]}))
+    write("_2_gpus", rows[1:], {"kind": "H200"})
     assert plots.draw_layers(tmp_path) is None
+    write("_more", rows[1:], {"kind": "H200"})
+    write("_h100", rows, {"kind": "H100"})
+    assert plots.draw_layers(tmp_path) is None, "of two kinds of GPUs"
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ def make(sizes, num_rows, tiles):
 
 @pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
 @pytest.mark.parametrize("sizes", [*SIZES, 9, 131], ids=str)
+@pytest.mark.slow(unless={"tiles": [ALL_TILES[0], ALL_TILES[-1]]})
 def test_every_row_has_one_tile(sizes, tiles, rng):
     """Of given sizes, or of so many random ones: 131 are more than a warpgroup has threads."""
     sizes = rng.multinomial(380, rng.dirichlet(np.ones(sizes))) if isinstance(sizes, int) else sizes

@@ -23,7 +23,7 @@ import numpy as np
 from lib import harness, plots
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-RECIPES = ("bf16", "fp8-forward", "fp8")
+RECIPES = ("bf16", "fp8-forward", "fp8-input-gradient", "fp8")
 SIZES = "--layers 2 --hidden 128 --intermediate 128 --batch-size 16 --length 64 --learning-rate 3e-3"
 SMOOTHED = 20  # steps of a mean, in the plot and in what the report says of differences
 
@@ -64,7 +64,7 @@ def draw(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7.5, 6), sharex=True, height_ratios=(2, 1), layout="tight")
     steps = np.arange(SMOOTHED, len(curves["bf16"][0]["losses"]) + 1)
     exact = smooth(curves["bf16"][0]["losses"])
-    for recipe, style in zip(RECIPES, ("-", "--", ":"), strict=True):
+    for recipe, style in zip(RECIPES, ("-", "--", "-.", ":"), strict=True):
         losses = smooth(curves[recipe][0]["losses"])
         above.plot(steps, losses, style, label=recipe)
         below.plot(steps, losses - exact, style, label=recipe)

@@ -1,4 +1,4 @@
-"""Chains of calls in each of which the first argument is known only once the call before it has ended."""
+"""Chains of calls in each of which the first argument, and all ids, are known once the call before has ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from lib.inputs import AXIS
@@ -15,11 +16,19 @@ from lib.waiting import zero_after
 class Operation(NamedTuple):
     """What is timed: a function of one rank, and its arguments on all ranks.
 
-    Of the first argument, or of its first part, one element is written anew before each call.
+    Of the first argument, or of its first part, one element is written anew before each call. Arrays of int32 depend on
+    it: what needs nothing but ids XLA would make once for all calls.
     """
 
     step: Callable[..., Any]
     arguments: tuple[Any, ...]
+
+
+def known_after(touched: Array, other: Array) -> Array:
+    """The same array; ids are known once the first element of `touched` is."""
+    if jnp.issubdtype(other.dtype, jnp.signedinteger) and other.dtype.itemsize == 4:
+        return other + zero_after(touched)
+    return other
 
 
 def chain(mesh: jax.sharding.Mesh, operation: Operation, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -29,7 +38,8 @@ def chain(mesh: jax.sharding.Mesh, operation: Operation, length: int) -> tuple[C
         leaves, tree = jax.tree.flatten(arguments)
 
         def once(touched: Array, _: None) -> tuple[Array, None]:
-            results = operation.step(*jax.tree.unflatten(tree, [touched, *leaves[1:]]))
+            known = [known_after(touched, leaf) for leaf in leaves[1:]]
+            results = operation.step(*jax.tree.unflatten(tree, [touched, *known]))
             # The barrier keeps XLA from computing only the elements that are looked at.
             zero = sum(map(zero_after, lax.optimization_barrier(jax.tree.leaves(results))))
             origin = (0,) * touched.ndim

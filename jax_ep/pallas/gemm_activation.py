@@ -8,22 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward_activated, ring, tiling
 from jax_ep.pallas.forward_activated import HALVES
 from jax_ep.pallas.grouped_gemm import ROWS, has_kernel, launch_product, pad
 from jax_ep.pallas.launch import is_interpreted, num_programs
 from jax_ep.pallas.lowered import lowered_once
-from jax_ep.pallas.memory import swizzled
+from jax_ep.pallas.memory import swizzled, vectors
 from jax_ep.pallas.schedule import row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, STEP, TILE, ForwardTiles
 from jax_ep.types import Array, Experts
 from jax_ep.xla import activation, grouped_gemm
 
-_LINE = 32  # weights, of 128 bytes, where copies to shared memory may begin
 _CHUNK = 32  # rows that leave at a time: half as many as of other products, for the sake of higher tiles
 
 
@@ -72,7 +69,7 @@ def _launch_activated(*operands: Array, experts: Experts, tiles: ForwardTiles, i
     slots = [swizzled((tiles.stages, *shape), lhs.dtype) for shape in shapes]
     scratch = {
         "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
-        "weights": plgpu.SMEM((tiles.stages, round_up(height, _LINE)), jnp.float32),
+        "weights": vectors(tiles.stages, height, jnp.float32),
         "store": epilogue.columns_scratch(lhs.dtype, _CHUNK),
     }
     body = functools.partial(forward_activated.gemm_activation, experts=experts, tiles=tiles, programs=programs)

@@ -26,7 +26,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs
 from jax_ep.pallas.lowered import lowered_once
-from jax_ep.pallas.memory import swizzled
+from jax_ep.pallas.memory import swizzled, vectors
 from jax_ep.pallas.schedule import fits, row_tiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, Fp8Tiles, WeightTiles
 from jax_ep.types import Array
@@ -136,7 +136,7 @@ def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpr
     slot = swizzled((stages, TILE, FP8_STEP), lhs.dtype)
     scratch = {
         "ring": ring.scratch(slot, slot, stages, copies=3),
-        "scales": plgpu.SMEM((stages, TILE), jnp.float32),
+        "scales": vectors(stages, TILE, jnp.float32),
         "store": epilogue.rows_scratch(out_dtype),
     }
     body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs)
@@ -224,7 +224,7 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTi
     scratch = {
         "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
         "scales": gradient_fp8.Scales(
-            plgpu.SMEM((tiles.stages, TILE), jnp.float32), plgpu.SMEM((tiles.stages, tiles.columns), jnp.float32)
+            vectors(tiles.stages, TILE, jnp.float32), vectors(tiles.stages, tiles.columns, jnp.float32)
         ),
         "results": swizzled((tiling.CONSUMERS, CHUNK, tiles.columns), out_dtype),
     }

@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jax_ep.core.layout import round_up
 from jax_ep.pallas.tiling import ALIGNMENT
 
 WARPGROUP = "warpgroup"
@@ -28,6 +29,14 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory in the layout that the tensor cores read without conflicts."""
     transforms = (plgpu.TilingTransform((8, line(dtype))), plgpu.SwizzleTransform(_LINE_BYTES))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def vectors(number: int, length: int, dtype: DTypeLike) -> Any:
+    """Shared memory for so many vectors, each of which begins where copies must.
+
+    Interpreters do not mind where it does not; GPUs end the program.
+    """
+    return plgpu.SMEM((number, round_up(length, line(dtype))), dtype)
 
 
 BLOCKS = plgpu.Layout.TILED(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.megakernels.fused_moe import fused_sizes
 from jax_ep.quantization import quantize_experts
 from lib import fused_tiles, plots
-from lib.inputs import MODELS
-from lib.touched_chains import Operation
+from lib.inputs import MODELS, expert_mesh
+from lib.touched_chains import Operation, chain
 
 TINY = MODELS["tiny"]
 
@@ -36,6 +37,18 @@ def test_wrong_layers_are_not_timed() -> None:
         wrong = Operation(partial(jnp.full, 4, 1.1 if name == names[0] else 1.4), ())
         with pytest.raises(RuntimeError, match=rf"{name} is wrong: error 0\.[14]"):
             fused_moe.check(found | {name: wrong}, ["mxfp4"], names)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads the program as XLA:CPU writes it")
+def test_what_is_made_of_ids_is_made_in_each_call() -> None:
+    """XLA moves what is the same in all turns of a loop out of it."""
+    x, weights = jnp.ones((8, 16)), jnp.ones((8, 2))
+    ids = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 4
+    arguments = x, ids, weights, jnp.ones((4, 16, 32)), jnp.ones((4, 16, 16))
+    fn, arguments = chain(expert_mesh(1), Operation(jax_ep.fused_moe, arguments), 3)
+    text = fn.lower(*arguments).compile().as_text()
+    main = text.index("ENTRY")
+    assert " while(" in text[main:] and " sort(" in text[:main] and " sort(" not in text[main:]
 
 
 @pytest.mark.parametrize("slots", [16, 100_000])

@@ -25,6 +25,7 @@ from jax_ep.types import Array
 
 _LANES = 128
 _UNROLLED = 4  # groups in a turn of the loops over them
+_MOST_GROUPS = 4095  # in shared memory, of which a thread has 32 then
 _MOST_EQUAL_TILES = 3
 
 
@@ -78,8 +79,8 @@ class _Tile(NamedTuple):
 
 
 def fits(num_rows: int, num_groups: int) -> bool:
-    """Whether no sum of sizes, nor a coordinate of a tile behind the last row, leaves int32."""
-    return num_rows * (num_groups + 1) <= jnp.iinfo(jnp.int32).max
+    """Whether groups have room in memory, and no sum of sizes, nor a coordinate behind the last row, leaves int32."""
+    return num_groups <= _MOST_GROUPS and num_rows * (num_groups + 1) <= jnp.iinfo(jnp.int32).max
 
 
 def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles | Fp8Tiles, *, interpret: bool) -> RowTiles:

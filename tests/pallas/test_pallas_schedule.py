@@ -6,7 +6,7 @@ import pytest
 
 from jax_ep.pallas import tiling
 from jax_ep.pallas.launch import is_interpreted
-from jax_ep.pallas.schedule import row_tiles
+from jax_ep.pallas.schedule import fits, row_tiles
 from jax_ep.pallas.tiling import FP8_HEIGHTS, ForwardTiles, Fp8Tiles
 from jax_ep.xla.grouped_gemm import locate_groups
 
@@ -69,6 +69,12 @@ def test_list_of_tiles_is_long_enough():
     tiles = ForwardTiles((16, 32))
     made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles, interpret=is_interpreted())
     assert 1 + 2 * 15 == int(made.total[0]) <= made.group.shape[0]
+
+
+def test_what_is_for_the_portable_loop():
+    assert fits(32768, 512)
+    assert not fits(32768, 4096)
+    assert not fits(1 << 30, 2)
 
 
 def test_sizes_whose_sum_leaves_int32():

@@ -363,7 +363,6 @@ def one_device(reports: Reports) -> list[str]:
 
 PREFILL = {
     "several launches": "several launches, bfloat16",
-    "rows activated in a launch of their own": "hidden rows, bfloat16",
     "cuBLAS, both products, equal groups": "batched einsum",
     "PyTorch's `_grouped_mm`": "PyTorch, _grouped_mm",
 }

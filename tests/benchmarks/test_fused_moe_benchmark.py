@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -49,6 +50,19 @@ def test_what_is_made_of_ids_is_made_in_each_call() -> None:
     text = fn.lower(*arguments).compile().as_text()
     main = text.index("ENTRY")
     assert " while(" in text[main:] and " sort(" in text[:main] and " sort(" not in text[main:]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere programs call launches that were lowered before")
+def test_hidden_rows_are_those_of_one_variant_alone() -> None:
+    """Programs are traced several at a time."""
+    layer = partial(jax_ep.fused_moe, schedule=fused_moe.SEVERAL, implementation="pallas")
+    x, ids, weights = jnp.ones((16, 64), jnp.bfloat16), jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2))
+    arguments = x, ids, weights, jnp.ones((4, 64, 128), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
+    ways = {True: layer, False: partial(fused_moe.with_hidden_rows, layer)}
+    with ThreadPoolExecutor(8) as executor:
+        traced = [(activates, executor.submit(jax.make_jaxpr(f), *arguments)) for activates, f in [*ways.items()] * 4]
+    for activates, program in traced:
+        assert ("name=gemm_activation" in str(program.result())) == activates
 
 
 @pytest.mark.parametrize("slots", [16, 100_000])

@@ -27,7 +27,7 @@ from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.promoted import add_steps, zeros
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_HEIGHTS, FP8_STEP, TILE, Fp8Tiles
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, TILE, Fp8Tiles
 from jax_ep.types import Array
 
 
@@ -71,7 +71,7 @@ def grouped_gemm_fp8(
 
             return lax.fori_loop(int32(0), place.steps, one, step)
 
-        return lax.switch(place.height, [partial(load_rows, height) for height in FP8_HEIGHTS])
+        return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
 
     def multiply(place: Place, step: Array) -> Array:
         group, block = jnp.minimum(place.group, int32(rhs.shape[0] - 1)), lax.div(place.column, int32(TILE))
@@ -112,7 +112,7 @@ def grouped_gemm_fp8(
             epilogue.store_rows(store, total, target, bounds, out.shape[1] - origin)
 
         both = partial(multiply_part, own, 0, TILE), partial(multiply_part, 0, own, CHUNK)
-        lax.switch(place.height, [both[height == CHUNK] for height in FP8_HEIGHTS])
+        lax.switch(place.height, [both[height == CHUNK] for height in tiles.heights])
         return step + place.steps
 
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)

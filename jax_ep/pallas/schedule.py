@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_ep.core.layout import round_up
 from jax_ep.pallas.launch import PROGRAM, launch
 from jax_ep.pallas.memory import Ref, Scalar, int32
-from jax_ep.pallas.tiling import ALIGNMENT, FP8_HEIGHTS, ROW_UNIT, TILE, ForwardTiles, Fp8Tiles
+from jax_ep.pallas.tiling import ALIGNMENT, ROW_UNIT, ForwardTiles, Fp8Tiles
 from jax_ep.types import Array
 
 _LANES = 128
@@ -35,7 +35,7 @@ class RowTiles(NamedTuple):
     Attributes:
       group: `[P]` int32.
       row: `[P]` int32, first row, which may be one of another tile or group.
-      height: `[P]` int32, place in `ForwardTiles.heights`, or in `FP8_HEIGHTS`.
+      height: `[P]` int32, place in the heights of `ForwardTiles` or `Fp8Tiles`.
       start, end: `[P]` int32, rows that are the tile's, but for those behind its height.
       band, band_size: `[P]` int32, first tile of those that are visited together, all of one group, and how many.
       total: `[P]` int32, how many tiles there are, everywhere; those behind hold anything.
@@ -51,7 +51,7 @@ class RowTiles(NamedTuple):
     total: Any
 
 
-class Groups(NamedTuple):
+class _Groups(NamedTuple):
     """What threads know of all groups, `[lanes]` in shared memory; those behind the last are empty.
 
     Attributes:
@@ -91,20 +91,20 @@ def row_tiles(group_sizes: Array, num_rows: int, tiles: ForwardTiles | Fp8Tiles,
     which stores these rows. Tiles of more than three differ by a unit of rows at most. Groups with the tallest tiles
     come first, so that programs which run at the same time have tiles of like heights.
 
-    Those of `Fp8Tiles` are the larger of `FP8_HEIGHTS`, the last of a group the smaller one where that is enough.
+    Those of `Fp8Tiles` have the larger of two heights, the last of a group the smaller one where that is enough.
     """
     num_groups = group_sizes.shape[0]
-    tallest = tiles.heights[-1] if isinstance(tiles, ForwardTiles) else TILE
+    tallest = tiles.heights[-1]
     most = (num_rows + (num_groups + 1) * (tallest + ALIGNMENT - 2)) // tallest
     lanes, programs = round_up(num_groups + 1, _LANES), -(-most // _LANES)
     in_memory = plgpu.SMEM((lanes,), jnp.int32)
     scratch = {
         "sizes": in_memory,
-        "groups": Groups(*[in_memory] * len(Groups._fields)),
+        "groups": _Groups(*[in_memory] * len(_Groups._fields)),
         "full": plgpu.Barrier(num_arrivals=lanes // _LANES),
     }
     result = [jax.ShapeDtypeStruct((programs * _LANES,), jnp.int32)] * len(RowTiles._fields)
-    body = partial(_list_tiles, num_rows=num_rows, num_groups=num_groups, tiles=tiles, tallest=tallest)
+    body = partial(_list_tiles, num_rows=num_rows, num_groups=num_groups, tiles=tiles)
     return RowTiles(*launch("row_tiles", body, (group_sizes,), result, scratch, programs, interpret))
 
 
@@ -112,13 +112,13 @@ def _list_tiles(
     group_sizes: Ref,
     *out: Ref,
     sizes: Ref,
-    groups: Groups,
+    groups: _Groups,
     full: Ref,
     num_rows: int,
     num_groups: int,
     tiles: ForwardTiles | Fp8Tiles,
-    tallest: int,
 ) -> None:
+    tallest = tiles.heights[-1]
     program = lax.axis_index(PROGRAM)
     none = lax.min(program, int32(0))  # not known to be in bounds: behind the last size there are zeros
     for lane in range(0, sizes.shape[0], _LANES):
@@ -139,7 +139,7 @@ def _list_tiles(
     group, first, start, end, total = _over_groups(find, [jnp.zeros_like(tile)] * 5, num_groups, *known)
     units, count = _units_and_count(start, end, tallest)
     own = _Tile(tile - first, jnp.maximum(count, int32(1)), units, start, end)
-    row, height, start = _varied(own, tiles) if isinstance(tiles, ForwardTiles) else _whole(own)
+    row, height, start = _varied(own, tiles) if isinstance(tiles, ForwardTiles) else _whole(own, tiles)
     band = lax.div(own.number, int32(tiles.band)) * int32(tiles.band)
     band_size = jnp.minimum(own.num_tiles - band, int32(tiles.band))
     values = RowTiles(group, row, height, start, own.end, tile - own.number + band, band_size, total)
@@ -147,7 +147,9 @@ def _list_tiles(
         ref[pl.ds(program * int32(_LANES), _LANES)] = value
 
 
-def _write_groups(sizes: Ref, groups: Groups, num_rows: int, num_groups: int, tallest: int, *, is_sorted: bool) -> None:
+def _write_groups(
+    sizes: Ref, groups: _Groups, num_rows: int, num_groups: int, tallest: int, *, is_sorted: bool
+) -> None:
     """Fills `groups`, a group in each thread."""
     group = _each(sizes.shape[0])
     size = jnp.where(group < int32(num_groups), jnp.clip(_strided(sizes[...]), int32(0), int32(num_rows)), int32(0))
@@ -196,10 +198,10 @@ def _varied(own: _Tile, tiles: ForwardTiles) -> tuple[Array, Array, Array]:
     return row, kind, start
 
 
-def _whole(own: _Tile) -> tuple[Array, Array, Array]:
+def _whole(own: _Tile, tiles: Fp8Tiles) -> tuple[Array, Array, Array]:
     """The same of tiles of `Fp8Tiles`."""
-    row = _origin(own.start) + own.number * int32(TILE)
-    return row, _one_where(own.end - row > int32(FP8_HEIGHTS[0])), jnp.maximum(own.start, row)
+    row = _origin(own.start) + own.number * int32(tiles.heights[1])
+    return row, _one_where(own.end - row > int32(tiles.heights[0])), jnp.maximum(own.start, row)
 
 
 def _over_groups(

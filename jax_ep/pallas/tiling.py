@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 CONSUMERS = 2
 """Warpgroups that multiply; one more loads."""
@@ -18,8 +19,6 @@ CHUNK = 64
 """Rows of the accumulators of a consumer, as many as tensor cores take at a time; it stores some columns at once."""
 TILE = CONSUMERS * CHUNK
 """Rows of the accumulators of a program: columns of a forward tile, and rows of one of weight gradients."""
-FP8_HEIGHTS = (CHUNK, TILE)
-"""Rows of the tiles of products in FP8."""
 
 _FEWEST_STAGES = 4
 _LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
@@ -46,13 +45,15 @@ class ForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Tiles:
-    """Sizes of the forward kernel in FP8, whose tiles have `TILE` columns and one of `FP8_HEIGHTS` rows.
+    """Sizes of the forward kernel in FP8, whose tiles have `TILE` columns.
 
     Attributes:
+      heights: how many rows a tile may have.
       stages: see `ForwardTiles`.
       band: see `ForwardTiles`.
     """
 
+    heights: ClassVar[tuple[int, int]] = (CHUNK, TILE)
     stages: int = 5
     band: int = 4
 

@@ -213,7 +213,7 @@ def test_groups_of_all_heights(end, rng):
     np.testing.assert_array_equal(np.asarray(out), want)
 
 
-@pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 129, 250])
+@pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 127, 129, 250])
 @pytest.mark.slow(unless={"end": [119]})
 def test_activated_groups_of_all_heights(end, rng):
     """Rows of a tile that are others', of which each has one weight, and those of the last column beside a half."""

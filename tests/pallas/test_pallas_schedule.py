@@ -7,7 +7,7 @@ import pytest
 from jax_ep.pallas import tiling
 from jax_ep.pallas.launch import is_interpreted
 from jax_ep.pallas.schedule import fits, row_tiles
-from jax_ep.pallas.tiling import FP8_HEIGHTS, ForwardTiles, Fp8Tiles
+from jax_ep.pallas.tiling import ForwardTiles, Fp8Tiles
 from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
@@ -17,11 +17,10 @@ CHUNK = 32  # rows of float32 that are stored at once
 
 def make(sizes, num_rows, tiles):
     """The tiles that exist, and their heights."""
-    heights = tiles.heights if isinstance(tiles, ForwardTiles) else FP8_HEIGHTS
     made = [np.asarray(x) for x in row_tiles(jnp.array(sizes, jnp.int32), num_rows, tiles, interpret=is_interpreted())]
     assert 0 < made[-1][0] <= len(made[0])
     *made, _ = (x[: made[-1][0]] for x in made)
-    return made, np.array(heights)[made[2]]
+    return made, np.array(tiles.heights)[made[2]]
 
 
 @pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
@@ -44,7 +43,7 @@ def test_every_row_has_one_tile(sizes, tiles, rng):
             assert rows.start - row[i] <= CHUNK
             assert row[i] + height - rows.stop < (height - 1) % CHUNK + 1
         else:
-            assert (height == FP8_HEIGHTS[1]) == (end[i] - row[i] > FP8_HEIGHTS[0])
+            assert (height == tiles.heights[1]) == (end[i] - row[i] > tiles.heights[0])
         assert band[i] <= i < band[i] + band_size[i]
         assert len({*group[band[i] : band[i] + band_size[i]]}) == 1
         assert band_size[i] <= tiles.band

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.pallas import epilogue
+from jax_ep.pallas import epilogue, wgmma
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas.forward import Place, place_of
 from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
@@ -44,6 +44,7 @@ def grouped_gemm_fp8(
     *,
     tiles: Fp8Tiles,
     programs: int,
+    interpret: bool,
 ) -> None:
     """`[M, K]` and `[G, N, K]` to `[M, N]`; `lhs_scales [K / 128, M]`, `rhs_scales [G, N / 128, K / 128]`.
 
@@ -52,13 +53,14 @@ def grouped_gemm_fp8(
     num_steps = lhs.shape[1] // FP8_STEP
     tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
+    together = next((some for some in _TOGETHER if num_steps % some == 0), _TOGETHER[0])
     locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
 
     def load(place: Place, step: Array) -> Array:
-        columns = pl.ds(pl.multiple_of(place.column, TILE), TILE)
+        columns = pl.ds(rings.aligned(place.column, TILE), TILE)
 
         def load_rows(height: int) -> Array:
-            own_rows = pl.ds(pl.multiple_of(place.row, ALIGNMENT), height)
+            own_rows = pl.ds(rings.aligned(place.row, ALIGNMENT), height)
 
             def one(k: Array, step: Array) -> Array:
                 slot, depth = lax.rem(step, int32(tiles.stages)), pl.ds(k * int32(FP8_STEP), FP8_STEP)
@@ -71,7 +73,7 @@ def grouped_gemm_fp8(
 
             return lax.fori_loop(int32(0), place.steps, one, step)
 
-        return lax.switch(place.height, [partial(load_rows, height) for height in tiles.heights])
+        return rings.one_of(place.height, [partial(load_rows, height) for height in tiles.heights])
 
     def multiply(place: Place, step: Array) -> Array:
         group, block = jnp.minimum(place.group, int32(rhs.shape[0] - 1)), lax.div(place.column, int32(TILE))
@@ -87,22 +89,24 @@ def grouped_gemm_fp8(
             """The part of the tile from this row and column on that this consumer makes."""
             own_rows, columns, shape = pl.ds(row, CHUNK), pl.ds(column, width), (CHUNK, width)
 
-            def begin(accumulator: Ref, k: Array) -> None:
+            def begin(k: Array) -> Array:
                 slot = slot_of(k)
                 plgpu.barrier_wait(ring.full.at[slot])
-                plgpu.wgmma(accumulator, ring.lhs.at[slot, own_rows], ring.rhs.at[slot, columns].transpose((1, 0)))
+                return wgmma.begin(ring.lhs.at[slot, own_rows], ring.rhs.at[slot, columns], interpret=interpret)
 
-            def add(total: Array, accumulator: Ref, k: Array, of_matrix: Array, in_flight: int) -> Array:
+            def add(total: Array, product: Array, k: Array, of_matrix: Array, in_flight: int) -> Array:
                 slot = slot_of(k)
                 factors = plgpu.load(scales.at[slot, own_rows], layout=_BY_ROW) * of_matrix
-                some = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
+                some = wgmma.finish(product, in_flight, interpret=interpret)
                 plgpu.barrier_arrive(ring.empty.at[slot])
                 return total + some * lax.broadcast_in_dim(factors, shape, (0,))
 
-            pairs = place.steps - lax.rem(place.steps, int32(2))
-            total = add_steps(shape, (int32(0), pairs), 2, begin, add, zeros(shape), matrix_scale)
-            if num_steps % 2:
-                total = add_steps(shape, (pairs, place.steps), 1, begin, add, total, matrix_scale)
+            total, left = zeros(shape), num_steps % together
+            some = jnp.minimum(place.steps, int32(left))
+            if left:
+                total = add_steps((int32(0), some), left, begin, add, total, matrix_scale)
+            if num_steps >= together:
+                total = add_steps((some, place.steps), together, begin, add, total, matrix_scale)
             first, origin = pl.multiple_of(place.row, ALIGNMENT) + row, pl.multiple_of(place.column, TILE) + column
 
             def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
@@ -116,7 +120,9 @@ def grouped_gemm_fp8(
         return step + place.steps
 
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin)
+    run = partial(rings.run_tasks, ring, tiles.stages, num_tasks, programs, loads_as_warp=True)
+    run(locate, load, multiply, begin=begin)
 
 
+_TOGETHER = (4, 3)  # steps in a row, such that none are left over: with more, sums no longer fit in registers
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)

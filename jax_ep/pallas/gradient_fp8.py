@@ -16,13 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.memory import WARPGROUP, Ref, int32
+from jax_ep.pallas import wgmma
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.promoted import add_steps, zeros
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+_TOGETHER = (1, 2)  # steps in a row, those that are left over first; four do not fit in registers
 _PART = 64  # columns of a tile whose scales are in registers at a time
 
 type Total = tuple[Array, ...]
@@ -60,6 +62,7 @@ def weight_gradient_fp8(
     *,
     tiles: WeightTiles,
     programs: int,
+    interpret: bool,
 ) -> None:
     """`[K, P]`, `[N, P]` and scales `[P / 128, .]` to `[G, K, N]`; groups have blocks `[start, end)`, both `[G]`.
 
@@ -76,8 +79,8 @@ def weight_gradient_fp8(
         return Place(group, row * int32(TILE), column * int32(tiles.columns), start[group], end[group])
 
     def load(place: Place, step: Array) -> Array:
-        rows = pl.ds(pl.multiple_of(place.row, TILE), TILE)
-        columns = pl.ds(pl.multiple_of(place.column, tiles.columns), tiles.columns)
+        rows = pl.ds(rings.aligned(place.row, TILE), TILE)
+        columns = pl.ds(rings.aligned(place.column, tiles.columns), tiles.columns)
 
         def one(block: Array, step: Array) -> Array:
             slot, places = lax.rem(step, int32(tiles.stages)), pl.ds(block * int32(FP8_STEP), FP8_STEP)
@@ -93,20 +96,19 @@ def weight_gradient_fp8(
 
     def multiply(place: Place, step: Array) -> Array:
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
-        shape = CHUNK, tiles.columns
 
         def slot_of(k: Array) -> Array:
             return lax.rem(step + k, int32(tiles.stages))
 
-        def begin(accumulator: Ref, k: Array) -> None:
+        def begin(k: Array) -> Array:
             slot = slot_of(k)
             plgpu.barrier_wait(ring.full.at[slot])
-            plgpu.wgmma(accumulator, ring.lhs.at[slot, own], ring.rhs.at[slot].transpose((1, 0)))
+            return wgmma.begin(ring.lhs.at[slot, own], ring.rhs.at[slot], interpret=interpret)
 
-        def add(total: Total, accumulator: Ref, k: Array, _: None, in_flight: int) -> Total:
+        def add(total: Total, product: Array, k: Array, _: None, in_flight: int) -> Total:
             slot = slot_of(k)
             by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
-            some = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
+            some = wgmma.finish(product, in_flight, interpret=interpret)
 
             def added(part: slice, sums: Array) -> Array:
                 by_column = plgpu.load(scales.rhs.at[slot, part], layout=_BY_COLUMN)
@@ -119,10 +121,11 @@ def weight_gradient_fp8(
             return total
 
         count = place.end - place.start
-        pairs = count - lax.rem(count, int32(2))
         total: Total = tuple(zeros((CHUNK, _PART)) for _ in parts)
-        total = add_steps(shape, (int32(0), pairs), 2, begin, add, total)
-        total = add_steps(shape, (pairs, count), 1, begin, add, total)
+        done: Scalar = int32(0)
+        for together in _TOGETHER:
+            until = count if together == _TOGETHER[-1] else lax.rem(count, int32(2 * together))
+            total, done = add_steps((done, until), together, begin, add, total), until
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
         # Sizes are multiples of a consumer's rows: all of them are stored, or none.
         pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))
@@ -138,4 +141,5 @@ def weight_gradient_fp8(
         plgpu.copy_smem_to_gmem(slot, out.at[place.group, pl.ds(row, CHUNK), columns])
 
     num_tasks, begin = int32(num_groups * num_tall * num_wide), jnp.int32(0)
-    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin)
+    run = partial(rings.run_tasks, ring, tiles.stages, num_tasks, programs, loads_as_warp=True)
+    run(locate, load, multiply, begin=begin)

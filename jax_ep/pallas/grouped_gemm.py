@@ -136,7 +136,7 @@ def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpr
         "scales": vectors(stages, TILE, jnp.float32),
         "store": epilogue.rows_scratch(out_dtype),
     }
-    body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs)
+    body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs, interpret=interpret)
     result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)
     inputs = (schedule, lhs, rhs, lhs_scales, rhs_scales)
     return launch_product("grouped_gemm_fp8", body, inputs, result, scratch, programs, interpret)
@@ -225,7 +225,7 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTi
         ),
         "results": swizzled((tiling.CONSUMERS, CHUNK, tiles.columns), out_dtype),
     }
-    body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs)
+    body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs, interpret=interpret)
     result = jax.ShapeDtypeStruct(shape, out_dtype)
     inputs = (starts, ends, lhs, rhs, *scales)
     return launch_product("grouped_gemm_weight_gradient_fp8", body, inputs, result, scratch, programs, interpret)

@@ -13,7 +13,7 @@ from jax_ep.core.layout import round_up
 from jax_ep.pallas.tiling import ALIGNMENT
 
 WARPGROUP = "warpgroup"
-_LINE_BYTES = 128
+LINE_BYTES = 128
 
 Ref = Any
 Scalar = Any  # int32, known or not
@@ -22,13 +22,17 @@ int32 = np.int32  # all scalars of a kernel, also where JAX makes int64 of Pytho
 
 def line(dtype: DTypeLike) -> int:
     """How many elements a line of shared memory has, of 128 bytes."""
-    return _LINE_BYTES // jnp.dtype(dtype).itemsize
+    return LINE_BYTES // jnp.dtype(dtype).itemsize
+
+
+def swizzling(dtype: DTypeLike) -> Any:
+    """The layout of shared memory that the tensor cores read without conflicts."""
+    return plgpu.TilingTransform((ALIGNMENT, line(dtype))), plgpu.SwizzleTransform(LINE_BYTES)  # type: ignore[abstract]
 
 
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory in the layout that the tensor cores read without conflicts."""
-    transforms = (plgpu.TilingTransform((8, line(dtype))), plgpu.SwizzleTransform(_LINE_BYTES))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    """Shared memory in that layout."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzling(dtype))
 
 
 def vectors(number: int, length: int, dtype: DTypeLike) -> Any:

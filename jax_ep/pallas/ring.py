@@ -59,6 +59,7 @@ def run_tasks[Place, Loaded](
     finish: Callable[[Loaded], None] = lambda _: None,
     leave: Callable[[Array], None] = lambda _: None,
     turning: bool = False,
+    loads_as_warp: bool = False,
 ) -> None:
     """Shares tasks out among programs, and in a program the work on each of them among its warpgroups.
 
@@ -76,6 +77,8 @@ def run_tasks[Place, Loaded](
       leave: what follows the last `multiply`, and all stores, of the step after.
       turning: every other round runs backwards: where tasks become shorter and shorter, all programs get as much. Where
         they do not, programs next to each other keep to tiles next to each other.
+      loads_as_warp: one warp calls `load` and `finish`, which then know scalars and copies alone, `one_of` in place of
+        `lax.switch`, and `aligned` in place of `pl.multiple_of`. Else all four do, and wait for each other.
     """
     program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
     rounds = lax.div(num_tasks, int32(programs))
@@ -100,9 +103,16 @@ def run_tasks[Place, Loaded](
     @pl.when(warpgroup == CONSUMERS)
     def _loading() -> None:
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
-        finish(for_each_task(load, begin))
-        for slot in range(stages):  # nobody may leave while others still signal
-            plgpu.barrier_wait(ring.empty.at[slot])
+
+        def load_all() -> None:
+            finish(for_each_task(load, begin))
+            for slot in range(stages):  # nobody may leave while others still signal
+                plgpu.barrier_wait(ring.empty.at[slot])
+
+        if loads_as_warp:
+            plgpu.warp_map(lambda warp: pl.when(warp == int32(0))(load_all))
+        else:
+            load_all()
 
     @pl.when(warpgroup < CONSUMERS)
     def _multiplying() -> None:
@@ -155,6 +165,20 @@ def release(ring: Ring, stages: int, step: Array) -> None:
 def before(step: Array, stages: int) -> Array:
     """The slot of the step before."""
     return lax.rem(step + int32(stages - 1), int32(stages))
+
+
+def one_of[Result](index: Scalar, branches: Sequence[Callable[[], Result]]) -> Result:
+    """`lax.switch` for single warps too: of indices that are in range."""
+    if len(branches) == 1:
+        return branches[0]()
+    half = len(branches) // 2
+    low, high = branches[:half], branches[half:]
+    return lax.cond(index < int32(half), lambda: one_of(index, low), lambda: one_of(index - int32(half), high))
+
+
+def aligned(x: Scalar, multiple: int) -> Scalar:
+    """`pl.multiple_of` for single warps too: of numbers that are none it is the multiple below."""
+    return lax.div(x, int32(multiple)) * int32(multiple)
 
 
 # --- order of tasks -------------------------------------------------------------------------------------------------

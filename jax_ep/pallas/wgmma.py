@@ -1,0 +1,110 @@
+"""Products of FP8 operands that are values: begun by the tensor cores, finished later, with others begun between.
+
+Accumulators of Pallas are memory of a scope, cleared before they are added to. What is made of several of them, each
+for one step, takes a clearing instruction for two elements of each step, and the assembler moves those to where there
+are no registers left. Here the first instruction of a product does not read its sums, so nothing is cleared.
+
+A product must be finished by straight code: where it is on its way at the end of a loop's turn, or a branch, the
+assembler lets every product end before the next begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from jax_ep.pallas.memory import LINE_BYTES, Ref, swizzling
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP
+from jax_ep.types import Array
+
+_INSTRUCTION_BYTES = 32  # of the contraction
+_FLOAT32 = jnp.dtype(jnp.float32)
+_THREADS = 128  # of a warpgroup
+_TYPES = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
+_ON_ITS_WAY = plgpu.Layout.TILED(
+    plgpu.Tiling(((CHUNK, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
+)
+"""Elements lie in registers as in `Layout.WGMMA`, but each is a value of its own, so that no two have to be packed."""
+
+
+def begin(lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
+    """Starts `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory: what `finish` takes."""
+    shape = (CHUNK, rhs.shape[0])
+    if interpret:
+        return pl.run_scoped(lambda sums: _multiply(sums, lhs, rhs), plgpu.ACC(shape))
+    operand = plgpu.RefType(swizzling(lhs.dtype))
+    result = plgpu.ShapeDtypeStruct(shape, _FLOAT32, layout=_ON_ITS_WAY)
+
+    @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=result)
+    def issue(_: Any, left: ir.Value, right: ir.Value) -> mgpu.FragmentedArray:
+        swizzle = mgpu.dialect.SwizzlingMode.k128ByteSwizzle
+        operands = [mma_utils.encode_descriptor(x, 0, ALIGNMENT * LINE_BYTES, swizzle) for x in (left, right)]
+        types = ".".join(_TYPES[str(ir.MemRefType(x.type).element_type)] for x in (left, right))
+        return _assembly(_instructions(shape[1], types), shape, operands)
+
+    return issue(lhs, rhs)
+
+
+def finish(product: Array, in_flight: int, *, interpret: bool) -> Array:
+    """Its sums, float32, once no more than so many products that were begun later are on their way."""
+    if interpret:
+        return product
+    result = plgpu.ShapeDtypeStruct(product.shape, _FLOAT32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_ON_ITS_WAY,), return_type=result)
+    def wait(_: Any, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        values = [llvm.extractelement(x, _int32(0)) for x in sums.registers.flat]
+        code = f"wgmma.wait_group.sync.aligned {in_flight};"
+        return _assembly(code, product.shape, values, through=True).to_layout(mgpu.WGMMA_LAYOUT)
+
+    return wait(product)
+
+
+def _multiply(sums: Ref, lhs: Ref, rhs: Ref) -> Array:
+    plgpu.wgmma(sums, lhs, rhs.transpose((1, 0)))
+    return sums[...]
+
+
+def _instructions(columns: int, types: str) -> str:
+    """Of a product whose sums are the first operands of the assembly, and descriptors of its operands the next."""
+    number = columns // 2  # sums of a thread
+    sums = ", ".join(f"${i}" for i in range(number))
+    code = [".reg .pred never, always;", "setp.ne.b32 never, 0, 0;", "setp.eq.b32 always, 0, 0;"]
+    code += [".reg .b64 left, right;", "wgmma.fence.sync.aligned;"]
+    for k in range(0, FP8_STEP, _INSTRUCTION_BYTES):
+        code += [f"add.s64 left, ${number}, {k >> 4};", f"add.s64 right, ${number + 1}, {k >> 4};"]
+        multiply = f"wgmma.mma_async.sync.aligned.m{CHUNK}n{columns}k{_INSTRUCTION_BYTES}.f32.{types}"
+        code.append(f"{multiply} {{{sums}}}, left, right, {'always' if k else 'never'}, 1, 1;")
+    return "\n".join(["{", *code, "wgmma.commit_group.sync.aligned;", "}"])
+
+
+def _assembly(code: str, shape: tuple[int, ...], operands: list[ir.Value], through: bool = False) -> Any:
+    """An array of what assembly makes of operands; `through`: of each one element, in the same register."""
+    number, float32 = shape[0] * shape[1] // _THREADS, ir.F32Type.get()
+    constraints = [str(i) for i in range(number)] if through else ["l"] * len(operands)
+    results = llvm.inline_asm(
+        llvm.StructType.get_literal([float32] * number),
+        operands,
+        code,
+        ",".join(["=f"] * number + constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    vector, layout = ir.VectorType.get((1,), float32), _ON_ITS_WAY.to_mgpu()
+    elements = [llvm.extractvalue(float32, results, [i]) for i in range(number)]
+    registers = [llvm.insertelement(llvm.mlir_undef(vector), element, _int32(0)) for element in elements]
+    in_shape = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=in_shape, _layout=layout, _is_signed=None)
+
+
+def _int32(value: int) -> ir.Value:
+    type_ = ir.IntegerType.get_signless(32)
+    return llvm.ConstantOp(type_, ir.IntegerAttr.get(type_, value)).result

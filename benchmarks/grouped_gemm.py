@@ -285,7 +285,9 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
-    parser.add_argument("--only", nargs="+", help="throughput, sweep: only variants whose names hold one of these")
+    parser.add_argument(
+        "--only", nargs="+", help="throughput, kernels, sweep: only variants whose names hold one of these"
+    )
     parser.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
     parser.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
     parser.add_argument("--model", choices=MODELS, help=f"kernels, sweep: the shapes of {RANKS} GPUs' rank instead")

@@ -1,0 +1,153 @@
+"""Compiles the kernels of `pallas` for Hopper GPUs on a machine without one, and tells what they need of registers.
+
+    .venv/bin/python tools/mosaic_registers.py [NAME...] [--keep FOLDER]
+
+Neither Mosaic's interpreter nor its lowering sees that sums no longer fit in registers, or that the assembler lets each
+product of the tensor cores end before the next begins; a GPU runs such kernels at half of the speed. Ends with an error
+where a kernel does so. `--keep` keeps PTX and what the assembler says of it.
+
+JAX compiles such kernels in its CUDA plugin, of which this fetches the version of the installed JAX into build/mosaic,
+130 MB, with pip. There it also builds a stand-in for the driver, which says that there is a GPU of compute capability
+9.0. The assembler is the `ptxas` of a CUDA toolkit in PATH. Nothing runs: what the plugin says of the host's side of
+launches, for which symbols are missing here, does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build/mosaic"
+DRIVER = r"""
+int cuInit(unsigned flags) { return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuDeviceGetAttribute(int *value, int what, int device) { *value = what == 75 ? 9 : 0; return 0; }
+"""  # 75: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+SERIALISED = "wgmma.mma_async instructions are serialized"
+ROWS, GROUPS = 32768, 64
+FP8_SHAPES = ((7168, 4096), (2048, 7168), (1408, 4096), (1280, 512), (1152, 512), (768, 2048), (384, 512), (256, 512))
+
+type Call = tuple[partial[Any], tuple[jax.ShapeDtypeStruct, ...]]
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    """Kernels, with operands of models' shapes and of all that is left of a number of steps in a row."""
+    sys.path.insert(0, str(ROOT))
+    from jax_ep.pallas import grouped_gemm, tiling
+
+    array, fp8, bf16 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn, jnp.dtype(jnp.bfloat16)
+    sizes, f32 = array((GROUPS,), jnp.int32), jnp.float32
+    for out_dtype in (bf16, jnp.dtype(f32)):
+        static = {"out_dtype": out_dtype, "interpret": False}
+        suffix = f"to {out_dtype}"
+        for k, n in (
+            (7168, 4096),
+            (2048, 7168),
+            (1408, 4096),
+            (1280, 512),
+            (768, 2048),
+            (384, 512),
+            (256, 512),
+            (1152, 512),
+        ):
+            run = partial(grouped_gemm._launch_fp8, tiles=tiling.Fp8Tiles(), **static)
+            operands = [array((ROWS, k), fp8), array((GROUPS, n, k), fp8), sizes]
+            operands += [array((k // 128, ROWS), f32), array((GROUPS, n // 128, k // 128), f32)]
+            yield f"fp8 {k}x{n} {suffix}", (run, tuple(operands))
+        places = ROWS + 128 * GROUPS
+        operands = [*(array((size, places), fp8) for size in (7168, 4096)), sizes]
+        operands += [array((places // 128, size), f32) for size in (7168, 4096)]
+        run = partial(grouped_gemm._launch_gradient_fp8, tiles=tiling.fp8_weight_tiles(out_dtype.itemsize), **static)
+        yield f"weights-fp8 {suffix}", (run, tuple(operands))
+        run = partial(grouped_gemm._launch_gradient, tiles=tiling.weight_tiles(4096, out_dtype.itemsize), **static)
+        yield f"weights {suffix}", (run, (array((ROWS, 7168), bf16), array((ROWS, 4096), bf16), sizes))
+        for transpose in (False, True):
+            matrices = array((GROUPS, 4096, 7168) if transpose else (GROUPS, 7168, 4096), bf16)
+            tiles = tiling.forward_tiles(ROWS, GROUPS)
+            run = partial(grouped_gemm._launch_forward, transpose=transpose, tiles=tiles, **static)
+            yield f"forward{' transposed' * transpose} {suffix}", (run, (array((ROWS, 7168), bf16), matrices, sizes))
+
+
+# --- compilation ----------------------------------------------------------------------------------------------------
+
+
+def compiler() -> Callable[[bytes, int], Any]:
+    """The plugin's, of the version of JAX that is installed."""
+    if not (FOLDER / "jax_plugins").exists():
+        package = f"jax-cuda13-pjrt=={jax.__version__}"
+        subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", FOLDER, package], check=True)
+    driver = FOLDER / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(driver)]
+    subprocess.run(command, input=DRIVER, text=True, check=True)
+    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+    (plugin,) = FOLDER.glob("jax_plugins/xla_cuda*/xla_cuda_plugin.so")
+    compile_module = ctypes.CDLL(str(plugin)).MosaicGpuCompile
+    compile_module.argtypes, compile_module.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+    return compile_module
+
+
+def modules(call: Call) -> Iterator[bytes]:
+    """What Mosaic is to compile of a call."""
+    run, operands = call
+    launch = partial(inspect.unwrap(run.func), **run.keywords)  # not what it is exported as
+    lowered = jax.jit(launch).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    found: list[bytes] = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call" and "mosaic_gpu" in str(operation.attributes["call_target_name"]):
+            config = "mhlo.backend_config"
+            found.append(operation.attributes[config]["module"].value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    lowered.operation.walk(visit)
+    yield from found
+
+
+def main() -> None:
+    """Compiles what the command line asks for, with a line for each kernel."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only calls whose names begin with one of these")
+    parser.add_argument("--keep", type=Path, help="folder for what is compiled")
+    args = parser.parse_args()
+    compile_module, bad = compiler(), 0
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, call in calls():
+            if args.names and not name.startswith(tuple(args.names)):
+                continue
+            folder = (args.keep or Path(temporary)) / name.replace(" ", "_")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
+            for module in modules(call):
+                compile_module(module, len(module))
+            for log in sorted(folder.glob("*.ptxas")):
+                said = log.read_text()
+                spilled = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
+                serialised = SERIALISED in said
+                bad += spilled > 0 or serialised
+                verdict = ", products one after another" * serialised
+                print(f"{name}: {log.stem.rpartition('_')[0]}: {spilled} bytes spilled{verdict}", flush=True)
+    if bad:
+        raise SystemExit(f"{bad} kernels spill registers or wait for each product.")
+
+
+if __name__ == "__main__":
+    main()

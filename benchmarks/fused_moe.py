@@ -194,7 +194,7 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
             report.failed(f"fused_moe, {expert_format}", {"model": name, "dtype": "bfloat16"}, str(error))
     for tokens in args.tokens or (QUICK_TOKENS if args.quick else TOKENS):
         found, read, flops = operations(args, model, tokens, matrices, stored)
-        chosen = {n: o for n, o in found.items() if not args.only or any(part in n for part in args.only)}
+        chosen = harness.chosen(found, args.only)
         if args.kernels:
             profile(report, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, chosen, args.rounds)
             continue

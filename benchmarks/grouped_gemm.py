@@ -215,7 +215,7 @@ def measure_throughput(report: Report, args: argparse.Namespace) -> None:
         shapes, tiles = ((1024, 256, 256, 4),), (128,)
     gemms = {VARIANT: grouped} | {f"flat loop, {t} rows": flat(t) for t in tiles}
     gemms |= {"lax.ragged_dot": ragged_dot, "batched einsum": batched_einsum}
-    gemms = {name: gemm for name, gemm in gemms.items() if not args.only or any(o in name for o in args.only)}
+    gemms = harness.chosen(gemms, args.only)
     table: list[tuple[str, ...]] = []
     for shape, distribution in itertools.product(shapes, ("equal", "multinomial")):
         chosen = {n: gemm for n, gemm in gemms.items() if distribution == "equal" or gemm is not batched_einsum}
@@ -285,9 +285,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: those of the platform; --quick: all")
-    parser.add_argument(
-        "--only", nargs="+", help="throughput, kernels, sweep: only variants whose names hold one of these"
-    )
+    parser.add_argument("--only", nargs="+", help="throughput, kernels, sweep: variants whose names hold one of these")
     parser.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
     parser.add_argument("--shapes", nargs="+", type=shape, help="kernels, sweep: rows,K,N,groups of each shape")
     parser.add_argument("--model", choices=MODELS, help=f"kernels, sweep: the shapes of {RANKS} GPUs' rank instead")

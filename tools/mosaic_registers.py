@@ -19,7 +19,6 @@ import ctypes
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,16 +57,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     for out_dtype in (bf16, jnp.dtype(f32)):
         static = {"out_dtype": out_dtype, "interpret": False}
         suffix = f"to {out_dtype}"
-        for k, n in (
-            (7168, 4096),
-            (2048, 7168),
-            (1408, 4096),
-            (1280, 512),
-            (768, 2048),
-            (384, 512),
-            (256, 512),
-            (1152, 512),
-        ):
+        for k, n in FP8_SHAPES:
             run = partial(grouped_gemm._launch_fp8, tiles=tiling.Fp8Tiles(), **static)
             operands = [array((ROWS, k), fp8), array((GROUPS, n, k), fp8), sizes]
             operands += [array((k // 128, ROWS), f32), array((GROUPS, n // 128, k // 128), f32)]
@@ -91,20 +81,22 @@ def calls() -> Iterator[tuple[str, Call]]:
 
 def compiler() -> Callable[[bytes, int], Any]:
     """The plugin's, of the version of JAX that is installed."""
-    if not (FOLDER / "jax_plugins").exists():
+    folder = FOLDER / jax.__version__
+    if not (folder / "jax_plugins").exists():
         package = f"jax-cuda13-pjrt=={jax.__version__}"
-        subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", FOLDER, package], check=True)
-    driver = FOLDER / "libcuda.so.1"
+        pip = [sys.executable, "-m", "pip", "install", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), package], check=True)
+    driver = folder / "libcuda.so.1"
     command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(driver)]
     subprocess.run(command, input=DRIVER, text=True, check=True)
     ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
-    (plugin,) = FOLDER.glob("jax_plugins/xla_cuda*/xla_cuda_plugin.so")
+    (plugin,) = folder.glob("jax_plugins/xla_cuda*/xla_cuda_plugin.so")
     compile_module = ctypes.CDLL(str(plugin)).MosaicGpuCompile
     compile_module.argtypes, compile_module.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
     return compile_module
 
 
-def modules(call: Call) -> Iterator[bytes]:
+def modules(call: Call) -> list[bytes]:
     """What Mosaic is to compile of a call."""
     run, operands = call
     launch = partial(inspect.unwrap(run.func), **run.keywords)  # not what it is exported as
@@ -113,32 +105,36 @@ def modules(call: Call) -> Iterator[bytes]:
 
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call" and "mosaic_gpu" in str(operation.attributes["call_target_name"]):
-            config = "mhlo.backend_config"
-            found.append(operation.attributes[config]["module"].value_bytes)
+            found.append(operation.attributes["mhlo.backend_config"]["module"].value_bytes)
         return ir.WalkResult.ADVANCE
 
     lowered.operation.walk(visit)
-    yield from found
+    return found
 
 
 def main() -> None:
     """Compiles what the command line asks for, with a line for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only calls whose names begin with one of these")
-    parser.add_argument("--keep", type=Path, help="folder for what is compiled")
+    parser.add_argument("--keep", type=Path, help="new folder for what is compiled")
     args = parser.parse_args()
+    if args.keep is not None and args.keep.exists():
+        parser.error(f"--keep {args.keep}: it exists; name a new folder.")
     compile_module, bad = compiler(), 0
     with tempfile.TemporaryDirectory() as temporary:
         for name, call in calls():
             if args.names and not name.startswith(tuple(args.names)):
                 continue
             folder = (args.keep or Path(temporary)) / name.replace(" ", "_")
-            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
-            for module in modules(call):
+            own = modules(call)
+            for module in own:
                 compile_module(module, len(module))
-            for log in sorted(folder.glob("*.ptxas")):
+            logs = sorted(folder.glob("*.ptxas"))
+            if not own or len(logs) != len(own):
+                raise SystemExit(f"{name}: {len(logs)} of {len(own)} kernels compiled. Is ptxas of CUDA 13 in PATH?")
+            for log in logs:
                 said = log.read_text()
                 spilled = max(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
                 serialised = SERIALISED in said

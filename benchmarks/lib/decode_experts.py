@@ -188,7 +188,7 @@ def variants(args: argparse.Namespace, rows: Rows, name: str | None) -> dict[str
     else:
         found = steps(name)
         found["read all of gate_up"] = read
-    return {label: step for label, step in found.items() if not args.only or any(part in label for part in args.only)}
+    return harness.chosen(found, args.only)
 
 
 def read_bytes(variant: str, rows: Rows, matrices: Matrices) -> int:

@@ -288,8 +288,8 @@ def measure_kernels(report: Report, args: argparse.Namespace) -> None:
                 products |= {
                     name: jax.jit(partial(gathered_weights, transpose=side)) for name, side in GATHERED.items()
                 }
-            chosen = {n: p for n, p in products.items() if not args.only or any(o in n for o in args.only)}
-            print(*measure(report, args.rounds, args.settle, problem, chosen), sep="\n", flush=True)
+            products = harness.chosen(products, args.only)
+            print(*measure(report, args.rounds, args.settle, problem, products), sep="\n", flush=True)
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:

@@ -93,8 +93,7 @@ def measure_sweep(report: Report, args: argparse.Namespace) -> None:
     deadline = time.perf_counter() + args.budget
     with workers_on_cpu():
         for problem in problems(args):
-            chosen = sweep(problem.direction, args.quick)
-            chosen = {name: t for name, t in chosen.items() if not args.only or any(part in name for part in args.only)}
+            chosen = harness.chosen(sweep(problem.direction, args.quick), args.only)
             first = len(report.rows)
             for name, (product, reason) in compile_all(problem, chosen, deadline).items():
                 if reason is not None or time.perf_counter() > deadline:

@@ -310,6 +310,11 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     return args
 
 
+def chosen[Variant](variants: Mapping[str, Variant], only: Sequence[str] | None) -> dict[str, Variant]:
+    """Those whose names hold one of `only`; all, where it is None or empty."""
+    return {name: variant for name, variant in variants.items() if not only or any(part in name for part in only)}
+
+
 def can_measure(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> bool:
     """Whether there are enough GPUs, or with `--quick` enough devices of any kind; says so where not."""
     if (jax.default_backend() == "gpu" or args.quick) and jax.device_count() >= num_devices:

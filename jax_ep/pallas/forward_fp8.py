@@ -53,7 +53,7 @@ def grouped_gemm_fp8(
     num_steps = lhs.shape[1] // FP8_STEP
     tiles_per_row = -(-out.shape[1] // TILE)
     consumer = lax.axis_index(WARPGROUP)
-    together = next((some for some in _TOGETHER if num_steps % some == 0), _TOGETHER[0])
+    together = next((number for number in _TOGETHER if num_steps % number == 0), _TOGETHER[0])
     locate = partial(place_of, rows, tiles_per_row=tiles_per_row, num_steps=num_steps, num_groups=rhs.shape[0])
 
     def load(place: Place, step: Array) -> Array:
@@ -101,12 +101,12 @@ def grouped_gemm_fp8(
                 plgpu.barrier_arrive(ring.empty.at[slot])
                 return total + some * lax.broadcast_in_dim(factors, shape, (0,))
 
-            total, left = zeros(shape), num_steps % together
-            some = jnp.minimum(place.steps, int32(left))
-            if left:
-                total = add_steps((int32(0), some), left, begin, add, total, matrix_scale)
+            total, num_left = zeros(shape), num_steps % together
+            left = jnp.minimum(place.steps, int32(num_left))
+            if num_left:
+                total = add_steps((int32(0), left), num_left, begin, add, total, matrix_scale)
             if num_steps >= together:
-                total = add_steps((some, place.steps), together, begin, add, total, matrix_scale)
+                total = add_steps((left, place.steps), together, begin, add, total, matrix_scale)
             first, origin = pl.multiple_of(place.row, ALIGNMENT) + row, pl.multiple_of(place.column, TILE) + column
 
             def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
@@ -120,9 +120,8 @@ def grouped_gemm_fp8(
         return step + place.steps
 
     num_tasks, begin = rows.total[0] * int32(tiles_per_row), jnp.int32(0)
-    run = partial(rings.run_tasks, ring, tiles.stages, num_tasks, programs, loads_as_warp=True)
-    run(locate, load, multiply, begin=begin)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)
 
 
-_TOGETHER = (4, 3)  # steps in a row, such that none are left over: with more, sums no longer fit in registers
+_TOGETHER = (4, 3)  # steps in a row, the first of which none are left over: sums of more do not fit in registers
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.pallas import ring as rings
 from jax_ep.pallas import wgmma
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.promoted import add_steps, zeros
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, WeightTiles
 from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-_TOGETHER = (1, 2)  # steps in a row, those that are left over first; four do not fit in registers
+_TOGETHER = 2  # steps in a row, after what is left over: sums of four do not fit in registers
 _PART = 64  # columns of a tile whose scales are in registers at a time
 
 type Total = tuple[Array, ...]
@@ -122,10 +122,9 @@ def weight_gradient_fp8(
 
         count = place.end - place.start
         total: Total = tuple(zeros((CHUNK, _PART)) for _ in parts)
-        done: Scalar = int32(0)
-        for together in _TOGETHER:
-            until = count if together == _TOGETHER[-1] else lax.rem(count, int32(2 * together))
-            total, done = add_steps((done, until), together, begin, add, total), until
+        left = lax.rem(count, int32(_TOGETHER))
+        total = add_steps((int32(0), left), 1, begin, add, total)
+        total = add_steps((left, count), _TOGETHER, begin, add, total)
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
         # Sizes are multiples of a consumer's rows: all of them are stored, or none.
         pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))
@@ -141,5 +140,4 @@ def weight_gradient_fp8(
         plgpu.copy_smem_to_gmem(slot, out.at[place.group, pl.ds(row, CHUNK), columns])
 
     num_tasks, begin = int32(num_groups * num_tall * num_wide), jnp.int32(0)
-    run = partial(rings.run_tasks, ring, tiles.stages, num_tasks, programs, loads_as_warp=True)
-    run(locate, load, multiply, begin=begin)
+    rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)

@@ -61,7 +61,7 @@ def finish(product: Array, in_flight: int, *, interpret: bool) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(_ON_ITS_WAY,), return_type=result)
     def wait(_: Any, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        values = [llvm.extractelement(x, _int32(0)) for x in sums.registers.flat]
+        values = [llvm.extractelement(x, _first()) for x in sums.registers.flat]
         code = f"wgmma.wait_group.sync.aligned {in_flight};"
         return _assembly(code, product.shape, values, through=True).to_layout(mgpu.WGMMA_LAYOUT)
 
@@ -100,11 +100,10 @@ def _assembly(code: str, shape: tuple[int, ...], operands: list[ir.Value], throu
     )
     vector, layout = ir.VectorType.get((1,), float32), _ON_ITS_WAY.to_mgpu()
     elements = [llvm.extractvalue(float32, results, [i]) for i in range(number)]
-    registers = [llvm.insertelement(llvm.mlir_undef(vector), element, _int32(0)) for element in elements]
+    registers = [llvm.insertelement(llvm.mlir_undef(vector), element, _first()) for element in elements]
     in_shape = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=in_shape, _layout=layout, _is_signed=None)
 
 
-def _int32(value: int) -> ir.Value:
-    type_ = ir.IntegerType.get_signless(32)
-    return llvm.ConstantOp(type_, ir.IntegerAttr.get(type_, value)).result
+def _first() -> ir.Value:
+    return mgpu.c(0, ir.IntegerType.get_signless(32))

@@ -269,8 +269,8 @@ def shape(text: str) -> tuple[int, ...]:
 
 def fp8_tiles(text: str) -> Fp8Tiles:
     numbers = [int(part) for part in text.split(",")]
-    if len(numbers) != 2 or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected stages,band")
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected columns,stages,band")
     return Fp8Tiles(*numbers)
 
 
@@ -291,7 +291,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=MODELS, help=f"kernels, sweep: the shapes of {RANKS} GPUs' rank instead")
     directions = gemm_kernels.DIRECTIONS
     parser.add_argument("--directions", nargs="+", choices=directions, default=directions, help="kernels, sweep")
-    tiles = "kernels: stages,band of more variants in FP8, see Fp8Tiles of jax_ep/pallas/tiling.py"
+    tiles = "kernels: columns,stages,band of more variants in FP8, see Fp8Tiles of jax_ep/pallas/tiling.py"
     parser.add_argument("--fp8-tiles", nargs="+", type=fp8_tiles, default=(), help=tiles)
     settle = "kernels, sweep: seconds for which a variant runs before each sample; 0 has a report of its own"
     parser.add_argument("--settle", type=float, default=0.1, help=settle)

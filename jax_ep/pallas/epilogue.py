@@ -6,7 +6,7 @@ of columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,47 +100,65 @@ def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> Non
     plgpu.commit_smem_to_gmem_group()
 
 
-def rows_scratch(out_dtype: DTypeLike) -> Any:
-    """Declares chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
-    shape = (CONSUMERS, _SLOTS, CHUNK, line(out_dtype))
+def rows_scratch(out_dtype: DTypeLike, chunks: int) -> Any:
+    """Declares so many chunks of each consumer for `store_rows`, in the two views of `columns_scratch`."""
+    shape = (CONSUMERS, chunks, CHUNK, line(out_dtype))
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 
-def store_rows(views: Ref, result: Array, block: Block, bounds: tuple[Array, Array], num_columns: Scalar) -> None:
-    """Stores the `[64, columns]` float32 of a consumer, but for rows out of `bounds` and columns that are not there.
+def store_rows(
+    views: Ref, parts: Sequence[Array], block: Block, bounds: tuple[Scalar, Scalar], num_columns: Scalar
+) -> None:
+    """Stores the float32 of a consumer, but for rows out of `bounds` and columns that are not there.
 
     Args:
       views: see `rows_scratch`.
-      result: accumulators.
+      parts: `[64, columns]` of accumulators, one beside the other.
       block: `(row, height, column, width)` to a part of the result.
       bounds: first row and end.
       num_columns: how many there are, a multiple of 64.
     """
-    swizzled_view, plain = views
-    height, chunk = swizzled_view.shape[2:]
-    consumer = lax.axis_index(WARPGROUP)
+    (slots, height, width), of_part = views[0].shape[1:], parts[0].shape[1]
     start = jnp.clip(bounds[0], int32(0), int32(height))
     rows = jnp.clip(bounds[1], start, int32(height)) - start
-    for number, first in enumerate(range(0, result.shape[1], chunk)):
-        values, slot = result[:, first : first + chunk].astype(swizzled_view.dtype), number % _SLOTS
-        is_there = int32(first) < num_columns
-        # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
-        plgpu.wait_smem_to_gmem(_SLOTS - 1 if number else 0, wait_read_only=True)
+    chunks = [part[:, first : first + width] for part in parts for first in range(0, of_part, width)]
+    for number in range(0, len(chunks), slots):
+        some, column = chunks[number : number + slots], number * width
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunks before, or of another tile
+        pl.when(rows == int32(height))(partial(_store_whole, views, some, block, column, num_columns))
+        edge = partial(_store_some, views, some, block, column, num_columns, start, rows)
+        pl.when((rows < int32(height)) & (rows > int32(0)))(edge)
 
-        def whole(values: Array = values, slot: int = slot, first: int = first) -> None:
-            buffer = swizzled_view.at[consumer, slot]
-            buffer[...] = values
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, block(int32(0), height, first, chunk))
 
-        def part(values: Array = values, slot: int = slot, first: int = first) -> None:
-            buffer = plain.at[consumer, slot]
-            _store_slowly(buffer, values)
-            plgpu.commit_smem()
-            _store_boxes(buffer, lambda here, height: block(here, height, first, chunk), start, rows)
+def _store_whole(views: Ref, chunks: Sequence[Array], block: Block, column: int, num_columns: Scalar) -> None:
+    """Stores chunks of columns from `column` on."""
+    buffers, _ = views
+    own, (height, width) = buffers.at[lax.axis_index(WARPGROUP)], buffers.shape[2:]
+    for slot, values in enumerate(chunks):
+        own.at[slot][...] = values.astype(buffers.dtype)
+    plgpu.commit_smem()
+    for slot in range(len(chunks)):
+        first = column + slot * width
+        send = partial(plgpu.copy_smem_to_gmem, own.at[slot], block(int32(0), height, first, width))
+        pl.when(int32(first) < num_columns)(send)
 
-        pl.when((rows == int32(height)) & is_there)(whole)
-        pl.when((rows < int32(height)) & (rows > int32(0)) & is_there)(part)
+
+def _store_some(
+    views: Ref, chunks: Sequence[Array], block: Block, column: int, num_columns: Scalar, start: Scalar, rows: Scalar
+) -> None:
+    """Stores `rows` rows from `start` on of chunks of columns from `column` on."""
+    _, buffers = views
+    own, width = buffers.at[lax.axis_index(WARPGROUP)], buffers.shape[3]
+    for slot, values in enumerate(chunks):
+        _store_slowly(own.at[slot], values.astype(buffers.dtype))
+    plgpu.commit_smem()
+    for slot in range(len(chunks)):
+        first = column + slot * width
+
+        def target(row: Scalar, height: int, first: int = first) -> Ref:
+            return block(row, height, first, width)
+
+        pl.when(int32(first) < num_columns)(partial(_store_boxes, own.at[slot], target, start, rows))
 
 
 def _store_slowly(target: Ref, values: Array) -> None:

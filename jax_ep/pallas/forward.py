@@ -40,16 +40,18 @@ class Place(NamedTuple):
     steps: Array
 
 
-def place_of(rows: RowTiles, task: Array, *, tiles_per_row: int, num_steps: int, num_groups: int) -> Place:
+def place_of(
+    rows: RowTiles, task: Array, *, columns: int = TILE, tiles_per_row: int, num_steps: int, num_groups: int
+) -> Place:
     """The tile of a task: in bands of tiles of rows, in each of them column by column."""
     any_of_band = lax.div(task, int32(tiles_per_row))
     first, count = rows.band[any_of_band], rows.band_size[any_of_band]
     within = task - first * int32(tiles_per_row)
-    tile, column = first + lax.rem(within, count), lax.div(within, count)
+    tile, number = first + lax.rem(within, count), lax.div(within, count)
     group = rows.group[tile]
     steps = jnp.where(group < int32(num_groups), int32(num_steps), int32(0))
     place = rows.row[tile], rows.height[tile], rows.start[tile], rows.end[tile]
-    return Place(group, *place, column * int32(TILE), steps)
+    return Place(group, *place, number * int32(columns), steps)
 
 
 def store_tile(views: Ref, result: Array, out: Ref, place: Place) -> None:

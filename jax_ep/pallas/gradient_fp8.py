@@ -7,7 +7,6 @@ from memory of their own, while the next tile is multiplied.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,16 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_ep.pallas import epilogue, wgmma
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas import wgmma
-from jax_ep.pallas.memory import WARPGROUP, Ref, int32
-from jax_ep.pallas.promoted import add_steps, zeros
+from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.ring import Ring
-from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, WeightTiles
+from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, Fp8WeightTiles
 from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-_TOGETHER = 2  # steps in a row, after what is left over: sums of four do not fit in registers
 _PART = 64  # columns of a tile whose scales are in registers at a time
 
 type Total = tuple[Array, ...]
@@ -58,19 +55,19 @@ def weight_gradient_fp8(
     out: Ref,
     ring: Ring,
     scales: Scales,
-    results: Ref,
+    store: Ref,
+    turns: Ref,
     *,
-    tiles: WeightTiles,
+    tiles: Fp8WeightTiles,
     programs: int,
     interpret: bool,
 ) -> None:
     """`[K, P]`, `[N, P]` and scales `[P / 128, .]` to `[G, K, N]`; groups have blocks `[start, end)`, both `[G]`.
 
-    `results` are `[CONSUMERS, CHUNK, columns]` in the dtype of the result.
+    `store` is `epilogue.rows_scratch`, and `turns` are `wgmma.turns`.
     """
     num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
-    parts = [slice(first, first + _PART) for first in range(0, tiles.columns, _PART)]
 
     def locate(task: Array) -> Place:
         group = lax.div(task, int32(num_tall * num_wide))
@@ -97,47 +94,35 @@ def weight_gradient_fp8(
     def multiply(place: Place, step: Array) -> Array:
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
 
-        def slot_of(k: Array) -> Array:
-            return lax.rem(step + k, int32(tiles.stages))
-
-        def begin(k: Array) -> Array:
-            slot = slot_of(k)
+        def one(k: Array, total: Total) -> Total:
+            slot, sums = lax.rem(step + k, int32(tiles.stages)), list(total)
             plgpu.barrier_wait(ring.full.at[slot])
-            return wgmma.begin(ring.lhs.at[slot, own], ring.rhs.at[slot], interpret=interpret)
-
-        def add(total: Total, product: Array, k: Array, _: None, in_flight: int) -> Total:
-            slot = slot_of(k)
-            by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
-            some = wgmma.finish(product, in_flight, interpret=interpret)
-
-            def added(part: slice, sums: Array) -> Array:
-                by_column = plgpu.load(scales.rhs.at[slot, part], layout=_BY_COLUMN)
-                scaled = some[:, part] * lax.broadcast_in_dim(by_column, sums.shape, (1,))
-                return sums + scaled * lax.broadcast_in_dim(by_row, sums.shape, (0,))
-
-            # A part at a time: the scales of all columns would leave no registers for a product on its way.
-            total = tuple(added(part, sums) for part, sums in zip(parts, total, strict=True))
+            for half in range(0, tiles.columns, TILE):
+                right = ring.rhs.at[slot, pl.ds(half, TILE)]
+                product = wgmma.begin(turns, ring.lhs.at[slot, own], right, interpret=interpret)
+                by_row = plgpu.load(scales.lhs.at[slot, own], layout=_BY_ROW)
+                some = wgmma.finish(product, interpret=interpret)
+                # A part at a time: the scales of all columns would leave no registers for the product.
+                for first in range(0, TILE, _PART):
+                    by_column = plgpu.load(scales.rhs.at[slot, pl.ds(half + first, _PART)], layout=_BY_COLUMN)
+                    scaled = some[:, first : first + _PART] * lax.broadcast_in_dim(by_column, (CHUNK, _PART), (1,))
+                    scaled *= lax.broadcast_in_dim(by_row, (CHUNK, _PART), (0,))
+                    sums[(half + first) // _PART] += scaled
             plgpu.barrier_arrive(ring.empty.at[slot])
-            return total
+            return tuple(sums)
 
         count = place.end - place.start
-        total: Total = tuple(zeros((CHUNK, _PART)) for _ in parts)
-        left = lax.rem(count, int32(_TOGETHER))
-        total = add_steps((int32(0), left), 1, begin, add, total)
-        total = add_steps((left, count), _TOGETHER, begin, add, total)
+        nothing = tuple(wgmma.zeros(_PART) for _ in range(0, tiles.columns, _PART))
+        total = lax.fori_loop(int32(0), count, one, nothing)
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
-        # Sizes are multiples of a consumer's rows: all of them are stored, or none.
-        pl.when(row < int32(out.shape[1]))(partial(send, place, row, total))
+        column = pl.multiple_of(place.column, tiles.columns)
+
+        def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
+            return out.at[place.group, pl.ds(row + below, height), pl.ds(column + int32(beside), width)]
+
+        epilogue.store_rows(store, total, target, (int32(0), out.shape[1] - row), out.shape[2] - column)
         return step + count
 
-    def send(place: Place, row: Array, total: Total) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-        slot = results.at[consumer]
-        for part, sums in zip(parts, total, strict=True):
-            slot.at[:, part][...] = sums.astype(results.dtype)
-        plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(place.column, tiles.columns), tiles.columns)
-        plgpu.copy_smem_to_gmem(slot, out.at[place.group, pl.ds(row, CHUNK), columns])
-
+    wgmma.open_turns(turns)
     num_tasks, begin = int32(num_groups * num_tall * num_wide), jnp.int32(0)
     rings.run_tasks(ring, tiles.stages, num_tasks, programs, locate, load, multiply, begin=begin, loads_as_warp=True)

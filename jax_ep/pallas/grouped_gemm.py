@@ -23,12 +23,22 @@ from jax_ep.core import fp8_columns
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.layout import round_up
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling
+from jax_ep.pallas import epilogue, forward, forward_fp8, gradient, gradient_fp8, result_slots, ring, tiling, wgmma
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs
 from jax_ep.pallas.lowered import lowered_once
 from jax_ep.pallas.memory import swizzled, vectors
 from jax_ep.pallas.schedule import fits, row_tiles
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP, STEP, TILE, ForwardTiles, Fp8Tiles, WeightTiles
+from jax_ep.pallas.tiling import (
+    ALIGNMENT,
+    CHUNK,
+    FP8_STEP,
+    STEP,
+    TILE,
+    ForwardTiles,
+    Fp8Tiles,
+    Fp8WeightTiles,
+    WeightTiles,
+)
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
 
@@ -111,7 +121,8 @@ def grouped_gemm_fp8(
     is_empty, is_small = 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape), fits(lhs.shape[0], group_sizes.shape[0])
     if is_empty or not is_small or out_dtype not in _FP8_RESULTS:
         return xla.grouped_gemm_fp8(*operands, out_dtype=out_dtype)
-    return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles or Fp8Tiles(), interpret=is_interpreted())
+    tiles = tiles or tiling.fp8_tiles(rhs.shape[1])
+    return _forward_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -129,12 +140,13 @@ def _forward_fp8(
 def _launch_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Tiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, lhs_scales, rhs_scales = operands
     schedule, stages = row_tiles(group_sizes, lhs.shape[0], tiles, interpret=interpret), tiles.stages
-    programs = num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // TILE), interpret)
-    slot = swizzled((stages, TILE, FP8_STEP), lhs.dtype)
+    programs = num_programs(schedule.group.shape[0] * -(-rhs.shape[1] // tiles.columns), interpret)
+    left, right = (swizzled((stages, rows, FP8_STEP), lhs.dtype) for rows in (TILE, tiles.columns))
     scratch = {
-        "ring": ring.scratch(slot, slot, stages, copies=3),
+        "ring": ring.scratch(left, right, stages, copies=3),
         "scales": vectors(stages, TILE, jnp.float32),
-        "store": epilogue.rows_scratch(out_dtype),
+        "store": epilogue.rows_scratch(out_dtype, tiles.columns // CHUNK),
+        "turns": wgmma.turns(),
     }
     body = functools.partial(forward_fp8.grouped_gemm_fp8, tiles=tiles, programs=programs, interpret=interpret)
     result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1]), out_dtype)
@@ -187,7 +199,7 @@ def weight_gradient_fp8(
     rhs_scales: Array,
     *,
     out_dtype: DTypeLike,
-    tiles: WeightTiles | None = None,
+    tiles: Fp8WeightTiles | None = None,
 ) -> Array:
     """See xla/grouped_gemm.py; `tiles` as for `grouped_gemm`.
 
@@ -196,7 +208,7 @@ def weight_gradient_fp8(
     out_dtype, operands = jnp.dtype(out_dtype), (lhs, rhs, group_sizes, lhs_scales, rhs_scales)
     if 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape) or out_dtype not in _FP8_RESULTS:
         return xla.weight_gradient_fp8(*operands, out_dtype=out_dtype)
-    tiles = tiles or tiling.fp8_weight_tiles(out_dtype.itemsize)
+    tiles = tiles or tiling.fp8_weight_tiles(rhs.shape[0])
     return _gradient_fp8(*operands, out_dtype=out_dtype, tiles=tiles, interpret=is_interpreted())
 
 
@@ -211,7 +223,7 @@ def _gradient_fp8(
 
 
 @lowered_once
-def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTiles, interpret: bool) -> Array:
+def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8WeightTiles, interpret: bool) -> Array:
     lhs, rhs, group_sizes, *scales = operands
     ends = jnp.minimum(fp8_columns.blocks_until(group_sizes), lhs.shape[1] // FP8_STEP)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -223,7 +235,8 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: WeightTi
         "scales": gradient_fp8.Scales(
             vectors(tiles.stages, TILE, jnp.float32), vectors(tiles.stages, tiles.columns, jnp.float32)
         ),
-        "results": swizzled((tiling.CONSUMERS, CHUNK, tiles.columns), out_dtype),
+        "store": epilogue.rows_scratch(out_dtype, tiles.columns // CHUNK),
+        "turns": wgmma.turns(),
     }
     body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs, interpret=interpret)
     result = jax.ShapeDtypeStruct(shape, out_dtype)

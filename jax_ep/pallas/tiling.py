@@ -45,16 +45,18 @@ class ForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Tiles:
-    """Sizes of the forward kernel in FP8, whose tiles have `TILE` columns.
+    """Sizes of the forward kernel in FP8.
 
     Attributes:
       heights: how many rows a tile may have.
+      columns: of a tile, 128 or 256.
       stages: see `ForwardTiles`.
       band: see `ForwardTiles`.
     """
 
     heights: ClassVar[tuple[int, int]] = (CHUNK, TILE)
-    stages: int = 5
+    columns: int = 256
+    stages: int = 3
     band: int = 4
 
 
@@ -81,6 +83,15 @@ class WeightTiles:
             raise ValueError(f"stages={self.stages}, weight gradients need at least {_FEWEST_STAGES}.")
 
 
+@dataclasses.dataclass(frozen=True)
+class Fp8WeightTiles:
+    """Sizes of the kernel of weight gradients in FP8: fields of `WeightTiles` and `Fp8Tiles`."""
+
+    columns: int = 256
+    stages: int = 3
+    band: int = 8
+
+
 def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
     return ForwardTiles(_LOW_HEIGHTS) if num_rows <= 64 * groups else ForwardTiles()
@@ -95,11 +106,19 @@ def weight_tiles(columns: int, out_itemsize: int = 2) -> WeightTiles:
     """For `[G, K, N]` out of `[M, K]` and `[M, N]`."""
     if out_itemsize > 2:  # results of another dtype have memory of their own
         return WeightTiles(128, 5)
-    # Wide tiles read less, but not where an eighth of them would lie outside of the matrix.
-    wide = -(-columns // 256) * 256 * 7 <= columns * 8
-    return WeightTiles(256, 4) if wide else WeightTiles(128, 6)
+    return WeightTiles(256, 4) if _are_wide(columns) else WeightTiles(128, 6)
 
 
-def fp8_weight_tiles(out_itemsize: int = 2) -> WeightTiles:
-    """For `[G, K, N]` out of columns in FP8, with a second sum of each tile in registers, and results on their way."""
-    return WeightTiles(128, 5 if out_itemsize <= 2 else 4)
+def fp8_tiles(columns: int) -> Fp8Tiles:
+    """For `[M, N]`."""
+    return Fp8Tiles() if _are_wide(columns) else Fp8Tiles(128, 5)
+
+
+def fp8_weight_tiles(columns: int) -> Fp8WeightTiles:
+    """For `[G, K, N]` out of columns in FP8."""
+    return Fp8WeightTiles() if _are_wide(columns) else Fp8WeightTiles(128, 5)
+
+
+def _are_wide(columns: int) -> bool:
+    """Wide tiles read less, but not where an eighth of them would lie outside of the matrix."""
+    return -(-columns // 256) * 256 * 7 <= columns * 8

@@ -1,8 +1,12 @@
-"""Products of FP8 operands that are values: begun by the tensor cores, finished later, with others begun between.
+"""Products of FP8 operands that are values: begun by the tensor cores in turn, finished later.
 
-Accumulators of Pallas are memory of a scope, cleared before they are added to. What is made of several of them, each
-for one step, takes a clearing instruction for two elements of each step, and the assembler moves those to where there
-are no registers left. Here the first instruction of a product does not read its sums, so nothing is cleared.
+Tensor cores add FP8 products in few bits, so each step's sum is scaled and added in float32 registers. Warpgroups that
+begin a product as soon as they can come to multiply together and to add together, while the tensor cores wait. So they
+take turns: one begins, and the other one begins behind it, and each adds while the other's product runs. The wait for a
+turn also keeps the assembler from beginning a product while the one before is added, for which registers are missing.
+
+Accumulators of Pallas are memory of a scope, cleared before they are added to: an instruction for two elements of each
+step. Here the first instruction of a product does not read its sums, so nothing is cleared.
 
 A product must be finished by straight code: where it is on its way at the end of a loop's turn, or a branch, the
 assembler lets every product end before the next begins.
@@ -14,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils
@@ -21,8 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jax_ep.pallas.memory import LINE_BYTES, Ref, swizzling
-from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, FP8_STEP
+from jax_ep.pallas.memory import LINE_BYTES, WARPGROUP, Ref, int32, swizzling
+from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, FP8_STEP
 from jax_ep.types import Array
 
 _INSTRUCTION_BYTES = 32  # of the contraction
@@ -35,8 +40,52 @@ _ON_ITS_WAY = plgpu.Layout.TILED(
 """Elements lie in registers as in `Layout.WGMMA`, but each is a value of its own, so that no two have to be packed."""
 
 
-def begin(lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
-    """Starts `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory: what `finish` takes."""
+def turns() -> Any:
+    """Declares barriers of the consumers, which open when it is their turn to begin a product."""
+    return plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS)
+
+
+def open_turns(turns: Ref) -> None:
+    """Gives the first consumer its first turn; all call it."""
+
+    @pl.when(lax.axis_index(WARPGROUP) == int32(CONSUMERS - 1))
+    def _last() -> None:
+        plgpu.barrier_arrive(turns.at[0])
+
+
+def zeros(columns: int) -> Array:
+    """A sum of nothing, as products lie in registers."""
+    return plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def begin(turns: Ref, lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
+    """Starts `lhs [64, 128] @ rhs [N, 128].T`, both FP8 in swizzled shared memory, in turn: what `finish` takes.
+
+    All consumers must begin as many products.
+    """
+    consumer = lax.axis_index(WARPGROUP)
+    plgpu.barrier_wait(turns.at[consumer])
+    product = _begin(lhs, rhs, interpret)
+    plgpu.barrier_arrive(turns.at[lax.rem(consumer + int32(1), int32(CONSUMERS))])
+    return product
+
+
+def finish(product: Array, *, interpret: bool) -> Array:
+    """Its sums, float32."""
+    if interpret:
+        return product
+    result = plgpu.ShapeDtypeStruct(product.shape, _FLOAT32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_ON_ITS_WAY,), return_type=result)
+    def wait(_: Any, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        values = [llvm.extractelement(x, _first()) for x in sums.registers.flat]
+        code = "wgmma.wait_group.sync.aligned 0;"
+        return _assembly(code, product.shape, values, through=True).to_layout(mgpu.WGMMA_LAYOUT)
+
+    return wait(product)
+
+
+def _begin(lhs: Ref, rhs: Ref, interpret: bool) -> Array:
     shape = (CHUNK, rhs.shape[0])
     if interpret:
         return pl.run_scoped(lambda sums: _multiply(sums, lhs, rhs), plgpu.ACC(shape))
@@ -51,21 +100,6 @@ def begin(lhs: Ref, rhs: Ref, *, interpret: bool) -> Array:
         return _assembly(_instructions(shape[1], types), shape, operands)
 
     return issue(lhs, rhs)
-
-
-def finish(product: Array, in_flight: int, *, interpret: bool) -> Array:
-    """Its sums, float32, once no more than so many products that were begun later are on their way."""
-    if interpret:
-        return product
-    result = plgpu.ShapeDtypeStruct(product.shape, _FLOAT32, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(_ON_ITS_WAY,), return_type=result)
-    def wait(_: Any, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        values = [llvm.extractelement(x, _first()) for x in sums.registers.flat]
-        code = f"wgmma.wait_group.sync.aligned {in_flight};"
-        return _assembly(code, product.shape, values, through=True).to_layout(mgpu.WGMMA_LAYOUT)
-
-    return wait(product)
 
 
 def _multiply(sums: Ref, lhs: Ref, rhs: Ref) -> Array:

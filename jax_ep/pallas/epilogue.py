@@ -118,47 +118,33 @@ def store_rows(
       bounds: first row and end.
       num_columns: how many there are, a multiple of 64.
     """
-    (slots, height, width), of_part = views[0].shape[1:], parts[0].shape[1]
+    swizzled_view, plain = views
+    slots, height, width = swizzled_view.shape[1:]
+    consumer, of_part = lax.axis_index(WARPGROUP), parts[0].shape[1]
     start = jnp.clip(bounds[0], int32(0), int32(height))
     rows = jnp.clip(bounds[1], start, int32(height)) - start
     chunks = [part[:, first : first + width] for part in parts for first in range(0, of_part, width)]
-    for number in range(0, len(chunks), slots):
-        some, column = chunks[number : number + slots], number * width
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunks before, or of another tile
-        pl.when(rows == int32(height))(partial(_store_whole, views, some, block, column, num_columns))
-        edge = partial(_store_some, views, some, block, column, num_columns, start, rows)
-        pl.when((rows < int32(height)) & (rows > int32(0)))(edge)
+    for number, chunk in enumerate(chunks):
+        values, slot, first = chunk.astype(swizzled_view.dtype), number % slots, number * width
+        is_there = int32(first) < num_columns
+        # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
+        if number == 0 or number >= slots:
+            plgpu.wait_smem_to_gmem(slots - 1 if number else 0, wait_read_only=True)
 
+        def whole(values: Array = values, slot: int = slot, first: int = first) -> None:
+            buffer = swizzled_view.at[consumer, slot]
+            buffer[...] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, block(int32(0), height, first, width))
 
-def _store_whole(views: Ref, chunks: Sequence[Array], block: Block, column: int, num_columns: Scalar) -> None:
-    """Stores chunks of columns from `column` on."""
-    buffers, _ = views
-    own, (height, width) = buffers.at[lax.axis_index(WARPGROUP)], buffers.shape[2:]
-    for slot, values in enumerate(chunks):
-        own.at[slot][...] = values.astype(buffers.dtype)
-    plgpu.commit_smem()
-    for slot in range(len(chunks)):
-        first = column + slot * width
-        send = partial(plgpu.copy_smem_to_gmem, own.at[slot], block(int32(0), height, first, width))
-        pl.when(int32(first) < num_columns)(send)
+        def some(values: Array = values, slot: int = slot, first: int = first) -> None:
+            buffer = plain.at[consumer, slot]
+            _store_slowly(buffer, values)
+            plgpu.commit_smem()
+            _store_boxes(buffer, lambda here, height: block(here, height, first, width), start, rows)
 
-
-def _store_some(
-    views: Ref, chunks: Sequence[Array], block: Block, column: int, num_columns: Scalar, start: Scalar, rows: Scalar
-) -> None:
-    """Stores `rows` rows from `start` on of chunks of columns from `column` on."""
-    _, buffers = views
-    own, width = buffers.at[lax.axis_index(WARPGROUP)], buffers.shape[3]
-    for slot, values in enumerate(chunks):
-        _store_slowly(own.at[slot], values.astype(buffers.dtype))
-    plgpu.commit_smem()
-    for slot in range(len(chunks)):
-        first = column + slot * width
-
-        def target(row: Scalar, height: int, first: int = first) -> Ref:
-            return block(row, height, first, width)
-
-        pl.when(int32(first) < num_columns)(partial(_store_boxes, own.at[slot], target, start, rows))
+        pl.when((rows == int32(height)) & is_there)(whole)
+        pl.when((rows < int32(height)) & (rows > int32(0)) & is_there)(some)
 
 
 def _store_slowly(target: Ref, values: Array) -> None:

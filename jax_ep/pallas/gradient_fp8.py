@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ep.pallas import epilogue, wgmma
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
+from jax_ep.pallas import wgmma
+from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, Fp8WeightTiles
 from jax_ep.types import Array
@@ -55,7 +55,7 @@ def weight_gradient_fp8(
     out: Ref,
     ring: Ring,
     scales: Scales,
-    store: Ref,
+    results: Ref,
     turns: Ref,
     *,
     tiles: Fp8WeightTiles,
@@ -64,7 +64,7 @@ def weight_gradient_fp8(
 ) -> None:
     """`[K, P]`, `[N, P]` and scales `[P / 128, .]` to `[G, K, N]`; groups have blocks `[start, end)`, both `[G]`.
 
-    `store` is `epilogue.rows_scratch`, and `turns` are `wgmma.turns`.
+    `results` are `[CONSUMERS, CHUNK, some columns]` in the dtype of the result, and `turns` are `wgmma.turns`.
     """
     num_groups, num_tall, num_wide = out.shape[0], -(-out.shape[1] // TILE), -(-out.shape[2] // tiles.columns)
     consumer = lax.axis_index(WARPGROUP)
@@ -115,13 +115,19 @@ def weight_gradient_fp8(
         nothing = tuple(wgmma.zeros(_PART) for _ in range(0, tiles.columns, _PART))
         total = lax.fori_loop(int32(0), count, one, nothing)
         row = pl.multiple_of(place.row + consumer * int32(CHUNK), CHUNK)
-        column = pl.multiple_of(place.column, tiles.columns)
-
-        def target(below: Scalar, height: int, beside: int, width: int) -> Ref:
-            return out.at[place.group, pl.ds(row + below, height), pl.ds(column + int32(beside), width)]
-
-        epilogue.store_rows(store, total, target, (int32(0), out.shape[1] - row), out.shape[2] - column)
+        # Sizes are multiples of a consumer's rows: all of them are stored, or none.
+        pl.when(row < int32(out.shape[1]))(lambda: send(place, row, total))
         return step + count
+
+    def send(place: Place, row: Array, total: Total) -> None:
+        own, width = results.at[consumer], results.shape[2]
+        for first in range(0, tiles.columns, width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the part before, or of the tile before
+            for below in range(0, width, _PART):
+                own.at[:, pl.ds(below, _PART)][...] = total[(first + below) // _PART].astype(results.dtype)
+            plgpu.commit_smem()
+            columns = pl.ds(pl.multiple_of(place.column, tiles.columns) + int32(first), width)
+            plgpu.copy_smem_to_gmem(own, out.at[place.group, pl.ds(row, CHUNK), columns])
 
     wgmma.open_turns(turns)
     num_tasks, begin = int32(num_groups * num_tall * num_wide), jnp.int32(0)

@@ -235,7 +235,7 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Weigh
         "scales": gradient_fp8.Scales(
             vectors(tiles.stages, TILE, jnp.float32), vectors(tiles.stages, tiles.columns, jnp.float32)
         ),
-        "store": epilogue.rows_scratch(out_dtype, tiles.columns // CHUNK),
+        "results": swizzled((tiling.CONSUMERS, CHUNK, 2 * tiles.columns // out_dtype.itemsize), out_dtype),
         "turns": wgmma.turns(),
     }
     body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs, interpret=interpret)

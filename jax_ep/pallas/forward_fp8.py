@@ -26,10 +26,8 @@ from jax_ep.pallas.memory import WARPGROUP, Ref, Scalar, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
 from jax_ep.pallas.tiling import ALIGNMENT, CHUNK, CONSUMERS, FP8_STEP, TILE, Fp8Tiles
+from jax_ep.pallas.wgmma import Sums
 from jax_ep.types import Array
-
-type Total = tuple[Array, ...]
-"""The sums of a consumer, in parts of its columns."""
 
 
 def grouped_gemm_fp8(
@@ -88,7 +86,7 @@ def grouped_gemm_fp8(
             own_rows, part = pl.ds(row, CHUNK), min(width, TILE)
             parts = [column + first for first in range(0, width, part)]
 
-            def one(k: Array, total: Total) -> Total:
+            def one(k: Array, total: Sums) -> Sums:
                 slot, sums = lax.rem(step + k, int32(tiles.stages)), []
                 plgpu.barrier_wait(ring.full.at[slot])
                 for first, before in zip(parts, total, strict=True):

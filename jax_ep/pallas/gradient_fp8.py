@@ -19,13 +19,11 @@ from jax_ep.pallas import wgmma
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.tiling import CHUNK, FP8_STEP, TILE, Fp8WeightTiles
+from jax_ep.pallas.wgmma import Sums
 from jax_ep.types import Array
 
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _PART = 64  # columns of a tile whose scales are in registers at a time
-
-type Total = tuple[Array, ...]
-"""The sums of a consumer, in parts of its columns."""
 
 
 class Place(NamedTuple):
@@ -94,7 +92,7 @@ def weight_gradient_fp8(
     def multiply(place: Place, step: Array) -> Array:
         own = pl.ds(pl.multiple_of(consumer * int32(CHUNK), CHUNK), CHUNK)
 
-        def one(k: Array, total: Total) -> Total:
+        def one(k: Array, total: Sums) -> Sums:
             slot, sums = lax.rem(step + k, int32(tiles.stages)), list(total)
             plgpu.barrier_wait(ring.full.at[slot])
             for half in range(0, tiles.columns, TILE):
@@ -119,7 +117,7 @@ def weight_gradient_fp8(
         pl.when(row < int32(out.shape[1]))(lambda: send(place, row, total))
         return step + count
 
-    def send(place: Place, row: Array, total: Total) -> None:
+    def send(place: Place, row: Array, total: Sums) -> None:
         own, width = results.at[consumer], results.shape[2]
         for first in range(0, tiles.columns, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the part before, or of the tile before

@@ -230,12 +230,13 @@ def _launch_gradient_fp8(*operands: Array, out_dtype: jnp.dtype, tiles: Fp8Weigh
     shape = (group_sizes.shape[0], lhs.shape[0], rhs.shape[0])
     programs = num_programs(shape[0] * -(-shape[1] // TILE) * -(-shape[2] // tiles.columns), interpret)
     slots = [swizzled((tiles.stages, columns, FP8_STEP), lhs.dtype) for columns in (TILE, tiles.columns)]
+    width = 2 * tiles.columns // out_dtype.itemsize  # results of 32 bits leave half after half, from as much memory
     scratch = {
         "ring": ring.scratch(slots[0], slots[1], tiles.stages, copies=4),
         "scales": gradient_fp8.Scales(
             vectors(tiles.stages, TILE, jnp.float32), vectors(tiles.stages, tiles.columns, jnp.float32)
         ),
-        "results": swizzled((tiling.CONSUMERS, CHUNK, 2 * tiles.columns // out_dtype.itemsize), out_dtype),
+        "results": swizzled((tiling.CONSUMERS, CHUNK, width), out_dtype),
         "turns": wgmma.turns(),
     }
     body = functools.partial(gradient_fp8.weight_gradient_fp8, tiles=tiles, programs=programs, interpret=interpret)

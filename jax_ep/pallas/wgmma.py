@@ -39,6 +39,9 @@ _ON_ITS_WAY = plgpu.Layout.TILED(
 )
 """Elements lie in registers as in `Layout.WGMMA`, but each is a value of its own, so that no two have to be packed."""
 
+type Sums = tuple[Array, ...]
+"""What a consumer has added, float32, in parts of its columns."""
+
 
 def turns() -> Any:
     """Declares barriers of the consumers, which open when it is their turn to begin a product."""

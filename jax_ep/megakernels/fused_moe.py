@@ -36,6 +36,8 @@ from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
 _MOST_UNSORTED = 512  # slots, at which every program looks for each of its tasks
+_REGISTERS = 65536  # of a multiprocessor, which threads get in eights
+_FEW_ROWS_OF_4_BITS = 20  # two blocks of 16 take less than one of 32: seen with 16 on average
 _FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
 Matrices = Array | QuantizedExperts
 
@@ -190,13 +192,12 @@ def fused_sizes(
     num_experts = w_down.shape[0]
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
     slots, wide = num_tokens * top_k, 2 if experts.interleaved else 1
-    quantized = isinstance(w_down, QuantizedExperts)
-    bits = 0
-    if isinstance(w_down, QuantizedExperts) and w_down.activations == "fp8":
-        bits = 8 // storage_of(w_down)[1]
-    default = fused_tiles(slots, num_experts, hidden, intermediate, quantized, bits)
+    bits, in_fp8 = 16, False
+    if isinstance(w_down, QuantizedExperts):
+        bits, in_fp8 = 8 // storage_of(w_down)[1], w_down.activations == "fp8"
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8)
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
-    if bits and tiles.hidden_columns % GROUP_SIZE:
+    if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
         raise ValueError(
             f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
             " the columns that share a scale; leave the setting out."
@@ -217,8 +218,9 @@ def fused_sizes(
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
-    # The compiler gives a thread more than leave room for so many programs.
-    registers = 168 if bits and tiles.programs * tiles.num_warps == 12 else None
+    # Of three programs and more the compiler gives a thread more than leave room for so many.
+    fitting = _REGISTERS // (32 * tiles.programs * tiles.num_warps) // 8 * 8
+    registers = fitting if tiles.programs > 2 else None
     return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 
@@ -232,29 +234,34 @@ def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int) -> Fused
 
 
 def fused_tiles(
-    slots: int, num_experts: int, hidden: int, intermediate: int, quantized: bool, bits_beside_fp8: int = 0
+    slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool = False
 ) -> FusedTiles:
     """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles).
 
-    Rows in FP8 share a scale in 128 columns, which are of one task then. Without such rows, no bits are beside them.
+    Elements of matrices have so many bits. Rows in FP8 share a scale in 128 columns, which are of one task then.
     """
     blocks = min(slots, num_experts)
     rows = slots / blocks
     if rows > 48:
-        if bits_beside_fp8:
+        if in_fp8:
             return FusedTiles(64, 128, 128, num_warps=8, programs=1)
-        if quantized:
+        if bits < 16:
             return FusedTiles(128, 64, 128, num_warps=8, programs=1)
         return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
-    block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
-    if bits_beside_fp8 == 4 and blocks * -(-intermediate // 128) <= all_programs(5):
+    # What a block costs beside its bytes are instructions for each element where these have 4 bits, whatever its rows.
+    fewest = _FEW_ROWS_OF_4_BITS if bits == 4 and not in_fp8 else 12
+    block_m = 16 if rows <= fewest else 32 if rows <= 26 else 64
+    if in_fp8 and bits == 4 and blocks * -(-intermediate // 128) <= all_programs(5):
         return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
-    if bits_beside_fp8:
-        return FusedTiles(block_m, 128, 128, programs=3 if bits_beside_fp8 == 4 else 2)
+    if in_fp8:
+        return FusedTiles(block_m, 128, 128, programs=3 if bits == 4 else 2)
     if blocks * -(-hidden // 128) >= all_programs(3):
         return FusedTiles(block_m, columns=128, programs=3)
+    if bits == 4 and block_m <= 32 and blocks * -(-intermediate // 128) >= all_programs(3):
+        splits, programs = (2, 3) if block_m == 16 else (1, 2)
+        return FusedTiles(block_m, 128, 128, splits=splits, programs=programs)
     # So that all programs read from the start, and each enough at a time.
     splits = 1
     while 2 * splits * blocks * -(-hidden // 64) <= all_programs(4) and intermediate >= 1024 * splits:
         splits *= 2
-    return FusedTiles(block_m, splits=splits)
+    return FusedTiles(block_m, splits=splits, num_stages=4 if bits == 8 else 3)

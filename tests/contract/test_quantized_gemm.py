@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,26 @@ def test_groups_of_int4(implementation: str, group_size: int, rng: np.random.Gen
     want = oracle.grouped_gemm(lhs.astype(np.float64), np.swapaxes(matrices, -1, -2), sizes)
     assert got.dtype == BF16
     assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_scales_of_mxfp4(implementation: str, dtype: Any, rng: np.random.Generator) -> None:
+    """Far from one, too, of one column each; what is too large is not finite, and NaN stays in its column."""
+    exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
+    lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
+    q = quantize_experts(jnp.asarray(reals(rng, 1, 64, columns)), "mxfp4")
+    scales = np.broadcast_to(exponents[None, :, None], q.scales.shape)
+    q = dataclasses.replace(q, scales=jnp.asarray(scales))
+    call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
+    got = to_numpy(jax.jit(call)(lhs, q, np.array([6], np.int32))).astype(np.float64)
+    matrix = oracle_quantized.dequantize(np.asarray(q.values), scales, "mxfp4")[0]
+    want = lhs.astype(np.float64) @ matrix.T
+    units = 2.0 ** (np.minimum(exponents, 254) - 127.0)
+    got, want, exact = (got / units).astype(F32), want / units, exponents < 161
+    assert_close(got[:, exact], want[:, exact])
+    right = np.abs(got - want) <= 1e-5 * np.abs(want).max(axis=0)
+    assert (right | ~np.isfinite(got))[:, ~exact].all()
+    assert np.isnan(got[:, exponents == 255]).all()
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -43,7 +43,7 @@ def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
 
 
 @pytest.mark.parametrize("one", [True, False], ids=["one launch", "several launches"])
-@pytest.mark.parametrize("expert_format", [None, "fp8", "mxfp4"])
+@pytest.mark.parametrize("expert_format", [None, "fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("num_experts", [8, 512] if ON_GPU else [8])
 @pytest.mark.slow
 def test_layer(one_process: None, num_experts: int, expert_format: str | None, one: bool) -> None:

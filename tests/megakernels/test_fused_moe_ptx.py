@@ -27,6 +27,11 @@ CASES = [
     (16, *QWEN3, Experts(), "fp8"),
     (16, *QWEN3, Experts(), "int8"),
     (16, *QWEN3, Experts(), "int4"),
+    (16, *MIXTRAL, Experts(), "int4"),
+    (64, *MIXTRAL, Experts(), "mxfp4"),
+    (96, *MIXTRAL, Experts(), "int4"),
+    (160, *MIXTRAL, Experts(), "int4"),
+    (4096, *QWEN3, Experts(), "int4"),
     (32, *GPT, GPT_OSS, "mxfp4"),
     (128, *QWEN3, Experts(), None),
     (1, *MIXTRAL, Experts(), None),
@@ -121,7 +126,16 @@ def test_pairs_of_four_bits() -> None:
     """Of MXFP4 two elements are made at a time; one by one, their instructions would take longer than the memory."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), "mxfp4")
     loop = built["code"].count("HMUL2.BF16"), built["code"].count("HMMA.16816.F32.BF16")
-    # Two products for each pair, with 2**126 and with the scale; an instruction of tensor cores takes two of a thread.
-    assert 0 < loop[0] <= 4 * loop[1] + 16
+    # One product for each pair, with 2**126 and the scale in one; an instruction of tensor cores takes two of a thread.
+    assert 0 < loop[0] <= 2 * loop[1] + 16
     assert "I2F" not in built["code"].replace("I2FP", ""), "integers are converted one by one"
     assert sizes.gate_up.PER_BYTE == 2
+
+
+def test_scales_of_int4() -> None:
+    """Those of 128 elements are factors of their sums: elements become no float32, in which they would be scaled."""
+    built, _, _ = compile_layer(16, *QWEN3, Experts(), "int4")
+    products = built["code"].count("HMMA.16816.F32.BF16")
+    assert products
+    assert built["code"].count("FFMA") <= products + 64
+    assert built["code"].count("HADD2.BF16") <= 2 * products + 16

@@ -49,7 +49,7 @@ def test_rows_in_int8(rows: int) -> None:
 
 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
-@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("rows", [4, 32, 64])
 @pytest.mark.parametrize("function", ["quantized_grouped_gemm", "quantized_masked_grouped_gemm"])
 @pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "expert_format": ["mxfp4"]})
 def test_kernels(function: str, rows: int, expert_format: str) -> None:

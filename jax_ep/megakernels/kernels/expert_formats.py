@@ -6,8 +6,8 @@ the elements, which are then rounded to the dtype of the rows; powers of two, as
 In memory a byte holds two neighbours of 4 bits. Here the lower halves of bytes are one operand and the upper halves
 another, which meet every other element of the rows: a sum has no order, so no element has to move.
 
-Few rows leave about four instructions for each element before these take longer than the memory. So two elements of
-MXFP4 are made at a time, in assembler; what it means is the same as `e2m1` says.
+Few rows leave about four instructions for each element before these take longer than the memory. So two elements of 4
+bits are made at a time, in assembler, and what they are multiplied by on the way is one factor.
 """
 
 import triton
@@ -17,12 +17,13 @@ from .quantization import GROUP
 
 # Two bytes become the upper halves of two words of 16 bits: sign, two bits of exponent, one of mantissa, twice. The
 # first four bits belong at the top, and three of them at the end of bfloat16's exponent and the start of its mantissa:
-# what is zero or subnormal is so there, too, and 2**126 is what the biases differ by.
+# what is zero or subnormal is so there, too. What biases differ by is in the scales: of two bytes in $5, of two in $6.
 _E2M1 = tl.constexpr("""{
-    .reg .b32 a, b, c, d;
+    .reg .b32 a, b, c, d, e;
     prmt.b32 a, $4, 0, 0x1404;
     prmt.b32 b, $4, 0, 0x3424;
-    mov.b32 c, 0x7E807E80;
+    mov.b32 c, $5;
+    mov.b32 e, $6;
     shr.b32 d, a, 6;
     and.b32 d, d, 0x01C001C0;
     lop3.b32 d, a, 0x80008000, d, 0xEA;
@@ -30,7 +31,7 @@ _E2M1 = tl.constexpr("""{
     shr.b32 d, b, 6;
     and.b32 d, d, 0x01C001C0;
     lop3.b32 d, b, 0x80008000, d, 0xEA;
-    mul.bf16x2 $3, d, c;
+    mul.bf16x2 $3, d, e;
     shl.b32 d, a, 4;
     shr.b32 a, a, 2;
     and.b32 a, a, 0x01C001C0;
@@ -40,7 +41,7 @@ _E2M1 = tl.constexpr("""{
     shr.b32 b, b, 2;
     and.b32 b, b, 0x01C001C0;
     lop3.b32 b, d, 0x80008000, b, 0xEA;
-    mul.bf16x2 $1, b, c;
+    mul.bf16x2 $1, b, e;
 }""")
 
 # As the end of the mantissa of 128 in bfloat16, four bits are added to it; 136 is taken off.
@@ -61,6 +62,11 @@ _INT4 = tl.constexpr("""{
     sub.bf16x2 $3, d, c;
 }""")
 
+# Bits of e2m1 in bfloat16 are 2**-126 of what they stand for, and there is no bfloat16 of 2**126 times a scale of 4. So
+# elements and sums are less by this, which scales from 2**-64 to 2**33 lose no bit by; greater ones become infinite.
+_LESS = tl.constexpr(32)
+_AS_MUCH_MORE = tl.constexpr(2.0**32)
+
 
 @triton.jit
 def e2m1(codes):
@@ -77,10 +83,13 @@ def powers(exponents):
 
 
 @triton.jit
-def bfloat16_powers(exponents):
-    """The same in bfloat16."""
-    bits = tl.maximum(exponents << 7, 0x0040) | ((exponents + 1) >> 8 << 6)
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+def factors_of_bits(exponents):
+    """2 to the power of biased exponents, less `_LESS`, by which bits of e2m1 in bfloat16 are multiplied.
+
+    What has no bfloat16 is infinite, and 255 NaN.
+    """
+    bits = tl.minimum(exponents + (126 - _LESS), 255) << 7
+    return tl.where(exponents == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -110,27 +119,28 @@ def of_bytes(scales, S: tl.constexpr):
 
 
 @triton.jit
-def codes_in_pairs(block, CODES: tl.constexpr):
-    """Bytes as the bfloat16 numbers of their lower and upper halves, by assembler that makes two at a time."""
-    return tl.inline_asm_elementwise(
-        CODES, "=r,=r,=r,=r,r", [block], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+def halves(block, scales, dtype: tl.constexpr, S: tl.constexpr):
+    """Bytes `[BN, BK / 2]` as the numbers of their lower and upper halves; only those of MXFP4 have their scales."""
+    if S.FORMAT == "int4":
+        lower, upper = tl.inline_asm_elementwise(
+            _INT4, "=r,=r,=r,=r,r", [block], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        lower, upper = lower.to(dtype), upper.to(dtype)
+    elif dtype == tl.bfloat16:
+        factors = of_bytes(factors_of_bits(scales), S)
+        lower, upper = tl.inline_asm_elementwise(
+            _E2M1, "=r,=r,=r,=r,r,r,r", [block, factors], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        factors = of_bytes(powers(scales), S)
+        lower, upper = (e2m1(block & 15) * factors).to(dtype), (e2m1(block >> 4) * factors).to(dtype)
+    return lower, upper
 
 
 @triton.jit
-def halves(block, scales, dtype: tl.constexpr, S: tl.constexpr):
-    """Bytes `[BN, BK / 2]` as the numbers of their lower and of their upper halves, with their scales."""
-    if S.FORMAT == "mxfp4" and dtype == tl.bfloat16:
-        lower, upper = codes_in_pairs(block, _E2M1)
-        factors = of_bytes(bfloat16_powers(scales), S)
-    elif S.FORMAT == "mxfp4":
-        lower, upper = e2m1(block & 15), e2m1(block >> 4)
-        factors = of_bytes(powers(scales), S)
-    else:
-        lower, upper = codes_in_pairs(block, _INT4)
-        lower, upper = lower.to(tl.float32), upper.to(tl.float32)
-        factors = of_bytes(scales, S)
-    return (lower * factors).to(dtype), (upper * factors).to(dtype)
+def halves_of_rows(rows, S: tl.constexpr):
+    """Columns of rows `[BM, BK]` that lower halves of bytes are multiplied by, and those that upper ones are."""
+    return tl.split(tl.reshape(rows, (S.tile.BM, S.tile.BK // 2, 2)))
 
 
 @triton.jit
@@ -151,13 +161,31 @@ def multiply(rows, numbers, total, S: tl.constexpr):
 
 
 @triton.jit
+def add_halves(total, even, odd, block, scales, S: tl.constexpr):
+    """`total` and the product of both halves of rows, of `halves_of_rows`, with those of a block.
+
+    One scale of a column for the whole step is a factor of its sum, if registers hold two sums; others are of elements.
+    """
+    dtype: tl.constexpr = even.dtype
+    lower, upper = halves(block, scales, dtype, S)
+    if S.FORMAT == "int4" and S.SHARING == S.tile.BK and S.tile.BM <= 32:
+        part = multiply(odd, upper, multiply(even, lower, tl.zeros(total.shape, tl.float32), S), S)
+        scales = tl.reshape(scales, (S.tile.BN,))
+        total += part * (scales[:, None] if S.tile.SWAP else scales[None, :])
+    else:
+        if S.FORMAT == "int4":
+            factors = of_bytes(scales, S)
+            lower, upper = (lower * factors).to(dtype), (upper * factors).to(dtype)
+        total = multiply(odd, upper, multiply(even, lower, total, S), S)
+    return total
+
+
+@triton.jit
 def add_product(total, rows, block, scales, scales_ptr, group, column, k, S: tl.constexpr):
     """`total` and the product of rows `[BM, BK]` with a block of `load_bytes`, whose scales are loaded already."""
     dtype: tl.constexpr = rows.dtype
     if S.PER_BYTE == 2:
-        even, odd = tl.split(tl.reshape(rows, (S.tile.BM, S.tile.BK // 2, 2)))
-        lower, upper = halves(block, scales, dtype, S)
-        total = multiply(odd, upper, multiply(even, lower, total, S), S)
+        total = add_halves(total, *halves_of_rows(rows, S), block, scales, S)
     elif S.FORMAT == "fp8":
         tl.static_assert(S.tile.BK == GROUP and GROUP % S.tile.BN == 0, "a block has one scale of the matrix")
         column_blocks: tl.constexpr = (S.N + GROUP - 1) // GROUP
@@ -178,9 +206,11 @@ def to_float(block, dtype: tl.constexpr):
 
 
 @triton.jit
-def scale_columns(total, scales_ptr, group, column, S: tl.constexpr):
-    """float32 sums `[BM, BN]`, times the scales of their columns, where columns have them."""
+def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
+    """float32 sums `[BM, BN]` of rows of a dtype, times what products have left to do."""
     total = total.to(tl.float32)
+    if S.FORMAT == "mxfp4" and rows_dtype == tl.bfloat16:
+        total *= _AS_MUCH_MORE
     if S.FORMAT == "fp8_channel" or S.FORMAT == "int8":
         columns = column + tl.arange(0, S.tile.BN)
         scales = tl.load(scales_ptr + group.to(tl.int64) * S.N + columns, mask=columns < S.N, other=0.0)

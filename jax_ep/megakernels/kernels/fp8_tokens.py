@@ -10,7 +10,7 @@ from which its elements come, which is exact while that is at most 2**11: what i
 import triton
 import triton.language as tl
 
-from .expert_formats import halves, multiply, powers, to_float
+from .expert_formats import add_halves, halves_of_rows, multiply, powers, to_float
 from .quantization import GROUP
 
 # Of eight codes of e2m1 in $2: the tables in $3 and $7 have their magnitudes, and signs come of a byte that is repeated
@@ -117,10 +117,8 @@ def add_fp8_product(total, rows, row_scales, block, scales, scales_ptr, group, c
         part = multiply(second_rows, second, multiply(first_rows, first, part, S), S)
         part *= of_columns[:, None] if S.tile.SWAP else of_columns[None, :]
     elif S.PER_BYTE == 2:
-        even, odd = tl.split(tl.reshape(rows, (S.tile.BM, S.tile.BK // 2, 2)))
-        lower, upper = halves(block, scales, tl.bfloat16, S)
-        part = multiply(to_float(even, tl.bfloat16), lower, part, S)
-        part = multiply(to_float(odd, tl.bfloat16), upper, part, S)
+        even, odd = halves_of_rows(rows, S)
+        part = add_halves(part, to_float(even, tl.bfloat16), to_float(odd, tl.bfloat16), block, scales, S)
     else:
         part = multiply(rows, block, part, S)
     if S.FORMAT == "fp8":

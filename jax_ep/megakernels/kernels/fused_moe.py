@@ -109,9 +109,9 @@ def no_sums(S: tl.constexpr):
 
 
 @triton.jit
-def whole_sums(total, scales_ptr, expert, column, S: tl.constexpr):
-    """`[BM, BN]`, with the scales of columns where they have some."""
-    return scale_columns(tl.trans(total) if S.tile.SWAP else total, scales_ptr, expert, column, S)
+def whole_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: tl.constexpr):
+    """`[BM, BN]`, of rows of a dtype, with the scales of columns where they have some."""
+    return scale_columns(tl.trans(total) if S.tile.SWAP else total, scales_ptr, expert, column, rows_dtype, S)
 
 
 @triton.jit
@@ -121,6 +121,7 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
     BM: tl.constexpr = P.tile.BM
     BK: tl.constexpr = P.tile.BK
     TWICE: tl.constexpr = KIND.GATED and not KIND.INTERLEAVED
+    dtype: tl.constexpr = tensors.x_ptr.dtype.element_ty
     if KIND.INTERLEAVED:
         column *= 2
     first, second = no_sums(P), no_sums(P)
@@ -135,13 +136,13 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
             up = S.INNER + column
             scales, ahead_second = ahead_second, load_group_scales(scales_ptr, expert, up, k + BK, P)
             second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, P)
-    first = whole_sums(first, scales_ptr, expert, column, P)
+    first = whole_sums(first, scales_ptr, expert, column, dtype, P)
     if KIND.INTERLEAVED:
         gate, up = tl.split(tl.reshape(first, (BM, S.BN, 2)))
     else:
         gate, up = first, first
         if TWICE:
-            up = whole_sums(second, scales_ptr, expert, S.INNER + column, P)
+            up = whole_sums(second, scales_ptr, expert, S.INNER + column, dtype, P)
     return gate, up
 
 
@@ -200,7 +201,7 @@ def multiply_part(tensors, scales_ptr, scratch, slots, exist, expert, column, pa
         row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, P)
         scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
         total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, P)
-    return whole_sums(total, scales_ptr, expert, column, P)
+    return whole_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, P)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
             total = add_fp8_product(total, rows, row_scales, stored, scales, scales_ptr, group, column, k, S)
         else:
             total = add_product(total, rows, stored, scales, scales_ptr, group, column, k, S)
-    total = scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, S)
+    total = scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, lhs.dtype, S)
     if lhs.dtype == tl.int8:
         total *= tl.load(row_scales_ptr + scaled)[:, None]
     return total

@@ -126,18 +126,25 @@ def _inline_asm(run: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndar
     def inline_asm(
         self: Any, asm: str, constraints: str, values: Sequence[Any], dtypes: Sequence[Any], is_pure: bool, pack: int
     ) -> _Results:
-        """Elements of a pack lie in as many registers of 32 bits as they need, the first one lowest."""
+        """Elements of a pack lie in as many registers of 32 bits as they need, the first one lowest.
+
+        Neighbours are only those whose results share a register, as in the operands of tensor cores: the others of a
+        pack come from elsewhere, and code that takes them for neighbours shows.
+        """
         if not values:
             pairs = zip(run(asm, constraints, []), dtypes, strict=True)
             return _Results(interpreter.TensorHandle(x.view(interpreter._get_np_dtype(d)), d) for x, d in pairs)
-        packs = [np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint32) for value in values]
+        together = min(pack, *(32 // dtype.scalar.primitive_bitwidth for dtype in dtypes))
+        order = np.arange(values[0].data.size).reshape(pack // together, -1, together).swapaxes(0, 1).reshape(-1)
+        packs = [value.data.reshape(-1)[order].reshape(-1, pack).view(np.uint32) for value in values]
         registers = iter(run(asm, constraints, [words[:, i] for words in packs for i in range(words.shape[1])]))
         results = _Results()
         for dtype in dtypes:
             scalar = dtype.scalar
             words = np.stack([next(registers) for _ in range(pack * scalar.primitive_bitwidth // 32)], axis=1)
-            data = words.view(interpreter._get_np_dtype(scalar)).reshape(values[0].data.shape)
-            results.append(interpreter.TensorHandle(data, scalar))
+            data = np.empty(order.size, interpreter._get_np_dtype(scalar))
+            data[order] = words.view(data.dtype).reshape(-1)
+            results.append(interpreter.TensorHandle(data.reshape(values[0].data.shape), scalar))
         return results
 
     return inline_asm

@@ -52,6 +52,20 @@ def test_conversions_round_to_nearest_even_as_on_a_gpu(pool, rng, name):
     np.testing.assert_array_equal(np.asarray(back), y.astype(np.float32))
 
 
+def test_what_assembler_may_take_for_neighbours(pool, rng):
+    """Two bytes whose results share a register; the other two that are made at a time lie elsewhere."""
+    x = rng.integers(0, 256, 64).astype(np.uint8)
+
+    def widened(first, second):
+        asm = f"prmt.b32 $0, $2, 0, {first}; prmt.b32 $1, $2, 0, {second};"
+        result = jax.ShapeDtypeStruct(x.shape, jnp.int16)
+        return np.asarray(run_one(("elementwise", "widen_bytes"), jnp.asarray(x), result, SIZE=64, ASM=asm))
+
+    np.testing.assert_array_equal(widened("0x4140", "0x4342"), x)
+    np.testing.assert_array_equal(widened("0x4041", "0x4243"), x.reshape(-1, 2)[:, ::-1].reshape(-1))
+    np.testing.assert_array_equal(widened("0x4342", "0x4140"), np.roll(x, 32))
+
+
 def test_results_start_poisoned(pool):
     result = jax.ShapeDtypeStruct((8,), jnp.int32)
     y = run_one(("elementwise", "write_half"), jnp.arange(8, dtype=jnp.int32), result, SIZE=8)

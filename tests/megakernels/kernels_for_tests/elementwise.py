@@ -21,6 +21,15 @@ def convert(x_ptr, y_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def widen_bytes(x_ptr, y_ptr, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """y = the bytes of x in 16 bits, four at a time by assembler."""
+    index = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + index)
+    y = tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.int16, is_pure=True, pack=4)
+    tl.store(y_ptr + index, y)
+
+
+@triton.jit
 def write_half(x_ptr, y_ptr, SIZE: tl.constexpr):
     """Leaves the second half of y alone."""
     index = tl.arange(0, SIZE)

@@ -264,4 +264,4 @@ def fused_tiles(
     splits = 1
     while 2 * splits * blocks * -(-hidden // 64) <= all_programs(4) and intermediate >= 1024 * splits:
         splits *= 2
-    return FusedTiles(block_m, splits=splits, num_stages=4 if bits == 8 else 3)
+    return FusedTiles(block_m, splits=splits, num_stages=4 if bits == 8 and block_m <= 32 else 3)

@@ -20,19 +20,10 @@ _FEW_ROWS = [
     FusedTiles(columns=128, depth=256, num_stages=2, programs=3),
     FusedTiles(block_m=32, columns=128, programs=3),
     FusedTiles(block_m=64),
-]
-_FEW_ROWS_QUANTIZED = [
-    FusedTiles(),
-    FusedTiles(splits=2),
-    FusedTiles(splits=4),
     FusedTiles(num_stages=4),
-    FusedTiles(columns=128, programs=3),
     FusedTiles(columns=128, splits=2, programs=3),
-    FusedTiles(columns=256, programs=3),
-    FusedTiles(hidden_columns=128, columns=128, programs=3),
     FusedTiles(hidden_columns=128, columns=128, splits=2, programs=3),
     FusedTiles(hidden_columns=128, columns=256, programs=3),
-    FusedTiles(block_m=32, columns=128, programs=3),
     FusedTiles(block_m=32, hidden_columns=128, columns=128),
 ]
 _FEW_ROWS_IN_FP8 = [
@@ -59,8 +50,7 @@ _MANY_ROWS = [
 def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTiles]:
     """Those that may be fastest for so many slots, and that there are with matrices of a format."""
     in_fp8 = expert_format.endswith("_tokens")  # whose groups of 128 columns are of one task
-    few = _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS if expert_format == "bfloat16" else _FEW_ROWS_QUANTIZED
-    found = _MANY_ROWS if slots > 32 * num_experts else few
+    found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS
     if expert_format == "bfloat16":
         return found
     found = [tiles for tiles in found if tiles.depth == 128]  # whole groups that share a scale

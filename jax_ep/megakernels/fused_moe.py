@@ -20,7 +20,7 @@ from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import serves_in_one_launch
-from jax_ep.megakernels.grid import all_programs
+from jax_ep.megakernels.grid import all_programs, thread_registers
 from jax_ep.megakernels.kernels.structs_serving import (
     FusedMoE,
     FusedProduct,
@@ -36,7 +36,6 @@ from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
 _MOST_UNSORTED = 512  # slots, at which every program looks for each of its tasks
-_REGISTERS = 65536  # of a multiprocessor, which threads get in eights
 _FEW_ROWS_OF_4_BITS = 20  # two blocks of 16 take less than one of 32: seen with 16 on average
 _FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
 Matrices = Array | QuantizedExperts
@@ -218,9 +217,8 @@ def fused_sizes(
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
-    # Of three programs and more the compiler gives a thread more than leave room for so many.
-    fitting = _REGISTERS // (32 * tiles.programs * tiles.num_warps) // 8 * 8
-    registers = fitting if tiles.programs > 2 else None
+    # Of three programs and more the compiler gives a thread more than leave room for so many; it does so in eights.
+    registers = thread_registers(tiles.programs, tiles.num_warps) // 8 * 8 if tiles.programs > 2 else None
     return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 

@@ -1,8 +1,10 @@
-"""How many programs a launch has."""
+"""How many programs a launch has, and of how many registers."""
 
 from __future__ import annotations
 
 import jax
+
+_REGISTERS = 65536  # of a multiprocessor
 
 
 def num_programs(num_tasks: int, per_multiprocessor: int = 1) -> int:
@@ -17,3 +19,8 @@ def all_programs(per_multiprocessor: int = 1) -> int:
     if jax.default_backend() == "cpu":
         return 2
     return jax.local_devices()[0].core_count * per_multiprocessor
+
+
+def thread_registers(per_multiprocessor: int, num_warps: int) -> int:
+    """A thread's share of the registers, where so many programs run on a multiprocessor at a time."""
+    return _REGISTERS // (per_multiprocessor * num_warps * 32)

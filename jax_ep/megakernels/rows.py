@@ -7,7 +7,7 @@ import jax
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.grid import num_programs, thread_registers
 from jax_ep.megakernels.kernels.structs_serving import RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
@@ -53,4 +53,4 @@ def num_blocks(sizes: RowPass) -> int:
 
 def pass_config(num_tasks: int, programs: int = _PROGRAMS) -> Config:
     """For a kernel that reads and writes each element once, with so many programs on a multiprocessor."""
-    return Config(num_programs(num_tasks, programs), num_warps=4, max_registers=65536 // (programs * 4 * 32))
+    return Config(num_programs(num_tasks, programs), num_warps=4, max_registers=thread_registers(programs, 4))

@@ -68,9 +68,10 @@ def test_hidden_rows_are_those_of_one_variant_alone() -> None:
 @pytest.mark.parametrize("slots", [16, 100_000])
 def test_tilings_fit_their_format(slots: int) -> None:
     """What a kernel refuses to compile would end the run."""
+    everything = fused_tiles.candidates(slots, 8, "bfloat16")
     for expert_format in EXPERT_FORMATS:
         fitting = fused_tiles.candidates(slots, 8, expert_format)
-        assert len(fitting) > 1
+        assert 1 < len(fitting) < len(everything)
         w = quantize_experts(jnp.ones((8, 256, 256)), expert_format)
         for tiles in fitting:
             _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)

@@ -161,6 +161,12 @@ def multiply(rows, numbers, total, S: tl.constexpr):
 
 
 @triton.jit
+def of_columns(values, S: tl.constexpr):
+    """`[BN]` values of columns beside sums of `multiply`."""
+    return values[:, None] if S.tile.SWAP else values[None, :]
+
+
+@triton.jit
 def add_halves(total, even, odd, block, scales, S: tl.constexpr):
     """`total` and the product of both halves of rows, of `halves_of_rows`, with those of a block.
 
@@ -170,8 +176,7 @@ def add_halves(total, even, odd, block, scales, S: tl.constexpr):
     lower, upper = halves(block, scales, dtype, S)
     if S.FORMAT == "int4" and S.SHARING == S.tile.BK and S.tile.BM <= 32:
         part = multiply(odd, upper, multiply(even, lower, tl.zeros(total.shape, tl.float32), S), S)
-        scales = tl.reshape(scales, (S.tile.BN,))
-        total += part * (scales[:, None] if S.tile.SWAP else scales[None, :])
+        total += part * of_columns(tl.reshape(scales, (S.tile.BN,)), S)
     else:
         if S.FORMAT == "int4":
             factors = of_bytes(scales, S)

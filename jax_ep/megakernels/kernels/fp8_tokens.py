@@ -10,7 +10,7 @@ from which its elements come, which is exact while that is at most 2**11: what i
 import triton
 import triton.language as tl
 
-from .expert_formats import add_halves, halves_of_rows, multiply, powers, to_float
+from .expert_formats import add_halves, halves_of_rows, multiply, of_columns, powers, to_float
 from .quantization import GROUP
 
 # Of eight codes of e2m1 in $2: the tables in $3 and $7 have their magnitudes, and signs come of a byte that is repeated
@@ -109,13 +109,13 @@ def add_fp8_product(total, rows, row_scales, block, scales, scales_ptr, group, c
     factors = row_scales[None, :] if S.tile.SWAP else row_scales[:, None]
     if S.PER_BYTE == 2 and (S.FORMAT == "mxfp4" or S.SHARING == GROUP):
         if S.FORMAT == "mxfp4":
-            first, second, of_columns = mxfp4_in_fp8(block, scales, S)
+            first, second, column_scales = mxfp4_in_fp8(block, scales, S)
         else:
             first, second = int4_in_fp8(block)
-            of_columns = tl.reshape(scales, (S.tile.BN,))
+            column_scales = tl.reshape(scales, (S.tile.BN,))
         first_rows, second_rows = fours(rows, S.tile.BM, S.tile.BK)
         part = multiply(second_rows, second, multiply(first_rows, first, part, S), S)
-        part *= of_columns[:, None] if S.tile.SWAP else of_columns[None, :]
+        part *= of_columns(column_scales, S)
     elif S.PER_BYTE == 2:
         even, odd = halves_of_rows(rows, S)
         part = add_halves(part, to_float(even, tl.bfloat16), to_float(odd, tl.bfloat16), block, scales, S)
@@ -128,8 +128,7 @@ def add_fp8_product(total, rows, row_scales, block, scales, scales_ptr, group, c
         if BN > GROUP:
             blocks = tl.arange(0, BN) // GROUP
             inside = column // GROUP + blocks < column_blocks
-            of_columns = tl.load(source + blocks * (S.K // GROUP), mask=inside, other=0.0)
-            factors *= of_columns[:, None] if S.tile.SWAP else of_columns[None, :]
+            factors *= of_columns(tl.load(source + blocks * (S.K // GROUP), mask=inside, other=0.0), S)
         else:
             factors *= tl.load(source)
     return total + part * factors

@@ -65,7 +65,10 @@ if ((gpus > 1)); then
 fi
 [[ -n ${BEFORE:-} ]] && bench compare 120 "compare.py --against $BEFORE --suffix '$suffix'"
 bench fused-moe 100 "fused_moe.py --models qwen3-30b"
-bench fused-moe-graphs 80 "fused_moe.py --models qwen3-30b mixtral-8x7b --tokens 1 4 16 --graphs --suffix _graphs"
+decode="--models qwen3-30b mixtral-8x7b gpt-oss-120b --tokens 1 4 16 64 --formats fp8 int8 int4 mxfp4 --graphs"
+bench fused-moe-decode 150 "fused_moe.py $decode --only 'fused_moe, ' several 'a step' --suffix _decode"
+batches="--models qwen3-30b mixtral-8x7b --tokens 128 256 512 --formats fp8 int8 int4 mxfp4 --graphs"
+bench fused-moe-batches 120 "fused_moe.py $batches --only 'fused_moe, ' several --suffix _batches"
 bench fused-moe-mixtral 100 "fused_moe.py --models mixtral-8x7b --suffix _mixtral"
 prefill="--models qwen3-30b mixtral-8x7b deepseek-v3-quarter --tokens 4096 --formats --lengths 4 16"
 bench fused-moe-prefill 190 "fused_moe.py $prefill --only several 'one launch' 'hidden rows' einsum --suffix _prefill"

@@ -325,22 +325,27 @@ def grouped_gemm(reports: Reports) -> list[str]:
 
 
 ONE_DEVICE = {
-    "one launch, bfloat16": "one launch, bfloat16",
-    "several launches, bfloat16": "several launches, bfloat16",
-    "one launch, FP8 by blocks": "one launch, fp8",
-    "several launches, FP8 by blocks": "several launches, fp8",
-    "one launch, MXFP4": "one launch, mxfp4",
-    "several launches, MXFP4": "several launches, mxfp4",
-    "`lax.ragged_dot`": "ragged_dot",
-    "cuBLAS, both products of all experts": "batched einsum",
+    "bfloat16": "fused_moe, bfloat16",
+    "several launches": "several launches, bfloat16",
+    "FP8 by blocks": "fused_moe, fp8",
+    "several launches of it": "several launches, fp8",
+    "INT8": "fused_moe, int8",
+    "INT4": "fused_moe, int4",
+    "MXFP4": "fused_moe, mxfp4",
+    "several launches of that": "several launches, mxfp4",
+    "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
+
+
+ONE_DEVICE_NEEDS = {"fused_moe, bfloat16", "fused_moe, mxfp4", "a step of the chain"}
 
 
 def one_device(reports: Reports) -> list[str]:
     """The layer of one device, with the share of the rate of reading memory."""
-    every = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b") for tokens in (1, 16, 64)]
+    every = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b") for tokens in (1, 16, 64)]
     looked = (
-        (case, reports.find("fused_moe", ("one launch, bfloat16",), model=case[0], tokens=case[1])) for case in every
+        (case, reports.find("fused_moe", ONE_DEVICE_NEEDS, model=case[0], tokens=case[1], graphs=True))
+        for case in every
     )
     there = [(case, one) for case, one in looked if one is not None]
     cases, found = [case for case, _ in there], [one for _, one in there]
@@ -349,7 +354,7 @@ def one_device(reports: Reports) -> list[str]:
         if variant not in one.rows:
             return ""
         row = one.rows[variant]
-        shown = variant.startswith(("one launch", "several")) and "of_read_rate" in row
+        shown = variant.startswith(("fused_moe", "several")) and "of_read_rate" in row
         return one.us(variant) + (f", {100 * row['of_read_rate']:.0f} %" if shown else "")
 
     models = [model for model, _ in cases]

@@ -29,8 +29,13 @@ def known_after(touched: Array, other: Array) -> Array:
     return other + zero_after(touched) if other.dtype == jnp.int32 else other
 
 
-def chain(mesh: jax.sharding.Mesh, operation: Operation, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """So many calls of an operation, each of which waits for the one before, and the arguments."""
+def chain(
+    mesh: jax.sharding.Mesh, operation: Operation, length: int, *, unroll: int = 1
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """So many calls of an operation, each of which waits for the one before, and the arguments.
+
+    With `unroll` so many of them are one step of the loop, which takes some microseconds by itself.
+    """
 
     def body(*arguments: Any) -> Array:
         leaves, tree = jax.tree.flatten(arguments)
@@ -44,7 +49,7 @@ def chain(mesh: jax.sharding.Mesh, operation: Operation, length: int) -> tuple[C
             first = lax.slice(touched, origin, (1,) * touched.ndim)
             return lax.dynamic_update_slice(touched, first + zero.astype(first.dtype), origin), None
 
-        touched = lax.scan(once, leaves[0], None, length=length)[0]
+        touched = lax.scan(once, leaves[0], None, length=length, unroll=unroll)[0]
         return touched.reshape(-1)[:1]
 
     specs = (jax.P(*AXIS),) * len(operation.arguments)

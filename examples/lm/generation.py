@@ -88,7 +88,7 @@ class Generator:
         begin = time.perf_counter()
         state = jax.block_until_ready(prefill(self._state, self._serving, tokens, lengths))
         prefilled = time.perf_counter()
-        new, logits = jax.block_until_ready(decode(self._state, self._serving, state, *arguments))
+        _, (new, logits) = jax.block_until_ready(decode(self._state, self._serving, state, *arguments))
         done = time.perf_counter()
         texts = [bytes(row.astype(np.uint8)) for row in np.asarray(new).T]
         return Generated(texts, np.asarray(logits).swapaxes(0, 1), prefilled - begin, done - prefilled)
@@ -171,13 +171,13 @@ class Generator:
         temperature: Array,
         keys: Array,
         forced: Array,
-    ) -> tuple[Array, Array]:
-        """`[steps, B]` new bytes and the logits `[steps, B, 256]` that chose them."""
+    ) -> tuple[_State, tuple[Array, Array]]:
+        """The last state, in the memory of the first, `[steps, B]` new bytes, and the logits that chose them."""
 
         def step(state: _State, inputs: tuple[Array, Array]) -> tuple[_State, tuple[Array, Array]]:
             return self._step(params, serving, state, temperature, *inputs)
 
-        return lax.scan(step, state, (keys, forced))[1]
+        return lax.scan(step, state, (keys, forced))
 
 
 class Agreement(NamedTuple):

@@ -108,23 +108,34 @@ _RATE_OF = {
     "many_scatter_bytes": "memory_bytes_per_s",
     "copy_bytes": "memory_bytes_per_s",
 }
-_FEW_ROWS, _MANY_ROWS, _SMALL_EXPERT = 26, 128, 1 << 21
+_FEW_ROWS = {16: 26, 8: 48, 4: 128}  # of an expert, by the bits of its matrices' elements
+_MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
-def serves_in_one_launch(num_slots: int, num_experts: int, hidden: int, intermediate: int, quantized: bool) -> bool:
+def serves_in_one_launch(
+    num_slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool = False
+) -> bool:
     """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
 
     With few rows of each expert the time is that of reading the matrices, which one launch does without pauses: seen
-    with 1 to 16 rows (fused_moe.json, fused_moe_mixtral.json). With many, products in several launches are faster, but
-    rows are moved between them: for small experts that is the larger part, unless `pallas` makes the products and
-    activates in them, as it does for Qwen3-30B-A3B with 256 rows (fused_moe_prefill.json). In between nothing has been
-    measured.
+    with 1 to 16 rows (fused_moe_decode.json). Where elements are converted, it is faster for longer: to 40 rows in 8
+    bits and 128 in 4, but not where rows are FP8 (fused_moe_batches_mixtral.json, fused_moe_batches_qwen3_30b.json).
+    With many, products in several launches are faster, but rows are moved between them: for small experts that is the
+    larger part, unless `pallas` makes the products and activates in them, as it does for Qwen3-30B-A3B with 256 rows
+    (fused_moe_prefill.json). In between nothing has been chosen by measurements in 16 bits.
+
+    Args:
+      num_slots: of all tokens.
+      num_experts: that may have them.
+      hidden, intermediate: columns H and I.
+      bits: of an element of the matrices.
+      in_fp8: rows are FP8, too.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
-    if rows <= _FEW_ROWS:
+    if rows <= _FEW_ROWS[16 if in_fp8 else bits]:
         return True
     by_triton = not is_from_pallas(num_slots, hidden, 2 * intermediate, num_experts)
-    return rows >= _MANY_ROWS and is_small and not quantized and by_triton
+    return rows >= _MANY_ROWS and is_small and bits == 16 and by_triton
 
 
 def _ranks_of_token(layout: Layout) -> float:

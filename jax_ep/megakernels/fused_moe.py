@@ -35,8 +35,8 @@ from jax_ep.megakernels.quantized_gemm import is_readable, storage_of
 from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
-_MOST_UNSORTED = 512  # slots, at which every program looks for each of its tasks
-_FEW_ROWS_OF_4_BITS = 20  # two blocks of 16 take less than one of 32: seen with 16 on average
+_MOST_UNSORTED = 512  # slots, which every program sorts for itself
+_MOST_ROWS_OF_4_BITS = 128  # of an expert, to which blocks of 32 are faster than several launches
 _FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
 Matrices = Array | QuantizedExperts
 
@@ -78,13 +78,21 @@ def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
     single_launch = tuned.schedule(Schedule(), "fused_moe", **_facts(num_slots, w_down)).single_launch
     if single_launch is not None:
         return single_launch
-    return serves_in_one_launch(num_slots, *_sizes_of(w_down), isinstance(w_down, QuantizedExperts))
+    bits, in_fp8 = _bits(w_down)
+    return serves_in_one_launch(num_slots, *_sizes_of(w_down), bits, in_fp8=in_fp8)
 
 
 def _sizes_of(w_down: Matrices) -> tuple[int, int, int]:
     """Experts, hidden and intermediate columns."""
     num_experts, rows, columns = w_down.shape
     return (num_experts, rows, columns) if isinstance(w_down, QuantizedExperts) else (num_experts, columns, rows)
+
+
+def _bits(w_down: Matrices) -> tuple[int, bool]:
+    """Of an element, and whether rows are FP8, too."""
+    if not isinstance(w_down, QuantizedExperts):
+        return 16, False
+    return 8 // storage_of(w_down)[1], w_down.activations == "fp8"
 
 
 def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
@@ -167,6 +175,8 @@ def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
         jax.ShapeDtypeStruct((slots, sizes.INNER), FP8 if in_fp8 else dtype),
         jax.ShapeDtypeStruct((slots, sizes.INNER // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else dtype),
+        jax.ShapeDtypeStruct((1 if sizes.SORTED else sizes.SLOTS,), jnp.int32),
+        jax.ShapeDtypeStruct((1 if sizes.SORTED else sizes.MOST_BLOCKS,), jnp.int32),
     )
 
 
@@ -191,9 +201,7 @@ def fused_sizes(
     num_experts = w_down.shape[0]
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
     slots, wide = num_tokens * top_k, 2 if experts.interleaved else 1
-    bits, in_fp8 = 16, False
-    if isinstance(w_down, QuantizedExperts):
-        bits, in_fp8 = 8 // storage_of(w_down)[1], w_down.activations == "fp8"
+    bits, in_fp8 = _bits(w_down)
     default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8)
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
@@ -208,7 +216,6 @@ def fused_sizes(
         INNER=intermediate,
         E=num_experts,
         SLOTS=max(16, power_of_two(slots)),
-        BINS=max(32, power_of_two(num_experts)),
         MOST_BLOCKS=min(slots, num_experts + slots // tiles.block_m),
         SORTED=slots > _MOST_UNSORTED or tiles.block_m > 32,
         BT=min(8, power_of_two(num_tokens)),
@@ -238,28 +245,43 @@ def fused_tiles(
 
     Elements of matrices have so many bits. Rows in FP8 share a scale in 128 columns, which are of one task then.
     """
-    blocks = min(slots, num_experts)
-    rows = slots / blocks
-    if rows > 48:
+    active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows, if all are chosen alike
+    rows = slots / active
+    converted = bits < 16 and not in_fp8
+    if rows > (_MOST_ROWS_OF_4_BITS if converted and bits == 4 else 48):
         if in_fp8:
             return FusedTiles(64, 128, 128, num_warps=8, programs=1)
-        if bits < 16:
+        if converted:
             return FusedTiles(128, 64, 128, num_warps=8, programs=1)
         return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
-    # What a block costs beside its bytes are instructions for each element where these have 4 bits, whatever its rows.
-    fewest = _FEW_ROWS_OF_4_BITS if bits == 4 and not in_fp8 else 12
-    block_m = 16 if rows <= fewest else 32 if rows <= 26 else 64
-    if in_fp8 and bits == 4 and blocks * -(-intermediate // 128) <= all_programs(5):
+
+    def tasks(width: int, columns: int) -> float:
+        return active * -(-width // columns)
+
+    if converted:
+        block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
+    else:
+        block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
+    if in_fp8 and bits == 4 and tasks(intermediate, 128) <= all_programs(5):
         return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
     if in_fp8:
         return FusedTiles(block_m, 128, 128, programs=3 if bits == 4 else 2)
-    if blocks * -(-hidden // 128) >= all_programs(3):
+    many = tasks(hidden, 128) >= all_programs(3)
+    if converted and block_m <= 32 and (many or tasks(intermediate, 64) > all_programs(4)):
+        # Instructions for elements are what there is most of: by as many warps as there are registers for, or in wide
+        # tiles, which read rows less often.
+        splits = 1
+        while splits * tasks(hidden, 128) < all_programs(3) and intermediate >= 1024 * splits:
+            splits *= 2
+        wide = block_m == 32 or (bits == 4 and (not many or tasks(intermediate, 128) >= all_programs(5)))
+        return FusedTiles(
+            block_m, 128 if wide else 64, 128, splits, programs=2 if block_m == 32 else 4 if bits == 8 else 3
+        )
+    if many:
         return FusedTiles(block_m, columns=128, programs=3)
-    if bits == 4 and block_m <= 32 and blocks * -(-intermediate // 128) >= all_programs(3):
-        splits, programs = (2, 3) if block_m == 16 else (1, 2)
-        return FusedTiles(block_m, 128, 128, splits=splits, programs=programs)
     # So that all programs read from the start, and each enough at a time.
+    columns = 32 if tasks(intermediate, 32) <= all_programs(2) else 64
     splits = 1
-    while 2 * splits * blocks * -(-hidden // 64) <= all_programs(4) and intermediate >= 1024 * splits:
+    while 2 * splits * tasks(hidden, 64) <= all_programs(8) and intermediate >= 768 * splits:
         splits *= 2
-    return FusedTiles(block_m, splits=splits, num_stages=4 if bits == 8 and block_m <= 32 else 3)
+    return FusedTiles(block_m, columns, splits=splits, num_stages=4 if block_m == 16 else 3)

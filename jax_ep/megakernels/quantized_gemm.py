@@ -35,7 +35,7 @@ class QuantizedTiles:
     """How a product covers its rows.
 
     Attributes:
-      block_m: rows of a tile; below 64, the product is turned.
+      block_m: rows of a tile; below 64, products of rows that are quantised are turned.
       block_n: columns of a tile.
       num_warps: of a program.
       num_stages: blocks in flight, the one in use included.
@@ -43,24 +43,34 @@ class QuantizedTiles:
     """
 
     block_m: int
-    block_n: int = 64
+    block_n: int = 128
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 3
     programs: int = 2
 
 
-def quantized_tiles(rows_of_group: int) -> QuantizedTiles:
-    """Tiles for groups of about so many rows: room for twice as many, as counts scatter, but at most 128."""
-    block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
-    if block_m < 64:
-        return QuantizedTiles(block_m)
-    return QuantizedTiles(block_m, block_n=128, num_warps=8, num_stages=3, programs=1)
+def quantized_tiles(rows_of_group: int, activations: str | None = None) -> QuantizedTiles:
+    """Tiles for groups of about so many rows, which are quantised, too, or not."""
+    if activations is not None:
+        # Room for twice as many, as counts scatter.
+        block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
+        if block_m < 64:
+            return QuantizedTiles(block_m, block_n=64, num_stages=4)
+        return QuantizedTiles(block_m, num_warps=8, programs=1)
+    # Elements are converted anew for each tile of rows, but by as many warps as registers are there for.
+    if rows_of_group <= 8:
+        return QuantizedTiles(16, programs=3)
+    if rows_of_group <= 48:
+        return QuantizedTiles(32, num_stages=4)
+    return QuantizedTiles(128, num_warps=8, programs=1)
 
 
 def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
     groups, columns, depth = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
-    return tuned.tiles(quantized_tiles(rows_of_group), "quantized_gemm", **sizes, dtype=dtype, format=rhs.format)
+    return tuned.tiles(
+        quantized_tiles(rows_of_group, rhs.activations), "quantized_gemm", **sizes, dtype=dtype, format=rhs.format
+    )
 
 
 def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
@@ -73,7 +83,10 @@ def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> Qua
         PER_BYTE=per_byte,
         SHARING=sharing,
         TMA_PARTS=0,
-        tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=tiles.block_m < 64),
+        # Tensor cores take 64 rows of 8 bits at the least, of which a few would leave most empty.
+        tile=QuantizedTile(
+            tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=rhs.activations is not None and tiles.block_m < 64
+        ),
     )
 
 

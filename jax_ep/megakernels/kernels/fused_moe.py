@@ -1,7 +1,7 @@
 """The expert layer on one device in one launch: both products, the activation between them, the sums.
 
-A slot is a token's choice of an expert, and slots of one expert make blocks of up to BM. Of few slots, every program
-reads all ids and numbers the blocks for itself; many have been sorted. There are three kinds of tasks: (1) a tile of
+A slot is a token's choice of an expert, and slots of one expert make blocks of up to BM. Few slots every
+program sorts for itself; many have been sorted. There are three kinds of tasks: (1) a tile of
 columns of a block's hidden rows, activated and weighted; (2) a tile of a block's rows of the result, or what a part of
 the hidden columns adds to them, once all its hidden rows are there; (3) the sums of some tokens' rows, once all are
 there. Programs take tasks in this order from one queue, and a task waits only for tasks of earlier kinds, which have
@@ -27,28 +27,38 @@ TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
 
 @triton.jit
-def number_blocks(tensors, S: tl.constexpr):
-    """The experts of slots `[SLOTS]`, the first block behind each expert `[BINS]`, and how many blocks there are.
-
-    Of sorted slots only the last is known, and needed.
-    """
+def sort_slots(tensors, scratch, S: tl.constexpr):
+    """How many blocks there are; of few slots, stores their order by expert, and where in it each block begins."""
     BM: tl.constexpr = S.down.tile.BM
     if S.SORTED:
         num_blocks = tl.load(tensors.num_rows_ptr) // BM
-        experts, block_ends = num_blocks, num_blocks
     else:
         lanes = tl.arange(0, S.SLOTS)
         ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.T * S.K, other=-1)
-        valid = (ids >= 0) & (ids < S.E)
-        experts = tl.where(valid, ids, S.BINS)
-        block_ends = tl.cumsum((tl.histogram(experts, S.BINS, mask=valid) + BM - 1) // BM, axis=0)
-        num_blocks = tl.max(block_ends, axis=0)
-    return experts, block_ends, num_blocks
+        order = tl.sort(tl.where((ids >= 0) & (ids < S.E), ids, S.E) * S.SLOTS + lanes)
+        # All programs store the same, and each reads what itself has stored: behind a barrier, not waiting for another.
+        tl.store(scratch.order_ptr + lanes, order)
+        tl.debug_barrier()
+        experts = order // S.SLOTS
+        before = tl.load(scratch.order_ptr + lanes - 1, mask=lanes > 0, other=-1) // S.SLOTS
+        first = tl.associative_scan(tl.where((lanes > 0) & (experts == before), 0, lanes), 0, largest)
+        begins = (experts < S.E) & ((lanes - first) % BM == 0)
+        block = tl.cumsum(begins.to(tl.int32), axis=0) - 1
+        tl.store(scratch.blocks_ptr + block, lanes, mask=begins)
+        num_blocks = tl.max(block, axis=0) + 1
+        tl.debug_barrier()
+    return num_blocks
 
 
 @triton.jit
-def find_block(block, experts, block_ends, tensors, S: tl.constexpr):
-    """Expert of a block, its slots `[BM]`, and which of these exist; the rest is of `number_blocks`."""
+def largest(a, b):
+    """Of two, as a scan takes it."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def find_block(block, tensors, scratch, S: tl.constexpr):
+    """Expert of a block, its slots `[BM]`, and which of these exist; behind `sort_slots`."""
     BM: tl.constexpr = S.down.tile.BM
     if S.SORTED:
         expert = tl.load(tensors.block_expert_ptr + block)
@@ -56,15 +66,11 @@ def find_block(block, experts, block_ends, tensors, S: tl.constexpr):
         exist = slots >= 0
         slots = tl.maximum(slots, 0)
     else:
-        before = block_ends <= block
-        expert = tl.sum(before.to(tl.int32), axis=0)
-        first = (block - tl.max(tl.where(before, block_ends, 0), axis=0)) * BM
-        here = experts == expert
-        place = tl.cumsum(here.to(tl.int32), axis=0) - 1
-        rows = first + tl.arange(0, BM)
-        is_slot = here[:, None] & (place[:, None] == rows[None, :])
-        slots = tl.sum(tl.where(is_slot, tl.arange(0, S.SLOTS)[:, None], 0), axis=0)
-        exist = rows < tl.sum(here.to(tl.int32), axis=0)
+        first = tl.load(scratch.blocks_ptr + block)
+        places = first + tl.arange(0, BM)
+        order = tl.load(scratch.order_ptr + places, mask=places < S.SLOTS, other=S.E * S.SLOTS)
+        expert = tl.load(scratch.order_ptr + first) // S.SLOTS
+        slots, exist = order % S.SLOTS, order // S.SLOTS == expert
     return expert, slots, exist
 
 
@@ -281,7 +287,7 @@ def fused_moe(
     MOST_BLOCKS blocks that are. They are written in place, which `written_counters` is there to say.
     """
     BN: tl.constexpr = S.down.tile.BN
-    experts, block_ends, num_blocks = number_blocks(tensors, S)
+    num_blocks = sort_slots(tensors, scratch, S)
     hidden_tiles: tl.constexpr = (S.INNER + S.BN - 1) // S.BN
     row_tiles: tl.constexpr = (S.H + BN - 1) // BN
     row_tasks: tl.constexpr = row_tiles * S.down.SPLITS
@@ -297,14 +303,14 @@ def fused_moe(
         task, following = following, tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
         if task < first_rows:
             block, tile = task // hidden_tiles, task % hidden_tiles
-            expert, slots, exist = find_block(block, experts, block_ends, tensors, S)
+            expert, slots, exist = find_block(block, tensors, scratch, S)
             column = tile * S.BN
             make_hidden(tensors, gate_up_scales_ptr, gate_up_bias_ptr, scratch, expert, slots, exist, column, KIND, S)
             count_up(hidden_counts_ptr + block)
         elif task < first_sums:
             block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
             part, column = inside // row_tiles, inside % row_tiles * BN
-            expert, slots, exist = find_block(block, experts, block_ends, tensors, S)
+            expert, slots, exist = find_block(block, tensors, scratch, S)
             arrived = await_count(hidden_counts_ptr + block, hidden_tiles)
             total = multiply_part(tensors, down_scales_ptr, scratch, slots, exist, expert, column, part, S)
             total = tl.where(arrived, total, float("nan"))

@@ -1,8 +1,8 @@
 """Products of rows and matrices in 8 or 4 bits, which are dequantised in registers (expert_formats.py, fp8_tokens.py).
 
-As in masked.py, the loop over tiles and K is one, blocks come by TMA, and with few rows per tile the product is turned:
-then the matrix is the operand that tensor cores of Hopper take from registers, where it has been dequantised, and what
-is read from memory has 8 or 4 bits.
+As in masked.py, the loop over tiles and K is one, and blocks come by TMA, in 8 or 4 bits. Few rows are multiplied by
+instructions of a warp, whose operands, the dequantised ones too, are in registers; with few rows in FP8 or int8, of
+which Hopper's tensor cores take 64 at the least, the product is turned.
 """
 
 import triton

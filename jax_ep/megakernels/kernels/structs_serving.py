@@ -397,11 +397,15 @@ class LayerScratch(NamedTuple):
       hidden_ptr: `[T * K, I]` activated rows, in FP8 where the second product takes them so.
       hidden_scales_ptr: `[T * K, I / 128]` float32 then; else nothing.
       rows_ptr: `[T * K, SPLITS, H]` rows of the result, or parts of them.
+      order_ptr: `[SLOTS]` expert * SLOTS + slot, in order, of slots that are not sorted; else nothing.
+      blocks_ptr: `[MOST_BLOCKS]` the first place of each block in it; else nothing.
     """
 
     hidden_ptr: Any
     hidden_scales_ptr: Any
     rows_ptr: Any
+    order_ptr: Any
+    blocks_ptr: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -457,9 +461,8 @@ class FusedMoE:
       INNER: columns of activated rows.
       E: experts.
       SLOTS: a power of two that covers T * K.
-      BINS: a power of two that covers the experts.
       MOST_BLOCKS: blocks of slots that there may be.
-      SORTED: slots are sorted by expert; else every program looks at them all.
+      SORTED: slots are sorted by expert; else every program sorts them.
       BT: tokens whose sums are one task.
       BH: columns of that.
       BN: columns of I of a tile of hidden rows.
@@ -473,7 +476,6 @@ class FusedMoE:
     INNER: int
     E: int
     SLOTS: int
-    BINS: int
     MOST_BLOCKS: int
     SORTED: bool
     BT: int

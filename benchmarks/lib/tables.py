@@ -326,13 +326,13 @@ def grouped_gemm(reports: Reports) -> list[str]:
 
 ONE_DEVICE = {
     "bfloat16": "fused_moe, bfloat16",
-    "several launches": "several launches, bfloat16",
+    "bfloat16, several launches": "several launches, bfloat16",
     "FP8 by blocks": "fused_moe, fp8",
-    "several launches of it": "several launches, fp8",
+    "FP8 by blocks, several launches": "several launches, fp8",
     "INT8": "fused_moe, int8",
     "INT4": "fused_moe, int4",
     "MXFP4": "fused_moe, mxfp4",
-    "several launches of that": "several launches, mxfp4",
+    "MXFP4, several launches": "several launches, mxfp4",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
 

@@ -122,7 +122,7 @@ def serves_in_one_launch(
     bits and 128 in 4, but not where rows are FP8 (fused_moe_batches_mixtral.json, fused_moe_batches_qwen3_30b.json).
     With many, products in several launches are faster, but rows are moved between them: for small experts that is the
     larger part, unless `pallas` makes the products and activates in them, as it does for Qwen3-30B-A3B with 256 rows
-    (fused_moe_prefill.json). In between nothing has been chosen by measurements in 16 bits.
+    (fused_moe_prefill.json). In 16 bits nothing has decided what is in between.
 
     Args:
       num_slots: of all tokens.

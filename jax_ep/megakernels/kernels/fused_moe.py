@@ -1,12 +1,11 @@
 """The expert layer on one device in one launch: both products, the activation between them, the sums.
 
-A slot is a token's choice of an expert, and slots of one expert make blocks of up to BM. Few slots every
-program sorts for itself; many have been sorted. There are three kinds of tasks: (1) a tile of
-columns of a block's hidden rows, activated and weighted; (2) a tile of a block's rows of the result, or what a part of
-the hidden columns adds to them, once all its hidden rows are there; (3) the sums of some tokens' rows, once all are
-there. Programs take tasks in this order from one queue, and a task waits only for tasks of earlier kinds, which have
-been taken before: so no order and no number of programs can stop, and waits are bounded all the same. What a wait that
-expires would have read is NaN.
+A slot is a token's choice of an expert, and slots of one expert make blocks of up to BM. Few slots every program sorts
+for itself; many have been sorted. There are three kinds of tasks: (1) a tile of columns of a block's hidden rows,
+activated and weighted; (2) a tile of a block's rows of the result, or what a part of the hidden columns adds to them,
+once all its hidden rows are there; (3) the sums of some tokens' rows, once all are there. Programs take tasks in this
+order from one queue, and a task waits only for tasks of earlier kinds, which have been taken before: so no order and no
+number of programs can stop, and waits are bounded all the same. What a wait that expires would have read is NaN.
 
 With few tokens the matrices are nearly all that is read, each once, by as many programs as there are tiles. Rows are
 read where tokens are, and the hidden and resulting rows lie in the order of slots, so none are moved. Sums are made in

@@ -136,7 +136,9 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "tokens/s" in out and "p99" in out and "experts: same" in out
     agreement = sampled["agreement"]
-    assert agreement.logit_error < 0.05 * agreement.logit_scale and agreement.same_bytes > 0.9
+    # One of the 18 bytes by another expert makes 0.05 of the error of all.
+    assert agreement.typical_error < 0.02 * agreement.logit_scale and agreement.same_bytes > 0.9
+    assert agreement.logit_error < 0.1 * agreement.logit_scale
 
     with pytest.raises(ValueError, match="use another folder"):
         train(whole, "--hidden 16")

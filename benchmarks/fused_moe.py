@@ -51,7 +51,7 @@ MODELS_BY_DEFAULT, QUICK = ["qwen3-30b", "mixtral-8x7b", "deepseek-v3", "gpt-oss
 ROUTINGS = ("uniform", "balanced", "zipf")
 LENGTHS = {64: (8, 104), 512: (4, 24)}  # by the most tokens; of more:
 LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
-UNROLL = 8  # calls of one step of a loop in a CUDA graph; lengths of chains are multiples of it
+UNROLL = 8  # calls in a step of a chain's loop, which takes some microseconds in a CUDA graph
 TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in EXPERT_FORMATS}
@@ -200,10 +200,10 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
             profile(report, {"model": name, "tokens": tokens, "dtype": "bfloat16"}, chosen, args.rounds)
             continue
         check(found, stored, chosen)
-        linked = partial(chain, expert_mesh(1), unroll=UNROLL if args.graphs else 1)
+        unroll = UNROLL if args.graphs else 1
         failures: dict[str, str] = {}
         times = harness.measure_chained(
-            {variant: partial(linked, operation) for variant, operation in chosen.items()},
+            {name: partial(chain, expert_mesh(1), one, unroll=unroll) for name, one in chosen.items()},
             args.rounds,
             lengths=args.lengths or (QUICK_LENGTHS if args.quick else lengths(tokens)),
             title=f"{name}, {tokens} tokens",

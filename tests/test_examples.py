@@ -62,6 +62,13 @@ def train(out: Path, extra: str = "") -> dict[str, Any]:
     return train_moe_flax.main(["--out", str(out), *TINY.split(), *SCHEDULE.split(), *extra.split()])
 
 
+def serve(out: Path) -> list[dict[str, Any]]:
+    """Sampled and greedy texts. Another expert axis than in training: the checkpoint is read into other shardings."""
+    prompts = ["--prompt", "def main", "--prompt", "x"]
+    options = ["--max-new", "9", "--temperature", "0.7", "--temperature", "0", "--expert-parallel", "2"]
+    return serve_moe.main(["--out", str(out), *options, *prompts])
+
+
 def saved_arrays(out: Path) -> list[np.ndarray]:
     """All that the newest checkpoint holds: parameters, moments, step counts, random key."""
     args = train_moe_flax.parse([*TINY.split(), *SCHEDULE.split()])
@@ -113,32 +120,18 @@ def test_train_interrupt_resume_and_serve(tmp_path: Path, capsys: pytest.Capture
     assert train(whole)["held_out"] == result["held_out"][-1:]
     capsys.readouterr()
 
-    # An expert axis unlike the training's: the checkpoint is read into another sharding.
-    arguments = [
-        "--out",
-        str(whole),
-        "--max-new",
-        "9",
-        "--temperature",
-        "0.7",
-        "--temperature",
-        "0",
-        "--expert-parallel",
-        "2",
-        "--prompt",
-        "def main",
-        "--prompt",
-        "x",
-    ]
-    sampled, greedy = serve_moe.main(arguments)
+    sampled, greedy = serve(whole)
     assert [len(text) for text in greedy["texts"]] == [9, 9]
     assert greedy["texts"] != sampled["texts"]
     out = capsys.readouterr().out
     assert "tokens/s" in out and "p99" in out and "experts: same" in out
     agreement = sampled["agreement"]
-    # One of the 18 bytes by another expert makes 0.05 of the error of all.
     assert agreement.typical_error < 0.02 * agreement.logit_scale and agreement.same_bytes > 0.9
+    # In bfloat16 one of the 18 bytes may go to another expert, which makes 0.05 of the error of all by itself.
     assert agreement.logit_error < 0.1 * agreement.logit_scale
+    train(tmp_path / "float32", "--dtype float32")
+    agreement = serve(tmp_path / "float32")[0]["agreement"]
+    assert agreement.logit_error < 0.05 * agreement.logit_scale and agreement.same_bytes > 0.9
 
     with pytest.raises(ValueError, match="use another folder"):
         train(whole, "--hidden 16")

@@ -25,6 +25,14 @@ _FEW_ROWS = [
     FusedTiles(hidden_columns=128, columns=128, splits=2, programs=3),
     FusedTiles(hidden_columns=128, columns=256, programs=3),
     FusedTiles(block_m=32, hidden_columns=128, columns=128),
+    FusedTiles(block_m=32, hidden_columns=128, columns=128, splits=2),
+    FusedTiles(block_m=32, splits=2, programs=3),
+    FusedTiles(hidden_columns=32, splits=2, num_stages=4),
+    FusedTiles(splits=8, num_stages=4),
+    FusedTiles(splits=2, programs=4),
+    FusedTiles(columns=128, programs=4),
+    FusedTiles(columns=128, splits=2, programs=4),
+    FusedTiles(columns=128, splits=8, programs=4),
 ]
 _FEW_ROWS_IN_FP8 = [
     FusedTiles(16, 128, 128, num_stages=3, programs=3),
@@ -44,6 +52,9 @@ _MANY_ROWS = [
     FusedTiles(128, 64, 128, depth=64, num_warps=4, num_stages=3, programs=2),
     FusedTiles(64, 64, 128, depth=64, num_warps=4, num_stages=4, programs=2),
     FusedTiles(64, 64, 128, depth=128, num_warps=4, num_stages=2, programs=2),
+    FusedTiles(64, 64, 128, depth=128, num_warps=8, num_stages=3, programs=1),
+    FusedTiles(64, 64, 64, splits=2, depth=128, num_warps=4, num_stages=3, programs=2),
+    FusedTiles(32, 128, 128, splits=2, depth=128, num_warps=4, num_stages=3, programs=2),
 ]
 
 

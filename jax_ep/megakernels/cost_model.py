@@ -112,8 +112,13 @@ _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # of an expert, by the bits of its matrices
 _MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
+def few_rows(bits: int, *, in_fp8: bool) -> int:
+    """Up to how many rows of an expert one launch is faster; see `serves_in_one_launch`."""
+    return _FEW_ROWS[16 if in_fp8 else bits]
+
+
 def serves_in_one_launch(
-    num_slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool = False
+    num_slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool
 ) -> bool:
     """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
 
@@ -132,7 +137,7 @@ def serves_in_one_launch(
       in_fp8: rows are FP8, too.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
-    if rows <= _FEW_ROWS[16 if in_fp8 else bits]:
+    if rows <= few_rows(bits, in_fp8=in_fp8):
         return True
     by_triton = not is_from_pallas(num_slots, hidden, 2 * intermediate, num_experts)
     return rows >= _MANY_ROWS and is_small and bits == 16 and by_triton

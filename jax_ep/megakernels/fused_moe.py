@@ -19,7 +19,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
-from jax_ep.megakernels.cost_model import serves_in_one_launch
+from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
 from jax_ep.megakernels.grid import all_programs, thread_registers
 from jax_ep.megakernels.kernels.structs_serving import (
     FusedMoE,
@@ -36,7 +36,6 @@ from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
 _MOST_UNSORTED = 512  # slots, which every program sorts for itself
-_MOST_ROWS_OF_4_BITS = 128  # of an expert, to which blocks of 32 are faster than several launches
 _FEW_BYTES = 1 << 24  # that rows of the result have in float32; more are in the dtype of tokens
 Matrices = Array | QuantizedExperts
 
@@ -248,7 +247,7 @@ def fused_tiles(
     active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows, if all are chosen alike
     rows = slots / active
     converted = bits < 16 and not in_fp8
-    if rows > (_MOST_ROWS_OF_4_BITS if converted and bits == 4 else 48):
+    if rows > max(48, few_rows(bits, in_fp8=in_fp8)):
         if in_fp8:
             return FusedTiles(64, 128, 128, num_warps=8, programs=1)
         if converted:

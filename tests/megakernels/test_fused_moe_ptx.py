@@ -119,7 +119,9 @@ def test_layer(
     assert re.search(r"mma\.sync|wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
     assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "matrices are not read by TMA"
     # Three programs of a multiprocessor with some registers in memory were faster than two without.
-    most = 64 if sizes.down.PER_BYTE == 2 and (config.max_registers or sizes.down.tile.BM == 32) else 0
+    most = 64 if config.max_registers and sizes.down.PER_BYTE == 2 else 0
+    if expert_format == "int4" and sizes.down.tile.BM == 32:
+        most = 24  # places of a thread, kept for what is behind a loop: these tiles are the fastest even so
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", built["report"]))) <= most, built["report"]
     if not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"

@@ -47,10 +47,13 @@ def test_against_the_oracle(
         with subtests.test(routing):
             layer = Layer(rng, routing, num_ranks)
             got = call(*layer.args, layer.probe)
-            assert_near(got, oracle_fp8.layer(layer, layer.probe, recipe=recipe))
+            rounded = oracle_fp8.layer(layer, layer.probe, recipe=recipe)
+            assert_near(got, rounded)
             exact = layer.oracle()
-            for name, g, w in zip(NAMES, got, (exact.forward(), *exact.gradients(layer.probe)), strict=True):
-                assert 0.01 < relative(g, w) < 0.15, name
+            exact = exact.forward(), *exact.gradients(layer.probe)
+            for name, g, r, w in zip(NAMES, got, rounded, exact, strict=True):
+                # Of few weights of the router roundings alone are beyond 0.15 with one seed in some hundreds.
+                assert 0.01 < relative(g, w) < max(0.15, 1.1 * relative(r, w)), name
 
 
 @pytest.mark.slow_interpreted

@@ -39,7 +39,7 @@ from jax import Array, lax
 import jax_ep
 import kernel_times
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize_experts, shuffle_experts
 from lib import baselines, harness, plots, torch_layer
 from lib.fused_tiles import candidates, cut, label
 from lib.harness import Report, Timing
@@ -56,6 +56,7 @@ TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in EXPERT_FORMATS}
 FORMATS |= {f"{name}_tokens": {"format": name, "activations": "int8" if name == "int8" else "fp8"} for name in FORMATS}
+FORMATS |= {f"{name}_shuffled": {"format": name} for name in ("int4", "mxfp4")}
 SEVERAL = jax_ep.Schedule(single_launch=False)
 WAYS = [("fused_moe", None), ("one launch", jax_ep.Schedule(single_launch=True)), ("several launches", SEVERAL)]
 
@@ -176,6 +177,12 @@ def read_memory(args: argparse.Namespace) -> float:
     return max(rates.values())
 
 
+def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedExperts:
+    """Matrices in one of `FORMATS`."""
+    found = quantize_experts(w, **FORMATS[expert_format])
+    return shuffle_experts(found) if expert_format.endswith("_shuffled") else found
+
+
 def lengths(tokens: int) -> tuple[int, int]:
     """Of chains: long where calls are short."""
     return next((both for most, both in LENGTHS.items() if tokens <= most), LENGTHS_OF_MANY)
@@ -188,7 +195,7 @@ def measure(report: Report, args: argparse.Namespace, name: str, rate: float) ->
     matrices = make_weights(expert_mesh(1), model._replace(experts=model.experts // args.shard))
     stored = {}
     for expert_format in args.formats:
-        quantize = jax.jit(partial(quantize_experts, **FORMATS[expert_format]))
+        quantize = jax.jit(partial(stored_as, expert_format))
         try:
             stored[expert_format] = tuple(quantize(w) for w in matrices)
         except ValueError as error:

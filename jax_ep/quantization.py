@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_quantized, check_recipe, expert_formats, fp8
+from jax_ep.core import check, check_quantized, check_recipe, expert_formats, fp8, shuffled_experts
 from jax_ep.core.check_fp8 import matrices as check_matrices
 from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
@@ -290,11 +290,94 @@ def dequantize_experts(w: QuantizedExperts, dtype: DTypeLike) -> Array:
       (2, 3, 128)
     """
     function = "dequantize_experts"
-    if not isinstance(w, QuantizedExperts):
-        raise TypeError(f"{function}: w is a {type(w).__name__}, expected QuantizedExperts; see quantize_experts.")
-    w = check_quantized.experts(function, "w", w)
+    w = _whole_experts(function, w)
     dtype = check.dtype(function, "dtype", dtype, "one of the result, as jnp.bfloat16")
     if w.smooth is None:
         return expert_formats.dequantize(w.values, w.scales, w.format, dtype)
     wide = expert_formats.dequantize(w.values, w.scales, w.format, jnp.float32)
     return (wide / w.smooth[..., None, :]).astype(dtype)
+
+
+@operation
+def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
+    """Matrices in 4 bits in the order in which the kernels of `triton` need fewest instructions for an element.
+
+    With tokens in 16 bits these instructions take longer than reading the matrices. Here a word of 32 bits is what one
+    thread multiplies, with each bit where a shift and a mask leave it in place, and the scales that are read together
+    lie side by side. All products and layers that take the one take the other, with the same results up to the order
+    of sums.
+
+    Args:
+      w: of `quantize_experts` in format "int4" or "mxfp4", or of a checkpoint; `K % 32 == 0`; `activations` are None.
+
+    Returns:
+      `QuantizedExperts` with values `[..., E, N, K / 8]` uint32, of as many bytes (where K is no multiple of 128, with
+      up to three exponents a column more), which stand for the same matrices; of elements whose scale is NaN only the
+      signs are kept. The arrays have the leading axes of w, so that experts may be sharded. The way back is
+      `unshuffle_experts`.
+
+    Raises:
+      ValueError: another format; K is no multiple of 32; activations are not None; w is shuffled already.
+      TypeError: no `QuantizedExperts`, or parts of other dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.quantization import dequantize_experts, quantize_experts, shuffle_experts
+      >>> w = shuffle_experts(quantize_experts(jnp.full((4, 64, 6), 3.0), "mxfp4"))
+      >>> w.shape, w.values.shape, w.scales.shape, dequantize_experts(w, jnp.float32)[0, 0, 0].item()
+      ((4, 6, 64), (4, 6, 8), (4, 1, 6), 3.0)
+    """
+    function = "shuffle_experts"
+    w = _whole_experts(function, w)
+    if w.is_shuffled:
+        raise ValueError(f"{function}: w is shuffled already, expected quantised matrices as they were; pass those.")
+    if w.format not in ("int4", "mxfp4"):
+        raise ValueError(
+            f"{function}: w is in {w.format!r}, expected 'int4' or 'mxfp4', as 8 bits need no order of their own; pass"
+            " w itself to the layer."
+        )
+    if w.activations is not None:
+        raise ValueError(
+            f"{function}: w has activations={w.activations!r}, expected None, as the order is for tokens in 16 bits;"
+            " pass w itself to the layer, or dataclasses.replace(w, activations=None) here."
+        )
+    if w.shape[-1] % shuffled_experts.GROUP:
+        raise ValueError(
+            f"{function}: K is {w.shape[-1]}, expected a multiple of {shuffled_experts.GROUP}, the elements of four"
+            " words; pad with zeros before quantising, or pass w itself to the layer."
+        )
+    return expert_formats.shuffle(w)
+
+
+@operation
+def unshuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
+    """The reverse of `shuffle_experts`, bit for bit.
+
+    Args:
+      w: of `shuffle_experts`, values `[..., E, N, K / 8]` uint32.
+
+    Returns:
+      What `quantize_experts` returned, values `[..., E, N, K / 2]` uint8, where its scales are no NaN.
+
+    Raises:
+      ValueError: w is not shuffled, or its parts do not belong together.
+      TypeError: no `QuantizedExperts`, or parts of other dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_ep.quantization import quantize_experts, shuffle_experts, unshuffle_experts
+      >>> w = quantize_experts(jnp.ones((2, 128, 3)), "int4")
+      >>> bool((unshuffle_experts(shuffle_experts(w)).values == w.values).all())
+      True
+    """
+    function = "unshuffle_experts"
+    w = _whole_experts(function, w)
+    if not w.is_shuffled:
+        raise ValueError(f"{function}: w is not shuffled, expected what shuffle_experts returned; pass that.")
+    return expert_formats.unshuffle(w)
+
+
+def _whole_experts(function: str, w: QuantizedExperts) -> QuantizedExperts:
+    if not isinstance(w, QuantizedExperts):
+        raise TypeError(f"{function}: w is a {type(w).__name__}, expected QuantizedExperts; see quantize_experts.")
+    return check_quantized.experts(function, "w", w)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import oracle_quantized
 from cases import BF16, F32, reals
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import dequantize_experts, quantize_experts
+from jax_ep.quantization import dequantize_experts, quantize_experts, shuffle_experts, unshuffle_experts
 
 NUMERICS = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
 FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
@@ -197,6 +198,95 @@ def test_smooth_columns_lose_less(rng: np.random.Generator) -> None:
     step = np.abs(w * smooth[..., None]).max(axis=1)[..., None] / 127
     assert np.all(np.abs(got - np.swapaxes(w, 1, 2)) <= 0.51 * step / smooth[:, None])
     assert len(jax.tree.leaves(q)) == 3
+
+
+# --- shuffled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("expert_format", "group_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
+@pytest.mark.parametrize("depth", [128, 256, 384])
+def test_shuffled_matrices_come_back_to_the_bit(expert_format: str, group_size: int, depth: int, rng: Any) -> None:
+    q = quantized(reals(rng, 2, 3, depth, 40), expert_format, group_size=group_size)
+    shuffled = jax.jit(shuffle_experts)(q)
+    assert shuffled.is_shuffled
+    assert not q.is_shuffled
+    assert shuffled.shape == q.shape
+    assert sum(x.nbytes for x in jax.tree.leaves(shuffled)) == sum(x.nbytes for x in jax.tree.leaves(q))
+    back = jax.jit(unshuffle_experts)(shuffled)
+    assert (back.format, back.activations, back.smooth) == (q.format, None, None)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+    dense = (dequantize_experts(w, jnp.float32) for w in (shuffled, q))
+    np.testing.assert_array_equal(*dense)
+
+
+@pytest.mark.parametrize("depth", [32, 96, 160])
+def test_exponents_behind_a_matrix_are_dropped_again(depth: int, rng: Any) -> None:
+    q = quantized(reals(rng, 2, depth, 5), "mxfp4")
+    shuffled = shuffle_experts(q)
+    assert shuffled.scales.shape == (2, -(-depth // 128), 5)
+    back = unshuffle_experts(shuffled)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_where_a_word_has_its_elements(rng: Any) -> None:
+    """As the assembler of the kernels takes them out: of MXFP4 sign, exponent and mantissa, of INT4 8 more."""
+    for expert_format, group_size in (("mxfp4", 32), ("int4", 32)):
+        q = quantized(reals(rng, 1, 96, 3), expert_format, group_size=group_size)
+        words = np.asarray(shuffle_experts(q).values).astype(object)
+        codes = oracle_quantized.nibbles(np.asarray(q.values))
+        for column, k in np.ndindex(3, 96):
+            part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
+            word = int(words[0, column, 4 * part + t])
+            # Turned to the left by so many bits, and for the second of two by 16 less, it has its code in these places.
+            left = {"mxfp4": (0, 6, 28, 2), "int4": (0, 28, 24, 4)}[expert_format][q8] - 16 * second
+
+            def bit(place: int, left: int = left, word: int = word) -> int:
+                return word >> (place - left) % 32 & 1
+
+            if expert_format == "int4":
+                code = sum(bit(3 + i) << i for i in range(4))
+            elif q8 < 3:
+                code = bit(6) | bit(7) << 1 | bit(8) << 2 | bit(15) << 3
+            else:  # the higher bit of the exponent comes from elsewhere
+                code = bit(6) | bit(7) << 1 | bit(8, -6 - 16 * second) << 2 | bit(15) << 3
+            assert code == codes[0, column, k], (expert_format, column, k)
+
+
+def test_a_scale_that_is_nan_stays_so_when_shuffled(rng: Any) -> None:
+    q = quantized(reals(rng, 1, 64, 3), "mxfp4")
+    scales = np.asarray(q.scales).copy()
+    scales[0, 1, 0] = 255
+    shuffled = shuffle_experts(dataclasses.replace(q, scales=jnp.asarray(scales)))
+    got = np.asarray(dequantize_experts(shuffled, jnp.float32))
+    assert np.isnan(got[0, 1, :32]).all()
+    assert np.isfinite(np.delete(got.reshape(-1), np.s_[64:96])).all()
+
+
+def test_mistakes_of_shuffling() -> None:
+    w = jnp.ones((2, 128, 4))
+    q = quantize_experts(w, "mxfp4")
+    shuffled = shuffle_experts(q)
+    with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
+        shuffle_experts(w)
+    with pytest.raises(ValueError, match="w is shuffled already"):
+        shuffle_experts(shuffled)
+    with pytest.raises(ValueError, match="w is in 'int8', expected 'int4' or 'mxfp4'"):
+        shuffle_experts(quantize_experts(w, "int8"))
+    with pytest.raises(ValueError, match="w has activations='fp8', expected None"):
+        shuffle_experts(quantize_experts(w, "mxfp4", activations="fp8"))
+    with pytest.raises(ValueError, match="K is 48, expected a multiple of 32"):
+        shuffle_experts(quantize_experts(w[:, :48], "int4", group_size=16))
+    with pytest.raises(ValueError, match="w is not shuffled"):
+        unshuffle_experts(q)
+    with pytest.raises(ValueError, match="do not belong together"):
+        unshuffle_experts(dataclasses.replace(shuffled, scales=shuffled.scales[..., :3]))
+    with pytest.raises(TypeError, match="values of uint32 and scales of uint8, expected uint8 and uint8"):
+        unshuffle_experts(dataclasses.replace(shuffled, scales=q.scales))
+    with pytest.raises(ValueError, match="w is shuffled, with activations='fp8', expected None"):
+        dequantize_experts(dataclasses.replace(shuffled, activations="fp8"), jnp.float32)
 
 
 def test_a_pytree_of_arrays() -> None:

@@ -43,6 +43,25 @@ _FEW_ROWS_IN_FP8 = [
     FusedTiles(16, 128, 128, num_warps=8, num_stages=3, programs=2),
     FusedTiles(32, 128, 128, num_stages=3, programs=2),
 ]
+_FEW_ROWS_SHUFFLED = [
+    FusedTiles(16, 64, 128, programs=3),
+    FusedTiles(16, 64, 128, programs=4),
+    FusedTiles(16, 64, 128, num_stages=4, programs=4),
+    FusedTiles(16, 64, 128, splits=2, programs=4),
+    FusedTiles(16, 64, 128, splits=4, programs=4),
+    FusedTiles(16, 64, 64, programs=4),
+    FusedTiles(16, 32, 64, programs=5),
+    FusedTiles(16, 32, 64, programs=6),
+    FusedTiles(16, 32, 64, splits=4, num_stages=4, programs=6),
+    FusedTiles(16, 128, 128, num_warps=8),
+    FusedTiles(16, 128, 256, num_warps=8),
+    FusedTiles(32, 64, 128, programs=3),
+    FusedTiles(32, 64, 128, splits=2, programs=3),
+    FusedTiles(32, 32, 64, programs=5),
+    FusedTiles(32, 128, 128, num_warps=8),
+    FusedTiles(64, 64, 128, programs=2),
+    FusedTiles(64, 128, 128, num_warps=8, programs=1),
+]
 _MANY_ROWS = [
     FusedTiles(128, 128, 128, depth=64, num_warps=8, num_stages=4, programs=1),
     FusedTiles(128, 128, 128, depth=128, num_warps=8, num_stages=2, programs=1),
@@ -61,6 +80,8 @@ _MANY_ROWS = [
 def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTiles]:
     """Those that may be fastest for so many slots, and that there are with matrices of a format."""
     in_fp8 = expert_format.endswith("_tokens")  # whose groups of 128 columns are of one task
+    if expert_format.endswith("_shuffled") and slots <= 128 * num_experts:
+        return _FEW_ROWS_SHUFFLED
     found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS
     if expert_format == "bfloat16":
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,16 +15,21 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_formats import MX_GROUP
 from jax_ep.core.expert_matrices import EXPERT_FORMATS, Fp8Weights, QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.shuffled_experts import GROUP, STEP
 from jax_ep.types import Array, Options
 
 _REMEDY = "make it with jax_ep.quantization.quantize_experts"
-# Of values and scales.
+# Of values and scales, as quantised and as shuffled.
 _DTYPES = {
     "fp8": (jnp.dtype(FP8), jnp.dtype(jnp.float32)),
     "fp8_channel": (jnp.dtype(FP8), jnp.dtype(jnp.float32)),
     "int8": (jnp.dtype(jnp.int8), jnp.dtype(jnp.float32)),
     "int4": (jnp.dtype(jnp.uint8), jnp.dtype(jnp.float32)),
     "mxfp4": (jnp.dtype(jnp.uint8), jnp.dtype(jnp.uint8)),
+}
+_SHUFFLED = {
+    "int4": (jnp.dtype(jnp.uint32), jnp.dtype(jnp.float32)),
+    "mxfp4": (jnp.dtype(jnp.uint32), jnp.dtype(jnp.uint32)),
 }
 
 
@@ -80,7 +86,7 @@ def experts(function: str, name: str, value: QuantizedExperts, leading: int | No
         if not isinstance(array, jax.Array | np.ndarray):
             raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
     dtypes, expected = (value.values.dtype, value.scales.dtype), _DTYPES[value.format]
-    if dtypes != expected:
+    if dtypes not in (expected, _SHUFFLED.get(value.format)):
         raise TypeError(
             f"{function}: {name} in {value.format!r} has values of {dtypes[0]} and scales of {dtypes[1]}, expected"
             f" {expected[0]} and {expected[1]}; {_REMEDY}."
@@ -98,6 +104,11 @@ def experts(function: str, name: str, value: QuantizedExperts, leading: int | No
     if leading is not None:
         check.size(function, f"axis 0 of {name}", value.shape[0], leading, "pass one matrix per local expert")
     smooth = activations(function, value.format, value.activations, value.smooth, _rows_of(value.shape))
+    if value.is_shuffled and value.activations is not None:
+        raise ValueError(
+            f"{function}: {name} is shuffled, with activations={value.activations!r}, expected None, as the order is"
+            " for tokens in 16 bits; pass unshuffle_experts(...) of it, or leave activations None."
+        )
     return dataclasses.replace(value, values=jnp.asarray(value.values), scales=jnp.asarray(value.scales), smooth=smooth)
 
 
@@ -109,6 +120,11 @@ def _rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _scales_fit(value: QuantizedExperts) -> bool:
     *leading, columns, size = value.shape
     shape = value.scales.shape
+    if value.is_shuffled and value.format == "mxfp4":
+        return size % GROUP == 0 and shape == (*leading, -(-size // STEP), columns)
+    if value.is_shuffled:
+        groups = math.prod(shape[-2:-1])
+        return size % GROUP == 0 and shape == (*leading, groups, columns) and groups > 0 and size % groups == 0
     if value.format == "fp8":
         return size % GROUP_SIZE == 0 and shape == (*leading, -(-columns // GROUP_SIZE), size // GROUP_SIZE)
     if value.format in ("fp8_channel", "int8"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_ep.core import fp8
+from jax_ep.core import fp8, shuffled_experts
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.types import Array
 
@@ -44,6 +45,8 @@ def dequantize(values: Array, scales: Array, expert_format: str, dtype: DTypeLik
         return fp8.dequantize_matrices(values, scales, dtype)
     if expert_format in ("fp8_channel", "int8"):
         return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+    if values.dtype == jnp.uint32:
+        values, scales = _unshuffled(values, scales, expert_format)
     codes = _unpacked(values)
     if expert_format == "int4":
         numbers = codes.astype(jnp.float32) - 8
@@ -53,6 +56,32 @@ def dequantize(values: Array, scales: Array, expert_format: str, dtype: DTypeLik
         scales = _powers(jnp.maximum(scales, 1))
     groups = numbers.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1])
     return (groups * scales[..., None]).astype(dtype).reshape(codes.shape)
+
+
+def shuffle(w: QuantizedExperts) -> QuantizedExperts:
+    """In the order of shuffled_experts.py; elements of 4 bits, K a multiple of 32."""
+    codes = _unpacked(w.values)
+    if w.format == "mxfp4":
+        # Of a scale that is NaN kernels make infinity: times zero it is NaN again.
+        spoilt = jnp.repeat(w.scales == _NAN_EXPONENT, MX_GROUP, axis=-1)
+        codes = jnp.where(spoilt, codes & 8, codes)
+        scales = shuffled_experts.exponents_by_steps(w.scales)
+    else:
+        scales = jnp.swapaxes(w.scales, -1, -2)
+    return dataclasses.replace(w, values=shuffled_experts.words_of(codes, w.format), scales=scales)
+
+
+def unshuffle(w: QuantizedExperts) -> QuantizedExperts:
+    """The reverse."""
+    values, scales = _unshuffled(w.values, w.scales, w.format)
+    return dataclasses.replace(w, values=values, scales=scales)
+
+
+def _unshuffled(words: Array, scales: Array, expert_format: str) -> tuple[Array, Array]:
+    values = _packed(shuffled_experts.codes_of(words, expert_format))
+    if expert_format == "mxfp4":
+        return values, shuffled_experts.exponents_by_columns(scales, 8 * words.shape[-1])
+    return values, jnp.swapaxes(scales, -1, -2)
 
 
 def quantize_tokens(rows: Array, groups: Array, smooth: Array | None) -> tuple[Array, Array]:

@@ -23,9 +23,10 @@ class QuantizedExperts:
 
     Attributes:
       values: `[..., E, N, K]` float8_e4m3fn or int8; in 4 bits `[..., E, N, K / 2]` uint8, of which the lower half is
-        the element in front.
+        the element in front, or `[..., E, N, K / 8]` uint32 in the order of `shuffle_experts`.
       scales: float32 `[..., E, ceil(N / 128), K / 128]` ("fp8"), `[..., E, N]` ("fp8_channel", "int8") or
-        `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4").
+        `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4"). Beside shuffled values
+        float32 `[..., E, K / group, N]`, or uint32 `[..., E, ceil(K / 128), N]` of four exponents each.
       format: one of `EXPERT_FORMATS`.
       smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
         them; None: 1. Only with `activations="int8"`.
@@ -43,7 +44,12 @@ class QuantizedExperts:
     def shape(self) -> tuple[int, ...]:
         """`[..., E, N, K]`, of the matrices for which the values stand."""
         *leading, depth = self.values.shape
-        return (*leading, 2 * depth if self.values.dtype == np.uint8 else depth)
+        return (*leading, depth * {"uint8": 2, "uint32": 8}.get(self.values.dtype.name, 1))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the arrays are in the order of `shuffle_experts`."""
+        return self.values.dtype == np.uint32
 
 
 RECIPES = ("bf16", "fp8", "fp8-input-gradient", "fp8-forward")

@@ -1,7 +1,7 @@
 """Inline assembler in the interpreter: the few instructions of PTX that the kernels use, on arrays of registers.
 
-Source: the PTX ISA, sections 9.7.8 (logic and shift) and 9.7.9 (prmt), 9.7.4 for halves of a register, and 10 for
-special registers.
+Source: the PTX ISA, sections 9.7.1 (integers), 9.7.8 (logic and shift) and 9.7.9 (prmt), 9.7.4 for halves of a
+register, and 10 for special registers.
 """
 
 from __future__ import annotations
@@ -90,6 +90,18 @@ def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np
     return result
 
 
+def _funnel(low: np.ndarray, high: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """The upper word of both, shifted to the left together: of one word twice, what leaves it comes back behind."""
+    both = np.asarray(high, np.uint64) << np.uint64(32) | np.asarray(low, np.uint64)
+    return (both << (np.asarray(amount, np.uint64) & np.uint64(31)) >> np.uint64(32)).astype(np.uint32)
+
+
+def _smaller_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The smaller of two integers in either half of two registers."""
+    halves = (np.asarray(x, np.uint32)[..., None].view(np.uint16) for x in np.broadcast_arrays(a, b))
+    return np.minimum(*halves).view(np.uint32)[..., 0]
+
+
 def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., np.ndarray]:
     """Of both halves of two registers; float32 holds products and differences of bfloat16 closely enough to round."""
 
@@ -106,10 +118,13 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
+    "add.u32": np.add,
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
+    "shf.l.wrap.b32": _funnel,
     "lop3.b32": _logic,
     "prmt.b32": _permute,
+    "min.u16x2": _smaller_halves,
     "mul.bf16x2": _in_bfloat16(np.multiply),
     "sub.bf16x2": _in_bfloat16(np.subtract),
 }

@@ -98,7 +98,7 @@ def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
     """By which settings are looked up."""
     num_experts, hidden, intermediate = _sizes_of(w_down)
     if isinstance(w_down, QuantizedExperts):
-        kind = w_down.format if w_down.activations is None else f"{w_down.format}_tokens"
+        kind = w_down.format + ("_tokens" if w_down.activations else "_shuffled" if w_down.is_shuffled else "")
     else:
         kind = str(w_down.dtype)
     sizes = {"num_slots": num_slots, "num_experts": num_experts, "hidden": hidden, "intermediate": intermediate}
@@ -183,7 +183,11 @@ def _operands(w: Matrices, product: FusedProduct) -> tuple[Descriptor, Array | N
     """Matrices as the kernel reads them, and their scales."""
     columns, depth = product.tile.BN, product.tile.BK
     if isinstance(w, QuantizedExperts):
-        return Descriptor(w.values, (1, columns, depth // product.PER_BYTE)), w.scales
+        stored = depth * w.values.shape[-1] // w.shape[-1]
+        if product.HALVES:
+            halves = w.values.reshape(w.shape[0], 2, w.shape[1] // 2, -1)
+            return Descriptor(halves, (1, 2, columns // 2, stored)), w.scales
+        return Descriptor(w.values, (1, columns, stored)), w.scales
     return Descriptor(w, (1, depth, columns)), None
 
 
@@ -199,9 +203,13 @@ def fused_sizes(
     num_tokens, hidden = shape
     num_experts = w_down.shape[0]
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
-    slots, wide = num_tokens * top_k, 2 if experts.interleaved else 1
+    slots = num_tokens * top_k
+    halves = isinstance(w_gate_up, QuantizedExperts) and w_gate_up.is_shuffled and experts.gated
+    halves = halves and not experts.interleaved
+    wide = 2 if experts.interleaved or halves else 1
     bits, in_fp8 = _bits(w_down)
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8)
+    shuffled = isinstance(w_down, QuantizedExperts) and w_down.is_shuffled
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, shuffled=shuffled)
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
         raise ValueError(
@@ -220,7 +228,7 @@ def fused_sizes(
         BT=min(8, power_of_two(num_tokens)),
         BH=256,
         BN=tiles.hidden_columns,
-        gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1),
+        gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1, halves=halves),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
     # Of three programs and more the compiler gives a thread more than leave room for so many; it does so in eights.
@@ -228,17 +236,26 @@ def fused_sizes(
     return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 
-def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int) -> FusedProduct:
-    tokens = (w.activations or "") if isinstance(w, QuantizedExperts) else ""
+def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedProduct:
+    if not isinstance(w, QuantizedExperts):
+        tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
+        return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, False, False, "", splits, tile)
+    tokens = w.activations or ""
     # Tensor cores multiply FP8 in 64 rows at the least, of which few rows of tokens would leave most empty.
-    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=tokens == "fp8" and tiles.block_m < 64)
-    if isinstance(w, QuantizedExperts):
-        return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), tokens, splits, tile)
-    return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, tokens, splits, tile)
+    swap = w.is_shuffled or (tokens == "fp8" and tiles.block_m < 64)
+    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=swap)
+    return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), halves, tokens, splits, tile)
 
 
 def fused_tiles(
-    slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool = False
+    slots: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    bits: int,
+    *,
+    in_fp8: bool = False,
+    shuffled: bool = False,
 ) -> FusedTiles:
     """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles).
 
@@ -248,6 +265,8 @@ def fused_tiles(
     rows = slots / active
     converted = bits < 16 and not in_fp8
     if rows > max(48, few_rows(bits, in_fp8=in_fp8)):
+        if shuffled:
+            return FusedTiles(128, 64, 128, num_warps=8, programs=1)
         if in_fp8:
             return FusedTiles(64, 128, 128, num_warps=8, programs=1)
         if converted:
@@ -257,6 +276,14 @@ def fused_tiles(
     def tasks(width: int, columns: int) -> float:
         return active * -(-width // columns)
 
+    if shuffled:
+        # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
+        block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
+        programs = {16: 4, 32: 3, 64: 2}[block_m]
+        # Gates and what they multiply are columns of one product, of which a warpgroup takes 64 at the least.
+        columns = 64 if tasks(intermediate, 64) < all_programs(2) else 128
+        splits = _splits(tasks(hidden, columns), all_programs(programs), intermediate)
+        return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
     if converted:
         block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
     else:
@@ -269,9 +296,7 @@ def fused_tiles(
     if converted and block_m <= 32 and (many or tasks(intermediate, 64) > all_programs(4)):
         # Instructions for elements are what there is most of: by as many warps as there are registers for, or in wide
         # tiles, which read rows less often.
-        splits = 1
-        while splits * tasks(hidden, 128) < all_programs(3) and intermediate >= 1024 * splits:
-            splits *= 2
+        splits = _splits(tasks(hidden, 128), all_programs(3), intermediate)
         wide = block_m == 32 or (bits == 4 and (not many or tasks(intermediate, 128) >= all_programs(5)))
         return FusedTiles(
             block_m, 128 if wide else 64, 128, splits, programs=2 if block_m == 32 else 4 if bits == 8 else 3
@@ -284,3 +309,11 @@ def fused_tiles(
     while 2 * splits * tasks(hidden, 64) <= all_programs(8) and intermediate >= 768 * splits:
         splits *= 2
     return FusedTiles(block_m, columns, splits=splits, num_stages=4 if block_m == 16 else 3)
+
+
+def _splits(tasks: float, programs: int, intermediate: int) -> int:
+    """In how many parts of at least 512 columns of I the second product is made, so that all programs have tasks."""
+    splits = 1
+    while splits * tasks < programs and intermediate >= 1024 * splits:
+        splits *= 2
+    return splits

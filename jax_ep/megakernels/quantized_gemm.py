@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
+from jax_ep.core.expert_formats import MX_GROUP
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
@@ -49,11 +50,16 @@ class QuantizedTiles:
     programs: int = 2
 
 
-def quantized_tiles(rows_of_group: int, activations: str | None = None) -> QuantizedTiles:
+def quantized_tiles(rows_of_group: int, activations: str | None = None, *, shuffled: bool = False) -> QuantizedTiles:
     """Tiles for groups of about so many rows, which are quantised, too, or not."""
+    # Room for twice as many, as counts scatter.
+    block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
+    if shuffled:
+        # An element is made once for all rows of a tile, so more of them cost little; accumulators take registers.
+        if block_m == 128:
+            return QuantizedTiles(block_m, num_warps=8, programs=1)
+        return QuantizedTiles(block_m, programs=3 if block_m == 16 else 2)
     if activations is not None:
-        # Room for twice as many, as counts scatter.
-        block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
         if block_m < 64:
             return QuantizedTiles(block_m, block_n=64, num_stages=4)
         return QuantizedTiles(block_m, num_warps=8, programs=1)
@@ -68,33 +74,40 @@ def quantized_tiles(rows_of_group: int, activations: str | None = None) -> Quant
 def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
     groups, columns, depth = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
-    return tuned.tiles(
-        quantized_tiles(rows_of_group, rhs.activations), "quantized_gemm", **sizes, dtype=dtype, format=rhs.format
-    )
+    default = quantized_tiles(rows_of_group, rhs.activations, shuffled=rhs.is_shuffled)
+    stored = rhs.format + ("_shuffled" if rhs.is_shuffled else "")
+    return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored)
 
 
 def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
     """What the kernels are compiled for; `num_rows` are those of a block where groups are masked."""
     groups, columns, depth = rhs.shape
-    expert_format, per_byte, sharing = storage_of(rhs)
+    expert_format, per_byte, sharing, shuffled = storage_of(rhs)
     return QuantizedGemm(
         **common_sizes(num_rows, columns, depth, groups),
         FORMAT=expert_format,
         PER_BYTE=per_byte,
         SHARING=sharing,
+        SHUFFLED=shuffled,
         TMA_PARTS=0,
         # Tensor cores take 64 rows of 8 bits at the least, of which a few would leave most empty.
         tile=QuantizedTile(
-            tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=rhs.activations is not None and tiles.block_m < 64
+            tiles.block_m,
+            tiles.block_n,
+            _DEPTH,
+            GROUP_M=8,
+            SWAP=shuffled or (rhs.activations is not None and tiles.block_m < 64),
         ),
     )
 
 
-def storage_of(rhs: QuantizedExperts) -> tuple[str, int, int]:
-    """FORMAT, PER_BYTE and SHARING of `QuantizedGemm`: how the kernels find elements and scales."""
+def storage_of(rhs: QuantizedExperts) -> tuple[str, int, int, bool]:
+    """FORMAT, PER_BYTE, SHARING and SHUFFLED of `QuantizedGemm`: how the kernels find elements and scales."""
     if rhs.format not in ("int4", "mxfp4"):
-        return rhs.format, 1, 0
-    return rhs.format, 2, rhs.shape[2] // rhs.scales.shape[-1]
+        return rhs.format, 1, 0, False
+    if rhs.format == "mxfp4":
+        return rhs.format, 2, MX_GROUP, rhs.is_shuffled
+    return rhs.format, 2, rhs.shape[2] // rhs.scales.shape[1 if rhs.is_shuffled else 2], rhs.is_shuffled
 
 
 def is_readable(rhs: QuantizedExperts) -> bool:
@@ -102,7 +115,7 @@ def is_readable(rhs: QuantizedExperts) -> bool:
     return (
         0 not in rhs.shape
         and rhs.shape[0] <= MAX_GROUPS
-        and rhs.values.shape[-1] % 16 == 0
+        and rhs.values.shape[-1] * rhs.values.dtype.itemsize % 16 == 0
         and storage_of(rhs)[2] in (0, *SHARING)
     )
 
@@ -168,9 +181,9 @@ def masked_tiles(most_rows: int, expected_rows: int | None, dtype: jnp.dtype, rh
 
 def blocks_of(lhs: Array, rhs: QuantizedExperts, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:
     """Rows and matrices as the kernels read them."""
-    per_byte = storage_of(rhs)[1]
-    columns = (1, tiles.block_n, _DEPTH // per_byte)
-    return Descriptor(lhs, (1, tiles.block_m, _DEPTH)), Descriptor(rhs.values, columns)
+    columns = (1, tiles.block_n, _DEPTH * rhs.values.shape[-1] // rhs.shape[-1])
+    rows = (1, tiles.block_m, _DEPTH // 2 if rhs.is_shuffled else _DEPTH)
+    return Descriptor(lhs, rows), Descriptor(rhs.values, columns)
 
 
 def _launch(

@@ -16,7 +16,6 @@ import fused_moe
 import jax_ep
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.megakernels.fused_moe import fused_sizes
-from jax_ep.quantization import quantize_experts
 from lib import fused_tiles, plots
 from lib.inputs import MODELS, expert_mesh
 from lib.touched_chains import Operation, chain
@@ -69,10 +68,10 @@ def test_hidden_rows_are_those_of_one_variant_alone() -> None:
 def test_tilings_fit_their_format(slots: int) -> None:
     """What a kernel refuses to compile would end the run."""
     everything = fused_tiles.candidates(slots, 8, "bfloat16")
-    for expert_format in EXPERT_FORMATS:
+    for expert_format in (*EXPERT_FORMATS, "int4_shuffled", "mxfp4_shuffled"):
         fitting = fused_tiles.candidates(slots, 8, expert_format)
         assert 1 < len(fitting) < len(everything)
-        w = quantize_experts(jnp.ones((8, 256, 256)), expert_format)
+        w = fused_moe.stored_as(expert_format, jnp.ones((8, 256, 256)))
         for tiles in fitting:
             _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
             for product in (sizes.gate_up, sizes.down):

@@ -15,9 +15,8 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, Shape, assert_close, integers, probabilities, reals
 from harness import compiled, run
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import quantize_experts
 from routings import ROUTINGS, routings
+from stored_experts import STORED, store
 
 SHAPE = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=40, intermediate=24)
 MAX_TOKENS = 7
@@ -78,13 +77,13 @@ def test_tiles_of_all_sizes(implementation: str, expected_rows: int, expert_mesh
 
 
 @pytest.mark.parametrize("activations", [None, "int8", "fp8"])
-@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
-@pytest.mark.slow(unless={"expert_format": ["mxfp4", "int8"], "activations": [None, "int8"]})
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 shuffled", "int8"], "activations": [None, "int8"]})
 def test_quantised_matrices(
-    implementation: str, expert_format: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
+    implementation: str, stored: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     """As `masked_grouped_gemm` and `low_latency_combine`, to the rounding of sums."""
-    if activations is not None and (activations == "int8") != (expert_format == "int8"):
+    if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("shuffled")):
         pytest.skip("there is no such product")
     shape = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=264, intermediate=256)
     problem = Problem(rng, "duplicates", 2, shape)
@@ -92,7 +91,7 @@ def test_quantised_matrices(
     lhs = np.where(problem.real, reals(rng, *problem.lhs.shape, dtype=BF16), np.array(np.nan, BF16))
 
     def fn(x, ids, weights, lhs, w):
-        rhs = quantize_experts(w, expert_format, activations=activations)
+        rhs = store(w, stored, activations=activations)
         sizes = {"num_experts": shape.num_experts, "max_tokens_per_rank": MAX_TOKENS}
         options: Any = {"implementation": implementation}
         d = jax_ep.low_latency_dispatch(x, ids, **sizes, quantize=False, **options)

@@ -17,11 +17,13 @@ import oracle_quantized
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, to_numpy
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import quantize_experts, quantize_fp8
+from jax_ep.quantization import quantize_experts, quantize_fp8, shuffle_experts, unshuffle_experts
 from layers import Layer
+from stored_experts import STORED, stand_for, store
 
 OPERATION = "quantized_gemm"
 FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+IN_EVERY_WAY = pytest.mark.parametrize("stored", STORED)
 # Rows, sizes of groups: empty groups, tiles that are cut, rows past the groups.
 GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0, 0]), "few": (3, [1, 2])}
 
@@ -29,15 +31,14 @@ GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0
 class Problem:
     """Rows that are NaN where they belong to no group, and quantised matrices with the float64 that they stand for."""
 
-    def __init__(self, rng: Any, name: str, expert_format: str, dtype: Any, depth: int, columns: int) -> None:
+    def __init__(self, rng: Any, name: str, stored: str, dtype: Any, depth: int, columns: int) -> None:
         rows, sizes = GROUPS[name]
         self.used, self.sizes = sum(sizes), np.array(sizes, np.int32)
         self.lhs = reals(rng, rows, depth, dtype=dtype)
         self.lhs[self.used :] = np.nan
         w = reals(rng, len(sizes), depth, columns) * 10.0 ** rng.uniform(-2, 0, (len(sizes), 1, columns))
-        self.rhs = jax.jit(partial(quantize_experts, format=expert_format))(w.astype(np.float32))
-        parts = np.asarray(self.rhs.values), np.asarray(self.rhs.scales)
-        self.matrices = np.swapaxes(oracle_quantized.dequantize(*parts, expert_format), -1, -2)
+        self.rhs = store(w.astype(np.float32), stored)
+        self.matrices = stand_for(self.rhs)
 
     def want(self) -> np.ndarray:
         return oracle.grouped_gemm(np.nan_to_num(self.lhs.astype(np.float64)), self.matrices, self.sizes)
@@ -48,13 +49,13 @@ def tolerance(dtype: Any) -> float | None:
     return {BF16: 8e-3, F16: 2e-3}.get(np.dtype(dtype))
 
 
-@FORMATS
+@IN_EVERY_WAY
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.slow(unless={"groups": ["uneven"], "dtype": [BF16]})
-def test_grouped_gemm(implementation: str, groups: str, dtype: Any, expert_format: str, rng: Any) -> None:
-    depth = 256 if expert_format in ("fp8", "int4") else 160
-    problem = Problem(rng, groups, expert_format, dtype, depth, columns=72)
+def test_grouped_gemm(implementation: str, groups: str, dtype: Any, stored: str, rng: Any) -> None:
+    depth = 256 if stored.split()[0] in ("fp8", "int4") else 160
+    problem = Problem(rng, groups, stored, dtype, depth, columns=72)
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
     got = to_numpy(jax.jit(call)(problem.lhs, problem.rhs, problem.sizes))
     assert got.dtype == F32
@@ -62,11 +63,11 @@ def test_grouped_gemm(implementation: str, groups: str, dtype: Any, expert_forma
     assert not np.any(got[problem.used :])
 
 
-@FORMATS
+@IN_EVERY_WAY
 @pytest.mark.parametrize("expected_rows", [None, 40])
 @pytest.mark.slow(unless={"expected_rows": [None]})
-def test_masked(implementation: str, expected_rows: int | None, expert_format: str, rng: np.random.Generator) -> None:
-    problem = Problem(rng, "uneven", expert_format, BF16, 256, columns=40)
+def test_masked(implementation: str, expected_rows: int | None, stored: str, rng: np.random.Generator) -> None:
+    problem = Problem(rng, "uneven", stored, BF16, 256, columns=40)
     counts = np.array([5, 0, 33, 40], np.int32)
     lhs = reals(rng, 4, 40, 256, dtype=BF16)
     real = np.arange(40) < counts[:, None]
@@ -77,20 +78,21 @@ def test_masked(implementation: str, expected_rows: int | None, expert_format: s
     assert_close(got[real], want[real], tolerance=tolerance(BF16))
 
 
+@pytest.mark.parametrize("stored", ["int4", "int4 shuffled"])
 @pytest.mark.parametrize("group_size", [16, 32, 256])
-def test_groups_of_int4(implementation: str, group_size: int, rng: np.random.Generator) -> None:
+def test_groups_of_int4(implementation: str, group_size: int, stored: str, rng: np.random.Generator) -> None:
     lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
-    q = quantize_experts(jnp.asarray(w), "int4", group_size=group_size)
+    q = store(w, stored, group_size=group_size)
     sizes = np.array([4, 5], np.int32)
     got = to_numpy(jax_ep.grouped_gemm(lhs, q, sizes, implementation=implementation))
-    matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), "int4")
-    want = oracle.grouped_gemm(lhs.astype(np.float64), np.swapaxes(matrices, -1, -2), sizes)
+    want = oracle.grouped_gemm(lhs.astype(np.float64), stand_for(q), sizes)
     assert got.dtype == BF16
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_scales_of_mxfp4(implementation: str, dtype: Any, rng: np.random.Generator) -> None:
+def test_scales_of_mxfp4(implementation: str, dtype: Any, shuffled: bool, rng: np.random.Generator) -> None:
     """Far from one, too, of one column each; what is too large is not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
@@ -98,7 +100,8 @@ def test_scales_of_mxfp4(implementation: str, dtype: Any, rng: np.random.Generat
     scales = np.broadcast_to(exponents[None, :, None], q.scales.shape)
     q = dataclasses.replace(q, scales=jnp.asarray(scales))
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
-    got = to_numpy(jax.jit(call)(lhs, q, np.array([6], np.int32))).astype(np.float64)
+    rhs = shuffle_experts(q) if shuffled else q
+    got = to_numpy(jax.jit(call)(lhs, rhs, np.array([6], np.int32))).astype(np.float64)
     matrix = oracle_quantized.dequantize(np.asarray(q.values), scales, "mxfp4")[0]
     want = lhs.astype(np.float64) @ matrix.T
     units = 2.0 ** (np.minimum(exponents, 254) - 127.0)
@@ -292,31 +295,29 @@ def test_low_latency_layer_of_fp8_tokens(implementation: str, rng: np.random.Gen
     assert_same_bits(to_numpy(call(*operands, *quantised)), to_numpy(call(*operands, *pairs)))
 
 
-def stands_for(layer: Layer, expert_format: str, dtype: Any) -> Layer:
+def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
     """The layer of the matrices that its quantised ones stand for."""
     for name in ("w_gate_up", "w_down"):
-        q = quantize_experts(jnp.asarray(getattr(layer, name)), expert_format)
-        found = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
-        setattr(layer, name, np.swapaxes(found, -1, -2).astype(F32))
+        setattr(layer, name, stand_for(store(getattr(layer, name), stored)).astype(F32))
     return layer
 
 
-@FORMATS
+@IN_EVERY_WAY
 @pytest.mark.parametrize("which", ["moe", "low latency"])
-@pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
-def test_layers(implementation: str, which: str, expert_format: str, expert_mesh: Any, rng: Any) -> None:
+@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 shuffled"]})
+def test_layers(implementation: str, which: str, stored: str, expert_mesh: Any, rng: Any) -> None:
     shape = Shape(num_tokens=5, hidden=128, intermediate=128)
     layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)
     x, ids, weights, w_gate_up, w_down = layer.args
 
     def fn(x, ids, weights, w_gate_up, w_down):
-        matrices = (quantize_experts(w, expert_format) for w in (w_gate_up, w_down))
+        matrices = (store(w, stored) for w in (w_gate_up, w_down))
         call = jax_ep.moe if which == "moe" else jax_ep.low_latency_moe
         return call(x, ids, weights, *matrices, num_experts=8, implementation=implementation)
 
     got = compiled(fn, expert_mesh(2))(x, ids, weights, w_gate_up, w_down)
     assert got.dtype == BF16
-    assert_close(got, stands_for(layer, expert_format, BF16).oracle().forward(), tolerance=2.5e-2)
+    assert_close(got, stands_for(layer, stored, BF16).oracle().forward(), tolerance=2.5e-2)
 
 
 def test_biases_capacity_and_counts(implementation: str, rng: np.random.Generator) -> None:
@@ -332,6 +333,21 @@ def test_biases_capacity_and_counts(implementation: str, rng: np.random.Generato
     got, want = (to_numpy(jax.jit(call)(x, ids, weights, *matrices)) for matrices in (quantised, dense))
     assert_close(got, want.astype(np.float64), tolerance=2e-2)
     assert not np.any(got[4:])
+
+
+def test_shuffled_matrices_go_with_tokens_in_16_bits(implementation: str) -> None:
+    w = store(jnp.ones((2, 128, 256)), "mxfp4 shuffled")
+    in_fp8 = dataclasses.replace(w, activations="fp8")
+    gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
+    with pytest.raises(ValueError, match="rhs is shuffled, with activations='fp8', expected None"):
+        gemm(jnp.ones((3, 128)), in_fp8, jnp.array([1, 2]))
+    down = store(jnp.ones((2, 128, 128)), "mxfp4 shuffled")
+    operands = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
+    with pytest.raises(ValueError, match="w_gate_up is shuffled, with activations='fp8'"):
+        jax_ep.fused_moe(*operands, in_fp8, down, implementation=implementation)
+    both = to_numpy(jax_ep.fused_moe(*operands, w, down, implementation=implementation))
+    apart = to_numpy(jax_ep.fused_moe(*operands, *map(unshuffle_experts, (w, down)), implementation=implementation))
+    assert_close(both, apart.astype(np.float64))
 
 
 def test_mistakes(implementation: str) -> None:

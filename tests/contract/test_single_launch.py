@@ -14,11 +14,11 @@ import pytest
 import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import dequantize_experts, quantize_experts
 from layers import Layer
 from oracle_experts import GPT_OSS
 from routings import ROUTINGS
+from stored_experts import STORED, store
 
 OPERATION = "fused_moe"
 ONE, SEVERAL = (jax_ep.Schedule(single_launch=one) for one in (True, False))
@@ -73,26 +73,26 @@ def test_experts(implementation: str, kind: str, biased: bool, dtype: Any, rng: 
     assert_close(got, to_numpy(want))
 
 
-@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.slow(unless={"kind": ["silu"], "dtype": [BF16]})
-def test_quantised(implementation: str, expert_format: str, kind: str, dtype: Any, rng: np.random.Generator) -> None:
+def test_quantised(implementation: str, stored: str, kind: str, dtype: Any, rng: np.random.Generator) -> None:
     """As the portable layer computes in float32 with the matrices for which the quantised ones stand."""
     experts, shape = EXPERTS[kind], Shape(num_tokens=13, top_k=3, num_experts=6, hidden=256, intermediate=128)
     layer = Layer(rng, "some_without_expert", 1, shape, dtype, gated=experts.gated)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     widths = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": shape.hidden}
     biases = {name: reals(rng, shape.num_experts, width, dtype=dtype) for name, width in widths.items()}
-    stored = [quantize_experts(jnp.asarray(w), expert_format) for w in (layer.w_gate_up, layer.w_down)]
-    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands, *stored))
+    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    got = to_numpy(jax.jit(call(implementation, experts=experts, **biases))(*operands, *matrices))
     assert got.dtype == dtype
-    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in stored]
+    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
     biases = {name: b.astype(F32) for name, b in biases.items()}
     want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla", **biases))
     assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
     with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
-        jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *stored).sum())(operands[0])
+        jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
 
 
 def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
@@ -129,9 +129,9 @@ def test_random_sizes(implementation: str, seed: int) -> None:
     """Layers of any size, experts, format and dtype, as the portable one in float32 computes them."""
     rng = np.random.default_rng(seed)
     num_experts, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 7))
-    expert_format = rng.choice([None, *EXPERT_FORMATS])
-    unit = 8 if expert_format is None else 128
-    hidden, inner = (int(unit * rng.integers(1, 20 if unit == 8 else 4)) for _ in range(2))
+    stored = rng.choice([None, *STORED])
+    unit = 8 if stored is None else 32 if stored.startswith("mxfp4") else 128
+    hidden, inner = (int(unit * rng.integers(1, 20 if unit == 8 else 512 // unit)) for _ in range(2))
     shape = Shape(int(rng.integers(1, 90)), top_k, num_experts, hidden, inner)
     dtype = (BF16, F16)[rng.integers(2)]
     gated = bool(rng.integers(2))
@@ -147,8 +147,8 @@ def test_random_sizes(implementation: str, seed: int) -> None:
     operands = layer.x[0], ids, layer.topk_weights[0]
     matrices: Any = [jnp.asarray(w) for w in (layer.w_gate_up, layer.w_down)]
     wide = [w.astype(F32) for w in matrices]
-    if expert_format is not None:
-        matrices = [quantize_experts(w, str(expert_format)) for w in matrices]
+    if stored is not None:
+        matrices = [store(w, stored) for w in matrices]
         wide = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
     widths = {"b_gate_up": layer.w_gate_up.shape[2], "b_down": hidden}
     biases = {name: reals(rng, num_experts, width, dtype=dtype) for name, width in widths.items() if rng.integers(2)}

@@ -15,7 +15,8 @@ import jax_ep
 from cases import F32
 from harness import to_numpy
 from jax_ep.core.expert_matrices import QuantizedExperts
-from jax_ep.quantization import dequantize_experts, quantize_experts
+from jax_ep.quantization import dequantize_experts
+from stored_experts import store
 
 ON_GPU = jax.default_backend() == "gpu"
 TOKENS = [1, 129, 4099, 16384] if ON_GPU else [1, 33]
@@ -43,17 +44,17 @@ def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
 
 
 @pytest.mark.parametrize("one", [True, False], ids=["one launch", "several launches"])
-@pytest.mark.parametrize("expert_format", [None, "fp8", "int4", "mxfp4"])
+@pytest.mark.parametrize("stored", [None, "fp8", "int4", "mxfp4", "int4 shuffled", "mxfp4 shuffled"])
 @pytest.mark.parametrize("num_experts", [8, 512] if ON_GPU else [8])
 @pytest.mark.slow
-def test_layer(one_process: None, num_experts: int, expert_format: str | None, one: bool) -> None:
+def test_layer(one_process: None, num_experts: int, stored: str | None, one: bool) -> None:
     rng = np.random.default_rng(num_experts)
     shapes = (num_experts, HIDDEN, 2 * INNER), (num_experts, INNER, HIDDEN)
     keys = jax.random.split(jax.random.key(num_experts))
     make = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5, static_argnums=1)
     matrices: Any = [make(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    if expert_format is not None:
-        matrices = [jax.jit(partial(quantize_experts, format=expert_format))(w) for w in matrices]
+    if stored is not None:
+        matrices = [store(w, stored) for w in matrices]
     call = jax.jit(partial(jax_ep.fused_moe, schedule=jax_ep.Schedule(single_launch=one), implementation="triton"))
     reference = jax.jit(in_float32)
     for tokens in TOKENS:

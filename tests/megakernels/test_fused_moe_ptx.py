@@ -16,7 +16,7 @@ from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels.structs_serving import LayerScratch, LayerTensors, SortedLayerTensors
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize_experts, shuffle_experts
 from oracle_experts import GPT_OSS
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor
@@ -54,6 +54,18 @@ CASES = [
     (16, *MIXTRAL, Experts(), "mxfp4_tokens"),
     (16, *MIXTRAL, Experts(), "int4_tokens"),
     (4096, *QWEN3, Experts(), "fp8_tokens"),
+    (1, *QWEN3, Experts(), "mxfp4_shuffled"),
+    (1, *QWEN3, Experts(), "int4_shuffled"),
+    (16, *QWEN3, Experts(), "mxfp4_shuffled"),
+    (16, *MIXTRAL, Experts(), "mxfp4_shuffled"),
+    (16, *MIXTRAL, Experts(), "int4_shuffled"),
+    (64, *MIXTRAL, Experts(), "mxfp4_shuffled"),
+    (64, *MIXTRAL, Experts(), "int4_shuffled"),
+    (160, *MIXTRAL, Experts(), "mxfp4_shuffled"),
+    (160, *MIXTRAL, Experts(), "int4_shuffled"),
+    (4096, *QWEN3, Experts(), "mxfp4_shuffled"),
+    (4096, *QWEN3, Experts(), "int4_shuffled"),
+    (32, *GPT, GPT_OSS, "mxfp4_shuffled"),
 ]
 
 
@@ -65,14 +77,25 @@ def compile_layer(
     matrices: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
     if expert_format:
-        options = {"format": expert_format.removesuffix("_tokens"), "activations": "fp8" if in_fp8 else None}
+        options = {"format": expert_format.split("_")[0], "activations": "fp8" if in_fp8 else None}
+        if expert_format == "fp8_channel":
+            options["format"] = expert_format
         matrices = [jax.eval_shape(partial(quantize_experts, **options), w) for w in matrices]
+        if expert_format.endswith("_shuffled"):
+            matrices = [jax.eval_shape(shuffle_experts, w) for w in matrices]
     config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
-        descriptor, scales = fused_moe._operands(w, product)
-        block = ",".join(map(str, descriptor.block_shape))
-        described.append(f"tensordesc<{element_type(descriptor.array.dtype)}[{block}]>")
+        block_shape: list[int] = []
+
+        def operands(w: Any, product: Any = product, block_shape: list[int] = block_shape) -> tuple[Any, Any]:
+            descriptor, scales = fused_moe._operands(w, product)
+            block_shape += descriptor.block_shape
+            return descriptor.array, scales
+
+        array, scales = jax.eval_shape(operands, w)
+        block = ",".join(map(str, block_shape))
+        described.append(f"tensordesc<{element_type(array.dtype)}[{block}]>")
         (constants if scales is None else types)[f"{name}_scales_ptr"] = (
             None if scales is None else f"*{element_type(scales.dtype)}"
         )
@@ -105,7 +128,7 @@ def steps_of(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)
-@pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens"], "tokens": [1, 32]})
+@pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens", "mxfp4_shuffled"], "tokens": [1, 32]})
 def test_layer(
     tokens: int,
     top_k: int,
@@ -117,13 +140,17 @@ def test_layer(
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     built, config, sizes = compile_layer(tokens, top_k, w_down, experts, expert_format)
     assert re.search(r"mma\.sync|wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
-    assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "matrices are not read by TMA"
+    dimensions = 4 if sizes.gate_up.HALVES else 3
+    assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared", built["ptx"]), "matrices are not read by TMA"
     # Three programs of a multiprocessor with some registers in memory were faster than two without.
     most = 64 if config.max_registers and sizes.down.PER_BYTE == 2 else 0
     if expert_format == "int4" and sizes.down.tile.BM == 32:
         most = 24  # places of a thread, kept for what is behind a loop: these tiles are the fastest even so
+    if shuffled := expert_format is not None and expert_format.endswith("_shuffled"):
+        most = 96
+        assert "serialized" not in built["report"], "each product is waited for"
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", built["report"]))) <= most, built["report"]
-    if not config.max_registers:
+    if shuffled or not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"
     programs = config.num_programs // 132
     assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's
@@ -166,3 +193,21 @@ def test_scales_of_int4() -> None:
     assert products
     assert built["code"].count("FFMA") <= products + 64
     assert built["code"].count("HADD2.BF16") <= 2 * products + 16
+
+
+@pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
+def test_elements_of_shuffled_matrices_stay_where_they_are(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the registers of the thread that multiplies them, and with fewer instructions than bytes need."""
+    monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
+    counts = dict[str, int]()
+    for stored in (expert_format, f"{expert_format}_shuffled"):
+        built, _, sizes = compile_layer(16, *QWEN3, Experts(), stored)
+        steps = steps_of(built["code"])
+        elements = 2 * sizes.gate_up.tile.BN if stored == expert_format else sizes.gate_up.tile.BN
+        assert elements == sizes.down.tile.BN == 128
+        instructions = [line for line in steps if re.search(r"^\s+(/\*\w+\*/)?\s*(@!?U?P\w+ )?[A-Z]", line)]
+        counts[stored] = len(instructions)
+    assert len([line for line in steps if "HGMMA" in line]) == 32
+    # What is stored in the loops are scales, by which threads that loaded them give them to those that need them.
+    assert len([line for line in steps if re.search(r"\bSTS", line)]) <= 8
+    assert counts[stored] < {"mxfp4": 0.82, "int4": 0.9}[expert_format] * counts[expert_format], counts

@@ -11,22 +11,24 @@ import jax.numpy as jnp
 import pytest
 from compiling import build
 
-from jax_ep.core.expert_matrices import EXPERT_FORMATS, QuantizedExperts
+from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import quantized_gemm
-from jax_ep.quantization import quantize_experts
+from jax_ep.quantization import quantize_experts, shuffle_experts
+from stored_experts import STORED
 
 G, M, K, N = 128, 4096, 2048, 1536
 SHARED_BYTES = 227 << 10  # of a multiprocessor
-TYPES = {"float8_e4m3fn": "fp8e4nv", "int8": "i8", "uint8": "u8", "float32": "fp32"}
 
 
-def matrices(expert_format: str, activations: str | None = None) -> QuantizedExperts:
-    quantize = partial(quantize_experts, format=expert_format, activations=activations)
-    return jax.eval_shape(quantize, jax.ShapeDtypeStruct((G, K, N), jnp.float32))
+def matrices(stored: str, activations: str | None = None) -> QuantizedExperts:
+    quantize = partial(quantize_experts, format=stored.split()[0], activations=activations)
+    found = jax.eval_shape(quantize, jax.ShapeDtypeStruct((G, K, N), jnp.float32))
+    return jax.eval_shape(shuffle_experts, found) if stored.endswith(" shuffled") else found
 
 
 def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict, quantized_gemm.QuantizedTiles]:
-    tiles = quantized_gemm.quantized_tiles(rows, rhs.activations)
+    tiles = quantized_gemm.quantized_tiles(rows, rhs.activations, shuffled=rhs.is_shuffled)
     sizes = quantized_gemm.sizes_of(M, rhs, tiles)
     types: dict[str, Any] = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}
     constants: dict[str, Any] = {"S": sizes}
@@ -35,9 +37,10 @@ def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict,
     else:
         types["row_scales_ptr"] = "*fp32"
     rows_type = "bf16" if rhs.activations is None else "i8"
-    types["scales_ptr"] = f"*{TYPES[rhs.scales.dtype.name]}"
-    types["lhs"] = f"tensordesc<{rows_type}[1,{tiles.block_m},{sizes.tile.BK}]>"
-    types["rhs"] = f"tensordesc<{TYPES[rhs.values.dtype.name]}[1,{tiles.block_n},{sizes.tile.BK // sizes.PER_BYTE}]>"
+    types["scales_ptr"] = f"*{element_type(rhs.scales.dtype)}"
+    for name, block in zip(("lhs", "rhs"), quantized_gemm.blocks_of(None, rhs, tiles), strict=True):
+        kind = rows_type if name == "lhs" else element_type(rhs.values.dtype)
+        types[name] = f"tensordesc<{kind}[{','.join(map(str, block.block_shape))}]>"
     return build("quantized_gemm", function, types, constants, tiles.num_warps, tiles.num_stages, 90), tiles
 
 
@@ -48,14 +51,16 @@ def test_rows_in_int8(rows: int) -> None:
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]
 
 
-@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
-@pytest.mark.parametrize("rows", [4, 32, 64])
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("rows", [4, 16, 32, 64])
 @pytest.mark.parametrize("function", ["quantized_grouped_gemm", "quantized_masked_grouped_gemm"])
-@pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "expert_format": ["mxfp4"]})
-def test_kernels(function: str, rows: int, expert_format: str) -> None:
-    built, tiles = compile_gemm(function, matrices(expert_format), rows)
+@pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "stored": ["mxfp4", "mxfp4 shuffled"]})
+def test_kernels(function: str, rows: int, stored: str) -> None:
+    built, tiles = compile_gemm(function, matrices(stored), rows)
     # Those of 64 rows and more are for many; registers hold operands of others in a way that takes fewer instructions.
-    assert ("wgmma.mma_async" if rows > 48 else "mma.sync") in built["ptx"], "the tensor cores are not used"
+    wide = rows > 48 or stored.endswith(" shuffled")
+    assert ("wgmma.mma_async" if wide else "mma.sync") in built["ptx"], "the tensor cores are not used"
+    assert "serialized" not in built["report"], built["report"]
     assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"
     assert not re.search(r"mul\.ftz", built["ptx"]), "subnormal numbers, as those of e2m1 are on their way, are lost"
     assert re.findall(r"(\d+) bytes spill stores", built["report"]) == ["0"], built["report"]

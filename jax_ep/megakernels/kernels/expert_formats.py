@@ -64,8 +64,8 @@ _INT4 = tl.constexpr("""{
 
 # Bits of e2m1 in bfloat16 are 2**-126 of what they stand for, and there is no bfloat16 of 2**126 times a scale of 4. So
 # elements and sums are less by this, which scales from 2**-64 to 2**33 lose no bit by; greater ones become infinite.
-_LESS = tl.constexpr(32)
-_AS_MUCH_MORE = tl.constexpr(2.0**32)
+LESS = tl.constexpr(32)
+AS_MUCH_MORE = tl.constexpr(2.0**32)
 
 
 @triton.jit
@@ -84,11 +84,11 @@ def powers(exponents):
 
 @triton.jit
 def factors_of_bits(exponents):
-    """2 to the power of biased exponents, less `_LESS`, by which bits of e2m1 in bfloat16 are multiplied.
+    """2 to the power of biased exponents, less `LESS`, by which bits of e2m1 in bfloat16 are multiplied.
 
     What has no bfloat16 is infinite, and 255 NaN.
     """
-    bits = tl.minimum(exponents + (126 - _LESS), 255) << 7
+    bits = tl.minimum(exponents + (126 - LESS), 255) << 7
     return tl.where(exponents == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
@@ -96,9 +96,10 @@ def factors_of_bits(exponents):
 def load_group_scales(scales_ptr, group, column, k, S: tl.constexpr):
     """`[BN, BK / SHARING]` scales of the groups of a block, or exponents; zeros outside of the matrix.
 
-    Loaded one step ahead: they come by pointers, which no pipeline covers. Where groups have no scales, any number.
+    Loaded one step ahead: they come by pointers, which no pipeline covers. Where groups have no scales, any number, as
+    for shuffled matrices (shuffled_experts.py), which load theirs in the step itself.
     """
-    if S.SHARING > 0:
+    if S.SHARING > 0 and not S.SHUFFLED:
         per_row: tl.constexpr = S.K // S.SHARING
         columns = column + tl.arange(0, S.tile.BN)[:, None]
         parts = k // S.SHARING + tl.arange(0, S.tile.BK // S.SHARING)[None, :]
@@ -214,8 +215,8 @@ def to_float(block, dtype: tl.constexpr):
 def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
     """float32 sums `[BM, BN]` of rows of a dtype, times what products have left to do."""
     total = total.to(tl.float32)
-    if S.FORMAT == "mxfp4" and rows_dtype == tl.bfloat16:
-        total *= _AS_MUCH_MORE
+    if S.FORMAT == "mxfp4" and not S.SHUFFLED and rows_dtype == tl.bfloat16:
+        total *= AS_MUCH_MORE
     if S.FORMAT == "fp8_channel" or S.FORMAT == "int8":
         columns = column + tl.arange(0, S.tile.BN)
         scales = tl.load(scales_ptr + group.to(tl.int64) * S.N + columns, mask=columns < S.N, other=0.0)

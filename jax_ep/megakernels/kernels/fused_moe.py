@@ -21,6 +21,7 @@ from .activation import activate, factor_of, limit_gate
 from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
 from .fp8_tokens import add_fp8_product
 from .quantization import GROUP, quantize, scale_offsets
+from .shuffled_experts import add_shuffled_product
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
@@ -82,6 +83,18 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
+    """`[BM, BK]` of rows of `[., WIDTH]`, of a step; where matrices are shuffled, two halves of it."""
+    BK: tl.constexpr = S.tile.BK
+    if S.SHUFFLED:
+        first = load_rows(x_ptr, rows, exist, k, WIDTH, BK // 2)
+        step = first, load_rows(x_ptr, rows, exist, k + BK // 2, WIDTH, BK // 2)
+    else:
+        step = load_rows(x_ptr, rows, exist, k, WIDTH, BK)
+    return step
+
+
+@triton.jit
 def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
     """`[BM]` scales of rows of `[., K / 128]` at a step, of those in FP8; else anything."""
     scales = exist
@@ -92,10 +105,12 @@ def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
 
 @triton.jit
 def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
-    """`total` and the product of `rows [BM, BK]` with the block of an expert's matrix at (k, column)."""
+    """`total` and the product of rows of `load_step` with the block of an expert's matrix at (k, column)."""
     if S.FORMAT == "":
         block = tl.reshape(matrix.load([expert, k, column]), (S.tile.BK, S.tile.BN))
         total = tl.dot(rows, block, total)
+    elif S.SHUFFLED:
+        total = add_shuffled_product(total, rows, matrix, scales_ptr, expert, column, k, S)
     else:
         block = load_bytes(matrix, expert, column, k, S)
         if S.TOKENS == "fp8":
@@ -121,11 +136,14 @@ def whole_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: t
 
 @triton.jit
 def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl.constexpr, S: tl.constexpr):
-    """float32 `[BM, BN]` gates and what they multiply, of columns of I from `column` on; twice the same without."""
+    """float32 `[BM, BN]` gates and what they multiply, of columns of I from `column` on; twice the same without.
+
+    Where gates and what they multiply lie in two halves, these are two products, or of shuffled matrices one of both.
+    """
     P: tl.constexpr = S.gate_up
     BM: tl.constexpr = P.tile.BM
     BK: tl.constexpr = P.tile.BK
-    TWICE: tl.constexpr = KIND.GATED and not KIND.INTERLEAVED
+    TWICE: tl.constexpr = KIND.GATED and not KIND.INTERLEAVED and not P.HALVES
     dtype: tl.constexpr = tensors.x_ptr.dtype.element_ty
     if KIND.INTERLEAVED:
         column *= 2
@@ -133,7 +151,7 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
     ahead = load_group_scales(scales_ptr, expert, column, 0, P)
     ahead_second = load_group_scales(scales_ptr, expert, S.INNER + column, 0, P)
     for k in range(0, S.H, BK):
-        rows = load_rows(tensors.x_ptr, tokens, exist, k, S.H, BK)
+        rows = load_step(tensors.x_ptr, tokens, exist, k, S.H, P)
         row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, P)
         scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
         first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, P)
@@ -144,6 +162,8 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
     first = whole_sums(first, scales_ptr, expert, column, dtype, P)
     if KIND.INTERLEAVED:
         gate, up = tl.split(tl.reshape(first, (BM, S.BN, 2)))
+    elif P.HALVES:
+        gate, up = tl.split(tl.permute(tl.reshape(first, (BM, 2, S.BN)), (0, 2, 1)))
     else:
         gate, up = first, first
         if TWICE:
@@ -202,7 +222,7 @@ def multiply_part(tensors, scales_ptr, scratch, slots, exist, expert, column, pa
     total = no_sums(P)
     ahead = load_group_scales(scales_ptr, expert, column, start, P)
     for k in range(start, tl.minimum(start + DEPTH, P.K), BK):
-        rows = load_rows(scratch.hidden_ptr, slots, exist, k, P.K, BK)
+        rows = load_step(scratch.hidden_ptr, slots, exist, k, P.K, P)
         row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, P)
         scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
         total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, P)

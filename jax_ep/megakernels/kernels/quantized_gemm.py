@@ -2,7 +2,8 @@
 
 As in masked.py, the loop over tiles and K is one, and blocks come by TMA, in 8 or 4 bits. Few rows are multiplied by
 instructions of a warp, whose operands, the dequantised ones too, are in registers; with few rows in FP8 or int8, of
-which Hopper's tensor cores take 64 at the least, the product is turned.
+which Hopper's tensor cores take 64 at the least, the product is turned, as it is with all shuffled matrices
+(shuffled_experts.py).
 """
 
 import triton
@@ -12,6 +13,7 @@ from .expert_formats import add_product, load_bytes, load_group_scales, scale_co
 from .fp8_tokens import add_fp8_product
 from .masked import find_masked_tile, number_masked_tasks
 from .quantization import GROUP
+from .shuffled_experts import add_shuffled_product
 from .tiles import (
     find_tile,
     locate_groups,
@@ -39,14 +41,20 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
     # Rows of other groups, and behind the last, are multiplied, too, and not stored.
     scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
     for k in range(0, S.K, BK):
-        rows = tl.reshape(lhs.load([block, row, k]), (BM, BK))
-        stored = load_bytes(rhs, group, column, k, S)
-        scales, ahead = ahead, load_group_scales(scales_ptr, group, column, k + BK, S)
-        if lhs.dtype == tl.float8e4nv:
-            row_scales = tl.load(row_scales_ptr + scaled * (S.K // GROUP) + k // GROUP)
-            total = add_fp8_product(total, rows, row_scales, stored, scales, scales_ptr, group, column, k, S)
+        if S.SHUFFLED:
+            HALF: tl.constexpr = BK // 2
+            first = tl.reshape(lhs.load([block, row, k]), (BM, HALF))
+            second = tl.reshape(lhs.load([block, row, k + HALF]), (BM, HALF))
+            total = add_shuffled_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
         else:
-            total = add_product(total, rows, stored, scales, scales_ptr, group, column, k, S)
+            rows = tl.reshape(lhs.load([block, row, k]), (BM, BK))
+            stored = load_bytes(rhs, group, column, k, S)
+            scales, ahead = ahead, load_group_scales(scales_ptr, group, column, k + BK, S)
+            if lhs.dtype == tl.float8e4nv:
+                row_scales = tl.load(row_scales_ptr + scaled * (S.K // GROUP) + k // GROUP)
+                total = add_fp8_product(total, rows, row_scales, stored, scales, scales_ptr, group, column, k, S)
+            else:
+                total = add_product(total, rows, stored, scales, scales_ptr, group, column, k, S)
     total = scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, lhs.dtype, S)
     if lhs.dtype == tl.int8:
         total *= tl.load(row_scales_ptr + scaled)[:, None]

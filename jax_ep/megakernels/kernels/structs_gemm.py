@@ -64,6 +64,7 @@ class QuantizedGemm(Product):
       FORMAT: of the matrices, as `jax_ep.QuantizedExperts` names it.
       PER_BYTE: elements in a byte.
       SHARING: elements of a column that share a scale, which is a factor of each; 0: scales are factors of sums.
+      SHUFFLED: elements are in the order of shuffled_experts.py, eight in a word.
       TMA_PARTS: 0, as tiles are stored through a pointer.
       tile: blocks.
     """
@@ -71,6 +72,7 @@ class QuantizedGemm(Product):
     FORMAT: str
     PER_BYTE: int
     SHARING: int
+    SHUFFLED: bool
     TMA_PARTS: int
     tile: QuantizedTile
 

@@ -434,7 +434,8 @@ class FusedProduct:
       K: its depth.
       FORMAT: as `jax_ep.QuantizedExperts` names it; "": matrices are `[E, K, N]` in the dtype of tokens.
       PER_BYTE: elements in a byte, of `[E, N, K]`.
-      SHARING: see `QuantizedGemm`.
+      SHARING, SHUFFLED: see `QuantizedGemm`.
+      HALVES: blocks of a shuffled matrix have half of their columns in its first half, of gates, half in its second.
       TOKENS: "fp8": rows are FP8, with a scale for each 128 columns; "": of the dtype of tokens.
       SPLITS: parts of the depth that are tasks of their own.
       tile: blocks.
@@ -445,6 +446,8 @@ class FusedProduct:
     FORMAT: str
     PER_BYTE: int
     SHARING: int
+    SHUFFLED: bool
+    HALVES: bool
     TOKENS: str
     SPLITS: int
     tile: FusedTile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -20,6 +21,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 from jax_ep import Schedule
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
+from jax_ep.quantization import shuffle_experts
 
 ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
@@ -325,6 +327,17 @@ def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyP
     np.testing.assert_allclose(run(), few, rtol=1e-3, atol=1e-5)
     want = moe(x)[0]
     assert float(jnp.linalg.norm(few - want) / jnp.linalg.norm(want)) < (0.03 if expert_format == "int8" else 0.3)
+
+
+def test_serving_by_shuffled_matrices() -> None:
+    """The same numbers in another order."""
+    moe, x = serve_layer("Auto")
+    weights = moe.serving_weights(format="mxfp4")
+    shuffled = dataclasses.replace(
+        weights, w_gate_up=shuffle_experts(weights.w_gate_up), w_down=shuffle_experts(weights.w_down)
+    )
+    run = nnx.jit(lambda moe, x, weights: moe(x, weights)[0])
+    np.testing.assert_array_equal(run(moe, x, shuffled), run(moe, x, weights))
 
 
 def test_serving_in_fp8_whatever_the_schedule_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

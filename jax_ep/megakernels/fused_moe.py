@@ -204,17 +204,20 @@ def fused_sizes(
     num_experts = w_down.shape[0]
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
     slots = num_tokens * top_k
-    halves = isinstance(w_gate_up, QuantizedExperts) and w_gate_up.is_shuffled and experts.gated
-    halves = halves and not experts.interleaved
+    shuffled = [isinstance(w, QuantizedExperts) and w.is_shuffled for w in (w_gate_up, w_down)]
+    halves = shuffled[0] and experts.gated and not experts.interleaved
     wide = 2 if experts.interleaved or halves else 1
     bits, in_fp8 = _bits(w_down)
-    shuffled = isinstance(w_down, QuantizedExperts) and w_down.is_shuffled
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, shuffled=shuffled)
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, shuffled=any(shuffled))
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
         raise ValueError(
             f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
             " the columns that share a scale; leave the setting out."
+        )
+    if any(shuffled) and tiles.depth not in (128, 256):
+        raise ValueError(
+            f"fused_moe: depth={tiles.depth} with shuffled matrices, expected 128 or 256; leave the setting out."
         )
     sizes = FusedMoE(
         T=num_tokens,

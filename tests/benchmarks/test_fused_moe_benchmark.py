@@ -76,6 +76,7 @@ def test_tilings_fit_their_format(slots: int) -> None:
             _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
             for product in (sizes.gate_up, sizes.down):
                 assert product.tile.BK % max(1, product.SHARING) == 0
+                assert not product.SHUFFLED or product.tile.BK in (128, 256)
                 assert expert_format != "fp8" or (product.tile.BK == 128 and 128 % product.tile.BN == 0)
 
 

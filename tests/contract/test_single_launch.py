@@ -95,6 +95,23 @@ def test_quantised(implementation: str, stored: str, kind: str, dtype: Any, rng:
         jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
 
 
+@pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" shuffled")])
+def test_steps_of_shuffled_matrices(implementation: str, stored: str, rng: np.random.Generator) -> None:
+    """Of two pieces or of four, the last of which may lie behind the matrix."""
+    shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
+    layer = Layer(rng, "some_without_expert", 1, shape, BF16)
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    got = []
+    for depth in (128, 256):
+        with jax_ep.tuning.override("fused_moe", depth=depth, num_stages=2):
+            got.append(to_numpy(jax.jit(call(implementation))(*operands, *matrices)))
+    assert_close(got[1], got[0].astype(np.float64), tolerance=1e-2)
+    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+    want = jax.jit(partial(jax_ep.fused_moe, implementation="xla"))(operands[0].astype(F32), *operands[1:], *dense)
+    assert_close(got[1], to_numpy(want), tolerance=1.5e-2)
+
+
 def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> None:
     layer = Layer(rng, "uniform", 1, SHAPES["cut tiles"], BF16)
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0], layer.w_gate_up, layer.w_down
@@ -206,5 +223,12 @@ def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) ->
             run(operands[0], ids, *operands[2:])
     with pytest.raises(ValueError, match="there is no such launch with capacity"):
         partial(jax_ep.moe, schedule=ONE, num_experts=6, axis_name=(), capacity=4)(*operands)
+    if implementation == "triton":
+        pair = [store(jnp.ones(shape), "mxfp4 shuffled") for shape in ((6, 128, 256), (6, 128, 128))]
+        with (
+            jax_ep.tuning.override("fused_moe", depth=64),
+            pytest.raises(ValueError, match="depth=64 with shuffled matrices, expected 128 or 256"),
+        ):
+            call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *pair)
     with pytest.raises(NotImplementedError, match="xla: it has no fused_moe"):
         call("xla")(*operands)

@@ -21,7 +21,7 @@ from .activation import activate, factor_of, limit_gate
 from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
 from .fp8_tokens import add_fp8_product
 from .quantization import GROUP, quantize, scale_offsets
-from .shuffled_experts import add_shuffled_product
+from .shuffled_experts import PIECE, add_shuffled_product
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
@@ -84,13 +84,18 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
-    """`[BM, BK]` of rows of `[., WIDTH]`, of a step; where matrices are shuffled, two halves of it."""
-    BK: tl.constexpr = S.tile.BK
+    """`[BM, BK]` of rows of `[., WIDTH]`, of a step; where matrices are shuffled, each piece of it."""
     if S.SHUFFLED:
-        first = load_rows(x_ptr, rows, exist, k, WIDTH, BK // 2)
-        step = first, load_rows(x_ptr, rows, exist, k + BK // 2, WIDTH, BK // 2)
+        first = load_rows(x_ptr, rows, exist, k, WIDTH, PIECE)
+        second = load_rows(x_ptr, rows, exist, k + PIECE, WIDTH, PIECE)
+        if S.tile.BK == 2 * PIECE:
+            step = first, second
+        else:
+            third = load_rows(x_ptr, rows, exist, k + 2 * PIECE, WIDTH, PIECE)
+            fourth = load_rows(x_ptr, rows, exist, k + 3 * PIECE, WIDTH, PIECE)
+            step = first, second, third, fourth  # type: ignore[assignment]
     else:
-        step = load_rows(x_ptr, rows, exist, k, WIDTH, BK)
+        step = load_rows(x_ptr, rows, exist, k, WIDTH, S.tile.BK)
     return step
 
 

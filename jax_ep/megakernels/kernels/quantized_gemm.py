@@ -13,7 +13,7 @@ from .expert_formats import add_product, load_bytes, load_group_scales, scale_co
 from .fp8_tokens import add_fp8_product
 from .masked import find_masked_tile, number_masked_tasks
 from .quantization import GROUP
-from .shuffled_experts import add_shuffled_product
+from .shuffled_experts import PIECE, add_shuffled_product
 from .tiles import (
     find_tile,
     locate_groups,
@@ -42,9 +42,8 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
     scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
     for k in range(0, S.K, BK):
         if S.SHUFFLED:
-            HALF: tl.constexpr = BK // 2
-            first = tl.reshape(lhs.load([block, row, k]), (BM, HALF))
-            second = tl.reshape(lhs.load([block, row, k + HALF]), (BM, HALF))
+            first = tl.reshape(lhs.load([block, row, k]), (BM, PIECE))
+            second = tl.reshape(lhs.load([block, row, k + PIECE]), (BM, PIECE))
             total = add_shuffled_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
         else:
             rows = tl.reshape(lhs.load([block, row, k]), (BM, BK))

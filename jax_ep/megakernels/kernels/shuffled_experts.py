@@ -67,7 +67,7 @@ _INT4 = tl.constexpr("""{
     lop3.b32 a, a, 0x00780078, 0x41804180, 0xEA;
     sub.bf16x2 $3, a, c;
 }""")
-_STEP = tl.constexpr(128)  # elements whose exponents are one word
+PIECE = tl.constexpr(64)  # elements of a column that are made at a time; the exponents of two pieces are one word
 
 
 @triton.jit
@@ -85,16 +85,16 @@ def both_halves(word):
 
 @triton.jit
 def in_columns(a, b, c, d, S: tl.constexpr):
-    """Pairs of elements `[BN, BK / 16]`, four of a word, as bfloat16 `[BN, BK / 2]` in the order of the matrix."""
+    """Pairs of elements `[BN, PIECE / 8]`, four of a word, as bfloat16 `[BN, PIECE]` in the order of the matrix."""
     BN: tl.constexpr = S.tile.BN
     parts = in_order(both_halves(a), both_halves(b), both_halves(c), both_halves(d))
-    parts = tl.reshape(parts, (BN, S.tile.BK // 64, 4, 2, 2, 2))  # ., 32 of a column, thread, which of two, q
-    return tl.reshape(tl.permute(parts, (0, 1, 4, 5, 2, 3)), (BN, S.tile.BK // 2))
+    parts = tl.reshape(parts, (BN, PIECE // 32, 4, 2, 2, 2))  # ., 32 of a column, thread, which of two, q
+    return tl.reshape(tl.permute(parts, (0, 1, 4, 5, 2, 3)), (BN, PIECE))
 
 
 @triton.jit
 def mxfp4_numbers(words, factors, dtype: tl.constexpr, S: tl.constexpr):
-    """Words `[BN, BK / 16]` as numbers `[BN, BK / 2]`, in bfloat16 less by `AS_MUCH_MORE`."""
+    """Words `[BN, PIECE / 8]` as numbers `[BN, PIECE]`, in bfloat16 less by `AS_MUCH_MORE`."""
     a, b, c, d = tl.inline_asm_elementwise(
         _E2M1,
         "=r,=r,=r,=r,r,r",
@@ -109,7 +109,7 @@ def mxfp4_numbers(words, factors, dtype: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def int4_numbers(words, S: tl.constexpr):
-    """Words `[BN, BK / 16]` as bfloat16 `[BN, BK / 2]`, without their scales."""
+    """Words `[BN, PIECE / 8]` as bfloat16 `[BN, PIECE]`, without their scales."""
     a, b, c, d = tl.inline_asm_elementwise(
         _INT4, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
@@ -118,15 +118,25 @@ def int4_numbers(words, S: tl.constexpr):
 
 @triton.jit
 def load_words(matrix, group, column, k, S: tl.constexpr):
-    """Words `[BN, BK / 16]`, twice, of a group's columns from `column` on.
+    """Words `[BN, PIECE / 8]` of a group's columns from `column` on, for each piece of a step.
 
     Of a matrix described as `[., 2, N / 2, .]` from there on in both halves.
     """
+    BN: tl.constexpr = S.tile.BN
     if len(matrix.block_shape) == 4:
         words = matrix.load([group, 0, column, k // 8])
     else:
         words = matrix.load([group, column, k // 8])
-    return tl.split(tl.permute(tl.reshape(words, (S.tile.BN, 2, S.tile.BK // 16)), (0, 2, 1)))
+    words = tl.permute(tl.reshape(words, (BN, S.tile.BK // PIECE, PIECE // 8)), (0, 2, 1))
+    if S.tile.BK == 2 * PIECE:
+        pieces = tl.split(words)
+    else:
+        tl.static_assert(S.tile.BK == 4 * PIECE, "a step has two pieces or four")
+        even, odd = tl.split(tl.reshape(words, (BN, PIECE // 8, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        pieces = first, second, third, fourth
+    return pieces
 
 
 @triton.jit
@@ -145,10 +155,9 @@ def locate_columns(matrix, column, S: tl.constexpr):
 
 @triton.jit
 def load_factors(scales_ptr, group, columns, inside, k, S: tl.constexpr):
-    """`[BN, BK / 16]` factors of words of MXFP4, each twice in bfloat16, of either half of a step."""
-    tl.static_assert(S.tile.BK == _STEP, "a step has one word of exponents")
-    step = group.to(tl.int64) * ((S.K + _STEP - 1) // _STEP) + k // _STEP
-    exponents = tl.load(scales_ptr + step * S.N + columns, mask=inside, other=0)
+    """`[BN, PIECE / 8]` factors of words of MXFP4, each twice in bfloat16, of two pieces from element k on."""
+    step = group.to(tl.int64) * ((S.K + 2 * PIECE - 1) // (2 * PIECE)) + k // (2 * PIECE)
+    exponents = tl.load(scales_ptr + step * S.N + columns, mask=inside & (k < S.K), other=0)
     a, b, c, d = tl.inline_asm_elementwise(
         _FACTORS, "=r,=r,=r,=r,r", [exponents], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
@@ -157,7 +166,7 @@ def load_factors(scales_ptr, group, columns, inside, k, S: tl.constexpr):
 
 @triton.jit
 def of_words(values, EACH: tl.constexpr, S: tl.constexpr):
-    """`[BN, .]` values, each for EACH of what lies in a row of half a step."""
+    """`[BN, .]` values, each for EACH of what lies in a row of a piece."""
     BN: tl.constexpr = S.tile.BN
     NUM: tl.constexpr = values.shape[1]
     return tl.reshape(tl.broadcast_to(tl.reshape(values, (BN, NUM, 1)), (BN, NUM, EACH)), (BN, NUM * EACH))
@@ -174,29 +183,34 @@ def load_scales(scales_ptr, group, columns, inside, k, NUM: tl.constexpr, S: tl.
 
 @triton.jit
 def add_shuffled_product(total, rows, matrix, scales_ptr, group, column, k, S: tl.constexpr):
-    """`total [BN, BM]` and the turned product of rows, twice `[BM, BK / 2]`, with a step of a group's matrix.
+    """`total [BN, BM]` and the turned product of rows `[BM, PIECE]`, of each piece, with a step of a group's matrix.
 
-    In two halves, so that elements of one need their registers while the other's are free again. For that a step has a
-    sum of its own: products that go on with `total` the compiler waits for together.
+    In pieces, so that elements of one need their registers while the other's are free again. For that two of them have
+    a sum of their own: products that go on with `total` the compiler waits for together.
     """
     tl.static_assert(S.tile.SWAP, "the matrix is the first operand")
     dtype: tl.constexpr = rows[0].dtype
-    HALF: tl.constexpr = S.tile.BK // 2
     columns, inside = locate_columns(matrix, column, S)
-    first, second = load_words(matrix, group, column, k, S)
-    if S.FORMAT == "mxfp4":
-        of_first, of_second = load_factors(scales_ptr, group, columns, inside, k, S)
-        part = multiply(rows[0], mxfp4_numbers(first, of_first, dtype, S), tl.zeros(total.shape, tl.float32), S)
-        part = multiply(rows[1], mxfp4_numbers(second, of_second, dtype, S), part, S)
-        total += part * (AS_MUCH_MORE if dtype == tl.bfloat16 else 1.0)
-    elif S.SHARING == S.tile.BK:
-        part = multiply(rows[0], int4_numbers(first, S).to(dtype), tl.zeros(total.shape, tl.float32), S)
-        part = multiply(rows[1], int4_numbers(second, S).to(dtype), part, S)
-        total += part * load_scales(scales_ptr, group, columns, inside, k, 1, S)
-    else:
-        NUM: tl.constexpr = HALF // S.SHARING
-        of_first = of_words(load_scales(scales_ptr, group, columns, inside, k, NUM, S), S.SHARING, S)
-        of_second = of_words(load_scales(scales_ptr, group, columns, inside, k + HALF, NUM, S), S.SHARING, S)
-        total = multiply(rows[0], (int4_numbers(first, S) * of_first).to(dtype), total, S)
-        total = multiply(rows[1], (int4_numbers(second, S) * of_second).to(dtype), total, S)
+    words = load_words(matrix, group, column, k, S)
+    for i in tl.static_range(0, S.tile.BK // PIECE, 2):
+        at = k + i * PIECE
+        if S.FORMAT == "mxfp4":
+            of_first, of_second = load_factors(scales_ptr, group, columns, inside, at, S)
+            first, second = (
+                mxfp4_numbers(words[i], of_first, dtype, S),
+                mxfp4_numbers(words[i + 1], of_second, dtype, S),
+            )
+            scales = AS_MUCH_MORE if dtype == tl.bfloat16 else 1.0
+        elif S.SHARING == 2 * PIECE:
+            first, second = int4_numbers(words[i], S).to(dtype), int4_numbers(words[i + 1], S).to(dtype)
+            scales = load_scales(scales_ptr, group, columns, inside, at, 1, S)
+        else:
+            NUM: tl.constexpr = PIECE // S.SHARING
+            of_first = of_words(load_scales(scales_ptr, group, columns, inside, at, NUM, S), S.SHARING, S)
+            of_second = of_words(load_scales(scales_ptr, group, columns, inside, at + PIECE, NUM, S), S.SHARING, S)
+            first = (int4_numbers(words[i], S) * of_first).to(dtype)
+            second = (int4_numbers(words[i + 1], S) * of_second).to(dtype)
+            scales = 1.0
+        part = multiply(rows[i], first, tl.zeros(total.shape, tl.float32), S)
+        total += multiply(rows[i + 1], second, part, S) * scales
     return total

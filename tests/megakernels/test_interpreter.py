@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ import harness
 from jax_ep import interpreter
 from jax_ep.core.kernel import Config
 from jax_ep.ffi.status import StatusRecord
+from jax_ep.megakernels import kernels
 from jax_ep.megakernels.launch import launch
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -50,6 +54,21 @@ def test_conversions_round_to_nearest_even_as_on_a_gpu(pool, rng, name):
         np.testing.assert_array_equal(y.astype(np.float32), saturated.astype(dtype).astype(np.float32))
     back = run_one(("elementwise", "convert"), jnp.asarray(y), jax.ShapeDtypeStruct(x.shape, jnp.float32), SIZE=1024)
     np.testing.assert_array_equal(np.asarray(back), y.astype(np.float32))
+
+
+def test_assembler_reads_its_arguments_before_it_writes_results():
+    """Compilers may keep a result in the register of an argument, unless they are told that it is written early."""
+    found = 0
+    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        for code in re.findall(r'"""\{(.*?)\}"""', path.read_text(), re.DOTALL):
+            lines = [line.split(maxsplit=1)[1].rstrip(";").split(", ") for line in code.strip().splitlines()]
+            results = {target for target, *_ in lines if target.startswith("$")}
+            assert results, code
+            first = min(i for i, (target, *_) in enumerate(lines) if target in results)
+            late = {x for line in lines[first + 1 :] for x in line[1:] if x.startswith("$")}
+            assert late <= results, f"{path.name}: {late} behind {lines[first][0]}: {code}"
+            found += 1
+    assert found >= 7
 
 
 def test_what_assembler_may_take_for_neighbours(pool, rng):

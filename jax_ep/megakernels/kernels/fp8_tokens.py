@@ -16,16 +16,18 @@ from .quantization import GROUP
 # Of eight codes of e2m1 in $2: the tables in $3 and $7 have their magnitudes, and signs come of a byte that is repeated
 # bit by bit where bit 3 of a code is set.
 _E2M1 = tl.constexpr("""{
-    .reg .b32 m, q, s, t;
+    .reg .b32 m, q, s, t, u, v;
     and.b32 m, $2, 0x77777777;
     or.b32 q, $2, 0x77777777;
-    prmt.b32 t, $3, $7, m;
+    mov.b32 u, $3;
+    mov.b32 v, $7;
+    prmt.b32 t, u, v, m;
     prmt.b32 s, 0, 0x80000000, q;
     shl.b32 s, s, 1;
     lop3.b32 $0, t, s, 0x80808080, 0xF8;
     shr.b32 m, m, 16;
     shr.b32 q, q, 16;
-    prmt.b32 t, $3, $7, m;
+    prmt.b32 t, u, v, m;
     prmt.b32 s, 0, 0x80000000, q;
     shl.b32 s, s, 1;
     lop3.b32 $1, t, s, 0x80808080, 0xF8;

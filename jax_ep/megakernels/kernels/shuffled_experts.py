@@ -16,19 +16,20 @@ from .expert_formats import AS_MUCH_MORE, multiply
 # Eight codes of e2m1 in $4, whose bits come to where bfloat16 has its sign, the end of its exponent and the start of
 # its mantissa; $5 is the scale, twice, with what biases differ by.
 _E2M1 = tl.constexpr("""{
-    .reg .b32 a, b, c;
+    .reg .b32 a, b, c, w;
+    mov.b32 w, $4;
     mov.b32 c, $5;
-    and.b32 a, $4, 0x81C081C0;
+    and.b32 a, w, 0x81C081C0;
     mul.bf16x2 $0, a, c;
-    shl.b32 a, $4, 6;
+    shl.b32 a, w, 6;
     and.b32 a, a, 0x81C081C0;
     mul.bf16x2 $1, a, c;
-    shf.l.wrap.b32 a, $4, $4, 28;
+    shf.l.wrap.b32 a, w, w, 28;
     and.b32 a, a, 0x81C081C0;
     mul.bf16x2 $2, a, c;
-    shl.b32 a, $4, 2;
+    shl.b32 a, w, 2;
     and.b32 a, a, 0x80C080C0;
-    shr.b32 b, $4, 6;
+    shr.b32 b, w, 6;
     lop3.b32 a, b, 0x01000100, a, 0xEA;
     mul.bf16x2 $3, a, c;
 }""")
@@ -53,17 +54,18 @@ _FACTORS = tl.constexpr("""{
 
 # Eight codes of INT4: in the mantissa of 16 in bfloat16 they are added to it; 24 is taken off.
 _INT4 = tl.constexpr("""{
-    .reg .b32 a, c;
+    .reg .b32 a, c, w;
+    mov.b32 w, $4;
     mov.b32 c, 0x41C041C0;
-    lop3.b32 a, $4, 0x00780078, 0x41804180, 0xEA;
+    lop3.b32 a, w, 0x00780078, 0x41804180, 0xEA;
     sub.bf16x2 $0, a, c;
-    shr.b32 a, $4, 4;
+    shr.b32 a, w, 4;
     lop3.b32 a, a, 0x00780078, 0x41804180, 0xEA;
     sub.bf16x2 $1, a, c;
-    shr.b32 a, $4, 8;
+    shr.b32 a, w, 8;
     lop3.b32 a, a, 0x00780078, 0x41804180, 0xEA;
     sub.bf16x2 $2, a, c;
-    shf.l.wrap.b32 a, $4, $4, 4;
+    shf.l.wrap.b32 a, w, w, 4;
     lop3.b32 a, a, 0x00780078, 0x41804180, 0xEA;
     sub.bf16x2 $3, a, c;
 }""")

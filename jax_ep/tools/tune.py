@@ -24,7 +24,7 @@ from jax_ep.settings.operations import bucket
 from jax_ep.tools import bench
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
-_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
+_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4", "int4_shuffled", "mxfp4_shuffled")
 _PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
 _LEAST_S = 20.0  # of a group of operations: less would be compiling
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +16,9 @@ from jax_ep.megakernels import tuned
 from jax_ep.ops import registry
 from jax_ep.ops.low_latency import low_latency_combine, low_latency_dispatch
 from jax_ep.ops.moe import fused_moe as public_fused_moe
-from jax_ep.quantization import quantize_experts
+from jax_ep.settings.operations import Setting
 from jax_ep.tools import bench
-from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, programs
+from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, programs, stored_as
 from jax_ep.tools.tune_search import Case
 from jax_ep.types import Array, Options
 
@@ -225,6 +224,13 @@ def low_latency(sizes: Sizes) -> Iterator[Case]:
     )
 
 
+def _depths(expert_format: str | None) -> tuple[Setting, ...]:
+    """Steps, which 128 columns that share a scale leave no choice unless they are shuffled."""
+    if expert_format is None:
+        return few(64, 128, 256)
+    return few(128, 256) if expert_format.endswith("_shuffled") else (128,)
+
+
 def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
     """The layer of one device, with all experts, in one launch or in several."""
     inputs = bench.library("inputs")
@@ -232,8 +238,7 @@ def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
     model = inputs.Model(sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
     w_gate_up, w_down = inputs.make_weights(mesh, model)
     if expert_format is not None:
-        quantize = jax.jit(partial(quantize_experts, format=expert_format))
-        w_gate_up, w_down = quantize(w_gate_up), quantize(w_down)
+        w_gate_up, w_down = (stored_as(expert_format, w) for w in (w_gate_up, w_down))
     ids = jnp.asarray(inputs.routing(sizes.routing, sizes.tokens, model, np.random.default_rng(0)))
     x = inputs.on_ranks(mesh, (sizes.tokens, sizes.hidden), 2)
     weights = jnp.full(ids.shape, 1 / sizes.top_k, jnp.float32)
@@ -251,7 +256,7 @@ def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:
             "hidden_columns": few(32, 64, 128),
             "columns": few(64, 128, 256),
             "splits": few(1, 2, 4, 8),
-            "depth": few(64, 128, 256) if expert_format is None else (128,),  # columns that share a scale
+            "depth": _depths(expert_format),
             "num_stages": few(2, 3, 4),
             "programs": few(1, 2, 3, 4),
             "num_warps": few(4, 8),

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import tuning
+from jax_ep.core.expert_matrices import QuantizedExperts
+from jax_ep.quantization import quantize_experts, shuffle_experts
 from jax_ep.settings.operations import Setting
 from jax_ep.tools import bench
 from jax_ep.tools.tune_search import Run, Settings
@@ -53,6 +55,13 @@ class Sizes:
     def title(self) -> str:
         """For people."""
         return f"{self.tokens} tokens x {self.hidden}, {self.ranks} ranks"
+
+
+@partial(jax.jit, static_argnums=0)
+def stored_as(expert_format: str, w: Array) -> QuantizedExperts:
+    """Matrices in a format of `quantize_experts`, whose name may end with "_shuffled"."""
+    found = quantize_experts(w, expert_format.removesuffix("_shuffled"))
+    return shuffle_experts(found) if expert_format.endswith("_shuffled") else found
 
 
 def is_small() -> bool:

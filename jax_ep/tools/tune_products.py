@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,8 @@ from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.ops import registry
 from jax_ep.ops.masked import masked_grouped_gemm
-from jax_ep.quantization import quantize_experts
 from jax_ep.tools import bench
-from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain
+from jax_ep.tools.tune_chains import BF16, Sizes, few, make_chain, stored_as
 from jax_ep.tools.tune_search import Case
 from jax_ep.types import Array
 
@@ -145,7 +143,7 @@ def quantized_gemm(sizes: Sizes, expert_format: str) -> Iterator[Case]:
     rows, columns = sizes.tokens * sizes.top_k, 2 * sizes.intermediate
     x = inputs.on_ranks(mesh, (rows, sizes.hidden), 0)
     w = inputs.on_ranks(mesh, (local, sizes.hidden, columns), 1, sizes.hidden**-0.5)
-    matrices = jax.jit(partial(quantize_experts, format=expert_format))(w)
+    matrices = stored_as(expert_format, w)
     counts = jnp.full((local,), rows // local, jnp.int32)
     per_group = -(-rows // local)
 

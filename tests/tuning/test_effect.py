@@ -18,9 +18,9 @@ import jax_ep
 from jax_ep import tuning
 from jax_ep.core import fp8, fp8_columns
 from jax_ep.core.kernel import Config
-from jax_ep.megakernels import cost_model, exchange, grouped_gemm, low_latency, tuned
+from jax_ep.megakernels import cost_model, exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm, tuned
 from jax_ep.settings.operations import OPERATIONS, bucket
-from jax_ep.tools import tune_chains, tune_products
+from jax_ep.tools import tune_cases, tune_chains, tune_products
 from jax_ep.types import Layout, Schedule
 from jax_ep.xla import grouped_gemm as xla_products
 
@@ -36,7 +36,7 @@ Launched = list[tuple[str, Config, Any]]
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Name, config and sizes of each launch as it is traced."""
     found: Launched = []
-    for module in (exchange, grouped_gemm, low_latency):
+    for module in (exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm):
         launch = module.launch
 
         def note(
@@ -194,6 +194,26 @@ def test_what_is_tuned_of_products_is_what_launches_look_up(
             case.make_chain({"block_n": 32})(1)
         config, sizes_of_launch = of(launched, case.operation)
         assert (config.num_warps, sizes_of_launch.tile.BN) == (2, 32), case.title
+
+
+@pytest.mark.parametrize("make", [tune_products.quantized_gemm, tune_cases.fused_moe])
+def test_shuffled_matrices_are_tuned_by_a_name_of_their_own(
+    make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
+) -> None:
+    sizes = tune_chains.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
+    heights = dict[str, set[int]]()
+    for expert_format in ("mxfp4", "mxfp4_shuffled"):
+        (case,) = make(sizes, expert_format)
+        assert case.facts["format"] == expert_format
+        if expert_format == "mxfp4_shuffled":
+            facts = {name: bucket(name, value) for name, value in case.facts.items()}
+            tuning.use(make_file(entry(case.operation, facts, block_m=64)))
+        case.make_chain(case.start)(1)
+        _, found = of(launched, "fused_moe" if case.operation == "fused_moe" else "quantized_grouped_gemm")
+        products = (found.gate_up, found.down) if case.operation == "fused_moe" else (found,)
+        heights[expert_format] = {product.tile.BM for product in products}
+        launched.clear()
+    assert heights["mxfp4_shuffled"] == {64} != heights["mxfp4"]
 
 
 def test_sizes_without_whole_blocks_have_no_products_in_fp8() -> None:

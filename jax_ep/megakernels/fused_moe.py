@@ -268,8 +268,6 @@ def fused_tiles(
     rows = slots / active
     converted = bits < 16 and not in_fp8
     if rows > max(48, few_rows(bits, in_fp8=in_fp8)):
-        if shuffled:
-            return FusedTiles(128, 64, 128, num_warps=8, programs=1)
         if in_fp8:
             return FusedTiles(64, 128, 128, num_warps=8, programs=1)
         if converted:
@@ -279,18 +277,17 @@ def fused_tiles(
     def tasks(width: int, columns: int) -> float:
         return active * -(-width // columns)
 
+    if converted and not shuffled:
+        block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
+    else:
+        block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
     if shuffled:
         # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
-        block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
         programs = {16: 4, 32: 3, 64: 2}[block_m]
         # Gates and what they multiply are columns of one product, of which a warpgroup takes 64 at the least.
         columns = 64 if tasks(intermediate, 64) < all_programs(2) else 128
         splits = _splits(tasks(hidden, columns), all_programs(programs), intermediate)
         return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
-    if converted:
-        block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
-    else:
-        block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
     if in_fp8 and bits == 4 and tasks(intermediate, 128) <= all_programs(5):
         return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
     if in_fp8:

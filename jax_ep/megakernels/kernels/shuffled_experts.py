@@ -198,10 +198,8 @@ def add_shuffled_product(total, rows, matrix, scales_ptr, group, column, k, S: t
         at = k + i * PIECE
         if S.FORMAT == "mxfp4":
             of_first, of_second = load_factors(scales_ptr, group, columns, inside, at, S)
-            first, second = (
-                mxfp4_numbers(words[i], of_first, dtype, S),
-                mxfp4_numbers(words[i + 1], of_second, dtype, S),
-            )
+            first = mxfp4_numbers(words[i], of_first, dtype, S)
+            second = mxfp4_numbers(words[i + 1], of_second, dtype, S)
             scales = AS_MUCH_MORE if dtype == tl.bfloat16 else 1.0
         elif S.SHARING == 2 * PIECE:
             first, second = int4_numbers(words[i], S).to(dtype), int4_numbers(words[i + 1], S).to(dtype)

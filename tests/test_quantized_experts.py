@@ -205,6 +205,7 @@ def test_smooth_columns_lose_less(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("expert_format", "group_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
 @pytest.mark.parametrize("depth", [128, 256, 384])
+@pytest.mark.slow(unless={"depth": [384]})
 def test_shuffled_matrices_come_back_to_the_bit(expert_format: str, group_size: int, depth: int, rng: Any) -> None:
     q = quantized(reals(rng, 2, 3, depth, 40), expert_format, group_size=group_size)
     shuffled = jax.jit(shuffle_experts)(q)

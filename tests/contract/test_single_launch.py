@@ -96,6 +96,7 @@ def test_quantised(implementation: str, stored: str, kind: str, dtype: Any, rng:
 
 
 @pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" shuffled")])
+@pytest.mark.slow(unless={"stored": ["mxfp4 shuffled"]})
 def test_steps_of_shuffled_matrices(implementation: str, stored: str, rng: np.random.Generator) -> None:
     """Of two pieces or of four, the last of which may lie behind the matrix."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)

@@ -194,6 +194,7 @@ def test_scales_of_int4() -> None:
 
 
 @pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
+@pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
 def test_elements_of_shuffled_matrices_stay_where_they_are(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the registers of the thread that multiplies them, and with fewer instructions than bytes need."""
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)

@@ -113,10 +113,17 @@ def load_group_scales(scales_ptr, group, column, k, S: tl.constexpr):
 
 
 @triton.jit
+def repeated(values, TIMES: tl.constexpr):
+    """`[BN, .]` values, each so many times in a row."""
+    BN: tl.constexpr = values.shape[0]
+    NUM: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], (BN, NUM, TIMES)), (BN, NUM * TIMES))
+
+
+@triton.jit
 def of_bytes(scales, S: tl.constexpr):
     """`[BN, BK / SHARING]` scales as those of bytes, `[BN, BK / 2]`."""
-    shape: tl.constexpr = (S.tile.BN, S.tile.BK // S.SHARING, S.SHARING // 2)
-    return tl.reshape(tl.broadcast_to(scales[:, :, None], shape), (S.tile.BN, S.tile.BK // 2))
+    return repeated(scales, S.SHARING // 2)
 
 
 @triton.jit

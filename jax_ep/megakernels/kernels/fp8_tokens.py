@@ -10,7 +10,7 @@ from which its elements come, which is exact while that is at most 2**11: what i
 import triton
 import triton.language as tl
 
-from .expert_formats import add_halves, halves_of_rows, multiply, of_columns, powers, to_float
+from .expert_formats import add_halves, halves_of_rows, multiply, of_bytes, of_columns, powers, to_float
 from .quantization import GROUP
 
 # Of eight codes of e2m1 in $2: the tables in $3 and $7 have their magnitudes, and signs come of a byte that is repeated
@@ -56,13 +56,6 @@ _INVERSE = tl.constexpr(2.0**-6)
 
 
 @triton.jit
-def _of_bytes(words, S: tl.constexpr):
-    """`[BN, BK / SHARING]` words of groups as those of bytes, `[BN, BK / 2]`."""
-    shape: tl.constexpr = (S.tile.BN, S.tile.BK // S.SHARING, S.SHARING // 2)
-    return tl.reshape(tl.broadcast_to(words[:, :, None], shape), (S.tile.BN, S.tile.BK // 2))
-
-
-@triton.jit
 def mxfp4_in_fp8(block, exponents, S: tl.constexpr):
     """Bytes `[BN, BK / 2]` as numbers of which eight are in turn four of the first and four of the second result.
 
@@ -76,7 +69,7 @@ def mxfp4_in_fp8(block, exponents, S: tl.constexpr):
     first, second = tl.inline_asm_elementwise(
         _E2M1,
         "=r,=r,r,r,r,r,r,r,r,r,r",
-        [block, _of_bytes(low, S), _of_bytes(high, S)],
+        [block, of_bytes(low, S), of_bytes(high, S)],
         dtype=(tl.float8e4nv, tl.float8e4nv),
         is_pure=True,
         pack=4,

@@ -11,7 +11,7 @@ for a way of laying elements out that moves none.
 import triton
 import triton.language as tl
 
-from .expert_formats import AS_MUCH_MORE, multiply
+from .expert_formats import AS_MUCH_MORE, multiply, repeated
 
 # Eight codes of e2m1 in $4, whose bits come to where bfloat16 has its sign, the end of its exponent and the start of
 # its mantissa; $5 is the scale, twice, with what biases differ by.
@@ -163,15 +163,7 @@ def load_factors(scales_ptr, group, columns, inside, k, S: tl.constexpr):
     a, b, c, d = tl.inline_asm_elementwise(
         _FACTORS, "=r,=r,=r,=r,r", [exponents], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
-    return of_words(tl.join(a, b), 4, S), of_words(tl.join(c, d), 4, S)
-
-
-@triton.jit
-def of_words(values, EACH: tl.constexpr, S: tl.constexpr):
-    """`[BN, .]` values, each for EACH of what lies in a row of a piece."""
-    BN: tl.constexpr = S.tile.BN
-    NUM: tl.constexpr = values.shape[1]
-    return tl.reshape(tl.broadcast_to(tl.reshape(values, (BN, NUM, 1)), (BN, NUM, EACH)), (BN, NUM * EACH))
+    return repeated(tl.join(a, b), 4), repeated(tl.join(c, d), 4)
 
 
 @triton.jit
@@ -206,8 +198,8 @@ def add_shuffled_product(total, rows, matrix, scales_ptr, group, column, k, S: t
             scales = load_scales(scales_ptr, group, columns, inside, at, 1, S)
         else:
             NUM: tl.constexpr = PIECE // S.SHARING
-            of_first = of_words(load_scales(scales_ptr, group, columns, inside, at, NUM, S), S.SHARING, S)
-            of_second = of_words(load_scales(scales_ptr, group, columns, inside, at + PIECE, NUM, S), S.SHARING, S)
+            of_first = repeated(load_scales(scales_ptr, group, columns, inside, at, NUM, S), S.SHARING)
+            of_second = repeated(load_scales(scales_ptr, group, columns, inside, at + PIECE, NUM, S), S.SHARING)
             first = (int4_numbers(words[i], S) * of_first).to(dtype)
             second = (int4_numbers(words[i + 1], S) * of_second).to(dtype)
             scales = 1.0

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_quantized, check_recipe, expert_formats, fp8, shuffled_experts
 from jax_ep.core.check_fp8 import matrices as check_matrices
-from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device
+from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device, whole_groups_per_device
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device
@@ -231,7 +231,8 @@ def quantize_experts(
       elements that share its scale NaN.
 
     Raises:
-      ValueError: another format; K is no multiple of the elements that share a scale.
+      ValueError: another format; K is no multiple of the elements that share a scale, or explicit mesh axes split it
+        between these.
       TypeError: w is not floating; also by the gradient, which would not be that of quantisation.
 
     Example:
@@ -253,6 +254,8 @@ def quantize_experts(
     check_quantized.depth(function, "axis -2 of w, K,", format, w.shape[-2], group_size)
     if format == "fp8":
         whole_blocks_per_device(function, "w", w)
+    elif (group := check_quantized.group_of(format, group_size)) > 1:
+        whole_groups_per_device(function, "w", w, -2, w.shape[-2], group)
     smooth = check_quantized.activations(function, format, activations, smooth, w.shape[:-1])
     remedy = "quantize_experts has no gradient: train with the weights as they are."
     quantize = partial(_quantize_experts, format, group_size, activations)
@@ -317,7 +320,8 @@ def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
       `unshuffle_experts`.
 
     Raises:
-      ValueError: another format; K is no multiple of 32; activations are not None; w is shuffled already.
+      ValueError: another format; K is no multiple of 32; activations are not None; w is shuffled already; explicit mesh
+        axes split K where devices hold no whole steps of 128.
       TypeError: no `QuantizedExperts`, or parts of other dtypes.
 
     Example:
@@ -331,7 +335,7 @@ def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
     w = _whole_experts(function, w)
     if w.is_shuffled:
         raise ValueError(f"{function}: w is shuffled already, expected quantised matrices as they were; pass those.")
-    if w.format not in ("int4", "mxfp4"):
+    if w.format not in expert_formats.FOUR_BITS:
         raise ValueError(
             f"{function}: w is in {w.format!r}, expected 'int4' or 'mxfp4', as 8 bits need no order of their own; pass"
             " w itself to the layer."
@@ -346,6 +350,7 @@ def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
             f"{function}: K is {w.shape[-1]}, expected a multiple of {shuffled_experts.GROUP}, the elements of four"
             " words; pad with zeros before quantising, or pass w itself to the layer."
         )
+    whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-1], shuffled_experts.STEP)
     return expert_formats.shuffle(w)
 
 

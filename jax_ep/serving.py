@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep.core import check, check_fp8, check_quantized
+from jax_ep.core.expert_formats import FOUR_BITS
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.named_scopes import operation
-from jax_ep.quantization import quantize_experts, quantize_fp8_weights
+from jax_ep.quantization import quantize_experts, quantize_fp8_weights, shuffle_experts
 from jax_ep.types import Array, Experts, Quantized
 
 LOW_LATENCY_TOKENS = 128
@@ -64,7 +64,8 @@ def serving_weights(
       b_down: `[..., E, H]`, or None.
       fp8: quantise them, with tokens and activated rows in FP8 too.
       format: quantise them as `quantize_experts` does, with tokens in their own dtype; then `fp8` counts for nothing.
-        In groups of I, it is padded with zeros, which changes no result.
+        In groups of I, it is padded with zeros, which changes no result. In 4 bits they are in the order of
+        `shuffle_experts`, for which kernels take less time.
 
     Returns:
       Both matrices, transposed, and the biases.
@@ -110,8 +111,10 @@ def serving_weights(
         w_gate_up = _pad_columns(experts, w_gate_up, missing)
         b_gate_up = None if b_gate_up is None else _pad_columns(experts, b_gate_up, missing)
         w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
-    quantize = quantize_fp8_weights if format is None else partial(quantize_experts, format=format)
-    return ServingWeights(quantize(w_gate_up), quantize(w_down), b_gate_up, b_down)
+    if format is None:
+        return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down), b_gate_up, b_down)
+    matrices = (quantize_experts(w, format) for w in (w_gate_up, w_down))
+    return ServingWeights(*(shuffle_experts(w) if wanted in FOUR_BITS else w for w in matrices), b_gate_up, b_down)
 
 
 def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:

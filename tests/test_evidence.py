@@ -56,6 +56,13 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     assert "" in listed(tmp_path, gpus=2).values(), "what one GPU has shown, two have not"
 
 
+def test_a_piece_that_there_is_not(tmp_path: Path) -> None:
+    for name, gpus in (("fused-moe", 1), ("bench-scaling", 1)):
+        refused = run(tmp_path, "bench-grouped-gemm", name, gpus=gpus)
+        assert refused.returncode == 2 and f"no piece {name} for {gpus} GPUs" in refused.stderr
+    assert "done" not in listed(tmp_path).values(), "nothing has run"
+
+
 def test_failures(tmp_path: Path) -> None:
     failed = run(tmp_path, "bench-fused-moe", "bench-grouped-gemm", python="false")
     assert failed.returncode == 1

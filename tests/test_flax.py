@@ -21,7 +21,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 from jax_ep import Schedule
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
-from jax_ep.quantization import shuffle_experts
+from jax_ep.quantization import unshuffle_experts
 
 ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
@@ -332,9 +332,10 @@ def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyP
 def test_serving_by_shuffled_matrices() -> None:
     """The same numbers in another order."""
     moe, x = serve_layer("Auto")
-    weights = moe.serving_weights(format="mxfp4")
-    shuffled = dataclasses.replace(
-        weights, w_gate_up=shuffle_experts(weights.w_gate_up), w_down=shuffle_experts(weights.w_down)
+    shuffled = moe.serving_weights(format="mxfp4")
+    assert shuffled.w_gate_up.is_shuffled and shuffled.w_down.is_shuffled
+    weights = dataclasses.replace(
+        shuffled, w_gate_up=unshuffle_experts(shuffled.w_gate_up), w_down=unshuffle_experts(shuffled.w_down)
     )
     run = nnx.jit(lambda moe, x, weights: moe(x, weights)[0])
     np.testing.assert_array_equal(run(moe, x, shuffled), run(moe, x, weights))

@@ -15,7 +15,15 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, assert_same_bits, reals
 from harness import make_mesh
-from jax_ep.quantization import dequantize_fp8, dequantize_fp8_weights, quantize_fp8, quantize_fp8_weights
+from jax_ep.quantization import (
+    dequantize_fp8,
+    dequantize_fp8_weights,
+    quantize_experts,
+    quantize_fp8,
+    quantize_fp8_weights,
+    shuffle_experts,
+    unshuffle_experts,
+)
 from jax_ep.serving import serving_weights
 
 
@@ -101,6 +109,10 @@ def test_blocks_that_explicit_axes_would_split() -> None:
     w = jax.device_put(jnp.ones((4, 384, 256)), NamedSharding(mesh, P(None, "tensor")))
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
         quantize_fp8_weights(w)
+    with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
+        quantize_experts(w, "int4")
+    with pytest.raises(ValueError, match=r"shuffle_experts: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
+        shuffle_experts(quantize_experts(w, "mxfp4"))
 
 
 def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.Generator) -> None:
@@ -117,6 +129,19 @@ def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.G
         assert not up[..., start + 72 : start + 128, :].any()
     np.testing.assert_allclose(down[..., :72], np.swapaxes(w_down, -1, -2), atol=0.2)
     assert not down[..., 72:].any()
+
+
+@pytest.mark.parametrize("format", ["int4", "mxfp4", "int8"])
+def test_serving_weights_in_4_bits_are_shuffled(format: str, rng: np.random.Generator) -> None:
+    w_gate_up, w_down = reals(rng, 3, 128, 2 * 128), reals(rng, 3, 128, 128)
+    found = serving_weights(w_gate_up, w_down, format=format)
+    for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
+        want = quantize_experts(w, format)
+        assert got.is_shuffled == (format != "int8")
+        for one, other in zip(
+            jax.tree.leaves(unshuffle_experts(got) if got.is_shuffled else got), jax.tree.leaves(want), strict=True
+        ):
+            assert_same_bits(np.asarray(one), np.asarray(other))
 
 
 @pytest.mark.parametrize(

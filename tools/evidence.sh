@@ -46,10 +46,9 @@ bench() { piece "bench-$1" "$2" "$python benchmarks/$3 --out $results"; }
 # replaced by what a piece took here. Tests mostly compile, several at a time.
 tests contract 280 "JOBS=8 "
 if ((gpus > 1)); then
-  layers="--tokens 4096 8192 --parts --layers moe capacity ragged"
-  bench layer-deepseek-v3 160 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
-  bench layer-qwen3-30b 120 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
-  bench layer-mixtral 120 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
+  layers="--tokens 4096 --parts --layers moe capacity ragged"
+  bench layer-deepseek-v3 200 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
+  bench layer-qwen3-30b 150 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
   bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
   bench scaling 280 "scaling.py --suffix '$suffix'"
   models="deepseek-v3 qwen3-30b mixtral-8x7b" many="--routing uniform --tokens 4096 32768"
@@ -59,7 +58,8 @@ if ((gpus > 1)); then
   bench ablations 60 "ablations.py --suffix '$suffix' --routing uniform zipf"
   bench low-latency 150 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
   recipes="--layers moe fp8 'fp8 once' 'fp8-input-gradient once' capacity"
-  bench layer-recipes 110 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
+  bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
+  bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   tests processes 200
   tests products 260
 fi
@@ -71,7 +71,7 @@ batches="--models qwen3-30b mixtral-8x7b --tokens 128 256 512 --formats fp8 int8
 bench fused-moe-batches 120 "fused_moe.py $batches --only 'fused_moe, ' several --suffix _batches"
 shuffled="--models qwen3-30b mixtral-8x7b gpt-oss-120b --tokens 1 16 64 256 --graphs --suffix _shuffled"
 shuffled+=" --formats mxfp4 mxfp4_shuffled int4 int4_shuffled --only 'fused_moe, ' several 'a step'"
-bench fused-moe-shuffled 150 "fused_moe.py $shuffled"
+bench fused-moe-shuffled 240 "fused_moe.py $shuffled"
 bench fused-moe-mixtral 100 "fused_moe.py --models mixtral-8x7b --suffix _mixtral"
 prefill="--models qwen3-30b mixtral-8x7b deepseek-v3-quarter --tokens 4096 --formats --lengths 4 16"
 bench fused-moe-prefill 190 "fused_moe.py $prefill --only several 'one launch' 'hidden rows' einsum --suffix _prefill"
@@ -80,6 +80,14 @@ bench grouped-gemm 300 "grouped_gemm.py --parts kernels"
 bench decode-experts 120 "low_latency.py --parts experts"
 tests gpu 560
 tests devices 120 "JOBS=8 "
+
+for name in "$@"; do # a name that is none would run nothing
+  known=
+  for ((i = 0; i < ${#pieces[@]}; i += 3)); do [[ ${pieces[i]} == "$name" ]] && known=yes; done
+  [[ -n $known ]] && continue
+  echo "tools/evidence.sh: there is no piece $name for $gpus GPUs; --list prints those that there are" >&2
+  exit 2
+done
 
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 wanted=" $* "

@@ -330,23 +330,35 @@ ONE_DEVICE = {
     "FP8 by blocks": "fused_moe, fp8",
     "FP8 by blocks, several launches": "several launches, fp8",
     "INT8": "fused_moe, int8",
-    "INT4": "fused_moe, int4",
-    "MXFP4": "fused_moe, mxfp4",
-    "MXFP4, several launches": "several launches, mxfp4",
+    "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
+}
+FOUR_BITS = {
+    "bfloat16": "fused_moe, bfloat16",
+    "INT4": "fused_moe, int4_shuffled",
+    "INT4, several launches": "several launches, int4_shuffled",
+    "INT4, not shuffled": "fused_moe, int4",
+    "MXFP4": "fused_moe, mxfp4_shuffled",
+    "MXFP4, several launches": "several launches, mxfp4_shuffled",
+    "MXFP4, not shuffled": "fused_moe, mxfp4",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
 
 
-ONE_DEVICE_NEEDS = {"fused_moe, bfloat16", "fused_moe, mxfp4", "a step of the chain"}
-
-
 def one_device(reports: Reports) -> list[str]:
-    """The layer of one device, with the share of the rate of reading memory."""
+    """The layer of one device in 16 and 8 bits."""
+    return _one_device(reports, ONE_DEVICE, "fused_moe, int8")
+
+
+def four_bits(reports: Reports) -> list[str]:
+    """The layer of one device in 4 bits."""
+    return _one_device(reports, FOUR_BITS, "fused_moe, mxfp4_shuffled")
+
+
+def _one_device(reports: Reports, variants: dict[str, str], needed: str) -> list[str]:
+    """By model and tokens, with the share of the rate of reading memory."""
+    needs = {"fused_moe, bfloat16", needed, "a step of the chain"}
     every = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b") for tokens in (1, 16, 64)]
-    looked = (
-        (case, reports.find("fused_moe", ONE_DEVICE_NEEDS, model=case[0], tokens=case[1], graphs=True))
-        for case in every
-    )
+    looked = ((case, reports.find("fused_moe", needs, model=case[0], tokens=case[1], graphs=True)) for case in every)
     there = [(case, one) for case, one in looked if one is not None]
     cases, found = [case for case, _ in there], [one for _, one in there]
 
@@ -362,7 +374,7 @@ def one_device(reports: Reports) -> list[str]:
         f"{MODELS[model]}, {tokens}" if models.index(model) == i else str(tokens)
         for i, (model, tokens) in enumerate(cases)
     ]
-    lines = ([label, *(cell(one, variant) for one in found)] for label, variant in ONE_DEVICE.items())
+    lines = ([label, *(cell(one, variant) for one in found)] for label, variant in variants.items())
     return table(["us; model, tokens:", *columns], lines)
 
 
@@ -442,6 +454,7 @@ TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "parts_32768": parts_32768,
     "grouped_gemm": grouped_gemm,
     "one_device": one_device,
+    "four_bits": four_bits,
     "prefill": prefill,
     "low_latency": low_latency,
     "decode_layer": decode_layer,

@@ -41,17 +41,22 @@ def whole_blocks(function: str, what: str, size: int) -> None:
 
 def whole_blocks_per_device(function: str, name: str, value: Array) -> None:
     """Where types name shardings, on explicit mesh axes, `[..., K, N]` is split between blocks only."""
-    sharding = jax.typeof(value).sharding
     for axis in (-2, -1):
-        names = axis_tuple(sharding.spec[axis] or ())
-        devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
-        blocks = -(-value.shape[axis] // GROUP_SIZE)
-        if blocks > 1 and blocks % devices:
-            raise ValueError(
-                f"{function}: axis {axis} of {name} is {value.shape[axis]}, {blocks} blocks of {GROUP_SIZE}, split over"
-                f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move"
-                " it with jax.sharding.reshard first."
-            )
+        whole_groups_per_device(function, name, value, axis, value.shape[axis], GROUP_SIZE)
+
+
+def whole_groups_per_device(function: str, name: str, value: Array, axis: int, size: int, group: int) -> None:
+    """Where types name shardings, an axis, which stands for `size` elements, is split between groups of them only."""
+    sharding = jax.typeof(value).sharding
+    names = axis_tuple(sharding.spec[axis] or ())
+    devices = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
+    groups = -(-size // group)
+    if groups > 1 and groups % devices:
+        raise ValueError(
+            f"{function}: axis {axis} of {name} is {size}, {groups} blocks of {group}, split over"
+            f" the {devices} devices of {names}; expected whole blocks on each, since a block has one scale: move"
+            " it with jax.sharding.reshard first."
+        )
 
 
 def quantized_matrices(function: str, values: Any, scales: Any) -> Quantized:

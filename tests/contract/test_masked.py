@@ -14,7 +14,7 @@ import jax_ep
 import oracle
 import oracle_serving
 from cases import BF16, F16, F32, assert_close, fp8_tolerance, integers, reals
-from harness import to_numpy
+from harness import refusals_skip, to_numpy
 
 # name: (rows M of a group, sizes)
 GROUPS = {
@@ -153,7 +153,7 @@ def test_activation(implementation: str, activation: str, quantize: bool, rng: A
     )
     for dtype in (BF16, F32):
         for name, (rows, sizes) in GROUPS.items():
-            with subtests.test(f"{name}, {dtype}"):
+            with subtests.test(f"{name}, {dtype}"), refusals_skip():
                 real = counted(rows, sizes)
                 hidden = 3 * reals(rng, len(sizes), rows, 2 * 384, dtype=F32)
                 hidden = hidden.astype(dtype)

@@ -163,7 +163,9 @@ def load_factors(scales_ptr, group, columns, inside, k, S: tl.constexpr):
     a, b, c, d = tl.inline_asm_elementwise(
         _FACTORS, "=r,=r,=r,=r,r", [exponents], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
-    return repeated(tl.join(a, b), 4), repeated(tl.join(c, d), 4)
+    # Not by a join, which would make the compiler choose another order of elements for instructions of a warp.
+    is_first = tl.arange(0, PIECE // 8)[None, :] < PIECE // 16
+    return tl.where(is_first, a[:, None], b[:, None]), tl.where(is_first, c[:, None], d[:, None])
 
 
 @triton.jit

@@ -113,8 +113,10 @@ def serving_weights(
         w_down = jnp.pad(w_down, [(0, 0)] * (w_down.ndim - 2) + [(0, missing), (0, 0)])
     if format is None:
         return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down), b_gate_up, b_down)
-    matrices = (quantize_experts(w, format) for w in (w_gate_up, w_down))
-    return ServingWeights(*(shuffle_experts(w) if wanted in FOUR_BITS else w for w in matrices), b_gate_up, b_down)
+    gate_up, down = quantize_experts(w_gate_up, format), quantize_experts(w_down, format)
+    if wanted in FOUR_BITS:
+        gate_up, down = shuffle_experts(gate_up), shuffle_experts(down)
+    return ServingWeights(gate_up, down, b_gate_up, b_down)
 
 
 def _pad_columns(experts: Experts, x: Array, missing: int) -> Array:

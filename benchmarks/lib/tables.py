@@ -346,17 +346,17 @@ FOUR_BITS = {
 
 def one_device(reports: Reports) -> list[str]:
     """The layer of one device in 16 and 8 bits."""
-    return _one_device(reports, ONE_DEVICE, "fused_moe, int8")
+    return _one_device(reports, ONE_DEVICE, {"fused_moe, int8"})
 
 
 def four_bits(reports: Reports) -> list[str]:
     """The layer of one device in 4 bits."""
-    return _one_device(reports, FOUR_BITS, "fused_moe, mxfp4_shuffled")
+    return _one_device(reports, FOUR_BITS, {"fused_moe, mxfp4_shuffled", "fused_moe, mxfp4"})
 
 
-def _one_device(reports: Reports, variants: dict[str, str], needed: str) -> list[str]:
+def _one_device(reports: Reports, variants: dict[str, str], needed: set[str]) -> list[str]:
     """By model and tokens, with the share of the rate of reading memory."""
-    needs = {"fused_moe, bfloat16", needed, "a step of the chain"}
+    needs = needed | {"fused_moe, bfloat16", "a step of the chain"}
     every = [(model, tokens) for model in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b") for tokens in (1, 16, 64)]
     looked = ((case, reports.find("fused_moe", needs, model=case[0], tokens=case[1], graphs=True)) for case in every)
     there = [(case, one) for case, one in looked if one is not None]

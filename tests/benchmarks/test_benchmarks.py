@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import importlib.util
 import json
@@ -95,6 +96,24 @@ def test_chains_that_fail_are_left_out_where_that_is_asked_for():
     assert (set(times), failures) == ({"add"}, {"fail": "NotImplementedError: no such thing"})
     with pytest.raises(NotImplementedError, match="no such thing"):
         harness.measure_chained({"fail": fail, "add": add}, 3)
+
+
+def test_a_chain_that_fails_when_it_runs_again_is_left_out():
+    """As one does of which no CUDA graph can be made."""
+    calls = collections.Counter()
+
+    def once(n):
+        def run(x):
+            calls[n] += 1
+            if calls[n] > 1:
+                raise RuntimeError("no graph")
+            return np.asarray(x)
+
+        return lambda x: jax.pure_callback(run, jax.ShapeDtypeStruct(x.shape, x.dtype), x), (jnp.ones(4),)
+
+    failures = {}
+    assert harness.measure_chained({"once": once}, 3, failures=failures) == {}
+    assert "no graph" in failures["once"]
 
 
 def test_summary_and_ratio_of_known_samples():

@@ -22,9 +22,17 @@ PLOTS = ROOT / "benchmarks" / "results"  # of which tools/mkdocs_hooks.py brings
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 TESTED_ELSEWHERE = {"flax.md"}  # test_flax.py
-# In `make test-rest`: their parts repeat what test_sharding.py, with other packages, and tests of precision and
-# placement have.
-SLOW = {"integrations.md", "numerics.md", "placement.md"}
+# In `make test-rest`: their parts repeat what tests of these subjects have.
+SLOW = {
+    "checkpoints.md",
+    "integrations.md",
+    "models.md",
+    "multi_node.md",
+    "numerics.md",
+    "placement.md",
+    "sharding.md",
+    "tracing.md",
+}
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to
 NUM_DEVICES = 8
 MAX_COLUMNS = 115  # of code, which docs/site.css has room for

@@ -203,7 +203,7 @@ def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
-@pytest.mark.slow(unless={"on_mesh": [True]})
+@pytest.mark.slow
 def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Generator) -> None:
     """With identity experts and shared ones, and where it serves."""
     mesh = data_expert_mesh("Auto") if on_mesh else None
@@ -312,7 +312,7 @@ def test_many_tokens_do_not_take_the_serving_path(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("expert_format", ["int8", "mxfp4"])
-@pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
+@pytest.mark.slow
 def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens take the low-latency path, others `sharded_moe`, by the same matrices."""
     moe, x = serve_layer("Auto")

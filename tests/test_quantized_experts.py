@@ -121,7 +121,7 @@ def table_layer() -> TableLayer:
 
 
 @FORMATS
-@pytest.mark.slow(unless={"expert_format": ["fp8"]})
+@pytest.mark.slow
 def test_the_table_of_the_docs(expert_format: str) -> None:
     row = next(line for line in NUMERICS.splitlines() if line.startswith(f'| "{expert_format}"'))
     bits, of_matrix, of_layer = (float(cell) for cell in row.split("|")[3:6])

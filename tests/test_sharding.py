@@ -250,7 +250,7 @@ def test_quantised_experts_are_checked_as_others_are() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("expert_format", ["int4", "mxfp4"])
-@pytest.mark.slow(unless={"expert_format": ["mxfp4"], "kind": [AxisType.Explicit]})
+@pytest.mark.slow
 def test_shuffled_experts_stay_where_they_are(expert_format: str, kind: AxisType) -> None:
     """On the devices of their experts, from which the layer takes them."""
     mesh = harness.make_mesh((2,), ("expert",), kind)

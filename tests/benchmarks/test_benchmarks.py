@@ -333,6 +333,7 @@ def quick_run(tmp_path_factory):
     return json.loads((folder / "grouped_gemm_cpu.json").read_text()), folder, output
 
 
+@pytest.mark.slow
 def test_quick_run_reports_every_part(quick_run):
     content, folder, output = quick_run
     check_report(content)
@@ -360,6 +361,7 @@ def test_quick_run_reports_every_part(quick_run):
         assert (folder / "grouped_gemm_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_quick_run_derives_rates_from_its_times(quick_run):
     rows = [row for row in quick_run[0]["rows"] if row["part"] != "exchange"]

@@ -203,6 +203,7 @@ def test_a_function_of_the_callers(implementation: str, expert_mesh: Any, rng: A
 
 @pytest.mark.parametrize("count", [0, 3, 99])
 @pytest.mark.slow(unless={"count": [3]})
+@pytest.mark.slow_interpreted
 def test_tokens_past_the_count(implementation: str, count: int, expert_mesh: Any, rng: Any) -> None:
     """They may hold anything, and get zeros; each rank has a number of its own."""
     inputs = Inputs(rng, GPT_OSS, True, 2, BASE, F32)

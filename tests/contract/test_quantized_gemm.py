@@ -142,6 +142,7 @@ def test_tokens_in_int8(implementation: str, masked: bool, smoothed: bool, rng: 
         assert np.linalg.norm(got - exact) < 0.05 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow_interpreted
 def test_smoothing_is_for_columns_that_stand_out(implementation: str, rng: np.random.Generator) -> None:
     """Of tokens some of whose columns are a hundred times the others, as SmoothQuant finds them in models."""
     x, w, sizes = reals(rng, 64, 256), reals(rng, 2, 256, 32), np.array([40, 24], np.int32)

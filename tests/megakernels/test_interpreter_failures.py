@@ -118,6 +118,7 @@ def test_a_stopped_worker_is_named_and_killed(mesh4, after_failures):
         assert re.match(r"kernel wait, worker 2 .* was killed: it had been stopped.* for 0\.3 s", str(pool.close()))
 
 
+@pytest.mark.slow
 def test_waits_do_not_count_the_work_of_others():
     """Worker 0 waits for 0.2 s; worker 1 is on its way for longer, then looks, then has given up, then is gone."""
     words = [np.zeros(activity.NUM_WORDS, np.int64) for _ in range(2)]

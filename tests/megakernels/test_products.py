@@ -43,7 +43,7 @@ def test_the_fastest_kernel(
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 @pytest.mark.parametrize("mode", ["serial", "fused"])
-@pytest.mark.slow(unless={"mode": ["serial"]})
+@pytest.mark.slow
 def test_rows_between_exchanges_are_activated_where_that_kernel_is(
     mode: str, two_ranks: jax.sharding.Mesh, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def depths(ptx: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow(unless={"name": FEW})
+@pytest.mark.slow
 def test_what_traces_cost(
     name: str,
     without_traces: subprocess.Popen[bytes],

@@ -51,6 +51,7 @@ def test_a_count_past_all_tokens_on_the_input(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(want, arrays.moe(experts=experts), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_on_the_input_keep_float64(rng: np.random.Generator) -> None:
     with jax.enable_x64(True):
         arrays, experts = Arrays(rng, jnp.float64), Experts(weight_on="input")

@@ -153,7 +153,7 @@ def test_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, monkeypa
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8"], ids=str)
-@pytest.mark.slow(unless={"recipe": [None]})
+@pytest.mark.slow
 def test_layer_and_its_gradients(recipe, rng):
     """A whole layer with `pallas` alone; whole numbers, which it and `xla` add without rounding."""
     x, idx = integers(rng, 12, 512, dtype=BF16), rng.integers(-1, 3, (12, 2)).astype(np.int32)
@@ -201,7 +201,7 @@ def test_models_lower(model, x64, only_kernels):
 
 
 @pytest.mark.parametrize("rows", [32768, 32767])
-@pytest.mark.slow(unless={"rows": [32767]})
+@pytest.mark.slow
 def test_extreme_sizes_lower(rows, only_kernels):
     """The longest rows, the shortest, many choices, and offsets past 32 bits."""
     for columns, top_k in ((512, 64), (1 << 15, 32)):

@@ -89,7 +89,7 @@ def test_values_are_those_of_training(num_ranks, expert_mesh, rng):
 
 
 @pytest.mark.parametrize("argnums", [(0,), (1, 3), (2,)], ids=str)
-@pytest.mark.slow(unless={"argnums": [(1, 3)]})
+@pytest.mark.slow
 def test_gradients_of_some_arguments(argnums, expert_mesh, rng):
     """Have the bits that they have among those of all."""
     topk_idx, arrays = arrays_of(rng)
@@ -115,6 +115,7 @@ def for_gpus(monkeypatch):
 
 @pytest.mark.parametrize("keep", [None, True])
 @pytest.mark.parametrize("argnums", [(0, 1, 2, 3), (0,)], ids=str)
+@pytest.mark.slow
 def test_what_is_kept_is_what_was(keep, argnums, expert_mesh, rng, monkeypatch, for_gpus):
     """Without a policy and with one that saves hidden rows by their name: as of a layer that never activates rows."""
     topk_idx, arrays = arrays_of(rng, 2)

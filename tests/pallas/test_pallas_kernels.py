@@ -182,7 +182,7 @@ def test_detector_sees_races(rng, races, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
-@pytest.mark.slow(unless={"tiles": [HALF]})
+@pytest.mark.slow
 def test_one_chunk_wide(tiles, rng):
     """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
     sizes = np.array([5, 0, 12, 100], np.int32)
@@ -236,6 +236,7 @@ def test_activated_shapes(rows, depth, intermediate, dtype, rng):
     assert_close(out[: len(want)], want, "rows")
 
 
+@pytest.mark.slow
 def test_activated_vmap(rng):
     many = [activated_operands(rng, Experts(), 20, sizes, 64, 64, BF16) for sizes in np.array([[5, 0, 12], [0, 20, 0]])]
     stacked = [np.stack(parts) for parts in zip(*(operands for operands, _ in many), strict=True)]

@@ -65,9 +65,9 @@ if ((gpus > 1)); then
 fi
 [[ -n ${BEFORE:-} ]] && bench compare 120 "compare.py --against $BEFORE --suffix '$suffix'"
 bench fused-moe 100 "fused_moe.py --models qwen3-30b"
-decode="--models qwen3-30b mixtral-8x7b gpt-oss-120b --tokens 1 4 16 64 --formats fp8 int8 int4 mxfp4 --graphs"
-bench fused-moe-decode 150 "fused_moe.py $decode --only 'fused_moe, ' several 'a step' --suffix _decode"
-batches="--models qwen3-30b mixtral-8x7b --tokens 128 256 512 --formats fp8 int8 int4 mxfp4 --graphs"
+decode="--models qwen3-30b mixtral-8x7b gpt-oss-120b --tokens 1 4 16 64 --formats fp8 int8 --graphs"
+bench fused-moe-decode 120 "fused_moe.py $decode --only 'fused_moe, ' several 'a step' --suffix _decode"
+batches="--models qwen3-30b mixtral-8x7b --tokens 128 256 512 --formats fp8 int8 int4_shuffled mxfp4_shuffled --graphs"
 bench fused-moe-batches 120 "fused_moe.py $batches --only 'fused_moe, ' several --suffix _batches"
 shuffled="--models qwen3-30b mixtral-8x7b gpt-oss-120b --tokens 1 16 64 256 --graphs --suffix _shuffled"
 shuffled+=" --formats mxfp4 mxfp4_shuffled int4 int4_shuffled --only 'fused_moe, ' several 'a step'"

@@ -40,7 +40,6 @@ CASES: dict[str, Callable[[], None]] = {
     "low-latency combine": lambda: decode.built("combine", 128, True, 90),
     "low-latency gemm_combine": lambda: masked.test_gemm_combine(64, False, True),
 }
-FEW = ["all_gather_i32"]
 
 
 @pytest.fixture(scope="module")

@@ -321,7 +321,7 @@ def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
 
     Raises:
       ValueError: another format; K is no multiple of 32; activations are not None; w is shuffled already; explicit mesh
-        axes split K where devices hold no whole steps of 128.
+        axes split K where devices hold no whole blocks, of 128 in "mxfp4" and 32 in "int4".
       TypeError: no `QuantizedExperts`, or parts of other dtypes.
 
     Example:
@@ -350,7 +350,8 @@ def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
             f"{function}: K is {w.shape[-1]}, expected a multiple of {shuffled_experts.GROUP}, the elements of four"
             " words; pad with zeros before quantising, or pass w itself to the layer."
         )
-    whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-1], shuffled_experts.STEP)
+    step = shuffled_experts.STEP if w.format == "mxfp4" else shuffled_experts.GROUP
+    whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-1], step)
     return expert_formats.shuffle(w)
 
 

@@ -71,9 +71,9 @@ def serving_weights(
       Both matrices, transposed, and the biases.
 
     Raises:
-      ValueError: shapes that do not fit; with `fp8`, H is not a multiple of 128, or explicit mesh axes split H or I
-        where devices hold no whole blocks of 128; or I is no multiple of 128 with a function of the caller's as
-        activation, whose rows this function cannot pad.
+      ValueError: shapes that do not fit; with `fp8`, H is not a multiple of 128; in FP8 or 4 bits, explicit mesh axes
+        split H or I where devices hold no whole blocks of 128; or I is no multiple of 128 with a function of the
+        caller's as activation, whose rows this function cannot pad.
       TypeError: unsupported dtypes.
 
     Example:

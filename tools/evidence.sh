@@ -36,8 +36,8 @@ fi
 suffix=
 ((gpus > 1)) && suffix="_${gpus}_gpus"
 
-pieces=() # name, seconds that it takes, then what it runs
-piece() { pieces+=("$1" "$2" "$3"); }
+pieces=() names=" " # name, seconds that it takes, then what it runs; all names, between spaces
+piece() { pieces+=("$1" "$2" "$3") names+="$1 "; }
 tests() { piece "tests-$1" "$2" "${3:-}tools/test_gpu.sh $python $1"; }
 bench() { piece "bench-$1" "$2" "$python benchmarks/$3 --out $results"; }
 
@@ -82,9 +82,7 @@ tests gpu 560
 tests devices 120 "JOBS=8 "
 
 for name in "$@"; do # a name that is none would run nothing
-  known=
-  for ((i = 0; i < ${#pieces[@]}; i += 3)); do [[ ${pieces[i]} == "$name" ]] && known=yes; done
-  [[ -n $known ]] && continue
+  [[ $names == *" $name "* ]] && continue
   echo "tools/evidence.sh: there is no piece $name for $gpus GPUs; --list prints those that there are" >&2
   exit 2
 done

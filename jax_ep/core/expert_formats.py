@@ -14,7 +14,7 @@ from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.types import Array
 
 FOUR_BITS = ("int4", "mxfp4")
-"""Formats of which shuffled_experts.py has an order."""
+"""Formats with two elements in a byte, of which shuffled_experts.py has another order."""
 MX_GROUP = 32
 """Elements that share an exponent in MXFP4."""
 _INT8_MAX, _INT4_MAX = 127.0, 7.0

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_formats import MX_GROUP
+from jax_ep.core.expert_formats import FOUR_BITS, MX_GROUP
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
@@ -103,7 +103,7 @@ def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> Qua
 
 def storage_of(rhs: QuantizedExperts) -> tuple[str, int, int, bool]:
     """FORMAT, PER_BYTE, SHARING and SHUFFLED of `QuantizedGemm`: how the kernels find elements and scales."""
-    if rhs.format not in ("int4", "mxfp4"):
+    if rhs.format not in FOUR_BITS:
         return rhs.format, 1, 0, False
     if rhs.format == "mxfp4":
         return rhs.format, 2, MX_GROUP, rhs.is_shuffled

@@ -362,7 +362,6 @@ def test_quick_run_reports_every_part(quick_run):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_quick_run_derives_rates_from_its_times(quick_run):
     rows = [row for row in quick_run[0]["rows"] if row["part"] != "exchange"]
     assert {row["part"] for row in rows} == {"groups", "throughput"}

@@ -38,7 +38,10 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
     registers = {f"${num_results + i}": pack for i, pack in enumerate(packs)}
 
     def value(operand: str) -> np.ndarray:
-        return registers[operand] if operand in registers else np.asarray(int(operand, 0), np.uint32)
+        if operand in registers:
+            return registers[operand]
+        # Floats are written as their bits, behind 0f.
+        return np.asarray(int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0), np.uint32)
 
     for line in filter(None, (line.strip() for line in re.sub(r"[{}]", "", asm).split(";"))):
         name, operands = line.split(maxsplit=1)
@@ -114,8 +117,29 @@ def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> C
     return both_halves
 
 
+def _in_float32(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Rounded once: float64 holds products of float32, and what is left of them beside 1."""
+
+    def of_bits(*registers: np.ndarray) -> np.ndarray:
+        values = (np.asarray(x, np.uint32).view(np.float32).astype(np.float64) for x in registers)
+        with np.errstate(all="ignore"):
+            return operation(*values).astype(np.float32).view(np.uint32)
+
+    return of_bits
+
+
+def _two_codes(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Two float32 in e4m3, saturated, in the lower half of a register."""
+    low, high = (
+        np.clip(x.astype(np.uint32).view(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        for x in (low, high)
+    )
+    return low | high.astype(np.uint32) << np.uint32(8)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "mov.b32": lambda a: a,
+    "mov.b32": lambda low, high=np.uint32(0): low | high << np.uint32(16),
+    "cvt.rn.satfinite.e4m3x2.f32": _two_codes,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "add.u32": np.add,
@@ -125,6 +149,9 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "lop3.b32": _logic,
     "prmt.b32": _permute,
     "min.u16x2": _smaller_halves,
+    "neg.f32": _in_float32(np.negative),
+    "rcp.approx.ftz.f32": _in_float32(np.reciprocal),
+    "fma.rn.f32": _in_float32(lambda a, b, c: a * b + c),
     "mul.bf16x2": _in_bfloat16(np.multiply),
     "sub.bf16x2": _in_bfloat16(np.subtract),
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import kernel
 
 from jax_ep import Experts
+from jax_ep.core.kernel import Config
 from jax_ep.megakernels import activation as kernels
+from jax_ep.megakernels.launch import launch
 from jax_ep.xla import activation as portable
 
 SIZES = jnp.array([5, 0, 17, 3], jnp.int32)
@@ -22,6 +26,20 @@ def magnitudes(rng, *shape, dtype=jnp.bfloat16):
 
 def same(got, want):
     np.testing.assert_array_equal(np.asarray(got).astype(np.float32), np.asarray(want).astype(np.float32))
+
+
+def test_inverses_of_scales(pool, rng):
+    """Rounded as a division rounds, of zeros, infinities and NaN, too; tests/gpu has them of all mantissas."""
+    largest = np.concatenate([
+        [0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000],  # subnormal and largest numbers among them
+        rng.integers(0, 0x7F800000, 4089),
+    ]).astype(np.int32)  # fmt: skip
+    shape = jax.ShapeDtypeStruct(largest.shape, jnp.float32)
+    arrays, config = (jnp.asarray(largest),), Config(num_programs=4)
+    scales, inverse = map(np.asarray, launch(kernel("scales", "invert"), arrays, (shape, shape), config, {"BLOCK": 1024}))
+    want = np.maximum(largest.view(np.float32) * np.float32(1 / 448), np.float32(2.0**-120))
+    np.testing.assert_array_equal(scales, want)
+    np.testing.assert_array_equal(inverse, np.float32(1) / want)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])

@@ -5,13 +5,26 @@ import triton.language as tl
 
 GROUP = tl.constexpr(128)
 
+# 1 / $1 of normal numbers whose inverse is normal, rounded as IEEE wants it: an estimate and one step of Newton's. The
+# division of CUDA has a call for all other numbers, around which one after another is made, and registers are short.
+_INVERSE = tl.constexpr("""{
+    .reg .f32 x, y, e;
+    mov.b32 x, $1;
+    rcp.approx.ftz.f32 y, x;
+    neg.f32 x, x;
+    fma.rn.f32 e, x, y, 0f3F800000;
+    fma.rn.f32 y, y, e, y;
+    mov.b32 $0, y;
+}""")
+
 
 @triton.jit
 def scales_for(bits):
     """Scales of groups, and their inverses; `bits` are the largest magnitudes of the groups as integers."""
     largest = bits.to(tl.float32, bitcast=True) * (1.0 / 448.0)
     scales = tl.where(largest < 2.0**-120, 2.0**-120, largest)
-    return scales, tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    inverse = tl.inline_asm_elementwise(_INVERSE, "=r,r", [scales], tl.float32, True, 1)
+    return scales, tl.where(scales == float("inf"), 0.0, inverse)
 
 
 @triton.jit

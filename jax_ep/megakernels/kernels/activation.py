@@ -94,7 +94,7 @@ def load_halves(x_ptr, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
     if KIND.INTERLEAVED:
         columns = (2 * column + tl.arange(0, 2 * S.BC))[None, :]
         both = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < 2 * S.H), 2 * S.H)
-        gate, up = tl.split(tl.reshape(both, (S.BR, S.BC, 2)))
+        gate, up = tl.split(tl.reshape(both, (rows.shape[0], S.BC, 2)))
     else:
         columns = (column + tl.arange(0, S.BC))[None, :]
         mask = (rows < used)[:, None] & (columns < S.H)
@@ -109,7 +109,7 @@ def store_halves(x_ptr, rows, column, gate, up, used, KIND: tl.constexpr, S: tl.
     """The inverse of `load_halves`; without gates the first is stored."""
     if KIND.INTERLEAVED:
         columns = (2 * column + tl.arange(0, 2 * S.BC))[None, :]
-        both = tl.reshape(tl.join(gate, up), (S.BR, 2 * S.BC))
+        both = tl.reshape(tl.join(gate, up), (rows.shape[0], 2 * S.BC))
         store_block(x_ptr, rows, columns, both, (rows < used)[:, None] & (columns < 2 * S.H), 2 * S.H)
     else:
         columns = (column + tl.arange(0, S.BC))[None, :]
@@ -226,9 +226,9 @@ def weighted_activation_gradient(
 
 @triton.jit
 def store_quantized(quantized, rows, column, values, used, S: tl.constexpr):
-    """Stores a block of float32 `[BR, BC]` as values of `[R, H]` and scales of `[R, H / 128]`."""
+    """Stores float32 `[., BC]`, a line for each of `rows`, as values of `[R, H]` and scales of `[R, H / 128]`."""
     columns = (column + tl.arange(0, S.BC))[None, :]
-    values, scales = quantize(values, S.BR, S.BC)
+    values, scales = quantize(values, values.shape[0], S.BC)
     store_block(quantized.values_ptr, rows, columns, values, (rows < used)[:, None] & (columns < S.H), S.H)
     offsets, exist = scale_offsets(rows, column, S.H, S.BC)
     tl.store(quantized.scales_ptr + offsets, scales, mask=(rows < used)[:, None] & exist)

@@ -41,7 +41,7 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
         if operand in registers:
             return registers[operand]
         # Floats are written as their bits, behind 0f.
-        return np.asarray(int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0), np.uint32)
+        return np.asarray(int(operand.replace("0f", "0x"), 0), np.uint32)
 
     for line in filter(None, (line.strip() for line in re.sub(r"[{}]", "", asm).split(";"))):
         name, operands = line.split(maxsplit=1)
@@ -117,6 +117,11 @@ def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> C
     return both_halves
 
 
+def _together(low: np.ndarray, high: np.ndarray | None = None) -> np.ndarray:
+    """A register, or one of two halves."""
+    return low if high is None else low | high << np.uint32(16)
+
+
 def _in_float32(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Rounded once: float64 holds products of float32, and what is left of them beside 1."""
 
@@ -138,7 +143,7 @@ def _two_codes(high: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "mov.b32": lambda low, high=np.uint32(0): low | high << np.uint32(16),
+    "mov.b32": _together,
     "cvt.rn.satfinite.e4m3x2.f32": _two_codes,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,

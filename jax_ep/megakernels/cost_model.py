@@ -109,25 +109,28 @@ _RATE_OF = {
     "copy_bytes": "memory_bytes_per_s",
 }
 _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # of an expert, by the bits of its matrices' elements
+_FEW_TURNED_ROWS = 96  # at the least, where an element is converted once for all rows of a block
 _MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
-def few_rows(bits: int, *, in_fp8: bool) -> int:
+def few_rows(bits: int, *, in_fp8: bool, turned: bool) -> int:
     """Up to how many rows of an expert one launch is faster; see `serves_in_one_launch`."""
-    return _FEW_ROWS[16 if in_fp8 else bits]
+    found = _FEW_ROWS[16 if in_fp8 else bits]
+    return max(found, _FEW_TURNED_ROWS) if turned else found
 
 
 def serves_in_one_launch(
-    num_slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool
+    num_slots: int, num_experts: int, hidden: int, intermediate: int, bits: int, *, in_fp8: bool, turned: bool
 ) -> bool:
     """Whether the layer of one device should be fastest as one launch, of gated experts of `[I, H]`.
 
     With few rows of each expert the time is that of reading the matrices, which one launch does without pauses: seen
-    with 1 to 16 rows (fused_moe_decode.json). Where elements are converted, it is faster for longer: to 40 rows in 8
-    bits and 128 in 4, but not where rows are FP8 (fused_moe_batches_mixtral.json, fused_moe_batches_qwen3_30b.json).
-    With many, products in several launches are faster, but rows are moved between them: for small experts that is the
-    larger part, unless `pallas` makes the products and activates in them, as it does for Qwen3-30B-A3B with 256 rows
-    (fused_moe_prefill.json). In 16 bits nothing has decided what is in between.
+    with 1 to 16 rows (fused_moe_decode.json). Where elements are converted, it is faster for longer: to 40 rows in
+    INT8, 128 in 4 bits (fused_moe_batches_mixtral.json, fused_moe_batches_qwen3_30b.json) and 96 in FP8 (no report;
+    more were not measured), but not where rows are FP8. With many, products in several launches are faster, but rows
+    are moved between them: for small experts that is the larger part, unless `pallas` makes the products and activates
+    in them, as it does for Qwen3-30B-A3B with 256 rows (fused_moe_prefill.json). In 16 bits nothing has decided what is
+    in between.
 
     Args:
       num_slots: of all tokens.
@@ -135,9 +138,10 @@ def serves_in_one_launch(
       hidden, intermediate: columns H and I.
       bits: of an element of the matrices.
       in_fp8: rows are FP8, too.
+      turned: products are, so that elements are converted once for more rows.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
-    if rows <= few_rows(bits, in_fp8=in_fp8):
+    if rows <= few_rows(bits, in_fp8=in_fp8, turned=turned):
         return True
     by_triton = not is_from_pallas(num_slots, hidden, 2 * intermediate, num_experts)
     return rows >= _MANY_ROWS and is_small and bits == 16 and by_triton

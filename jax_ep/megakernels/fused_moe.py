@@ -78,7 +78,7 @@ def is_fastest(num_slots: int, w_gate_up: Matrices, w_down: Matrices) -> bool:
     if single_launch is not None:
         return single_launch
     bits, in_fp8 = _bits(w_down)
-    return serves_in_one_launch(num_slots, *_sizes_of(w_down), bits, in_fp8=in_fp8)
+    return serves_in_one_launch(num_slots, *_sizes_of(w_down), bits, in_fp8=in_fp8, turned=_is_turned(w_down))
 
 
 def _sizes_of(w_down: Matrices) -> tuple[int, int, int]:
@@ -92,6 +92,11 @@ def _bits(w_down: Matrices) -> tuple[int, bool]:
     if not isinstance(w_down, QuantizedExperts):
         return 16, False
     return 8 // storage_of(w_down)[1], w_down.activations == "fp8"
+
+
+def _is_turned(w: Matrices) -> bool:
+    """Whether elements are converted where tensor cores take them from, once for all rows of a block of 32 or 64."""
+    return isinstance(w, QuantizedExperts) and (w.is_shuffled or (w.values.dtype == FP8 and not w.activations))
 
 
 def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
@@ -208,7 +213,8 @@ def fused_sizes(
     halves = shuffled[0] and experts.gated and not experts.interleaved
     wide = 2 if experts.interleaved or halves else 1
     bits, in_fp8 = _bits(w_down)
-    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, shuffled=any(shuffled))
+    turned = any(map(_is_turned, (w_gate_up, w_down)))
+    default = fused_tiles(slots, num_experts, hidden, intermediate, bits, in_fp8=in_fp8, turned=turned)
     tiles = tiles or tuned.tiles(default, "fused_moe", **_facts(slots, w_down))
     if in_fp8 and tiles.hidden_columns % GROUP_SIZE:
         raise ValueError(
@@ -244,8 +250,9 @@ def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halve
         tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
         return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, False, False, "", splits, tile)
     tokens = w.activations or ""
-    # Tensor cores multiply FP8 in 64 rows at the least, of which few rows of tokens would leave most empty.
-    swap = w.is_shuffled or (tokens == "fp8" and tiles.block_m < 64)
+    # Tensor cores multiply FP8 in 64 rows at the least, of which few rows of tokens would leave most empty. Of 16 rows
+    # converted FP8 is as fast by instructions of a warp, and blocks of 128 leave turned products no registers.
+    swap = w.is_shuffled or (tiles.block_m < 64 if tokens == "fp8" else _is_turned(w) and tiles.block_m in (32, 64))
     tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=swap)
     return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), halves, tokens, splits, tile)
 
@@ -258,16 +265,17 @@ def fused_tiles(
     bits: int,
     *,
     in_fp8: bool = False,
-    shuffled: bool = False,
+    turned: bool = False,
 ) -> FusedTiles:
     """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles).
 
-    Elements of matrices have so many bits. Rows in FP8 share a scale in 128 columns, which are of one task then.
+    Elements of matrices have so many bits. Rows in FP8 share a scale in 128 columns, which are of one task then. Turned
+    are products of shuffled matrices, and those of FP8 in blocks of 32 and 64.
     """
     active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows, if all are chosen alike
     rows = slots / active
     converted = bits < 16 and not in_fp8
-    if rows > max(48, few_rows(bits, in_fp8=in_fp8)):
+    if rows > max(48, few_rows(bits, in_fp8=in_fp8, turned=turned)):
         if in_fp8:
             return FusedTiles(64, 128, 128, num_warps=8, programs=1)
         if converted:
@@ -277,15 +285,15 @@ def fused_tiles(
     def tasks(width: int, columns: int) -> float:
         return active * -(-width // columns)
 
-    if converted and not shuffled:
+    if converted and not turned:
         block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
     else:
-        block_m = 16 if rows <= 12 else 32 if rows <= 26 else 64
-    if shuffled:
+        block_m = 16 if rows <= 12 else 32 if rows <= (36 if turned and bits == 8 else 26) else 64
+    if turned and (bits == 4 or block_m > 16):
         # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
         programs = {16: 4, 32: 3, 64: 2}[block_m]
         # Gates and what they multiply are columns of one product, of which a warpgroup takes 64 at the least.
-        columns = 64 if tasks(intermediate, 64) < all_programs(2) else 128
+        columns = 64 if bits == 4 and tasks(intermediate, 64) < all_programs(2) else 128
         splits = _splits(tasks(hidden, columns), all_programs(programs), intermediate)
         return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
     if in_fp8 and bits == 4 and tasks(intermediate, 128) <= all_programs(5):

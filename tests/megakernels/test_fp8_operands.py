@@ -35,8 +35,9 @@ def test_inverses_of_scales(pool, rng):
         rng.integers(0, 0x7F800000, 4089),
     ]).astype(np.int32)  # fmt: skip
     shape = jax.ShapeDtypeStruct(largest.shape, jnp.float32)
-    arrays, config = (jnp.asarray(largest),), Config(num_programs=4)
-    scales, inverse = map(np.asarray, launch(kernel("scales", "invert"), arrays, (shape, shape), config, {"BLOCK": 1024}))
+    operands, config = (jnp.asarray(largest),), Config(num_programs=4)
+    results = launch(kernel("scales", "invert"), operands, (shape, shape), config, {"BLOCK": 1024})
+    scales, inverse = map(np.asarray, results)
     want = np.maximum(largest.view(np.float32) * np.float32(1 / 448), np.float32(2.0**-120))
     np.testing.assert_array_equal(scales, want)
     np.testing.assert_array_equal(inverse, np.float32(1) / want)

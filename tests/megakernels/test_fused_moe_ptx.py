@@ -31,6 +31,11 @@ CASES = [
     (16, *MIXTRAL, Experts(interleaved=True), "int4"),
     (16, *MIXTRAL, Experts(interleaved=True), "mxfp4"),
     (160, *MIXTRAL, Experts(), "fp8"),
+    (64, *MIXTRAL, Experts(), "fp8"),
+    (256, *MIXTRAL, Experts(interleaved=True), "fp8"),
+    (512, *QWEN3, Experts(), "fp8"),
+    (1024, *QWEN3, Experts(), "fp8"),
+    (256, *MIXTRAL, Experts(), "fp8_channel"),
     (64, *MIXTRAL, Experts(), "mxfp4"),
     (96, *MIXTRAL, Experts(), "int4"),
     (160, *MIXTRAL, Experts(), "int4"),
@@ -143,12 +148,16 @@ def test_layer(
     assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared", built["ptx"]), "matrices are not read by TMA"
     # Three programs of a multiprocessor with some registers in memory were faster than two without.
     most = 64 if config.max_registers and sizes.down.PER_BYTE == 2 else 0
+    # Places of a thread, kept for what is behind a loop: these tiles are the fastest even so.
     if expert_format == "int4" and sizes.down.tile.BM == 32:
-        most = 24  # places of a thread, kept for what is behind a loop: these tiles are the fastest even so
+        most = 24
+    turned_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.SWAP
+    if turned_fp8:
+        most = 96
     if shuffled := expert_format is not None and expert_format.endswith("_shuffled"):
         assert "serialized" not in built["report"], "each product is waited for"
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", built["report"]))) <= most, built["report"]
-    if shuffled or not config.max_registers:
+    if shuffled or turned_fp8 or not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"
     programs = config.num_programs // 132
     assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's

@@ -6,8 +6,8 @@ A thread then turns words where it would turn bytes, through memory that is shar
 import triton
 import triton.language as tl
 
-# Four float32 in e4m3, saturated, the first in the lowest byte. Put together from bytes by shifts instead, the third was
-# wrong in every other column on H200s, from code that is right as Triton makes it.
+# Four float32 in e4m3, saturated, the first in the lowest byte. Put together from bytes by shifts instead, the third
+# was wrong in every other column on H200s, from code that is right as Triton makes it.
 _CODES = tl.constexpr("""{
     .reg .b16 a, b;
     cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;

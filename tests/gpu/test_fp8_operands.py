@@ -1,0 +1,85 @@
+"""Operands in FP8 on a GPU, bit by bit beside NumPy: what the interpreter cannot show of instructions and compilers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_ep.core.fp8_columns import num_blocks
+from jax_ep.megakernels import activation
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+GROUPS = 24
+LEAST = np.float32(2.0**-120)
+
+
+def rounded(values: np.ndarray, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 as bytes of e4m3, and scales of groups whose largest magnitudes broadcast against them."""
+    scales = np.maximum(largest * np.float32(1 / 448), LEAST)
+    scaled = np.clip(values * (np.float32(1) / scales), -448, 448)
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+
+
+def as_columns(x: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """What `quantize_columns` makes of float32 rows `[R, H]`: bytes `[H, P]`, scales, and how many places are used."""
+    places = num_blocks(x.shape[0], GROUPS) * 128
+    values = np.zeros((x.shape[1], places), np.uint8)
+    scales = np.zeros((places // 128, x.shape[1]), np.float32)
+    place, ends = 0, np.cumsum(sizes)
+    for start, end in zip(ends - sizes, ends, strict=True):
+        for row in range(start, end, 128):
+            block = np.zeros((128, x.shape[1]), np.float32)
+            block[: min(128, end - row)] = x[row : min(row + 128, end)]
+            codes, scales[place // 128] = rounded(block, np.abs(block).max(axis=0))
+            values[:, place : place + 128] = codes.T
+            place += 128
+    return values, scales, place
+
+
+def as_bytes(x: jax.Array) -> np.ndarray:
+    return np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint8))
+
+
+@pytest.mark.parametrize("rows", [1, 3000, 20000] if jax.default_backend() == "gpu" else [1, 300])
+def test_columns(rows: int, rng: np.random.Generator) -> None:
+    sizes = rng.multinomial(rows, rng.dirichlet(np.ones(GROUPS))).astype(np.int32)
+    x = rng.standard_normal((rows, 640)) * 10.0 ** rng.integers(-6, 6, (rows, 1))
+    x = np.where(rng.random(x.shape) < 0.1, 0, x).astype(jnp.bfloat16)
+    values, scales = map(np.asarray, activation.quantize_rows(jnp.asarray(x), sizes))
+    in_fp8 = values.astype(np.float32).reshape(rows, -1, 128) * scales[:, :, None]
+
+    by_rows, both = activation.quantize_both_ways(jnp.asarray(x), sizes)
+    cases = {
+        "rows": (activation.quantize_columns(jnp.asarray(x), sizes), x.astype(np.float32)),
+        "rows in FP8": (
+            activation.quantize_columns((jnp.asarray(values), jnp.asarray(scales)), sizes),
+            in_fp8.reshape(rows, -1),
+        ),
+        "both ways": (both, x.astype(np.float32)),
+    }
+    for name, (got, source) in cases.items():
+        want, want_scales, used = as_columns(source, sizes)
+        np.testing.assert_array_equal(as_bytes(got[0])[:, :used], want[:, :used], err_msg=name)
+        np.testing.assert_array_equal(np.asarray(got[1])[: used // 128], want_scales[: used // 128], err_msg=name)
+    groups = x.astype(np.float32).reshape(rows, -1, 128)
+    want, want_scales = rounded(groups, np.abs(groups).max(axis=2, keepdims=True))
+    for got in (by_rows, (values, scales)):
+        np.testing.assert_array_equal(as_bytes(jnp.asarray(got[0])), want.reshape(rows, -1))
+        np.testing.assert_array_equal(np.asarray(got[1]), want_scales[:, :, 0])
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 30, 126, 127, 200, 254])
+def test_inverses_of_scales(on_gpu: None, exponent: int) -> None:
+    """Of all mantissas, rounded as a division rounds."""
+    jax_triton = pytest.importorskip("jax_triton")
+    from invert import invert
+
+    bits = (np.uint32(exponent) << 23 | np.arange(1 << 23, dtype=np.uint32)).view(np.int32)
+    shape = jax.ShapeDtypeStruct(bits.shape, jnp.float32)
+    launch = {"out_shape": (shape, shape), "grid": (bits.size // 1024,), "BLOCK": 1024}
+    scales, inverse = map(np.asarray, jax_triton.triton_call(jnp.asarray(bits), kernel=invert, **launch))
+    np.testing.assert_array_equal(inverse, np.float32(1) / scales)

@@ -34,6 +34,13 @@ _FEW_ROWS = [
     FusedTiles(columns=128, splits=2, programs=4),
     FusedTiles(columns=128, splits=8, programs=4),
 ]
+_TURNED = [
+    FusedTiles(32, 64, 128, programs=3),
+    FusedTiles(32, 64, 128, splits=2, programs=3),
+    FusedTiles(32, 128, 128, splits=2, programs=2),
+    FusedTiles(64, 64, 128, programs=2),
+    FusedTiles(64, 64, 128, splits=2, programs=2),
+]
 _FEW_ROWS_IN_FP8 = [
     FusedTiles(16, 128, 128, num_stages=3, programs=3),
     FusedTiles(16, 128, 128, num_stages=2, programs=3),
@@ -89,6 +96,8 @@ def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTi
     found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS
     if expert_format == "bfloat16":
         return found
+    if expert_format in ("fp8", "fp8_channel") and slots <= 128 * num_experts:  # in such blocks products are turned
+        found = found + _TURNED
     found = [tiles for tiles in found if tiles.depth == 128]  # whole groups that share a scale
     if in_fp8:
         return [tiles for tiles in found if tiles.hidden_columns % 128 == 0]

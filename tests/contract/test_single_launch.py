@@ -14,6 +14,7 @@ import pytest
 import jax_ep
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import to_numpy
+from jax_ep.megakernels import fused_moe
 from jax_ep.quantization import dequantize_experts, quantize_experts
 from layers import Layer
 from oracle_experts import GPT_OSS
@@ -113,6 +114,25 @@ def test_steps_of_shuffled_matrices(implementation: str, stored: str, rng: np.ra
     dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
     want = jax.jit(partial(jax_ep.fused_moe, implementation="xla"))(operands[0].astype(F32), *operands[1:], *dense)
     assert_close(got[1], to_numpy(want), tolerance=1.5e-2)
+
+
+@pytest.mark.parametrize("num_tokens", [24, 60])
+@pytest.mark.parametrize("stored", ["fp8", "fp8_channel"])
+@pytest.mark.parametrize("kind", ["silu", "gpt-oss"])
+@pytest.mark.slow(unless={"kind": ["silu"], "stored": ["fp8"], "num_tokens": [60]})
+def test_blocks_of_fp8(implementation: str, kind: str, stored: str, num_tokens: int, rng: np.random.Generator) -> None:
+    """Of 32 rows and of 64, in which products are turned."""
+    experts, shape = EXPERTS[kind], Shape(num_tokens, top_k=2, num_experts=2, hidden=256, intermediate=384)
+    layer = Layer(rng, "uniform", 1, shape, BF16, gated=experts.gated)
+    operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
+    matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
+    _, sizes = fused_moe.fused_sizes(experts, operands[0].shape, shape.top_k, *matrices)
+    assert {sizes.gate_up.tile.BM, sizes.down.tile.BM} == {32 if num_tokens == 24 else 64}
+    assert sizes.gate_up.tile.SWAP and sizes.down.tile.SWAP
+    got = to_numpy(jax.jit(call(implementation, experts=experts))(*operands, *matrices))
+    dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
+    want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla"))
+    assert_close(got, to_numpy(want(operands[0].astype(F32), *operands[1:], *dense)), tolerance=1.5e-2)
 
 
 def test_counts_and_dtypes(implementation: str, rng: np.random.Generator) -> None:

@@ -1,6 +1,6 @@
 """Blocks that become FP8 and are turned: four neighbours of a column, in as many blocks of rows, become one word.
 
-A thread then turns words where it would turn bytes, through memory that is shared in words.
+So what threads exchange through shared memory, when a block is turned, are words and not bytes.
 """
 
 import triton

@@ -96,8 +96,8 @@ def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTi
     found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS
     if expert_format == "bfloat16":
         return found
-    if expert_format in ("fp8", "fp8_channel") and slots <= 128 * num_experts:  # in such blocks products are turned
-        found = found + _TURNED
+    if expert_format in ("fp8", "fp8_channel") and slots <= 128 * num_experts:  # products of higher blocks are turned
+        found = [tiles for tiles in found if tiles.block_m == 16] + _TURNED
     found = [tiles for tiles in found if tiles.depth == 128]  # whole groups that share a scale
     if in_fp8:
         return [tiles for tiles in found if tiles.hidden_columns % 128 == 0]

@@ -233,7 +233,7 @@ def _columns_launch(x: Tokens, group_sizes: Array, *, both: bool) -> tuple[Any, 
         results.append(_quantized(operands[0].shape))
     else:
         constants["rows"] = None
-    return operands, results, columns_config(sizes, both=both), constants
+    return operands, results, columns_config(sizes, in_fp8=isinstance(x, tuple)), constants
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -248,10 +248,7 @@ def activate_columns(
     sizes = column_sizes_of(shape, group_sizes, _ACTIVATED_COLUMNS)
     operands, constants = _with_bias((hidden, weights, group_sizes), bias)
     constants |= {"S": sizes, "KIND": kind_of(experts)}
-    # What one program waits for, others do not; the error function needs the registers of more.
-    programs = 2 if experts.activation == "gelu_exact" else 3
-    registers = thread_registers(programs, 8) // 8 * 8  # the compiler gives them in eights
-    config = Config(num_programs(column_tasks(sizes), programs), num_warps=8, max_registers=registers)
+    config = activated_columns_config(experts, sizes)
     columns = launch(_ACTIVATE_COLUMNS, operands, (_quantized_columns(sizes),), config, constants)[0]
     return columns.values_ptr, columns.scales_ptr
 
@@ -268,12 +265,17 @@ def column_tasks(sizes: ColumnPass) -> int:
     return sizes.P // GROUP_SIZE * -(-sizes.H // sizes.BC)
 
 
-def columns_config(sizes: ColumnPass, *, both: bool = False) -> Config:
-    """As that of `quantize_matrices`; where rows are stored too, one program has the registers of two."""
+def columns_config(sizes: ColumnPass, *, in_fp8: bool) -> Config:
+    """As that of `quantize_matrices` for rows in FP8; of others, which take more room, one program has that of two."""
     num_tasks = column_tasks(sizes)
-    if both:
-        return Config(num_programs(num_tasks), num_warps=16, max_registers=128)
-    return matrices_config(num_tasks)
+    return matrices_config(num_tasks) if in_fp8 else Config(num_programs(num_tasks), num_warps=16, max_registers=128)
+
+
+def activated_columns_config(experts: Experts, sizes: ColumnPass) -> Config:
+    """What one program waits for, others do not; the error function leaves registers for fewer."""
+    programs = 2 if experts.activation == "gelu_exact" else 3
+    registers = thread_registers(programs, 8) // 8 * 8  # the compiler gives them in eights
+    return Config(num_programs(column_tasks(sizes), programs), num_warps=8, max_registers=registers)
 
 
 def _quantized_columns(sizes: ColumnPass) -> Rows:

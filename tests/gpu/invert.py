@@ -1,4 +1,4 @@
-"""A kernel for test_fp8_operands.py, which jax-triton launches."""
+"""A kernel for test_fp8_bits.py, which jax-triton launches."""
 
 import triton
 import triton.language as tl

@@ -88,17 +88,17 @@ def test_columns(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int) ->
         ("rows", kind == "both ways", Rows("*fp8e4nv", "*fp32")),
     ):
         (types if given else constants)[name] = type_name if given else None
-    config = kernels.columns_config(sizes, both=kind == "both ways")
+    config = kernels.columns_config(sizes, in_fp8=kind == "FP8")
     check(kernels._QUANTIZE_COLUMNS, types, constants, config, capability)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_activated_columns(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+@pytest.mark.parametrize("experts", [Experts(), Experts(gated=False), Experts("gelu_exact")], ids=str)
+def test_activated_columns(monkeypatch: pytest.MonkeyPatch, experts: Experts) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     sizes = kernels.column_sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32), kernels._ACTIVATED_COLUMNS)
-    constants = {"S": sizes, "KIND": kernels.kind_of(Experts(gated=gated)), "bias": None}
+    constants = {"S": sizes, "KIND": kernels.kind_of(experts), "bias": None}
     types = COLUMNS | {"hidden_ptr": "*bf16", "weights_ptr": "*fp32"}
-    check(kernels._ACTIVATE_COLUMNS, types, constants, kernels.columns_config(sizes))
+    check(kernels._ACTIVATE_COLUMNS, types, constants, kernels.activated_columns_config(experts, sizes))
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -16,7 +16,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of
-from jax_ep.megakernels.grid import num_programs
+from jax_ep.megakernels.grid import num_programs, thread_registers
 from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, Experts
@@ -114,6 +114,13 @@ def gemm_operands(
     )
 
 
+def activation_config(num_tasks: int) -> Config:
+    """As many programs of a multiprocessor as can hide what they wait for."""
+    num_warps = 4
+    registers = thread_registers(ACTIVATION_PROGRAMS, num_warps)
+    return Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps, max_registers=registers)
+
+
 def activation_sizes(groups: int, rows: int, inner: int, quantize: bool) -> MaskedActivation:
     """What the activation is compiled for; `inner` columns of the result."""
     columns = min(512, max(128 if quantize else 16, power_of_two(inner)))
@@ -168,7 +175,7 @@ def masked_gated_activation(
     hidden, group_sizes, bias = vary_alike((hidden, group_sizes, bias))
     sizes = activation_sizes(groups, rows, inner, quantize)
     num_tasks = groups * -(-rows // sizes.tile.BM) * -(-inner // sizes.tile.BN)
-    config = Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps=4)
+    config = activation_config(num_tasks)
     results = (
         jax.ShapeDtypeStruct((groups, rows, inner), FP8 if quantize else hidden.dtype),
         jax.ShapeDtypeStruct((groups, rows, inner // GROUP_SIZE) if quantize else (1,), jnp.float32),

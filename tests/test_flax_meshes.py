@@ -125,7 +125,7 @@ def test_training_weights_on_tensor_and_fsdp_axes(recipe: str, axes: str, kind: 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "one device"])
 @pytest.mark.parametrize("fp8", [True, False])
-@pytest.mark.slow(unless={"kind": ["Explicit"], "fp8": [True]})
+@pytest.mark.slow
 def test_serving_without_a_second_copy(kind: str, fp8: bool, rng: np.random.Generator) -> None:
     """Few tokens and many: the experts in FP8 are all there is of them."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}

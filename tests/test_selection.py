@@ -51,7 +51,7 @@ def collected(*arguments: str | Path, devices: str = "cpu") -> list[str]:
     ],
     ids=["make test", "make test-all", "make test-rest", "on GPUs"],
 )
-@pytest.mark.slow(unless={"options": [[], ["--only-slow"]], "devices": ["cpu"]})
+@pytest.mark.slow(unless={"options": [[]], "devices": ["cpu"]})
 def test_slow_tests_need_an_option_or_a_gpu(options: list[str], devices: str, wanted: set[str]) -> None:
     pytest.importorskip("triton")
     arguments = ["--implementation=xla,triton", "-k", "test_routings", *options, LOW_LATENCY]

@@ -60,6 +60,7 @@ def test_weights_on_the_input_keep_float64(rng: np.random.Generator) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_function_with_a_loop_over_what_varies(rng: np.random.Generator) -> None:
     """Under `shard_map`'s check of types."""
     mesh = make_mesh((2,), ("expert",))
@@ -79,6 +80,7 @@ def test_a_function_with_a_loop_over_what_varies(rng: np.random.Generator) -> No
     np.testing.assert_allclose(y, jnp.stack([want, want]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_a_function_closes_over_is_not_kept(rng: np.random.Generator) -> None:
     class Scaled:
         scale = 1.0
@@ -133,6 +135,7 @@ def test_what_a_function_returns_is_checked(call: Any, rng: np.random.Generator)
             call(arrays, experts=Experts(own))
 
 
+@pytest.mark.slow
 def test_ids_of_tokens_that_do_not_count(rng: np.random.Generator) -> None:
     """May be anything, also where values are known; those of others may not."""
     arrays = Arrays(rng)

@@ -78,7 +78,7 @@ def test_what_the_kernel_takes():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.slow(unless={"num_ranks": [1]})
+@pytest.mark.slow
 def test_values_are_those_of_training(num_ranks, expert_mesh, rng):
     """Of which hidden rows are rounded on the way; with a bias of the second product."""
     topk_idx, arrays = arrays_of(rng, num_ranks)

@@ -197,7 +197,7 @@ def test_one_chunk_wide(tiles, rng):
 
 
 @pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
-@pytest.mark.slow(unless={"end": [8, 33]})
+@pytest.mark.slow(unless={"end": [33]})
 def test_groups_of_all_heights(end, rng):
     """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
     sizes = np.array([5, end, 255 - end], np.int32)

@@ -1,7 +1,7 @@
 """Inline assembler in the interpreter: the few instructions of PTX that the kernels use, on arrays of registers.
 
-Source: the PTX ISA, sections 9.7.1 (integers), 9.7.8 (logic and shift) and 9.7.9 (prmt), 9.7.4 for halves of a
-register, and 10 for special registers.
+Source: the PTX ISA, sections 9.7.1 (integers), 9.7.3 (floats), 9.7.8 (logic and shift) and 9.7.9 (prmt, mov, cvt),
+9.7.4 for halves of a register, and 10 for special registers.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, row_groups
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.megakernels.grid import num_programs, thread_registers
+from jax_ep.megakernels.grid import num_programs, whole_registers
 from jax_ep.megakernels.kernels.structs import Rows
 from jax_ep.megakernels.kernels.structs_serving import Activation, ColumnPass, RowBias, RowPass
 from jax_ep.megakernels.launch import launch
@@ -274,8 +274,8 @@ def columns_config(sizes: ColumnPass, *, in_fp8: bool) -> Config:
 def activated_columns_config(experts: Experts, sizes: ColumnPass) -> Config:
     """What one program waits for, others do not; the error function leaves registers for fewer."""
     programs = 2 if experts.activation == "gelu_exact" else 3
-    registers = thread_registers(programs, 8) // 8 * 8  # the compiler gives them in eights
-    return Config(num_programs(column_tasks(sizes), programs), num_warps=8, max_registers=registers)
+    num_tasks = column_tasks(sizes)
+    return Config(num_programs(num_tasks, programs), num_warps=8, max_registers=whole_registers(programs, 8))
 
 
 def _quantized_columns(sizes: ColumnPass) -> Rows:

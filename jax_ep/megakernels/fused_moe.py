@@ -20,7 +20,7 @@ from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
-from jax_ep.megakernels.grid import all_programs, thread_registers
+from jax_ep.megakernels.grid import all_programs, whole_registers
 from jax_ep.megakernels.kernels.structs_serving import (
     FusedMoE,
     FusedProduct,
@@ -240,8 +240,8 @@ def fused_sizes(
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1, halves=halves),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
-    # Of three programs and more the compiler gives a thread more than leave room for so many; it does so in eights.
-    registers = thread_registers(tiles.programs, tiles.num_warps) // 8 * 8 if tiles.programs > 2 else None
+    # Of three programs and more the compiler gives a thread more than leave room for so many.
+    registers = whole_registers(tiles.programs, tiles.num_warps) if tiles.programs > 2 else None
     return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 
@@ -292,7 +292,7 @@ def fused_tiles(
     if turned and (bits == 4 or block_m > 16):
         # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
         programs = {16: 4, 32: 3, 64: 2}[block_m]
-        # Gates and what they multiply are columns of one product, of which a warpgroup takes 64 at the least.
+        # A warpgroup takes 64 columns at the least: in 4 bits gates and what they multiply are columns of one product.
         columns = 64 if bits == 4 and tasks(intermediate, 64) < all_programs(2) else 128
         splits = _splits(tasks(hidden, columns), all_programs(programs), intermediate)
         return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)

@@ -24,3 +24,8 @@ def all_programs(per_multiprocessor: int = 1) -> int:
 def thread_registers(per_multiprocessor: int, num_warps: int) -> int:
     """A thread's share of the registers, where so many programs run on a multiprocessor at a time."""
     return _REGISTERS // (per_multiprocessor * num_warps * 32)
+
+
+def whole_registers(per_multiprocessor: int, num_warps: int) -> int:
+    """The same in eights, as the compiler gives them, so that no thread has more."""
+    return thread_registers(per_multiprocessor, num_warps) // 8 * 8

@@ -16,7 +16,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of
-from jax_ep.megakernels.grid import num_programs, thread_registers
+from jax_ep.megakernels.grid import num_programs, whole_registers
 from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, Experts
@@ -116,9 +116,8 @@ def gemm_operands(
 
 def activation_config(num_tasks: int) -> Config:
     """As many programs of a multiprocessor as can hide what they wait for."""
-    num_warps = 4
-    registers = thread_registers(ACTIVATION_PROGRAMS, num_warps)
-    return Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps, max_registers=registers)
+    registers = whole_registers(ACTIVATION_PROGRAMS, 4)
+    return Config(num_programs(num_tasks, ACTIVATION_PROGRAMS), num_warps=4, max_registers=registers)
 
 
 def activation_sizes(groups: int, rows: int, inner: int, quantize: bool) -> MaskedActivation:

@@ -7,7 +7,7 @@ either. With a dropless capacity that is most of the array.
 import triton
 import triton.language as tl
 
-from .quantization import GROUP, dequantize, quantize, scale_offsets, scales_for
+from .quantization import GROUP, dequantize, magnitudes, quantize, scale_offsets, scales_for
 from .rows import block_of_task, num_row_tasks, rows_in_use
 from .tiles import num_turns, task_of_turn
 
@@ -301,7 +301,7 @@ def quantize_matrices(
         mask = (k < K) & (columns < N)
         place = group * (K * N) + k * N + columns
         values = tl.load(w_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        bits = tl.max(magnitudes(values), axis=1)
         scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
         rounded = (values * inverse).to(tl.float8e4nv)
         if TURNED:

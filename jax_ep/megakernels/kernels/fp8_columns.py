@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate_block, store_quantized
-from .fp8_words import fourth, magnitudes, store_turned, words_of
+from .fp8_words import fourth, largest_of, store_turned, words_of
 from .quantization import GROUP, scales_for
 from .structs_gemm import Groups
 from .tiles import locate_groups, num_turns, task_of_turn
@@ -45,7 +45,7 @@ def num_tasks(places, S: tl.constexpr):
 def store_columns(columns, place, column, a, b, c, d, S: tl.constexpr):
     """Stores a block of float32 `[BR, BC]`, zero where there are no rows, as values `[H, P]` and scales."""
     lines = column + tl.arange(0, S.BC)
-    scales, inverse = scales_for(tl.max(magnitudes(a, b, c, d), axis=0))
+    scales, inverse = scales_for(tl.max(largest_of(a, b, c, d), axis=0))
     words = words_of(a, b, c, d, inverse[None, :])
     store_turned(columns.values_ptr, column.to(tl.int64) * S.P + place, words, S.P, lines < S.H)
     tl.store(columns.scales_ptr + (place // GROUP).to(tl.int64) * S.H + lines, scales, mask=lines < S.H)

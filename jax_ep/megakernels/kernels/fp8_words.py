@@ -6,6 +6,8 @@ So what threads exchange through shared memory, when a block is turned, are word
 import triton
 import triton.language as tl
 
+from .quantization import magnitudes
+
 # Four float32 in e4m3, saturated, the first in the lowest byte. Put together from bytes by shifts instead, the third
 # was wrong in every other column on H200s, from code that is right as Triton makes it.
 _CODES = tl.constexpr("""{
@@ -23,10 +25,9 @@ def fourth(i: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def magnitudes(a, b, c, d):
-    """The largest of four, as integers, which keep their order; NaN is the largest."""
-    first = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, b.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    second = tl.maximum(c.to(tl.int32, bitcast=True) & 0x7FFFFFFF, d.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+def largest_of(a, b, c, d):
+    """The largest `magnitudes` of four."""
+    first, second = tl.maximum(magnitudes(a), magnitudes(b)), tl.maximum(magnitudes(c), magnitudes(d))
     return tl.maximum(first, second)
 
 

@@ -28,12 +28,16 @@ def scales_for(bits):
 
 
 @triton.jit
+def magnitudes(values):
+    """Of float32 as integers, which keep their order; NaN is the largest: one spoils its group, as in XLA."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def quantize(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr = GROUP):
     """`[ROWS, COLUMNS]` to float8_e4m3fn values and `[ROWS, COLUMNS // SIZE]` scales."""
     groups = tl.reshape(values.to(tl.float32), (ROWS, COLUMNS // SIZE, SIZE))
-    # As integers, magnitudes keep their order and NaN is the largest: one NaN spoils its group, as in XLA.
-    bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    scales, inverse = scales_for(bits)
+    scales, inverse = scales_for(tl.max(magnitudes(groups), axis=2))
     # The conversion saturates at 448.
     return tl.reshape((groups * inverse[:, :, None]).to(tl.float8e4nv), (ROWS, COLUMNS)), scales
 

@@ -321,10 +321,9 @@ def fused_moe(
     hidden_counts_ptr = counters_ptr + 2
     first_rows = num_blocks * hidden_tiles
     first_sums = first_rows + num_blocks * row_tasks
-    following = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-    while following < first_sums + sum_tasks:
-        # The number of the next task is under way meanwhile. All that it waits for have been taken before.
-        task, following = following, tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    # Not taken ahead: it would wait for this program when others have none. What it waits for has been taken before.
+    task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    while task < first_sums + sum_tasks:
         if task < first_rows:
             block, tile = task // hidden_tiles, task % hidden_tiles
             expert, slots, exist = find_block(block, tensors, scratch, S)
@@ -344,3 +343,4 @@ def fused_moe(
             token, column = (task - first_sums) // sum_tiles * S.BT, (task - first_sums) % sum_tiles * S.BH
             arrived = await_count(done_ptr, num_blocks * row_tasks)
             add_rows(tensors.ids_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
+        task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

@@ -33,7 +33,7 @@ _GRADIENT = Kernel("activation", "weighted_activation_gradient")
 _QUANTIZE_ROWS = Kernel("activation", "quantize_rows")
 _DEQUANTIZE_ROWS = Kernel("activation", "dequantize_rows")
 _ACTIVATE_QUANTIZED = Kernel("activation", "activate_quantized")
-_QUANTIZE_MATRICES = Kernel("activation", "quantize_matrices")
+_QUANTIZE_MATRICES = Kernel("fp8_matrices", "quantize_matrices")
 _QUANTIZE_COLUMNS = Kernel("fp8_columns", "quantize_columns")
 _ACTIVATE_COLUMNS = Kernel("fp8_columns", "activate_columns")
 # Of a block.
@@ -176,25 +176,38 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
 
     Without `transpose` to `[G, K, N]`, with scales `[G, ceil(K / 128), N / 128]`.
     """
-    if w.dtype == jnp.float64 or 0 in w.shape:
+    if w.dtype == jnp.float64 or 0 in w.shape or (transpose and w.shape[1] % GROUP_SIZE):
         return xla.quantize_matrices(w, transpose=transpose)
+    rows = _quantize_blocks(w, turned=transpose, as_is=not transpose)[0]
+    return rows.values_ptr, rows.scales_ptr
+
+
+@jax.jit
+def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
+    """`[G, K, N]`, read once, to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first."""
+    if w.dtype == jnp.float64 or 0 in w.shape or w.shape[1] % GROUP_SIZE:
+        return xla.quantize_masters(w)
+    turned, as_is = _quantize_blocks(w, turned=True, as_is=True)
+    return turned.values_ptr, as_is.values_ptr, turned.scales_ptr
+
+
+def _quantize_blocks(w: Array, *, turned: bool, as_is: bool) -> list[Rows]:
+    """What is asked for of `[G, N, K]` and `[G, K, N]`, with scales of blocks, in this order."""
     groups, depth, columns = w.shape
     blocks = (-(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE))
-    values = jax.ShapeDtypeStruct((groups, columns, depth) if transpose else w.shape, FP8)
-    scales = jax.ShapeDtypeStruct((groups, *(blocks if transpose else blocks[::-1])), jnp.float32)
-    constants = {"K": depth, "N": columns, "G": groups, "TURNED": transpose}
-    config = matrices_config(groups * math.prod(blocks))
-    found: Quantized = launch(_QUANTIZE_MATRICES, (w,), (values, scales), config, constants)
-    return found
+    results = []
+    if turned:
+        results.append(_blocks((groups, columns, depth), (groups, *blocks)))
+    if as_is:
+        results.append(_blocks(w.shape, (groups, *blocks[::-1])))
+    constants: dict[str, Any] = {"K": depth, "N": columns, "G": groups}
+    constants |= ({} if turned else {"turned": None}) | ({} if as_is else {"as_is": None})
+    config = matrices_config(groups * math.prod(blocks), w.dtype)
+    return list(launch(_QUANTIZE_MATRICES, (w,), results, config, constants))
 
 
-def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
-    """`[G, K, N]` to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first.
-
-    In two launches. One that read the matrices once had the right code, as Triton makes it, and wrong results on H200s.
-    """
-    values, scales = quantize_matrices(w)
-    return values, quantize_matrices(w, transpose=False)[0], scales
+def _blocks(shape: tuple[int, ...], scales: tuple[int, ...]) -> Rows:
+    return Rows(jax.ShapeDtypeStruct(shape, FP8), jax.ShapeDtypeStruct(scales, jnp.float32))
 
 
 @jax.jit
@@ -266,9 +279,11 @@ def column_tasks(sizes: ColumnPass) -> int:
 
 
 def columns_config(sizes: ColumnPass, *, in_fp8: bool) -> Config:
-    """As that of `quantize_matrices` for rows in FP8; of others, which take more room, one program has that of two."""
+    """A program has a block in registers and the next one on its way; rows in 16 bits take the room of two."""
     num_tasks = column_tasks(sizes)
-    return matrices_config(num_tasks) if in_fp8 else Config(num_programs(num_tasks), num_warps=16, max_registers=128)
+    if in_fp8:
+        return Config(num_programs(num_tasks, 2), num_warps=8, max_registers=128)
+    return Config(num_programs(num_tasks), num_warps=16, max_registers=128)
 
 
 def activated_columns_config(experts: Experts, sizes: ColumnPass) -> Config:
@@ -307,8 +322,10 @@ def _is_wide(experts: Experts) -> bool:
     return experts.activation == "gelu_exact" or experts.interleaved or experts.clamp is not None
 
 
-def matrices_config(num_tasks: int) -> Config:
-    """Blocks of 128 by 128, two of which have the registers of a multiprocessor."""
+def matrices_config(num_tasks: int, dtype: DTypeLike) -> Config:
+    """Of blocks of 128 by 128, of which a program has one in registers and the next one on its way there."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return Config(num_programs(num_tasks), num_warps=16, max_registers=128)
     return Config(num_programs(num_tasks, 2), num_warps=8, max_registers=128)
 
 

@@ -87,6 +87,26 @@ def test_inverses_of_scales(on_gpu: None, exponent: int) -> None:
     spec.loader.exec_module(module)
     bits = (np.uint32(exponent) << 23 | np.arange(1 << 23, dtype=np.uint32)).view(np.int32)
     shape = jax.ShapeDtypeStruct(bits.shape, jnp.float32)
-    launch = {"out_shape": (shape, shape), "grid": (bits.size // 1024,), "BLOCK": 1024}
+    launch = {"out_type": (shape, shape), "grid": (bits.size // 1024,), "BLOCK": 1024}
     scales, inverse = map(np.asarray, jax_triton.triton_call(jnp.asarray(bits), kernel=module.invert, **launch))
     np.testing.assert_array_equal(inverse, np.float32(1) / scales)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("shape", [(3, 256, 384), (2, 1024, 4096 if jax.default_backend() == "gpu" else 640)], ids=str)
+def test_matrices(shape: tuple[int, int, int], dtype: jnp.dtype, rng: np.random.Generator) -> None:
+    w = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, (*shape[:2], 1))).astype(dtype)
+    w[0, 3, 5], w[1, 128:, :128] = np.inf, 0
+    groups, depth, columns = shape
+    blocks = w.astype(np.float32).reshape(groups, depth // 128, 128, columns // 128, 128)
+    with np.errstate(invalid="ignore"):
+        codes, scales = rounded(blocks, np.abs(blocks).max(axis=(2, 4), keepdims=True))
+    codes, scales = codes.reshape(shape), scales[:, :, 0, :, 0]
+    turned, as_is, by_columns = activation.quantize_masters(jnp.asarray(w))
+    one, of_one = activation.quantize_matrices(jnp.asarray(w))
+    other, of_other = activation.quantize_matrices(jnp.asarray(w), transpose=False)
+    for got, want in ((turned, codes.swapaxes(1, 2)), (one, codes.swapaxes(1, 2)), (as_is, codes), (other, codes)):
+        # Of infinity times zero, NaN has either sign.
+        np.testing.assert_array_equal(*(np.where((x & 127) == 127, 127, x) for x in (as_bytes(got), want)))
+    for got, want in ((by_columns, scales.swapaxes(1, 2)), (of_one, scales.swapaxes(1, 2)), (of_other, scales)):
+        np.testing.assert_array_equal(np.asarray(got), want)

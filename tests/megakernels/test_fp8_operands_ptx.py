@@ -63,14 +63,16 @@ def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("results", [("turned",), ("as_is",), ("turned", "as_is")], ids=" and ".join)
 @pytest.mark.slow(unless={"capability": [90], "element": ["bf16"]})
-def test_matrices(monkeypatch: pytest.MonkeyPatch, turned: bool, element: str, capability: int) -> None:
+def test_matrices(monkeypatch: pytest.MonkeyPatch, results: tuple[str, ...], element: str, capability: int) -> None:
     monkeypatch.setattr(kernels, "num_programs", lambda *_: PROGRAMS)
     num_tasks = GROUPS * (HIDDEN // 128) * (2 * INNER // 128)
-    constants = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "TURNED": turned}
-    types = {"w_ptr": f"*{element}", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-    check(kernels._QUANTIZE_MATRICES, types, constants, kernels.matrices_config(num_tasks), capability)
+    constants: dict[str, Any] = {"K": HIDDEN, "N": 2 * INNER, "G": GROUPS, "turned": None, "as_is": None}
+    types: dict[str, Any] = {"w_ptr": f"*{element}"} | dict.fromkeys(results, Rows("*fp8e4nv", "*fp32"))
+    constants = {name: value for name, value in constants.items() if name not in results}
+    config = kernels.matrices_config(num_tasks, jnp.float32 if element == "fp32" else jnp.bfloat16)
+    check(kernels._QUANTIZE_MATRICES, types, constants, config, capability)
 
 
 COLUMNS = {"sizes_ptr": "*i32", "columns": Rows("*fp8e4nv", "*fp32")}

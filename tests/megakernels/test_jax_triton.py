@@ -44,7 +44,7 @@ PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
 ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
 SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
-FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "activation.quantize_matrices"}
+FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "fp8_matrices.quantize_matrices"}
 FP8_COLUMNS = {"fp8_columns.quantize_columns", "fp8_columns.activate_columns", "grouped_gemm.weight_gradient_fp8"}
 LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
 MASKED = {"masked.masked_grouped_gemm"}
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     "FP8 both ways": (
         gradient(moe(recipe="fp8"), 0, 2, 3, 4),
         layer(),
-        FP8_ROWS | {"activation.quantize_matrices"} | FP8_COLUMNS,
+        FP8_ROWS | {"fp8_matrices.quantize_matrices"} | FP8_COLUMNS,
     ),
     "FP8 on the wire": (
         gradient(moe(recipe="fp8-forward", wire_dtype=FP8), 0, 2, 3, 4),

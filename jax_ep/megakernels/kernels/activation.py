@@ -7,9 +7,8 @@ either. With a dropless capacity that is most of the array.
 import triton
 import triton.language as tl
 
-from .quantization import GROUP, dequantize, magnitudes, quantize, scale_offsets, scales_for
+from .quantization import dequantize, quantize, scale_offsets
 from .rows import block_of_task, num_row_tasks, rows_in_use
-from .tiles import num_turns, task_of_turn
 
 
 @triton.jit
@@ -277,39 +276,3 @@ def activate_quantized(
         if KEEP:
             store_block(rows_ptr, rows, columns, values, mask, S.H)
         store_quantized(quantized, rows, column, values, used, S)
-
-
-@triton.jit
-def quantize_matrices(
-    w_ptr, values_ptr, scales_ptr, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, TURNED: tl.constexpr
-):
-    """`w [G, K, N]` to values `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]` of blocks of 128 by 128.
-
-    Without TURNED to values `[G, K, N]` and scales `[G, ceil(K / 128), N / 128]`.
-    """
-    column_blocks: tl.constexpr = (N + GROUP - 1) // GROUP
-    depth_blocks: tl.constexpr = (K + GROUP - 1) // GROUP
-    lanes = tl.arange(0, GROUP)
-    for turn in range(num_turns(G * column_blocks * depth_blocks)):
-        task = task_of_turn(turn)
-        # Neighbours read neighbouring columns.
-        group = (task // (column_blocks * depth_blocks)).to(tl.int64)
-        depth = task // column_blocks % depth_blocks
-        k = (depth * GROUP + lanes)[:, None]
-        block = task % column_blocks
-        columns = (block * GROUP + lanes)[None, :]
-        mask = (k < K) & (columns < N)
-        place = group * (K * N) + k * N + columns
-        values = tl.load(w_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        bits = tl.max(magnitudes(values), axis=1)
-        scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
-        rounded = (values * inverse).to(tl.float8e4nv)
-        if TURNED:
-            lines, across = (block * GROUP + lanes)[:, None], (depth * GROUP + lanes)[None, :]
-            target = values_ptr + group * (K * N) + lines.to(tl.int64) * K + across
-            tl.store(target, tl.trans(rounded), mask=(lines < N) & (across < K))
-            index = (group * column_blocks + block) * depth_blocks + depth
-        else:
-            tl.store(values_ptr + place, rounded, mask=mask)
-            index = (group * depth_blocks + depth) * column_blocks + block
-        tl.store(scales_ptr + index + tl.zeros((1, 1), tl.int32), scale)

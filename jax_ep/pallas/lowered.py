@@ -2,18 +2,23 @@
 
 JAX shares the lowering of a function within one program, but not among programs, of which a training has several with
 the same products. So a launch is exported, and programs call what came of that; also programs of other processes
-(kept.py).
+(kept.py). While Python lowers the next one, a thread compiles it: XLA would only begin when all are lowered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import SingleDeviceSharding
 
 from jax_ep.core.mesh_axes import vary_alike, vary_as
 from jax_ep.pallas.kept import kept_or_made
@@ -33,7 +38,11 @@ def lowered_once[Result](launch: Callable[..., Result]) -> Callable[..., Result]
     def exported_here(shapes: tuple[jax.ShapeDtypeStruct, ...], static: Any, x64: bool) -> export.Exported:
         call = jax.jit(functools.partial(launch, interpret=False, **dict(static)))
         with jax.enable_x64(x64):
-            return export.export(call, platforms=("cuda",), disabled_checks=[_ALLOWED])(*shapes)
+            made = export.export(call, platforms=("cuda",), disabled_checks=[_ALLOWED])(*shapes)
+        if jax.default_backend() == "gpu" and len(os.sched_getaffinity(0)) > 1:  # two threads of one core are slower
+            # Not a daemon: an interpreter that ended while XLA compiles would crash, so it waits for it, a few seconds.
+            threading.Thread(target=_compile_ahead, args=(made, shapes, x64)).start()
+        return made
 
     @functools.lru_cache(_MOST)
     def exported(*key: Any) -> export.Exported:
@@ -52,3 +61,22 @@ def lowered_once[Result](launch: Callable[..., Result]) -> Callable[..., Result]
         return result
 
     return run
+
+
+def _compile_ahead(launch: export.Exported, shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> None:
+    """Leaves the kernels of a launch in Mosaic's cache, which keeps them for the life of the process, and nothing else.
+
+    Mosaic knows a kernel by a hash of what it was lowered to, which is the same in every program with the launch. Where
+    such a program is compiled meanwhile, it waits for this kernel and finds it: XLA and Mosaic want other options of
+    LLVM, of which a process has one set, so that one begins when the other has ended. Should that change, the program
+    compiles the kernel a second time, beside this thread, and takes as long as without it.
+    """
+    from jax._src import config  # JAX has no public name for a limit that holds in one thread
+
+    # Who finds the launch in a file finds whole programs in the cache beside it: this one would be there for nobody.
+    not_kept = config.persistent_cache_min_compile_time_secs(math.inf)
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    # What XLA and Mosaic refuse here they also refuse in the caller's program, and the caller is told there. Any other
+    # error would be a mistake here, which costs time and no result: Python prints those of threads.
+    with contextlib.suppress(jax.errors.JaxRuntimeError), jax.enable_x64(x64), not_kept:
+        jax.jit(launch.call, in_shardings=device).lower(*shapes).compile()

@@ -1,16 +1,23 @@
-"""A launch is lowered once for all programs of a process, whatever mesh they are for, and from files in others."""
+"""A launch is lowered once for all programs of a process, whatever mesh they are for, and from files in others.
 
+Where there are GPUs, it is compiled while the next one is lowered.
+"""
+
+import gc
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, PartitionSpec
 
-from harness import make_mesh
+from harness import PATIENCE_S, make_mesh
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.pallas import kept
-from jax_ep.pallas.lowered import lowered_once
+from jax_ep.pallas import kept, lowered
+from jax_ep.pallas.lowered import _compile_ahead, lowered_once
 
 ROWS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
 
@@ -37,6 +44,12 @@ def cache():
     use(None)
     yield use
     use(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    """Tests of lowering do the same where there are GPUs."""
+    monkeypatch.setattr(lowered, "_compile_ahead", lambda *facts: None)
 
 
 @pytest.fixture
@@ -211,3 +224,142 @@ def test_a_folder_that_cannot_be_written(cache, tmp_path):
     cache(tmp_path)
     with pytest.warns(UserWarning, match="a lowered kernel is not kept for other processes"):
         assert lower_here()[1] == 1
+
+
+# --- compiled ahead -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wait():
+    """Until all threads that the test has started have ended."""
+    before = set(threading.enumerate())
+
+    def until_they_end():
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+
+    return until_they_end
+
+
+@pytest.fixture
+def ahead(monkeypatch, wait):
+    """What has been compiled ahead, in a process with GPUs and cores, and whether that knew of the caller's mesh."""
+    compiled = []
+
+    def compile_ahead(launch, shapes, x64):
+        knows_mesh = not jax.sharding.get_abstract_mesh().empty
+        compiled.append((launch.platforms, shapes, x64, knows_mesh))
+
+    def found():
+        wait()
+        return compiled
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(lowered, "_compile_ahead", compile_ahead)
+    return found
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_what_is_made_is_compiled_ahead_once(x64, launch, ahead):
+    run, _ = launch
+    with jax.enable_x64(x64), jax.set_mesh(make_mesh((2, 2), ("expert", "data"))):
+        for bias in range(2):
+            lower(lambda x, bias=bias: run(x, x, interpret=False, factor=2.0) + bias, ROWS)
+    assert ahead() == [(("cuda",), (ROWS, ROWS), x64, False)]
+    lower(lambda x: run(x, x, interpret=False, factor=3.0), ROWS)
+    assert len(ahead()) == 2
+
+
+def test_what_is_found_in_a_file_is_not_compiled_ahead(cache, tmp_path, ahead):
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    assert [lower_here()[1] for _ in range(3)] == [1, 0, 0]
+    assert len(ahead()) == 1
+
+
+@pytest.mark.parametrize("why", ["interpreted", "no GPU", "one core"])
+def test_where_nothing_is_compiled_ahead(why, launch, ahead, monkeypatch):
+    run, traced = launch
+    if why == "no GPU":
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    if why == "one core":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    if why == "interpreted":
+        run(jnp.ones((8, 3)), jnp.ones((8, 3)), interpret=True, factor=2.0)
+    else:
+        lower(lambda x: run(x, x, interpret=False, factor=2.0), ROWS)
+    assert len(traced) == 1 and ahead() == []
+
+
+def test_programs_do_not_wait_for_it_but_the_end_of_the_process_does(launch, ahead, wait, monkeypatch):
+    run, _ = launch
+    program, seen = threading.Event(), []
+
+    def compile_ahead(*facts):
+        seen.append((program.wait(PATIENCE_S), threading.current_thread().daemon))
+
+    monkeypatch.setattr(lowered, "_compile_ahead", compile_ahead)
+    lower(lambda x: run(x, x, interpret=False, factor=2.0), ROWS)
+    program.set()
+    wait()
+    assert seen == [(True, False)]
+
+
+def exported_for_here(function, *shapes):
+    return export.export(jax.jit(function), disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody")])(*shapes)
+
+
+@pytest.fixture
+def eager_cache(cache, tmp_path):
+    """A folder of JAX's cache that keeps every program."""
+    limit = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    cache(tmp_path)
+    reset_cache()  # which looks at the name of its folder once
+    yield tmp_path
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
+    reset_cache()
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_nothing_is_left_of_the_program_that_is_compiled(x64, eager_cache, monkeypatch):
+    def num_executables():
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    def compile_and_count(self):
+        compiled = compile_(self)
+        counts.append(num_executables() - before)
+        return compiled
+
+    before, counts, compile_ = num_executables(), [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_count)
+    shape = jax.ShapeDtypeStruct((8, 3), jnp.dtype("float64" if x64 else "float32"))
+    with jax.enable_x64(x64):
+        launch = exported_for_here(lambda x: x * 2, shape)
+    _compile_ahead(launch, (shape,), x64)
+    assert counts == [1] and num_executables() == before
+    assert list(eager_cache.iterdir()) == []
+    with jax.enable_x64(x64):
+        jax.jit(launch.call).lower(shape).compile()
+    assert list(eager_cache.iterdir()) != []  # of other programs something is left
+
+
+def test_what_xla_refuses_is_raised_in_the_program_alone():
+    launch = exported_for_here(jax.ffi.ffi_call("nobody", ROWS), ROWS)
+    _compile_ahead(launch, (ROWS,), False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="nobody"):
+        jax.jit(launch.call).lower(ROWS).compile()
+
+
+def test_other_errors_are_printed_and_the_program_goes_on(launch, ahead, wait, monkeypatch):
+    run, _ = launch
+    printed = []
+    elsewhere = export.export(jax.jit(lambda x: x), platforms=("tpu",))(ROWS)
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    monkeypatch.setattr(lowered, "_compile_ahead", lambda *facts: _compile_ahead(elsewhere, (ROWS,), False))
+    assert "multiply" in lower(lambda x: run(x, x, interpret=False, factor=2.0), ROWS)
+    wait()
+    (error,) = printed
+    assert error.exc_type is ValueError and "platforms" in str(error.exc_value)

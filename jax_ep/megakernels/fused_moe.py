@@ -31,7 +31,7 @@ from jax_ep.megakernels.kernels.structs_serving import (
 )
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.moe_sort import moe_sort
-from jax_ep.megakernels.quantized_gemm import is_readable, storage_of
+from jax_ep.megakernels.quantized_gemm import is_readable, is_turned, storage_of
 from jax_ep.types import Array, Experts, Schedule
 
 _FUSED = Kernel("fused_moe", "fused_moe")
@@ -96,7 +96,7 @@ def _bits(w_down: Matrices) -> tuple[int, bool]:
 
 def _is_turned(w: Matrices) -> bool:
     """Whether elements are converted where tensor cores take them from, once for all rows of a block of 32 or 64."""
-    return isinstance(w, QuantizedExperts) and (w.is_shuffled or (w.values.dtype == FP8 and not w.activations))
+    return isinstance(w, QuantizedExperts) and not w.activations and is_turned(w, 32)
 
 
 def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
@@ -249,12 +249,8 @@ def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halve
     if not isinstance(w, QuantizedExperts):
         tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
         return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, False, False, "", splits, tile)
-    tokens = w.activations or ""
-    # Tensor cores multiply FP8 in 64 rows at the least, of which few rows of tokens would leave most empty. Of 16 rows
-    # converted FP8 is as fast by instructions of a warp, and blocks of 128 leave turned products no registers.
-    swap = w.is_shuffled or (tiles.block_m < 64 if tokens == "fp8" else _is_turned(w) and tiles.block_m in (32, 64))
-    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=swap)
-    return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), halves, tokens, splits, tile)
+    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=is_turned(w, tiles.block_m))
+    return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), halves, w.activations or "", splits, tile)
 
 
 def fused_tiles(

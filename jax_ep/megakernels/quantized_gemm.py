@@ -90,15 +90,20 @@ def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> Qua
         SHARING=sharing,
         SHUFFLED=shuffled,
         TMA_PARTS=0,
-        # Tensor cores take 64 rows of 8 bits at the least, of which a few would leave most empty.
-        tile=QuantizedTile(
-            tiles.block_m,
-            tiles.block_n,
-            _DEPTH,
-            GROUP_M=8,
-            SWAP=shuffled or (rhs.activations is not None and tiles.block_m < 64),
-        ),
+        tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=is_turned(rhs, tiles.block_m)),
     )
+
+
+def is_turned(rhs: QuantizedExperts, block_m: int) -> bool:
+    """Whether columns of the matrix are the rows of products of blocks of so many rows.
+
+    Tensor cores take 64 rows of 8 bits at the least, of which a few would leave most empty. FP8 is converted where they
+    take it from, once for all rows of a block: of 16 it is as fast by instructions of a warp, and blocks of 128 leave
+    turned products no registers.
+    """
+    if rhs.activations is not None:
+        return block_m < 64
+    return rhs.is_shuffled or (rhs.values.dtype == FP8 and block_m in (32, 64))
 
 
 def storage_of(rhs: QuantizedExperts) -> tuple[str, int, int, bool]:

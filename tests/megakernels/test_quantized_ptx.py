@@ -58,7 +58,7 @@ def test_rows_in_int8(rows: int) -> None:
 def test_kernels(function: str, rows: int, stored: str) -> None:
     built, tiles = compile_gemm(function, matrices(stored), rows)
     # Those of 64 rows and more are for many; registers hold operands of others in a way that takes fewer instructions.
-    wide = rows > 48 or stored.endswith(" shuffled")
+    wide = rows > 48 or stored.endswith(" shuffled") or (stored.startswith("fp8") and rows > 8)
     assert ("wgmma.mma_async" if wide else "mma.sync") in built["ptx"], "the tensor cores are not used"
     assert "serialized" not in built["report"], built["report"]
     assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -272,45 +272,71 @@ def fused_tiles(
     rows = slots / active
     converted = bits < 16 and not in_fp8
     if rows > max(48, few_rows(bits, in_fp8=in_fp8, turned=turned)):
-        if in_fp8:
-            return FusedTiles(64, 128, 128, num_warps=8, programs=1)
-        if converted:
-            return FusedTiles(128, 64, 128, num_warps=8, programs=1)
-        return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
-
-    def tasks(width: int, columns: int) -> float:
-        return active * -(-width // columns)
-
+        return _tiles_of_many_rows(converted=converted, in_fp8=in_fp8)
+    layer = _Layer(active, hidden, intermediate)
     if converted and not turned:
         block_m = 16 if rows <= 20 else 32 if rows <= 36 or bits == 4 else 64
     else:
         block_m = 16 if rows <= 12 else 32 if rows <= (36 if turned and bits == 8 else 26) else 64
     if turned and (bits == 4 or block_m > 16):
-        # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
-        programs = {16: 4, 32: 3, 64: 2}[block_m]
-        # A warpgroup takes 64 columns at the least: in 4 bits gates and what they multiply are columns of one product.
-        columns = 64 if bits == 4 and tasks(intermediate, 64) < all_programs(2) else 128
-        splits = _splits(tasks(hidden, columns), all_programs(programs), intermediate)
-        return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
-    if in_fp8 and bits == 4 and tasks(intermediate, 128) <= all_programs(5):
-        return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
+        return _turned_tiles(block_m, bits, layer)
     if in_fp8:
+        if bits == 4 and layer.hidden_tasks(128) <= all_programs(5):
+            return FusedTiles(block_m, 128, 128, num_stages=4, programs=2)
         return FusedTiles(block_m, 128, 128, programs=3 if bits == 4 else 2)
-    many = tasks(hidden, 128) >= all_programs(3)
-    if converted and block_m <= 32 and (many or tasks(intermediate, 64) > all_programs(4)):
-        # Instructions for elements are what there is most of: by as many warps as there are registers for, or in wide
-        # tiles, which read rows less often.
-        splits = _splits(tasks(hidden, 128), all_programs(3), intermediate)
-        wide = block_m == 32 or (bits == 4 and (not many or tasks(intermediate, 128) >= all_programs(5)))
-        return FusedTiles(
-            block_m, 128 if wide else 64, 128, splits, programs=2 if block_m == 32 else 4 if bits == 8 else 3
-        )
-    if many:
-        return FusedTiles(block_m, columns=128, programs=3)
+    many = layer.row_tasks(128) >= all_programs(3)
+    if converted and block_m <= 32 and (many or layer.hidden_tasks(64) > all_programs(4)):
+        return _converted_tiles(block_m, bits, layer, many=many)
+    return FusedTiles(block_m, columns=128, programs=3) if many else _tiles_of_few_tasks(block_m, layer)
+
+
+class _Layer(NamedTuple):
+    """Experts that have rows, and the columns of both products."""
+
+    active: float
+    hidden: int
+    intermediate: int
+
+    def hidden_tasks(self, columns: int) -> float:
+        """Of the first product, in tiles of so many columns."""
+        return self.active * -(-self.intermediate // columns)
+
+    def row_tasks(self, columns: int) -> float:
+        """Of the second."""
+        return self.active * -(-self.hidden // columns)
+
+
+def _tiles_of_many_rows(*, converted: bool, in_fp8: bool) -> FusedTiles:
+    if in_fp8:
+        return FusedTiles(64, 128, 128, num_warps=8, programs=1)
+    if converted:
+        return FusedTiles(128, 64, 128, num_warps=8, programs=1)
+    return FusedTiles(128, 128, 256, depth=64, num_warps=8, num_stages=4, programs=1)
+
+
+def _turned_tiles(block_m: int, bits: int, layer: _Layer) -> FusedTiles:
+    # An element is made once for all rows of a block, so more of them cost little; accumulators take registers.
+    programs = {16: 4, 32: 3, 64: 2}[block_m]
+    # A warpgroup takes 64 columns at the least: in 4 bits gates and what they multiply are columns of one product.
+    columns = 64 if bits == 4 and layer.hidden_tasks(64) < all_programs(2) else 128
+    splits = _splits(layer.row_tasks(columns), all_programs(programs), layer.intermediate)
+    return FusedTiles(block_m, columns // 2, columns, splits, programs=programs)
+
+
+def _converted_tiles(block_m: int, bits: int, layer: _Layer, *, many: bool) -> FusedTiles:
+    # Instructions for elements are what there is most of: by as many warps as there are registers for, or in wide
+    # tiles, which read rows less often.
+    splits = _splits(layer.row_tasks(128), all_programs(3), layer.intermediate)
+    wide = block_m == 32 or (bits == 4 and (not many or layer.hidden_tasks(128) >= all_programs(5)))
+    programs = 2 if block_m == 32 else 4 if bits == 8 else 3
+    return FusedTiles(block_m, 128 if wide else 64, 128, splits, programs=programs)
+
+
+def _tiles_of_few_tasks(block_m: int, layer: _Layer) -> FusedTiles:
     # So that all programs read from the start, and each enough at a time.
-    columns = 32 if tasks(intermediate, 32) <= all_programs(2) else 64
+    columns = 32 if layer.hidden_tasks(32) <= all_programs(2) else 64
     splits = 1
-    while 2 * splits * tasks(hidden, 64) <= all_programs(8) and intermediate >= 768 * splits:
+    while 2 * splits * layer.row_tasks(64) <= all_programs(8) and layer.intermediate >= 768 * splits:
         splits *= 2
     return FusedTiles(block_m, columns, splits=splits, num_stages=4 if block_m == 16 else 3)
 

@@ -55,6 +55,8 @@ _FEW_ROWS_SHUFFLED = [
     FusedTiles(16, 64, 128, splits=2, programs=4),
     FusedTiles(16, 64, 128, splits=4, programs=4),
     FusedTiles(16, 64, 128, splits=8, programs=4),
+    FusedTiles(16, 64, 128, num_stages=4, programs=4),
+    FusedTiles(16, 64, 128, splits=4, num_stages=4, programs=4),
     FusedTiles(16, 64, 128, programs=5),
     FusedTiles(16, 64, 128, splits=4, programs=5),
     FusedTiles(16, 64, 64, splits=4, programs=5),

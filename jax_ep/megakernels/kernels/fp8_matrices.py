@@ -71,12 +71,6 @@ def quantize_matrices(w_ptr, turned, as_is, K: tl.constexpr, N: tl.constexpr, G:
         bits = tl.max(largest_of(a, b, c, d), axis=1)
         scale, inverse = scales_for(tl.max(bits, axis=0, keep_dims=True)[:, None])
         one = tl.zeros((1, 1), tl.int32)
-        if turned is not None:
-            words = words_of(a, b, c, d, inverse)
-            inside = tl.arange(0, GROUP) < N - column
-            store_turned(turned.values_ptr, group * (K * N) + column.to(tl.int64) * K + row, words, K, inside)
-            index = (group * across + column // GROUP) * down + row // GROUP
-            tl.store(turned.scales_ptr + index + one, scale)
         if as_is is not None:
             first = as_is.values_ptr + (group * (K * N) + row.to(tl.int64) * N + column)
             store_rows(first, 0, a * inverse, row, column, K, N)
@@ -85,3 +79,9 @@ def quantize_matrices(w_ptr, turned, as_is, K: tl.constexpr, N: tl.constexpr, G:
             store_rows(first, 3, d * inverse, row, column, K, N)
             index = (group * down + row // GROUP) * across + column // GROUP
             tl.store(as_is.scales_ptr + index + one, scale)
+        if turned is not None:
+            words = words_of(a, b, c, d, inverse)
+            inside = tl.arange(0, GROUP) < N - column
+            store_turned(turned.values_ptr, group * (K * N) + column.to(tl.int64) * K + row, words, K, inside)
+            index = (group * across + column // GROUP) * down + row // GROUP
+            tl.store(turned.scales_ptr + index + one, scale)

@@ -178,7 +178,7 @@ def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
     """
     if w.dtype == jnp.float64 or 0 in w.shape or (transpose and w.shape[1] % GROUP_SIZE):
         return xla.quantize_matrices(w, transpose=transpose)
-    rows = _quantize_blocks(w, turned=transpose, as_is=not transpose)[0]
+    (rows,) = launch(_QUANTIZE_MATRICES, (w,), *_results_of_matrices(w, turned=transpose, as_is=not transpose))
     return rows.values_ptr, rows.scales_ptr
 
 
@@ -187,12 +187,12 @@ def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
     """`[G, K, N]`, read once, to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first."""
     if w.dtype == jnp.float64 or 0 in w.shape or w.shape[1] % GROUP_SIZE:
         return xla.quantize_masters(w)
-    turned, as_is = _quantize_blocks(w, turned=True, as_is=True)
+    turned, as_is = launch(_QUANTIZE_MATRICES, (w,), *_results_of_matrices(w, turned=True, as_is=True))
     return turned.values_ptr, as_is.values_ptr, turned.scales_ptr
 
 
-def _quantize_blocks(w: Array, *, turned: bool, as_is: bool) -> list[Rows]:
-    """What is asked for of `[G, N, K]` and `[G, K, N]`, with scales of blocks, in this order."""
+def _results_of_matrices(w: Array, *, turned: bool, as_is: bool) -> tuple[list[Rows], Config, dict[str, Any]]:
+    """What is asked for of `[G, N, K]` and `[G, K, N]`, with scales of blocks, in this order; and how it is made."""
     groups, depth, columns = w.shape
     blocks = (-(-columns // GROUP_SIZE), -(-depth // GROUP_SIZE))
     results = []
@@ -202,8 +202,7 @@ def _quantize_blocks(w: Array, *, turned: bool, as_is: bool) -> list[Rows]:
         results.append(_blocks(w.shape, (groups, *blocks[::-1])))
     constants: dict[str, Any] = {"K": depth, "N": columns, "G": groups}
     constants |= ({} if turned else {"turned": None}) | ({} if as_is else {"as_is": None})
-    config = matrices_config(groups * math.prod(blocks), w.dtype)
-    return list(launch(_QUANTIZE_MATRICES, (w,), results, config, constants))
+    return results, matrices_config(groups * math.prod(blocks), w.dtype), constants
 
 
 def _blocks(shape: tuple[int, ...], scales: tuple[int, ...]) -> Rows:

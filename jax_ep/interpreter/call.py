@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
+from jax_ep.core.batching import in_order
 from jax_ep.core.kernel import (
     Blocks,
     Config,
@@ -270,23 +270,9 @@ def _lower(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> 
     return values
 
 
-def _batch(operands: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[Any, tuple[int, ...]]:
-    """One launch per element of the batch, in order."""
-    batched = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
-
-    def element(elements: list[Array]) -> Any:
-        rest = iter(elements)
-        return _interpret_p.bind(
-            *(x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True)), **params
-        )
-
-    outputs = lax.map(element, batched)
-    return outputs, (0,) * len(outputs)
-
-
 _interpret_p = Primitive("jax_ep_interpret")
 _interpret_p.multiple_results = True
 _interpret_p.def_impl(_implementation)
 _interpret_p.def_abstract_eval(_abstract)
-batching.primitive_batchers[_interpret_p] = _batch
+batching.primitive_batchers[_interpret_p] = in_order(_interpret_p)
 mlir.register_lowering(_interpret_p, _lower, platform="cpu", cacheable=False)

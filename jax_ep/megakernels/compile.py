@@ -1,10 +1,17 @@
-"""Triton kernels to machine code, by Triton's own compiler and assembler."""
+"""Triton kernels to machine code, by Triton's own compiler and assembler, in threads.
+
+These leave the lock of Python for most of their time, a second or two for the kernels of the exchange. So a program's
+kernels are compiled side by side while it is traced further (pending.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +21,7 @@ from jax_ep.core.kernel import Config, Kernel, element_type, flat
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""
+_MOST_THREADS = 16  # each takes some hundred megabytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,40 +69,68 @@ def device_capability() -> int:
     return round(10 * float(jax.local_devices()[0].compute_capability))
 
 
-def compile_kernel(
-    kernel: Kernel, parameters: tuple[Any, ...], config: Config, constants: dict[str, Any], capability: int
-) -> Compiled:
-    """Compiles a kernel; once for equal arguments.
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What to compile, which one thread does for all that are equal, and again where it has failed.
 
-    Args:
+    Attributes:
       kernel: what to compile.
       parameters: a `Parameter`, or a NamedTuple of some, for each of the kernel's that `constants` does not name.
       config: its options count, the number of programs does not.
-      constants: `tl.constexpr` parameters, each hashable, and None for arrays that the kernel does without.
+      constants: `tl.constexpr` parameters by their names, each hashable, and None for arrays that the kernel does
+        without.
       capability: compute capability of the devices.
     """
+
+    kernel: Kernel
+    parameters: tuple[Any, ...]
+    config: Config
+    constants: tuple[tuple[str, Any], ...]
+    capability: int
+
+    def result(self) -> Compiled:
+        """Waits for it, or raises what the compiler has."""
+        return self.begin().result()
+
+    def begin(self) -> Future[Compiled]:
+        """Has a thread compile it, unless one does or has done so."""
+        with _lock:
+            begun = _begun.get(self)
+            if begun is None or (begun.done() and begun.exception() is not None):
+                begun = _begun[self] = _threads().submit(_compile, self)
+            return begun
+
+
+def compile_kernel(
+    kernel: Kernel, parameters: tuple[Any, ...], config: Config, constants: dict[str, Any], capability: int
+) -> Compilation:
+    """Begins to compile a kernel; the arguments are those of a `Compilation`."""
     config = dataclasses.replace(config, num_programs=0)
-    return _compile(kernel, parameters, config, tuple(sorted(constants.items())), capability)
+    compilation = Compilation(kernel, parameters, config, tuple(sorted(constants.items())), capability)
+    compilation.begin()
+    return compilation
+
+
+_begun: dict[Compilation, Future[Compiled]] = {}
+_lock = threading.Lock()
 
 
 @functools.cache
-def _compile(
-    kernel: Kernel,
-    parameters: tuple[Any, ...],
-    config: Config,
-    constants: tuple[tuple[str, Any], ...],
-    capability: int,
-) -> Compiled:
-    given = {name for name, _ in constants}
-    arrays = [name for name in kernel.load().arg_names if name not in given]
-    types = {name: _type_names(parameter) for name, parameter in zip(arrays, parameters, strict=True)}
-    built = build(kernel, types, config, dict(constants), capability)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS), thread_name_prefix="jax_ep_compile")
+
+
+def _compile(asked: Compilation) -> Compiled:
+    kernel, constants = asked.kernel, dict(asked.constants)
+    arrays = [name for name in kernel.load().arg_names if name not in constants]
+    types = {name: _type_names(parameter) for name, parameter in zip(arrays, asked.parameters, strict=True)}
+    built = build(kernel, types, asked.config, constants, asked.capability)
     if built.metadata.global_scratch_size:
         raise NotImplementedError(
             f"{kernel.function}: kernels have no scratch memory, as descriptors of their own need"
         )
     copies = tuple(_copies(found) for found in built.metadata.tensordesc_meta or ())
-    if len(copies) != sum(parameter.block_shape is not None for parameter in flat(parameters)):
+    if len(copies) != sum(parameter.block_shape is not None for parameter in flat(asked.parameters)):
         raise NotImplementedError(f"{kernel.function}: Triton describes {len(copies)} of its descriptors")
     return Compiled(built.metadata.name, built.asm["cubin"], built.metadata.shared, copies)
 

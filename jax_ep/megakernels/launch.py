@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,12 @@ from jax import lax
 
 from jax_ep import context, ffi
 from jax_ep.core.collectives import Axis, all_gather, rank_on
-from jax_ep.core.kernel import Blocks, Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
+from jax_ep.core.kernel import Config, Descriptor, Kernel, blocks_of, flat, flat_arrays, regrouped, type_of
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
-from jax_ep.megakernels import compile
-from jax_ep.megakernels.compile import Copies, Parameter
+from jax_ep.megakernels import compile, pending
+from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels.structs import Heap, Peers
 from jax_ep.types import Array, Handle, LowLatencyHandle
 
@@ -77,12 +77,11 @@ def launch(
             kernel, operands, results, config, constants, capability=capability, written=written
         )
     else:
-        outputs = ffi.launch_kernel(
-            **_compiled(kernel, (*operands, *results), config, dict(constants)),
-            operands=flat_arrays(operands),
-            results=flat_arrays(results),
-            written=written,
-        )
+        arguments = *operands, *results
+        parameters = tuple(_described(x) for x in arguments)
+        code = compile.compile_kernel(kernel, parameters, config, dict(constants), compile.device_capability())
+        blocks = [blocks_of(x) for x in flat(arguments)]
+        outputs = pending.launch(code, flat_arrays(operands), flat_arrays(results), blocks, config, written or {})
     axes = tuple(sorted(frozenset[str]().union(*(varying_axes(x) for x in flat_arrays(operands)))))
     outputs = tuple(lax.pcast(x, axes, to="varying") if axes else x for x in outputs)
     return tuple(regrouped(outputs, map(type_of, results)))
@@ -93,35 +92,12 @@ def stores_by_descriptor() -> bool:
     return context.launcher() != "jax-triton"
 
 
-def _compiled(kernel: Kernel, arguments: tuple[Any, ...], config: Config, constants: dict[str, Any]) -> dict[str, Any]:
-    """What `ffi.launch_kernel` must know of the kernel."""
-    parameters = tuple(_described(x) for x in arguments)
-    compiled = compile.compile_kernel(kernel, parameters, config, constants, compile.device_capability())
-    copies = iter(compiled.copies)
-    return {
-        "name": compiled.name,
-        "code": compiled.code,
-        "num_programs": config.num_programs,
-        "num_threads": 32 * config.num_warps,
-        "shared_bytes": compiled.shared_bytes,
-        "alignment": compile.ALIGNMENT,
-        "parameters": [_parameter(blocks_of(x), copies) for x in flat(arguments)],
-    }
-
-
 def _described(argument: Any) -> Any:
     """What the compiler must know of an operand or result."""
     if isinstance(argument, tuple):
         return type(argument)(*map(_described, argument))
     blocks, array = blocks_of(argument), argument.array if isinstance(argument, Descriptor) else argument
     return Parameter(np.dtype(array.dtype), None if blocks is None else blocks.block_shape)
-
-
-def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ...]:
-    if blocks is None:
-        return ffi.by_address()
-    element_type, element_bytes, swizzle, box = next(copies)
-    return ffi.by_descriptor(element_type, element_bytes, swizzle, blocks.shape, blocks.strides, box)
 
 
 def _with_heap(

@@ -27,7 +27,7 @@ def gather(x, index, sizes, **changes):
     constants = {"R": 32, "H": 128, "L": 4, "BLOCK_L": 16, "BR": 16, "BC": 128}
     parameters = tuple(Parameter(np.dtype(d)) for d in ("float32", "int32", "int32", "float32"))
     kernel, capability = Kernel("rows", "gather_rows"), compile.device_capability()
-    compiled = compile.compile_kernel(kernel, parameters, Config(2, num_warps=4), constants, capability)
+    compiled = compile.compile_kernel(kernel, parameters, Config(2, num_warps=4), constants, capability).result()
     numbers = {"num_programs": 2, "num_threads": 128, "shared_bytes": compiled.shared_bytes, "alignment": 16}
     numbers |= {"parameters": [ffi.by_address()] * 4} | changes
     return ffi.launch_kernel(compiled.name, compiled.code, (x, index, sizes), (RESULT,), **numbers)[0]

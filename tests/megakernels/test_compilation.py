@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +43,18 @@ def test_parameters_have_tritons_types():
 def test_machine_code_is_made_once(on_hopper):
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
     make = functools.partial(compile.compile_kernel, GATHER, parameters, constants=GATHER_SIZES, capability=90)
-    compiled = make(config=Config(8, num_warps=4))
+    compiled = make(config=Config(8, num_warps=4)).result()
     assert compiled.name == "gather_rows" and compiled.code[:4] == b"\x7fELF" and compiled.copies == ()
-    assert make(config=Config(9, num_warps=4)) is compiled, "the number of programs is no option of the compiler"
-    assert make(config=Config(8, num_warps=8)).code != compiled.code
+    assert make(config=Config(9, num_warps=4)).result() is compiled, (
+        "the number of programs is no option of the compiler"
+    )
+    assert make(config=Config(8, num_warps=8)).result().code != compiled.code
 
 
 def test_code_has_no_source_lines(on_hopper):
     """It is part of every call."""
     parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
-    code = compile.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES, 90).code
+    code = compile.compile_kernel(GATHER, parameters, Config(1), GATHER_SIZES, 90).result().code
     assert b".debug_line" not in code and b"debug_ptx_txt" not in code
 
 
@@ -126,4 +129,84 @@ def test_scratch_memory_is_refused(on_hopper, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Kernel, "load", lambda kernel: __import__(kernel.module).copy)
     with pytest.raises(NotImplementedError, match="no scratch memory"):
-        compile.compile_kernel(Kernel("kernel_of_test", "copy"), (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90)
+        compile.compile_kernel(
+            Kernel("kernel_of_test", "copy"), (Parameter(BF16),) * 2, Config(1), {"N": 64}, 90
+        ).result()
+
+
+# --- in threads -----------------------------------------------------------------------------------------------------
+
+ROWS = Array((64, 128), BF16), Array((32,), I32), Array((4,), I32)
+GATHERED = (Array((32, 128), BF16),)
+
+
+def gather(*arrays, warps=4):
+    return launch(GATHER, arrays, GATHERED, Config(7, num_warps=warps), GATHER_SIZES)[0]
+
+
+@pytest.fixture
+def slow_compiler(monkeypatch):
+    """No kernel is compiled before `go` is set; what the compiler was asked for."""
+    go, asked = threading.Event(), []
+
+    def compile_slowly(compilation):
+        asked.append(compilation.kernel.function)
+        assert go.wait(60)
+        return compiled(compilation)
+
+    compiled = compile._compile
+    monkeypatch.setattr(compile, "_compile", compile_slowly)
+    monkeypatch.setattr(compile, "_begun", {})
+    yield go, asked
+    go.set()
+
+
+def test_tracing_does_not_wait_for_code(on_hopper, slow_compiler):
+    """Two kernels are under way when the program is traced; lowering it waits for both."""
+    go, asked = slow_compiler
+    traced = jax.jit(lambda *arrays: (gather(*arrays), gather(*arrays, warps=8))).trace(*ROWS)
+    assert asked[:1] == ["gather_rows"] and "7FELF" not in str(traced.jaxpr)
+    threading.Timer(0.1, go.set).start()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @jax_ep_launch_kernel") == 2 == len(asked)
+
+
+def test_equal_launches_share_their_code(on_hopper, slow_compiler):
+    go, asked = slow_compiler
+    go.set()
+    traced = jax.jit(lambda *arrays: (gather(*arrays), gather(*arrays))).trace(*ROWS)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(asked) == 1 and text.count("custom_call @jax_ep_launch_kernel") == 2
+
+
+def test_what_failed_is_tried_again(on_hopper, monkeypatch):
+    """The error comes where the program is lowered, and is not kept: the assembler may be found the next time."""
+    compiled = compile._compile
+    monkeypatch.setattr(compile, "_begun", {})
+    monkeypatch.setattr(compile, "_compile", lambda *_: 1 / 0)
+    traced = jax.jit(lambda *arrays: gather(*arrays)).trace(*ROWS)
+    with pytest.raises(ZeroDivisionError):
+        traced.lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(compile, "_compile", compiled)
+    assert "7FELF" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_batch_is_launched_one_by_one(on_hopper):
+    x, *others = ROWS
+    batch = jax.vmap(gather, in_axes=(0, None, None))
+    traced = jax.jit(batch).trace(Array((3, *x.shape), x.dtype), *others)
+    assert traced.out_info.shape == (3, 32, 128)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @jax_ep_launch_kernel") == 1 and "stablehlo.while" in text
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_results_vary_as_operands_do(on_hopper, kind):
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(kind,))
+    spec = jax.P("expert")
+    shapes = [Array((2 * x.shape[0], *x.shape[1:]), x.dtype) for x in ROWS]
+    sharded = jax.shard_map(gather, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    traced = jax.jit(sharded).trace(*(Array(x.shape, x.dtype, sharding=sharding) for x in shapes))
+    assert traced.out_info.shape == (64, 128)
+    assert "@jax_ep_launch_kernel" in traced.lower(lowering_platforms=("cuda",)).as_text()

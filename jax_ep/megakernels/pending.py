@@ -1,0 +1,98 @@
+"""Launches whose code a thread still compiles: traced as what they will be, and waited for where a program is lowered.
+
+A traced call knows shapes alone. So tracing goes on, to the next kernels, and where XLA needs the code of the first all
+of them are under way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_ep import ffi
+from jax_ep.core.batching import in_order
+from jax_ep.core.kernel import Blocks, Config
+from jax_ep.megakernels.compile import ALIGNMENT, Compilation, Copies
+from jax_ep.types import Array
+
+
+def launch(
+    code: Compilation,
+    operands: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    blocks: Sequence[Blocks | None],
+    config: Config,
+    written: dict[int, int],
+) -> tuple[Array, ...]:
+    """`ffi.launch_kernel` of what `compile_kernel` has begun to compile.
+
+    Args:
+      code: the kernel's.
+      operands: arrays of this shard.
+      results: shapes and dtypes of the results, which are not initialised.
+      blocks: of the descriptor of each operand and each result, None for those that the kernel takes by their address.
+      config: grid, and threads of a program.
+      written: operands that the kernel writes in place, by their positions, and the results that they become.
+
+    Returns:
+      One array per entry of `results`, typed as the same on all devices.
+    """
+    shapes = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
+    numbers = {"num_programs": config.num_programs, "num_threads": 32 * config.num_warps}
+    return tuple(
+        _launch_p.bind(
+            *operands, code=code, results=shapes, blocks=tuple(blocks), written=tuple(written.items()), **numbers
+        )
+    )
+
+
+def _launch_compiled(
+    *operands: Array,
+    code: Compilation,
+    results: tuple[Any, ...],
+    blocks: tuple[Blocks | None, ...],
+    written: tuple[tuple[int, int], ...],
+    **numbers: int,
+) -> tuple[Array, ...]:
+    compiled = code.result()
+    copies = iter(compiled.copies)
+    return ffi.launch_kernel(
+        compiled.name,
+        compiled.code,
+        operands,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        shared_bytes=compiled.shared_bytes,
+        alignment=ALIGNMENT,
+        parameters=[_parameter(described, copies) for described in blocks],
+        written=dict(written),
+        **numbers,
+    )
+
+
+def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ...]:
+    if blocks is None:
+        return ffi.by_address()
+    element_type, element_bytes, swizzle, box = next(copies)
+    return ffi.by_descriptor(element_type, element_bytes, swizzle, blocks.shape, blocks.strides, box)
+
+
+def _call_now(*operands: Array, **params: Any) -> Any:
+    return _jitted(tuple(sorted(params.items())))(*operands)
+
+
+@functools.lru_cache(256)
+def _jitted(params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(_launch_p.bind, **dict(params)))
+
+
+_launch_p = Primitive("jax_ep_launch")
+_launch_p.multiple_results = True
+_launch_p.def_impl(_call_now)
+_launch_p.def_abstract_eval(lambda *_, results, **__: list(results))
+batching.primitive_batchers[_launch_p] = in_order(_launch_p)
+mlir.register_lowering(_launch_p, mlir.lower_fun(_launch_compiled, multiple_results=True))

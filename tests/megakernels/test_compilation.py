@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
-from jax_ep.megakernels import compile
+from jax_ep.megakernels import compile, pending
 from jax_ep.megakernels.compile import Parameter
 from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
 from jax_ep.megakernels.kernels.structs_gemm import WeightGradient, WeightGradientTile
@@ -198,6 +198,28 @@ def test_a_batch_is_launched_one_by_one(on_hopper):
     assert traced.out_info.shape == (3, 32, 128)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @jax_ep_launch_kernel") == 1 and "stablehlo.while" in text
+
+
+def test_calls_outside_of_jit(monkeypatch):
+    """Each launches what is compiled once; here what is launched is JAX's own gather, as there is no GPU."""
+    asked = []
+
+    def gather_on_cpu(name, code, operands, results, **numbers):
+        asked.append((name, code[:4], numbers["num_programs"], numbers["num_threads"], numbers["parameters"]))
+        return (operands[0][operands[1]],)
+
+    monkeypatch.setattr(pending.ffi, "launch_kernel", gather_on_cpu)
+    parameters = tuple(Parameter(dtype) for dtype in (BF16, I32, I32, BF16))
+    code = compile.compile_kernel(GATHER, parameters, Config(7), GATHER_SIZES, 90)
+    call = lambda *arrays: pending.launch(code, arrays, GATHERED, [None] * 4, Config(7, num_warps=8), {})[0]  # noqa: E731
+    x = jnp.arange(3 * 64 * 128, dtype=BF16).reshape(3, 64, 128)
+    index, sizes = jnp.arange(32, dtype=I32)[::-1] * 2, jnp.zeros(4, I32)
+    for _ in range(2):
+        np.testing.assert_array_equal(call(x[0], index, sizes), x[0][index])
+    assert asked == [("gather_rows", b"\x7fELF", 7, 256, [(0,)] * 4)]
+    np.testing.assert_array_equal(jax.vmap(call, in_axes=(0, None, None))(x, index, sizes), x[:, index])
+    with pytest.raises(NotImplementedError, match="Differentiation rule"):
+        jax.grad(lambda x: call(x, index, sizes).sum().astype(jnp.float32))(x[0])
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])

@@ -2,15 +2,17 @@
 
     python benchmarks/compile_times.py [--models deepseek-v3 qwen3-30b] [--tokens 4096] [--recipe fp8]
 
-Writes results/compile_times.json. Programs are `jax.jit` of the layer and of the gradient of its sum in all arrays, one
-after the other in a process of their own: first with empty caches, of JAX and of Triton, then with what that has left
-there: compiled programs, and kernels as they were lowered. Of each: tracing, lowering, compiling, and their sum, which
-the row's time is. Nothing is executed, and arrays are shapes alone.
+Writes results/compile_times.json. Programs are `jax.jit` of the layer and of the gradient of its sum in all arrays,
+each in a process of its own: first with empty caches, of JAX and of Triton, then with what that has left there:
+compiled programs, and kernels as they were lowered. Of each: tracing, lowering, compiling, and their sum, which the
+row's time is. Nothing is executed, and arrays are shapes alone. In reports before 2026-11-27 one process made both
+programs, and the second one found the kernels of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -61,44 +63,42 @@ def make_programs(model: Model, tokens: int, recipe: str | None) -> dict[str, tu
     return {name: (function, arguments) for name, function in zip(PROGRAMS, (sharded, gradient), strict=True)}
 
 
-def measure_here(model: Model, tokens: int, recipe: str | None) -> dict[str, dict[str, float]]:
-    """Seconds of each part of each program, in this process."""
-    found = {}
-    for name, (function, arguments) in make_programs(model, tokens, recipe).items():
-        times = [time.perf_counter()]
-        traced = jax.jit(function).trace(*arguments)
-        times.append(time.perf_counter())
-        lowered = traced.lower()
-        times.append(time.perf_counter())
-        lowered.compile()
-        times.append(time.perf_counter())
-        found[name] = {part: times[i + 1] - times[i] for i, part in enumerate(PARTS)}
-    return found
+def measure_here(program: str, model: Model, tokens: int, recipe: str | None) -> dict[str, float]:
+    """Seconds of each part of a program, in this process."""
+    function, arguments = make_programs(model, tokens, recipe)[program]
+    times = [time.perf_counter()]
+    traced = jax.jit(function).trace(*arguments)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    lowered.compile()
+    times.append(time.perf_counter())
+    return {part: times[i + 1] - times[i] for i, part in enumerate(PARTS)}
 
 
-def measure_in_process(name: str, tokens: int, recipe: str | None, folder: str) -> dict[str, dict[str, float]]:
+def measure_in_process(program: str, name: str, tokens: int, recipe: str | None, folder: str) -> dict[str, float]:
     """The same in a process whose caches are in a folder."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/jax", "TRITON_CACHE_DIR": f"{folder}/triton"}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_S)}
-    command = [sys.executable, __file__, "--here", "--models", name, "--tokens", str(tokens)]
+    command = [sys.executable, __file__, "--here", program, "--models", name, "--tokens", str(tokens)]
     command += [] if recipe is None else ["--recipe", recipe]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if completed.returncode:
         raise RuntimeError(
             completed.stderr.strip().splitlines()[-1] if completed.stderr.strip() else "it ended at once"
         )
-    found: dict[str, dict[str, float]] = json.loads(completed.stdout.splitlines()[-1])
+    found: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
     return found
 
 
 def measure(report: Report, rounds: int, name: str, tokens: int, recipe: str | None) -> list[tuple[str, ...]]:
     """Rows of one model, and lines of the table."""
     samples: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for _ in harness.progress(range(rounds), name):
+    for _, program in harness.progress(list(itertools.product(range(rounds), PROGRAMS)), name):
         with tempfile.TemporaryDirectory() as folder:
             for cache in CACHES:
-                for program, parts in measure_in_process(name, tokens, recipe, folder).items():
-                    samples.setdefault((cache, program), []).append(parts)
+                parts = measure_in_process(program, name, tokens, recipe, folder)
+                samples.setdefault((cache, program), []).append(parts)
     table = []
     shape = {"model": name, "tokens_per_rank": tokens, "ranks": jax.device_count(), **MODELS[name]._asdict()}
     shape |= {"dtype": "bfloat16", "recipe": recipe}
@@ -116,7 +116,9 @@ def options() -> argparse.ArgumentParser:
     parser = harness.parser(__doc__ or "", rounds=3, tokens="4096")
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
     parser.add_argument("--recipe", choices=RECIPES, help="of the layer; default: none")
-    parser.add_argument("--here", action="store_true", help="measure once in this process, and print JSON alone")
+    parser.add_argument(
+        "--here", choices=PROGRAMS, help="measure this program once in this process, and print JSON alone"
+    )
     return parser
 
 
@@ -125,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = harness.parse(options(), arguments)
     models = args.models or ([QUICK] if args.quick else [DEFAULT, "qwen3-30b"])
     tokens = args.tokens or [32 if args.quick else 4096]
-    if args.here:
-        print(json.dumps(measure_here(MODELS[models[0]], tokens[0], args.recipe)))
+    if args.here is not None:
+        print(json.dumps(measure_here(args.here, MODELS[models[0]], tokens[0], args.recipe)))
         return
     # Devices of this process would take the memory of the others': it asks for their number, and no array is made.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

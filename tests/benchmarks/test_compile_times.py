@@ -1,4 +1,4 @@
-"""benchmarks/compile_times.py compiles both programs twice, the second time from what the first has left."""
+"""benchmarks/compile_times.py compiles each program twice, the second time from what the first has left."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
-from jax_ep.core.batching import in_order
 from jax_ep.core.kernel import (
     Blocks,
     Config,
@@ -39,6 +38,7 @@ from jax_ep.core.kernel import (
     type_of,
 )
 from jax_ep.core.mesh_axes import automatic_axes
+from jax_ep.core.primitives import in_order
 from jax_ep.core.processes import numbers_in_processes
 from jax_ep.interpreter.pool import Pool
 from jax_ep.interpreter.process import Launch

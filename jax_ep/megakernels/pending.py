@@ -6,17 +6,14 @@ of them are under way.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from jax_ep import ffi
-from jax_ep.core.batching import in_order
 from jax_ep.core.kernel import Blocks, Config
+from jax_ep.core.primitives import deferred, shaped
 from jax_ep.megakernels.compile import ALIGNMENT, Compilation, Copies
 from jax_ep.types import Array
 
@@ -42,7 +39,7 @@ def launch(
     Returns:
       One array per entry of `results`, typed as the same on all devices.
     """
-    shapes = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
+    shapes = tuple(map(shaped, results))
     numbers = {"num_programs": config.num_programs, "num_threads": 32 * config.num_warps}
     return tuple(
         _launch_p.bind(
@@ -81,18 +78,4 @@ def _parameter(blocks: Blocks | None, copies: Iterator[Copies]) -> tuple[int, ..
     return ffi.by_descriptor(element_type, element_bytes, swizzle, blocks.shape, blocks.strides, box)
 
 
-def _call_now(*operands: Array, **params: Any) -> Any:
-    return _jitted(tuple(sorted(params.items())))(*operands)
-
-
-@functools.lru_cache(256)
-def _jitted(params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(_launch_p.bind, **dict(params)))
-
-
-_launch_p = Primitive("jax_ep_launch")
-_launch_p.multiple_results = True
-_launch_p.def_impl(_call_now)
-_launch_p.def_abstract_eval(lambda *_, results, **__: list(results))
-batching.primitive_batchers[_launch_p] = in_order(_launch_p)
-mlir.register_lowering(_launch_p, mlir.lower_fun(_launch_compiled, multiple_results=True))
+_launch_p = deferred("jax_ep_launch", _launch_compiled)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.mesh_axes import vary_alike, vary_as
 from jax_ep.pallas.memory import WARPGROUP
 
 PROGRAM = "program"
-_DEFAULT_CORES = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
+_cores = 132  # multiprocessors of H100 and H200, for lowering where there is no GPU
 _INTERPRETED_PROGRAMS = 2
 
 
@@ -26,8 +29,31 @@ def num_programs(num_tasks: int, interpret: bool, *, per_core: int = 1) -> int:
     if interpret:
         return _INTERPRETED_PROGRAMS
     on_gpu = jax.default_backend() == "gpu"
-    cores = jax.local_devices()[0].core_count if on_gpu else _DEFAULT_CORES
+    cores = jax.local_devices()[0].core_count if on_gpu else _cores
     return min(num_tasks, cores * per_core)
+
+
+def assume_cores(number: int) -> None:
+    """Where there is no GPU, kernels are lowered for one with so many multiprocessors."""
+    global _cores
+    _cores = number
+
+
+class _ShapesAlone(threading.local):
+    wanted = False
+
+
+_shapes_alone = _ShapesAlone()
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """In this thread launches are zeros of their results: for who asks for shapes, which tracing a kernel delays."""
+    _shapes_alone.wanted = True
+    try:
+        yield
+    finally:
+        _shapes_alone.wanted = False
 
 
 def launch(
@@ -42,6 +68,8 @@ def launch(
     warpgroups: int = 1,
 ) -> Any:
     """Runs a kernel; its results vary over the mesh axes over which operands do."""
+    if _shapes_alone.wanted:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     operands = vary_alike(operands)
     kernel = plgpu.kernel(
         body,

@@ -48,8 +48,9 @@ def cache():
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    """Tests of lowering do the same where there are GPUs."""
+    """Tests of lowering do the same where there are GPUs; test_lowered_elsewhere.py is about other processes."""
     monkeypatch.setattr(lowered, "_compile_ahead", lambda *facts: None)
+    monkeypatch.setattr(lowered.elsewhere, "most_processes", lambda: 0)
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""Calls that are traced as primitives: what they are is known, what they run is not yet, or is no part of JAX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_ep.types import Array
+
+
+def deferred(name: str, run: Callable[..., Sequence[Array]]) -> Primitive:
+    """A primitive that becomes `run(*operands, **params)` where a program is lowered, for every platform.
+
+    Its parameter `results` holds `jax.core.ShapedArray`s of the results, typed as the same on all devices; all can be
+    hashed. It has no derivative, and `jax.vmap` calls it once per element, in order.
+    """
+    call = Primitive(name)
+    call.multiple_results = True
+
+    @functools.lru_cache(256)
+    def jitted(params: tuple[tuple[str, Any], ...]) -> Any:
+        return jax.jit(functools.partial(call.bind, **dict(params)))
+
+    call.def_impl(lambda *operands, **params: jitted(tuple(sorted(params.items())))(*operands))
+    call.def_abstract_eval(lambda *_, results, **__: list(results))
+    batching.primitive_batchers[call] = in_order(call)
+    mlir.register_lowering(call, mlir.lower_fun(run, multiple_results=True))
+    return call
+
+
+def in_order(call: Primitive) -> Callable[..., Any]:
+    """The rule of a primitive with several results that is called once per element of a batch, in order."""
+
+    def rule(operands: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[Any, tuple[int, ...]]:
+        batched = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
+
+        def element(elements: list[Array]) -> Any:
+            rest = iter(elements)
+            own = (x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True))
+            return call.bind(*own, **params)
+
+        outputs = lax.map(element, batched)
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+def shaped(x: Any) -> jax.core.ShapedArray:
+    """The entry of `results` for an array of this shape and dtype."""
+    return jax.core.ShapedArray(x.shape, x.dtype)

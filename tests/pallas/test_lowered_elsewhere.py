@@ -1,0 +1,256 @@
+"""Launches that are lowered in processes of their own: the same ones, which programs wait for when they are lowered."""
+
+import contextlib
+import functools
+import re
+import subprocess
+import threading
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from harness import PATIENCE_S, make_mesh
+from jax_ep.core.mesh_axes import varying_axes
+from jax_ep.pallas import elsewhere, grouped_gemm, lowered
+from jax_ep.pallas import launch as launches
+from jax_ep.pallas.lowered import lowered_once
+from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
+
+pytest.importorskip("flatbuffers")
+BF16, I32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)
+Array = jax.ShapeDtypeStruct
+ROWS = Array((8, 3), jnp.float32)
+PRODUCT = Array((64, 64), BF16), Array((2, 64, 128), BF16), Array((2,), I32)
+FORWARD = {"transpose": False, "out_dtype": BF16, "tiles": ForwardTiles((16, 32), band=2)}
+GRADIENT = {"out_dtype": BF16, "tiles": WeightTiles(128, 6)}
+
+
+def make_launch():
+    """A launch as a process finds it, and of each tracing of it: shape, factor, whether for shapes, without a mesh."""
+    traced = []
+
+    def scale(x, y, *, interpret, factor):
+        traced.append((x.shape, factor, launches._shapes_alone.wanted, jax.sharding.get_abstract_mesh().empty))
+        return {"out": x * factor + y}
+
+    return lowered_once(scale), traced
+
+
+def lower(function, *shapes):
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """As where there are GPUs and cores; the threads that have begun a process."""
+    begun = []
+
+    def run(*args, **options):
+        begun.append(threading.current_thread())
+        return begin(*args, **options)
+
+    begin = subprocess.run
+    monkeypatch.setattr(elsewhere.subprocess, "run", run)
+    monkeypatch.setattr(elsewhere, "most_processes", lambda: 2)
+    return begun
+
+
+numbered = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic's names have numbers of the process")
+
+
+def kernels(text):
+    """What Mosaic knows kernels by: hashes of what they were lowered to, without places in sources."""
+    return sorted(re.findall(r'kernel_hash = "([^"]*)"', text))
+
+
+def kernels_here(launch, shapes, static, x64=False):
+    return kernels(lowered.exported(launch.__wrapped__, shapes, tuple(static.items()), x64).mlir_module())
+
+
+@numbered
+@pytest.mark.slow
+def test_launches_are_the_same_elsewhere(processes):
+    """One is lowered here and the other in a process."""
+
+    def both(x, matrices, sizes):
+        product = grouped_gemm._launch_forward(x, matrices, sizes, interpret=False, **FORWARD)
+        return product, grouped_gemm._launch_gradient(x, product, sizes, interpret=False, **GRADIENT)
+
+    found = kernels(lower(both, *PRODUCT))
+    rows, _, sizes = PRODUCT
+    forward = kernels_here(grouped_gemm._launch_forward, PRODUCT, FORWARD)
+    gradient = kernels_here(grouped_gemm._launch_gradient, (rows, Array((64, 128), BF16), sizes), GRADIENT)
+    assert len(processes) == 1 and len(found) == 3
+    assert found == sorted(forward + gradient)
+
+
+@numbered
+@pytest.mark.slow
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_process_is_told_what_it_cannot_see(x64, processes, monkeypatch):
+    """How many multiprocessors there are, and whether numbers have 64 bits."""
+    device = type("Device", (), {"core_count": 1})()
+    monkeypatch.setattr(elsewhere.jax, "local_devices", lambda: [device])
+    launch = grouped_gemm._launch_forward
+    made = elsewhere.lower(launch.__wrapped__, PRODUCT, tuple(FORWARD.items()), x64)
+    found = kernels(made.mlir_module())
+    assert found != kernels_here(launch, PRODUCT, FORWARD, x64)
+    monkeypatch.setattr(launches, "_cores", 1)
+    assert found == kernels_here(launch, PRODUCT, FORWARD, x64)
+
+
+def test_tracing_does_not_wait(processes, monkeypatch):
+    go, exported = threading.Event(), lowered.exported
+
+    def export_later(*args):
+        assert go.wait(PATIENCE_S)
+        return exported(*args)
+
+    monkeypatch.setattr(lowered, "exported", export_later)
+    run, traced = make_launch()
+    program = jax.jit(lambda x: run(x, x, interpret=False, factor=2.0)["out"] + 1).trace(ROWS)
+    assert [alone for *_, alone, _ in traced] == [True] and program.out_info.shape == (8, 3)
+    threading.Timer(0.1, go.set).start()
+    assert "multiply" in program.lower(lowering_platforms=("cuda",)).as_text()
+    lower(lambda x: run(x, x, interpret=False, factor=2.0)["out"] * 3, ROWS)
+    assert [alone for *_, alone, _ in traced] == [True, False], "lowered once"
+    assert all(knows_no_mesh for *_, knows_no_mesh in traced) and processes == []
+
+
+def test_shards(processes):
+    run, traced = make_launch()
+    mesh, seen = make_mesh((2, 2), ("expert", "data")), []
+    both, one = PartitionSpec(("expert", "data")), PartitionSpec("expert")
+
+    def shard(x, y):
+        out = run(x, y, interpret=False, factor=2.0)["out"]
+        seen.append(varying_axes(out))
+        return out
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(both, one), out_specs=both)
+    assert "multiply" in lower(sharded, ROWS, Array((4, 3), jnp.float32))
+    assert seen == [{"expert", "data"}] and {shape for shape, *_ in traced} == {(2, 3)}
+    assert all(knows_no_mesh for *_, knows_no_mesh in traced)
+
+
+def test_results_are_shapes_until_then(processes):
+    """A kernel is not traced for them, however often."""
+    run = functools.partial(grouped_gemm._launch_forward, interpret=False, **FORWARD)
+    found = jax.eval_shape(run, *PRODUCT)
+    assert (found.shape, found.dtype) == ((64, 128), BF16)
+
+    def body(*refs, **scratch):
+        raise AssertionError("traced")
+
+    asked = Array((4,), I32), (Array((2, 3), BF16),)
+    with launches.shapes_alone():
+        found = launches.launch("name", body, (), asked, {}, 1, False)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), asked)
+    with pytest.raises(AssertionError, match="traced"):
+        launches.launch("name", body, (jnp.ones(4),), asked, {}, 1, False)
+
+
+def test_errors_of_the_launch_reach_the_caller(processes):
+    def refuse(x, *, interpret):
+        if not launches._shapes_alone.wanted:
+            raise ValueError("no such tiles")
+        return x
+
+    traced = jax.jit(functools.partial(lowered_once(refuse), interpret=False)).trace(ROWS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such tiles"):
+            traced.lower(lowering_platforms=("cuda",))
+
+
+def test_who_waits_takes_the_first_place_that_is_free():
+    places, taken, done = lowered._Places(), [], threading.Event()
+
+    def take():
+        with places.one(1) as is_here:
+            taken.append(is_here)
+            assert done.wait(PATIENCE_S)
+
+    with contextlib.ExitStack() as elsewhere_place, places.one(1) as is_here:
+        assert is_here and not elsewhere_place.enter_context(places.one(1))
+        waiting = [threading.Thread(target=take) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        elsewhere_place.close()
+        wait_until(lambda: taken)
+        assert taken == [False]
+    wait_until(lambda: len(taken) == 2)
+    assert taken == [False, True]
+    done.set()
+    for thread in waiting:
+        thread.join(PATIENCE_S)
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked"])
+def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
+    def run(command, **options):
+        if how == "cannot begin":
+            raise OSError("no memory")
+        if how == "never ends":
+            raise subprocess.TimeoutExpired(command, 300)
+        return subprocess.CompletedProcess(command, 1, b"", b"no memory")
+
+    monkeypatch.setattr(elsewhere.subprocess, "run", run)
+    busy = contextlib.ExitStack()
+    assert busy.enter_context(lowered._places.one(0))
+    threading.Timer(0.2, busy.close).start()
+    run, _ = make_launch()
+    factor = Unsent(2.0) if how == "cannot be asked" else 2.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = lower(lambda x: run(x, x, interpret=False, factor=factor)["out"], ROWS)
+    assert "multiply" in text
+    said = [str(warning.message) for warning in caught if "JAX_EP_LOWERING_PROCESSES=0" in str(warning.message)]
+    assert len(said) == 1 and "kernel of scale failed" in said[0]
+
+
+class Unsent(float):
+    """A number that no other process can be told of."""
+
+    def __reduce__(self):
+        raise lowered.pickle.PicklingError("not for other processes")
+
+
+@pytest.mark.parametrize(
+    ("cores", "backend", "asked", "most"),
+    [
+        (16, "gpu", None, 6),
+        (8, "gpu", None, 4),
+        (7, "gpu", None, 0),
+        (16, "cpu", None, 0),
+        (16, "gpu", "0", 0),
+        (16, "gpu", "3", 3),
+    ],
+)
+def test_how_many_processes(cores, backend, asked, most, monkeypatch):
+    monkeypatch.setattr(elsewhere.os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.delenv(elsewhere.VARIABLE, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(elsewhere.VARIABLE, asked)
+    assert elsewhere.most_processes() == most
+    monkeypatch.setattr(elsewhere.importlib.util, "find_spec", lambda name: None)
+    assert elsewhere.most_processes() == 0
+
+
+def test_another_number_of_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(elsewhere.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv(elsewhere.VARIABLE, "all")
+    with pytest.raises(ValueError, match="JAX_EP_LOWERING_PROCESSES='all', expected how many"):
+        elsewhere.most_processes()

@@ -284,7 +284,7 @@ class MoE(nnx.Module):
         device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the path is `jax_ep.low_latency_moe`. Those of
         `training_weights` change neither the result nor a gradient, and spare an FP8 recipe quantising matrices.
         """
-        x = check.rows("MoE", "x", x, "[..., hidden_size]")
+        x = check.floating("MoE", "x", check.rows("MoE", "x", x, "[..., hidden_size]"))
         if not isinstance(weights, ServingWeights | TrainingWeights | None):
             raise TypeError(
                 f"MoE: weights is a {type(weights).__name__}, expected ServingWeights or TrainingWeights; pass those of"
@@ -318,7 +318,11 @@ class MoE(nnx.Module):
         experts = self.experts
         if not callable(experts.activation):
             experts = dataclasses.replace(experts, interleaved=False)
-        rows = activate(experts, tokens @ w_gate_up.astype(self.dtype)).astype(self.dtype)
+        act, hidden = partial(activate, experts), tokens @ w_gate_up.astype(self.dtype)
+        if callable(experts.activation):  # which takes rows [R, N]
+            for _ in range(tokens.ndim - 2):
+                act = jax.vmap(act)
+        rows = act(hidden if tokens.ndim > 1 else hidden[None]).astype(self.dtype).reshape(*tokens.shape[:-1], -1)
         y = rows @ w_down.astype(self.dtype)
         if self.shared_gate is not None:
             y = y * jax.nn.sigmoid(tokens @ self.shared_gate.astype(self.dtype))
@@ -446,6 +450,15 @@ class MoE(nnx.Module):
         schedule = self.schedule or Schedule()
         return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
 
+    def _router(self, tokens: Array) -> RouterWeights | Routing:
+        """The weights of this layer's router, or what another one has decided of `[N, H]`."""
+        if self.router_fn is None:
+            return self._router_weights()
+        routing = self.router_fn(tokens)
+        num_experts = self.num_experts + self.router_options.num_identity_experts
+        check.routing("MoE", "router_fn", routing, tokens.shape[0], num_experts)
+        return routing
+
     def _router_weights(self) -> RouterWeights:
         if self.router is None:
             raise ValueError("this MoE has a router_fn, and no router of its own")
@@ -484,7 +497,7 @@ class MoE(nnx.Module):
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
-        router = self._router_weights() if self.router_fn is None else self.router_fn(tokens)
+        router = self._router(tokens)
         routed = route(tokens, mask, router, options=self.router_options, axes=())
         if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = self._low_latency(())(tokens, routed.topk_idx, routed.topk_weights, weights)
@@ -518,7 +531,7 @@ class MoE(nnx.Module):
         tokens = rearrange(lambda v: v.reshape(-1, self.hidden_size), mesh, token_spec)(x)
         mask_spec = PartitionSpec(token_spec[0])
         mask = None if token_mask is None else rearrange(lambda v: v.reshape(-1), mesh, mask_spec)(token_mask)
-        router = self._router_weights() if self.router_fn is None else self.router_fn(tokens)
+        router = self._router(tokens)
         router_spec = PartitionSpec() if self.router_fn is None else token_spec
         everywhere = PartitionSpec()
         specs_of_routing: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)

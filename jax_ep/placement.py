@@ -452,8 +452,9 @@ def _loads(function: str, loads: Any) -> np.ndarray:
     if loads.dtype.kind not in "iuf":
         raise TypeError(f"{function}: loads have dtype {loads.dtype}, expected real numbers; pass one per expert.")
     loads = loads.astype(np.float64)
-    if not (np.isfinite(loads) & (loads >= 0)).all():
-        raise ValueError(f"{function}: loads contain {loads.min()}, expected finite numbers from 0; pass counts.")
+    wrong = loads[~(np.isfinite(loads) & (loads >= 0))]
+    if wrong.size:
+        raise ValueError(f"{function}: loads contain {wrong[0]}, expected finite numbers from 0; pass counts.")
     return loads
 
 

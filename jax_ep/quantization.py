@@ -227,8 +227,8 @@ def quantize_experts(
     Returns:
       `QuantizedExperts`, transposed: it stands for matrices `[..., E, N, K]`. Half the step of a format times the scale
       bounds the error of an element: in FP8 see `quantize_fp8`; in integers half a scale; in "mxfp4" a quarter of the
-      element, but for what is next to the largest of its group and rounds down, a third. An infinity or NaN makes all
-      elements that share its scale NaN.
+      element or of the scale, whichever is more, but for what is next to the largest of its group and rounds down, a
+      third of what it becomes. An infinity or NaN makes all elements that share its scale NaN.
 
     Raises:
       ValueError: another format; K is no multiple of the elements that share a scale, or explicit mesh axes split it

@@ -307,6 +307,10 @@ def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array
     Returns:
       The bias of the next step.
 
+    Raises:
+      ValueError: load and bias of different shapes.
+      TypeError: arguments that are no arrays.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from jax_ep.routing import update_router_bias
@@ -315,8 +319,15 @@ def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array
 
     Source: auxiliary-loss-free load balancing (arXiv:2408.15664), as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     """
-    load = load.astype(bias.dtype)
-    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+    bias = check.rows("update_router_bias", "bias", bias, "[..., E]")
+    load = check.rows("update_router_bias", "load", load, "[..., E]")
+    if bias.shape != load.shape:
+        raise ValueError(
+            f"update_router_bias: load has shape {load.shape}, expected that of bias, {bias.shape}; pass the load of"
+            " the same layers."
+        )
+    load = load.astype(accumulation_dtype(bias.dtype))  # 16 bits would round counts
+    return bias + (rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)).astype(bias.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

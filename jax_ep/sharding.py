@@ -129,7 +129,7 @@ def sharded_moe(
     Raises:
       ValueError: axes that the mesh lacks, N, E or I not divisible by the axes they are spread over, arrays of other
         shapes, an explicit sharding that differs; by the returned function.
-      TypeError: arguments that are no arrays, or of other dtypes; likewise.
+      TypeError: arguments that are no arrays, or of other dtypes; likewise. `num_tokens`, or arrays, as options.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -143,6 +143,14 @@ def sharded_moe(
 
     Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
+    if "num_tokens" in moe_kwargs:
+        raise TypeError(
+            f"{_FUNCTION}: num_tokens={moe_kwargs['num_tokens']!r} would count the tokens of each shard, expected none;"
+            " pass token_mask to the returned function."
+        )
+    of_call = sorted({"b_gate_up", "b_down", "token_mask"} & moe_kwargs.keys())
+    if of_call:
+        raise TypeError(f"{_FUNCTION}: {of_call} are arrays, expected options; pass them to the returned function.")
     specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis, fsdp_axis=fsdp_axis)
     run = partial(moe, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
 
@@ -171,6 +179,8 @@ def sharded_moe(
             columns = _check_fp8_weights(the_mesh, w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
         else:
             columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, tensor_axis)
+        if tensor_axis is not None:
+            _check_kinds(w_gate_up.shape, w_down.shape, moe_kwargs.get("experts"))
         check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *columns))
         check.bias(_FUNCTION, "b_down", b_down, (num_experts, x.shape[1]))
         if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
@@ -363,6 +373,20 @@ def _check_matrices(
                 f" tensor_axis={tensor_axis!r}; pad I with zeros, which changes no result."
             )
     return w_gate_up.shape[2:]
+
+
+def _check_kinds(w_gate_up: tuple[int, ...], w_down: tuple[int, ...], experts: Any) -> None:
+    """Of `[E, H, kinds, I]`: a rank's share of the columns tells no more which of them are gates."""
+    (*_, kinds, columns), intermediate = w_gate_up, w_down[1]
+    if isinstance(experts, Experts) and callable(experts.activation):
+        return  # a function of the caller's takes any columns
+    known = (2 if experts.gated else 1,) if isinstance(experts, Experts) else (1, 2)
+    if kinds not in known or columns != intermediate:
+        expected = " or ".join(f"[E, H, {kind}, {intermediate}]" for kind in reversed(known))
+        raise ValueError(
+            f"{_FUNCTION}: w_gate_up has shape {w_gate_up} and w_down {w_down}, expected {expected}, of gates and what"
+            " they multiply, or without gates; give the two kinds of columns an axis of their own before that of I."
+        )
 
 
 def _check_quantized(

@@ -215,7 +215,8 @@ class Experts:
       activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; or a JAX function of
         hidden rows `[R, N]`, all their columns, to rows `[R, I]`, each from the row in its place. Such a function may
         use arrays from around it, which get gradients. It runs as a pass of its own. Pass the same function object in
-        every call, or programs are compiled again.
+        every call, or programs are compiled again. Where a tensor axis splits I, it gets a rank's share of the columns,
+        so it must make a column of each kind by itself.
       gated: half of the columns are gates. Of a function of the caller's, that layers which make their own matrices
         give it 2 * I columns, and else I; other functions take any number.
       interleaved: gates are in the even columns and what they multiply in the odd ones; else in halves.

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("safetensors")
+
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import hub_checkpoints
 from cases import BF16, F16, F32
@@ -99,6 +103,21 @@ MISTAKES = {
         reading(index(lambda entries: entries.pop(EXPERT)), load),
         ValueError,
         r"no tensor '.*3.w2.weight' \(sim",
+    ),
+    "sharding": (
+        reading(KEEP, lambda checkpoint: checkpoint.read("other", sharding=P("expert"))),
+        TypeError,
+        "sharding is a P.*, expected a jax.sharding.Sharding",
+    ),
+    "axes of the sharding": (
+        reading(KEEP, lambda c: c.read("other", sharding=NamedSharding(make_mesh((2,), ("a",)), P(*[None] * 4, "a")))),
+        ValueError,
+        "expected at least the 5 axes of P",
+    ),
+    "layer as text": (
+        reading(KEEP, lambda checkpoint: checkpoint.moe_weights("0")),
+        ValueError,
+        "layer='0' is not MoE",
     ),
     "name": (
         reading(KEEP, lambda checkpoint: checkpoint.read("othre")),
@@ -274,6 +293,13 @@ SAVING = {
         ValueError,
         "others has '.*experts.3.w2.weight', which",
     ),
+    "list of layers": (lambda w: {"layers": [w]}, TypeError, "layers is a list, expected a dict from numbers"),
+    "dtype": (
+        lambda w: {"others": {"norm": np.ones(3, np.complex64)}},
+        TypeError,
+        r"others\['norm'\] has dtype complex64, expected one of bool",
+    ),
+    "key": (lambda w: {"others": {"key": jax.random.key(0)}}, TypeError, r"others\['key'\] has dtype key"),
     "other": (lambda w: {"others": {"norm": None}}, TypeError, r"others\['norm'\] is a NoneType"),
     "fp8": (lambda w: {"others": {"norm": np.ones(3, FP8)}}, ValueError, "tensors in FP8, and config has no quant"),
     "no fp8": (
@@ -317,3 +343,22 @@ def test_pairs_of_other_dtypes(tmp_path: Path, rng: np.random.Generator) -> None
     values, scales = weights["w_down"]
     with pytest.raises(TypeError, match="w_down of layer 3 is a pair of float8_e4m3fn and bfloat16"):
         save(tmp_path / "new", original.config, {3: weights | {"w_down": (values, scales.astype(BF16))}})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"), [(np.int64, [2**40 + 7, 1]), (np.uint64, [2**63]), (np.int64, [-(2**31) - 1])]
+)
+def test_integers_that_jax_does_not_hold(dtype: Any, values: list[int], tmp_path: Path) -> None:
+    """They would be others without a word."""
+    save(
+        tmp_path / "new",
+        {"model_type": "mixtral"} | dict(HUB["mixtral"].config) | {"num_hidden_layers": 0},
+        {},
+        {"many": np.array(values, dtype), "few": np.array([3, 2**31 - 1], dtype)},
+    )
+    checkpoint = Checkpoint(tmp_path / "new")
+    with pytest.raises(ValueError, match=r"'many' has u?int64 from .*jax_enable_x64"):
+        checkpoint.read("many")
+    assert checkpoint.read("few").tolist() == [3, 2**31 - 1]
+    with jax.enable_x64(True):
+        assert checkpoint.read("many").tolist() == values

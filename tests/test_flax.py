@@ -19,6 +19,7 @@ import harness
 
 nnx = pytest.importorskip("flax.nnx")
 
+import jax_ep
 from jax_ep import Schedule
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
 from jax_ep.quantization import unshuffle_experts
@@ -473,3 +474,58 @@ def test_explicit_and_automatic_axes_in_one_mesh(rng: np.random.Generator) -> No
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "expert"), axis_types=kinds, devices=jax.devices()[:4])):
         got, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.float8_e4m3fn])
+def test_tokens_are_floating(dtype):
+    """The result has the dtype of tokens: of integers it would be rounded."""
+    with pytest.raises(TypeError, match=r"MoE: x has dtype .*, expected one of bfloat16"):
+        MoE(**SIZES, rngs=nnx.Rngs(0))(jnp.ones((3, H), dtype))
+
+
+def _routing_of(**changes):
+    ids = jnp.zeros((6, K), jnp.int32)
+    fields = {"topk_idx": ids, "topk_weights": jnp.ones((6, K)), "scores": jnp.ones((6, E))} | changes
+    return lambda tokens: jax_ep.Routing(**fields)
+
+
+@pytest.mark.parametrize(
+    ("router", "error", "match"),
+    [
+        (lambda tokens: None, TypeError, "router_fn returned a NoneType, expected a jax_ep.Routing"),
+        (lambda tokens: (tokens, tokens, tokens), TypeError, "router_fn returned a tuple"),
+        (_routing_of(scores=None), TypeError, "scores of what router_fn returned is a NoneType"),
+        (_routing_of(topk_idx=jnp.zeros((6, K))), TypeError, "returned ids of float32"),
+        (_routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)), ValueError, r"ids \(5, 2\) and weights \(6, 2\)"),
+        (_routing_of(topk_weights=jnp.ones((6, 1))), ValueError, r"weights \(6, 1\), expected both \[6, K\]"),
+        (_routing_of(scores=jnp.ones((6, 2 * E))), ValueError, rf"scores \(6, 16\), expected \[6, {E}\]"),
+    ],
+)
+def test_what_a_router_returns_is_checked(router, error, match):
+    """A router over other experts would lose tokens, and count none of them as dropped."""
+    moe = MoE(**SIZES, router_fn=router, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=match):
+        moe(jnp.ones((6, H)))
+
+
+def test_a_router_scores_identity_experts_too():
+    moe = MoE(**SIZES, router_fn=_routing_of(), num_identity_experts=2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=rf"scores \(6, {E}\), expected \[6, {E + 2}\]"):
+        moe(jnp.ones((6, H)))
+
+
+@pytest.mark.parametrize("shape", [(H,), (5, H), (2, 3, H), (2, 1, 3, H)])
+def test_shared_experts_give_a_callers_function_rows(shape):
+    """`[R, N]`, as routed experts do, whatever axes tokens have."""
+    seen = []
+
+    def activation(rows):
+        seen.append(rows.ndim)
+        gate, up = jnp.split(rows, 2, axis=1)
+        return jax.nn.silu(gate) * up
+
+    x = jax.random.normal(jax.random.key(1), shape)
+    make = functools.partial(MoE, **SIZES, num_shared_experts=1)
+    own = make(experts=jax_ep.Experts(activation), rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(own(x)[0], make(rngs=nnx.Rngs(0))(x)[0], rtol=1e-5, atol=1e-5)
+    assert set(seen) == {2}

@@ -493,3 +493,16 @@ def test_identity_experts_leave_tokens_without_experts_alone():
     np.testing.assert_array_equal(rest.topk_idx[4:], np.full((2, 3), -1))
     np.testing.assert_array_equal(weight[4:], np.zeros(2))
     assert (np.asarray(weight[:4]) > 0).all()
+
+
+def test_bias_of_16_bits_sees_counts_as_they_are():
+    bias = jax_ep.routing.update_router_bias(jnp.zeros(3, jnp.bfloat16), jnp.array([1000, 1001, 1002]), rate=0.5)
+    assert bias.dtype == jnp.bfloat16 and bias.tolist() == [0.5, 0, -0.5]
+
+
+@pytest.mark.parametrize(("bias", "load"), [((4,), (3,)), ((4,), (3, 4)), ((2, 4), (4,)), ((4,), (1,))])
+def test_bias_and_load_have_one_shape(bias, load):
+    with pytest.raises(ValueError, match="update_router_bias: load has shape"):
+        jax_ep.routing.update_router_bias(jnp.zeros(bias), jnp.ones(load, jnp.int32))
+    with pytest.raises(TypeError, match="load is a list"):
+        jax_ep.routing.update_router_bias(jnp.zeros(bias), [1, 2])

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jax_ep
 from cases import reals
+from harness import make_mesh
 from jax_ep.core.mesh_axes import platform
 from jax_ep.quantization import quantize_experts, quantize_master_weights, shuffle_experts, unshuffle_experts
 from jax_ep.sharding import moe_specs, sharded_moe
@@ -285,3 +286,40 @@ def test_fp8_weights_are_split_between_blocks() -> None:
         run = sharded_moe(mesh, num_experts=4, recipe="fp8", **{"batch_axes": "data"} | axes)
         with pytest.raises(ValueError, match=message):
             run(x, ids, weights, *matrices)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "columns", "experts"),
+    [(1, 2 * INNER, None), (2, INNER // 2, None), (3, INNER, None), (1, INNER, "gated"), (2, INNER, "ungated")],
+)
+def test_a_tensor_axis_knows_gates_by_their_axis(kinds, columns, experts, rng):
+    """A rank's share of the columns does not tell: what is laid out otherwise would be multiplied wrongly."""
+    mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
+    w_gate_up = rng.normal(size=(E, H, kinds, columns)).astype(np.float32)
+    given = {} if experts is None else {"experts": jax_ep.Experts(gated=experts == "gated")}
+    layer = sharded_moe(mesh, num_experts=E, tensor_axis="tensor", **given)
+    want = {None: f"{INNER}. or", "gated": "2, ", "ungated": "1, "}[experts]
+    with pytest.raises(ValueError, match=rf"w_gate_up has shape .* expected \[E, H, .*{want}"):
+        layer(x, idx, weights, w_gate_up, w_down)
+
+
+def test_a_tensor_axis_leaves_columns_of_a_callers_function_alone(rng):
+    mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
+    w = rng.normal(size=(E, H, 3, INNER)).astype(np.float32)
+    product = lambda h: jnp.prod(h.reshape(h.shape[0], 3, -1), axis=1)  # noqa: E731
+    layer = sharded_moe(mesh, num_experts=E, tensor_axis="tensor", experts=jax_ep.Experts(product))
+    got = layer(x, idx, weights, w, w_down)
+    want = jax_ep.fused_moe(x, idx, weights, w.reshape(E, H, -1), w_down, experts=jax_ep.Experts(product))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"num_tokens": 3}, "num_tokens=3 would count the tokens of each shard.*token_mask"),
+        ({"b_down": np.zeros((E, H)), "token_mask": None}, r"\['b_down', 'token_mask'\] are arrays.*returned function"),
+    ],
+)
+def test_what_is_no_option_of_the_layer(given, match):
+    with pytest.raises(TypeError, match=match):
+        sharded_moe(num_experts=E, **given)

@@ -117,8 +117,8 @@ class Checkpoint:
         Args:
           name: one of `names`.
           sharding: of the result; None: whole on one device.
-          dtype: of the result, a floating dtype of 16 bits or more; None: as stored. With a dtype, FP8 and MXFP4 are
-            multiplied by their scales.
+          dtype: of the result, a floating dtype of 16 bits or more; None: as stored, in 32 bits where that is in 64 and
+            JAX is not (`jax_enable_x64`). With a dtype, FP8 and MXFP4 are multiplied by their scales.
           transpose: swap the last two axes, `[..., out, in]` to `[..., in, out]`; the sharding is of the result.
 
         Returns:
@@ -126,9 +126,15 @@ class Checkpoint:
           values.
 
         Raises:
-          ValueError: no tensor of that name, or nothing to transpose.
-          TypeError: another dtype.
+          ValueError: no tensor of that name, nothing to transpose, a sharding of more axes, or integers that 32 bits do
+            not hold.
+          TypeError: another dtype, or a sharding of another type.
         """
+        if not isinstance(sharding, jax.sharding.Sharding | None):
+            raise TypeError(
+                f"Checkpoint.read: sharding is a {type(sharding).__name__}, expected a jax.sharding.Sharding; pass"
+                " NamedSharding(mesh, spec), or SingleDeviceSharding(device)."
+            )
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)
         if transpose and source.ndim < 2:
             raise ValueError(
@@ -136,7 +142,13 @@ class Checkpoint:
                 " leave it out."
             )
         shape = swapped(source.shape) if transpose else source.shape
+        if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+            raise ValueError(
+                f"Checkpoint.read: {name!r} has shape {shape}, expected at least the {len(sharding.spec)} axes of"
+                f" {sharding.spec}; pass a spec of its axes."
+            )
         to = source.dtype if dtype is None else _checked("Checkpoint.read", dtype)
+        _check_range(name, source, to)
         memory = HostMemory(shard_bytes(shape, to, sharding)[0])
         parts = [Part(source, whole(source.shape))]
         return make_array(shape, to, parts, transpose, memory=memory, sharding=sharding)
@@ -178,7 +190,7 @@ class Checkpoint:
         shapes = families.shapes(function, self.config)
         layers = self.moe_layers
         if layer not in layers:
-            raise ValueError(f"{function}: layer={layer} is not MoE, expected one of {layers}; pass one of them.")
+            raise ValueError(f"{function}: layer={layer!r} is not MoE, expected one of {layers}; pass one of them.")
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
         to = None if dtype is None else _checked(function, dtype)
         form = reading.form_of(self._files, families.find(function, self.config), layer)
@@ -227,6 +239,19 @@ def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: in
     num_ranks = math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
     check.divisible_experts(function, num_experts, num_ranks, axis_name)
     return mesh
+
+
+def _check_range(name: str, source: Any, to: np.dtype) -> None:
+    """Integers of 64 bits must fit where JAX has 32."""
+    kept = jax.dtypes.canonicalize_dtype(to)
+    if to.kind not in "iu" or kept == to or not source.size:
+        return
+    least, most = np.min(source), np.max(source)
+    if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
+        raise ValueError(
+            f"Checkpoint.read: {name!r} has {to} from {least} to {most}, expected what {kept} holds; call"
+            " jax.config.update('jax_enable_x64', True) before."
+        )
 
 
 def _checked(function: str, dtype: DTypeLike) -> np.dtype:

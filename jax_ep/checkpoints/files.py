@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
+DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
     "U16": np.uint16,
@@ -132,12 +132,12 @@ class TensorFiles:
                 f"{self._function}: {INDEX} places {name!r} in {file}, which has no such tensor; download both again."
             )
         tensor = opened.tensors[name]
-        if tensor["dtype"] not in _DTYPES:
+        if tensor["dtype"] not in DTYPES:
             raise NotImplementedError(
-                f"{self._function}: {name!r} has dtype {tensor['dtype']}, expected one of {', '.join(_DTYPES)}; convert"
+                f"{self._function}: {name!r} has dtype {tensor['dtype']}, expected one of {', '.join(DTYPES)}; convert"
                 " it first."
             )
-        dtype, shape = np.dtype(_DTYPES[tensor["dtype"]]), tuple(tensor["shape"])
+        dtype, shape = np.dtype(DTYPES[tensor["dtype"]]), tuple(tensor["shape"])
         start, end = tensor["data_offsets"]
         if end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_ep.checkpoints import families
+from jax_ep.checkpoints import families, files
 from jax_ep.checkpoints.decoded import FP8, SCALES, blocks, num_blocks
 from jax_ep.checkpoints.families import Stored
 from jax_ep.checkpoints.files import SINGLE
@@ -44,6 +44,11 @@ def tensors_of(
     family = families.find(function, config)
     shapes = families.shapes(function, config)
     expected = families.moe_layers(function, config)
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"{function}: layers is a {type(layers).__name__}, expected a dict from numbers of layers to their"
+            " parameters; pass {number: parameters}."
+        )
     if set(layers) != set(expected):
         raise ValueError(
             f"{function}: layers has {sorted(layers)}, expected the MoE layers of the config, {list(expected)}; pass"
@@ -117,6 +122,9 @@ def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -
             f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; of a Flax variable"
             " pass variable.get_value()."
         )
+    if array.dtype not in files.DTYPES.values():
+        names = ", ".join(np.dtype(dtype).name for dtype in files.DTYPES.values())
+        raise TypeError(f"{function}: {what} has dtype {array.dtype}, expected one of {names}; cast it with astype.")
     if array.shape != shape:
         raise ValueError(f"{function}: {what} has shape {array.shape}, expected {shape} for this config; reshape it.")
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):

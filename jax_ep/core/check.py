@@ -11,7 +11,18 @@ from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.mesh_axes import axis_size, spread_axes
-from jax_ep.types import ACTIVATIONS, Array, AxisName, Experts, Handle, Layout, LowLatencyHandle, Quantized, Tokens
+from jax_ep.types import (
+    ACTIVATIONS,
+    Array,
+    AxisName,
+    Experts,
+    Handle,
+    Layout,
+    LowLatencyHandle,
+    Quantized,
+    Routing,
+    Tokens,
+)
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
@@ -50,6 +61,30 @@ def floating(function: str, name: str, value: Array) -> Array:
     return value
 
 
+def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: int) -> None:
+    """What a router of the caller's has returned."""
+    if not isinstance(value, Routing):
+        raise TypeError(
+            f"{function}: {name} returned a {type(value).__name__}, expected a jax_ep.Routing; return one of ids"
+            f" [N, K], weights [N, K] and scores [N, {num_experts}]."
+        )
+    for field, found in value._asdict().items():
+        rows(function, f"{field} of what {name} returned", found, "[N, ...]")
+    ids, weights, scores = value
+    if ids.dtype.kind != "i":
+        raise TypeError(f"{function}: {name} returned ids of {ids.dtype}, expected integers; cast them with astype.")
+    if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != num_tokens:
+        raise ValueError(
+            f"{function}: {name} returned ids {ids.shape} and weights {weights.shape}, expected both [{num_tokens}, K],"
+            " one row per token; return those."
+        )
+    if scores.shape != (num_tokens, num_experts):
+        raise ValueError(
+            f"{function}: {name} returned scores {scores.shape}, expected [{num_tokens}, {num_experts}], of all experts"
+            " of the layer, identity experts included; return those."
+        )
+
+
 def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:
     """Two operands of one product."""
     if value.dtype != other:
@@ -75,10 +110,16 @@ def size(function: str, what: str, actual: int, expected: int, remedy: str) -> N
 
 def positive(function: str, name: str, value: Any) -> int:
     """A static integer >= 1."""
+    return at_least(function, name, value, 1)
+
+
+def at_least(function: str, name: str, value: Any, least: int) -> int:
+    """A static integer from `least` on."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected a Python int; it must be static.")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{function}: {name}={value}, expected at least 1 and below 2**31; pass a positive {name}.")
+    if not least <= value < 2**31:
+        remedy = f"pass a positive {name}" if least == 1 else "pass such a number"
+        raise ValueError(f"{function}: {name}={value}, expected at least {least} and below 2**31; {remedy}.")
     return int(value)
 
 
@@ -133,6 +174,8 @@ def expert_ids(
     """`[T, K]` int32, -1 where `token_mask` is False; an error if one is known to be out of range, and `all_count`."""
     # Read before the conversion below: under a trace that hides the values of a NumPy array.
     known = _known_values(topk_idx) if all_count else None
+    if isinstance(topk_idx, np.ndarray) and topk_idx.dtype in (np.int64, np.uint64):
+        topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # which JAX would wrap
     topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
     if topk_idx.dtype != jnp.int32:
         raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
@@ -395,6 +438,8 @@ def token_mask(function: str, value: Any, shape: tuple[int, ...], meaning: str) 
 def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
     """`num_tokens` as an int32 scalar. Any integer is one: more than `most` are as good as that many."""
     value: Any = num_tokens
+    if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu":
+        value = value[()]  # JAX would wrap what 32 bits do not hold
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         value = np.asarray(min(max(int(value), 0), most), np.int32)
     value = array(function, "num_tokens", value, 0, "[], an int32 scalar")

@@ -157,9 +157,7 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
 
 
 def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[int, int]:
-    """The matrices of an expert layer, transposed: columns of hidden rows, and I."""
-    fp8 = isinstance(w_gate_up, tuple)
-    check_quantized.two_of_a_kind(function, w_gate_up, w_down)
+    """The matrices of an expert layer, transposed, after `two_of_a_kind`: columns of hidden rows, and I."""
     hidden = x.shape[1]
     values: list[Array | QuantizedExperts] = []
     for name, w, layout in (("w_gate_up", w_gate_up, "[L, 2 * I, H]"), ("w_down", w_down, "[L, H, I]")):
@@ -169,7 +167,8 @@ def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_lo
         if isinstance(w, tuple) and len(w) != 2:
             raise ValueError(f"{function}: {name} is a tuple of {len(w)}, expected 2; pass (values, scales).")
         value = check.array(function, name, w[0] if isinstance(w, tuple) else w, 3, layout)
-        check.same_dtype(function, name, value, "FP8 pairs" if fp8 else "x", FP8 if fp8 else x.dtype)
+        is_pair = isinstance(w, tuple)
+        check.same_dtype(function, name, value, "FP8 pairs" if is_pair else "x", FP8 if is_pair else x.dtype)
         check.size(function, f"axis 0 of {name}", value.shape[0], num_local, "pass one matrix per local expert")
         if isinstance(w, tuple):
             scales(function, f"{name}_scales", w[1], value, GROUP_SIZE)

@@ -92,7 +92,7 @@ def low_latency_dispatch(
     num_experts, _ = check.experts(function, num_experts, axis_name)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
     max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
-    topk_idx = check.expert_ids(function, topk_idx, actual, num_experts)
+    topk_idx = check.expert_ids(function, topk_idx, actual, num_experts, all_count=num_tokens is None)
     if isinstance(x, tuple):
         remedy = "pass the group_size that x was quantised with"
         check.size(function, "the number of columns per scale of x", hidden // x[1].shape[1], group_size, remedy)
@@ -190,7 +190,8 @@ def check_combine(
             f"{function}: {name} has shape {y.shape}, expected [{layout.num_local_experts}, {block}, H]; pass rows in"
             " the layout of the dispatch."
         )
-    topk_idx = check.expert_ids(function, topk_idx, None, layout.num_experts)
+    # The handle knows which tokens count: ids of others may be anything.
+    topk_idx = check.expert_ids(function, topk_idx, None, layout.num_experts, all_count=False)
     check.size(function, "top_k of the handle", layout.top_k, topk_idx.shape[1], "pass the topk_idx of the dispatch")
     if topk_idx.shape[0] > layout.num_tokens:
         raise ValueError(

@@ -144,7 +144,7 @@ def low_latency_moe(
     options = registry.options(function, axis_name, implementation, None, schedule)
     x = check.matrix(function, "x", x, "[T, H]")
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
-    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts)
+    topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
     if num_tokens is not None:
         num_tokens = check.token_count(function, num_tokens, x.shape[0])
@@ -386,8 +386,11 @@ def _multiply_and_combine(
     name = registry.choose(options, "low_latency", out_dtype, rhs.shape[1], layout, handle.group is None)
     run = registry.get("low_latency", name)
     rows, _ = jax.eval_shape(_prepared_rows, lhs, rhs, scales[0])
-    if not run.fuses(layout, rows, rhs, out_dtype):
-        product = multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, *scales)
+    fuses = run.fuses(layout, rows, rhs, out_dtype)
+
+    def unfused(lhs: Array, rhs: Any, group_sizes: Array, *rest: Any) -> Array:
+        topk_weights, handle, lhs_scales, rhs_scales, bias = rest
+        product = multiply(options, out_dtype, expected_rows, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
         if bias is not None:
             product = add_bias_of_blocks(product, bias)
         return combine_tokens(options, product, topk_weights, handle)
@@ -401,7 +404,8 @@ def _multiply_and_combine(
         return result
 
     operands = (lhs, rhs, group_sizes, topk_weights, handle, *scales, bias)
-    return call_without_gradient(f"{options.function} has no gradient: train with moe.", fused, *operands)
+    run_one = fused if fuses else unfused
+    return call_without_gradient(f"{options.function} has no gradient: train with moe.", run_one, *operands)
 
 
 def _prepared_rows(lhs: Array, rhs: Array | QuantizedExperts, lhs_scales: Array | None) -> tuple[Array, Array | None]:

@@ -38,7 +38,7 @@ def moe_sort(
       topk_weights: `[T, K]` float32 router weights, or None.
       num_experts: E.
       block_size: rows per block.
-      first_expert: with num_local_experts, the experts of this device: slots of others have no row.
+      first_expert: with num_local_experts, the experts of this device, both static: slots of others have no row.
       num_local_experts: L; None: all from first_expert on.
       num_tokens: `[]` int32, tokens at and past this index have no row; None: all T count.
       implementation: see `dispatch`.
@@ -82,8 +82,7 @@ def moe_sort(
 def _local_experts(num_experts: int, first_expert: int, num_local_experts: int | None) -> tuple[int, int]:
     """The first of this device's experts, and how many there are."""
     function = "moe_sort"
-    if first_expert != 0:
-        first_expert = check.positive(function, "first_expert", first_expert)
+    first_expert = check.at_least(function, "first_expert", first_expert, 0)
     if num_local_experts is None:
         num_local_experts = max(1, num_experts - first_expert)
     num_local_experts = check.positive(function, "num_local_experts", num_local_experts)

@@ -15,7 +15,7 @@ import oracle
 import oracle_serving
 from cases import BF16, F32, Shape, assert_close, probabilities, reals
 from harness import compiled
-from jax_ep.quantization import quantize_fp8_weights
+from jax_ep.quantization import quantize_experts, quantize_fp8_weights
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=6, top_k=3, num_experts=8, hidden=256, intermediate=128)
@@ -132,3 +132,67 @@ def test_no_gradient() -> None:
 
     with pytest.raises(TypeError, match="no gradient"):
         jax.grad(loss)(jnp.ones((1, 128)))
+
+
+def small_layer(seed=0):
+    """x, ids, weights, and matrices as `moe` takes them, of four experts."""
+    rng = np.random.default_rng(seed)
+    shapes = ((3, 128), (4, 128, 256), (4, 128, 128))
+    x, up, down = (jnp.asarray(rng.normal(size=shape) / 11, jnp.float32) for shape in shapes)
+    return x * 11, jnp.array([[0, 1], [2, 3], [1, -1]], jnp.int32), jnp.full((3, 2), 0.5), up, down
+
+
+@pytest.mark.parametrize("other", ["fp8", "fp8_channel", "mxfp4", "int4"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_matrices_of_two_formats(other: str, swapped: bool) -> None:
+    """As `fused_moe` takes them: each matrix says by itself what its rows become."""
+    x, ids, weights, *matrices = small_layer()
+    formats = [
+        {"format": "fp8", "activations": "fp8"},
+        {"format": other, "activations": None if other == "fp8" else "fp8"},
+    ]
+    kinds = formats[::-1] if swapped else formats
+    w = [
+        quantize_experts(m, kind["format"], activations=kind["activations"])
+        for m, kind in zip(matrices, kinds, strict=True)
+    ]
+    got = jax_ep.low_latency_moe(x, ids, weights, *w, num_experts=4, axis_name=(), implementation="xla")
+    want = jax_ep.fused_moe(x, ids, weights, *w, implementation="xla")
+    error = np.linalg.norm(np.asarray(got - want)) / np.linalg.norm(np.asarray(want))
+    assert error < 0.05, "but for the rounding of tokens on their way"
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_ids_of_tokens_that_do_not_count(jit: bool) -> None:
+    """They may be anything, in the layer, its dispatch and its combine."""
+    x, ids, weights, up, down = small_layer()
+    keywords = {"num_experts": 4, "axis_name": (), "implementation": "xla"}
+    matrices = up.swapaxes(1, 2), down.swapaxes(1, 2)
+    layer = partial(jax_ep.low_latency_moe, num_tokens=2, **keywords)
+    layer = jax.jit(layer) if jit else layer
+    want = layer(x, ids, weights, *matrices)
+    others = ids.at[2].set(jnp.array([99, -7]))
+    np.testing.assert_array_equal(layer(x, others, weights, *matrices), want)
+    dispatched = jax_ep.low_latency_dispatch(x, others, max_tokens_per_rank=4, num_tokens=2, quantize=False, **keywords)
+    assert dispatched.group_sizes.tolist() == [1, 1, 1, 1]
+    combine = partial(jax_ep.low_latency_combine, dispatched.tokens, topk_weights=weights, handle=dispatched.handle)
+    got, same = (combine(topk_idx=some, axis_name=(), implementation="xla") for some in (others, ids))
+    np.testing.assert_array_equal(got[:2], same[:2])
+    with pytest.raises(ValueError, match="topk_idx contains"):
+        jax_ep.low_latency_moe(x, others, weights, *matrices, **keywords)
+
+
+@pytest.mark.parametrize("argument", ["topk_weights", "b_down"])
+def test_no_gradient_in_any_array(argument: str) -> None:
+    """Whether an implementation has one launch for it or several: on each kind of device alike."""
+    x, ids, weights, up, down = small_layer()
+    given = {"topk_weights": weights, "b_down": jnp.ones((4, 128))}
+
+    def loss(value: Any) -> Any:
+        arrays = given | {argument: value}
+        matrices = {"w_gate_up": up.swapaxes(1, 2), "w_down": down.swapaxes(1, 2)}
+        call = partial(jax_ep.low_latency_moe, num_experts=4, axis_name=(), implementation="xla")
+        return call(x, ids, **arrays, **matrices).sum()
+
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(loss)(given[argument])

@@ -278,3 +278,41 @@ def test_fused_moe_under_scan_and_remat():
     plain_value, plain_gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(layer(layer(x)) ** 2)))(x)
     np.testing.assert_allclose(value, plain_value, rtol=1e-6)
     np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [2**32, 2**32 + 1, 2**31, -(2**31) - 1, 3])
+@pytest.mark.parametrize("kind", [int, np.int64, np.asarray], ids=["int", "scalar", "array"])
+def test_numbers_of_tokens_beyond_32_bits(number, kind):
+    ids = np.array([[1], [0], [1]], np.int32)
+    got = jax_ep.moe_sort(ids, num_experts=2, block_size=2, num_tokens=kind(number))
+    assert (np.asarray(got.slots) >= 0).sum() == (3 if number > 0 else 0)
+
+
+def test_ids_beyond_32_bits_are_no_experts():
+    ids = np.array([[2**32 + 1], [0], [1], [-(2**33)]], np.int64)
+    slots = np.asarray(jax_ep.moe_sort(ids, num_experts=2, block_size=2, num_tokens=4).slots)
+    assert sorted(slots[slots >= 0]) == [1, 2]
+    with pytest.raises(ValueError, match="topk_idx contains"):
+        jax_ep.moe_sort(ids, num_experts=2, block_size=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "error", "match"),
+    [
+        (0.0, TypeError, "first_expert is a float"),
+        (False, TypeError, "first_expert is a bool"),
+        (jnp.int32(0), TypeError, "first_expert is a .*static"),
+        (np.array([0, 1]), TypeError, "first_expert is a ndarray"),
+        (-1, ValueError, "first_expert=-1, expected at least 0"),
+        (2, ValueError, "reach past num_experts=2"),
+    ],
+)
+def test_a_first_expert_that_is_none(first, error, match):
+    with pytest.raises(error, match=match):
+        jax_ep.moe_sort(np.array([[1]], np.int32), num_experts=2, block_size=2, first_expert=first)
+
+
+def test_a_traced_first_expert():
+    sort = lambda first: jax_ep.moe_sort(np.array([[1]], np.int32), num_experts=2, block_size=2, first_expert=first)  # noqa: E731
+    with pytest.raises(TypeError, match=r"first_expert is a .*Tracer, expected a Python int; it must be static"):
+        jax.jit(sort)(1)

@@ -198,7 +198,12 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked"])
 def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
+    """This process is busy until the other one fails."""
+    busy = contextlib.ExitStack()
+    assert busy.enter_context(lowered._places.one(0))
+
     def run(command, **options):
+        busy.close()
         if how == "cannot begin":
             raise OSError("no memory")
         if how == "never ends":
@@ -206,11 +211,9 @@ def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
         return subprocess.CompletedProcess(command, 1, b"", b"no memory")
 
     monkeypatch.setattr(elsewhere.subprocess, "run", run)
-    busy = contextlib.ExitStack()
-    assert busy.enter_context(lowered._places.one(0))
-    threading.Timer(0.2, busy.close).start()
-    run, _ = make_launch()
     factor = Unsent(2.0) if how == "cannot be asked" else 2.0
+    monkeypatch.setattr(Unsent, "asked", busy.close)
+    run, _ = make_launch()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         text = lower(lambda x: run(x, x, interpret=False, factor=factor)["out"], ROWS)
@@ -222,7 +225,10 @@ def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
 class Unsent(float):
     """A number that no other process can be told of."""
 
+    asked = staticmethod(lambda: None)
+
     def __reduce__(self):
+        self.asked()
         raise lowered.pickle.PicklingError("not for other processes")
 
 

@@ -13,6 +13,7 @@ Source: products with scales per block, all in e4m3, as in DeepSeek-V3 (arXiv:24
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from jax_ep.core import check_recipe
 from jax_ep.core.bias import add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.mesh_axes import platform
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.ops import exchange, exchange_gemm, registry
 from jax_ep.ops.activation import activate_gradient, is_one_pass
@@ -116,6 +118,22 @@ def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tup
     return (lax.bitcast_convert_type(values, jnp.uint8), scales), row_weights
 
 
+def _saved_matrices(w: Weights) -> Weights:
+    """In bytes where FP8 would be lost, which layers that are made again may have quantised; else JAX copies nothing."""
+    return _bitcast(w, jnp.uint8) if platform() == "cpu" else w
+
+
+def _matrices(saved: Weights) -> Weights:
+    return _bitcast(saved, FP8)
+
+
+def _bitcast(w: Weights, dtype: DTypeLike) -> Weights:
+    if not isinstance(w, Fp8Weights) or w.values.dtype == dtype:
+        return w
+    transposed = None if w.transposed is None else lax.bitcast_convert_type(w.transposed, dtype)
+    return dataclasses.replace(w, values=lax.bitcast_convert_type(w.values, dtype), transposed=transposed)
+
+
 def _as_fp8(saved: Tokens) -> Tokens:
     """Rows that were saved; values in bytes are FP8."""
     return (lax.bitcast_convert_type(saved[0], FP8), saved[1]) if isinstance(saved, tuple) else saved
@@ -128,13 +146,14 @@ def _dispatch_forward(options: Options, x: Array, weights: Array, w: Weights, ha
     def run(saved: Tokens, w: Weights, handle: Handle) -> Array:
         return _multiply(options, _as_fp8(saved), w, handle, x.dtype)
 
-    return (call_without_gradient(_REMEDY, run, saved, w, handle), row_weights), (saved, w, handle)
+    return (call_without_gradient(_REMEDY, run, saved, w, handle), row_weights), (saved, _saved_matrices(w), handle)
 
 
 def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
     if check_recipe.differentiates_in_fp8(options.recipe):
         return call_without_gradient(_REMEDY, partial(_dispatch_backward_in_fp8, options), residuals, cotangents)
-    saved, w, handle = residuals
+    saved, saved_w, handle = residuals
+    w = _matrices(saved_w)
     d_hidden, d_row_weights = cotangents
     dtype, matrices = d_hidden.dtype, _unquantized(w, d_hidden.dtype)
     if exchange_gemm.fuses(options, d_hidden, w.shape[1], handle):
@@ -149,7 +168,8 @@ def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array
 
 
 def _dispatch_backward_in_fp8(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
-    saved, w, handle = residuals
+    saved, saved_w, handle = residuals
+    w = _matrices(saved_w)
     d_hidden, d_row_weights = cotangents
     operands, sizes, dtype = fp8_kernels(options)[1], handle.group_sizes, d_hidden.dtype
     in_columns = options.recipe == "fp8"
@@ -197,7 +217,7 @@ def _combine_forward(options: Options, experts: Experts, between: Between, w: We
         return _combine(options, y, between, handle), rows
 
     sums, rows = call_without_gradient(_REMEDY, run, between, w, handle)
-    return sums, (between, rows, w, handle)
+    return sums, (between, rows, _saved_matrices(w), handle)
 
 
 def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
@@ -205,7 +225,8 @@ def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums
     if check_recipe.differentiates_in_fp8(options.recipe):
         run = partial(_combine_backward_in_fp8, options, experts)
         return call_without_gradient(_REMEDY, run, residuals, d_sums)
-    between, rows, w, handle = residuals
+    between, rows, saved_w, handle = residuals
+    w = _matrices(saved_w)
     sizes, dtype = handle.group_sizes, between.hidden.dtype
     d_sums, matrices = d_sums.astype(dtype), _unquantized(w, dtype)
     if exchange_gemm.fuses(options, d_sums, w.shape[1], handle):
@@ -222,7 +243,8 @@ def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums
 
 
 def _combine_backward_in_fp8(options: Options, experts: Experts, residuals: Any, d_sums: Array) -> Any:
-    between, _, w, handle = residuals
+    between, _, saved_w, handle = residuals
+    w = _matrices(saved_w)
     sizes, dtype = handle.group_sizes, between.hidden.dtype
     operands, d_sums = fp8_kernels(options)[1], d_sums.astype(dtype)
     run = registry.get("exchange", exchange.choose(options, d_sums, handle.layout, handle))

@@ -245,3 +245,25 @@ def test_mistakes_of_making_them() -> None:
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     with pytest.raises(TypeError, match=r"w_gate_up is Fp8Weights and w_down is an array, expected two of a kind"):
         jax_ep.fused_moe(x, ids, weights, whole(), jnp.ones((2, 128, 128)), recipe="fp8")
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-input-gradient", "fp8-forward"])
+@pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable"])
+@pytest.mark.slow(unless={"policy": ["everything_saveable"], "recipe": ["fp8"]})
+def test_quantised_in_layers_that_are_made_again(recipe: str, policy: str, rng: Any) -> None:
+    """Of a scan on the CPU, whose FP8 values are lost where such layers save them."""
+    stacked = [jnp.asarray(reals(rng, 2, 2, *shape, dtype=F32)) / 12 for shape in ((128, 256), (128, 128))]
+    x, ids = jnp.asarray(reals(rng, 6, 128, dtype=F32)), jnp.arange(6, dtype=jnp.int32)[:, None] % 2
+
+    def gradients(policy: str | None) -> Any:
+        def layer(x: Any, masters: Any) -> Any:
+            w = [quantize_master_weights(master, recipe=recipe) for master in masters]
+            return x + jax_ep.fused_moe(x, ids, jnp.ones((6, 1)), *w, recipe=recipe, implementation="xla"), None
+
+        if policy is not None:
+            layer = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+        return jax.jit(jax.grad(lambda w: jnp.sin(jax.lax.scan(layer, x, w)[0]).sum()))(stacked)
+
+    for got, want in zip(gradients(policy), gradients(None), strict=True):
+        assert np.abs(want).max() > 0.1
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

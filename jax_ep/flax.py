@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_ep.core import check, check_recipe
-from jax_ep.core.activations import activate
+from jax_ep.core.activations import activate_tokens
 from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.ops.moe import fused_moe
@@ -169,16 +169,12 @@ class MoE(nnx.Module):
             raise TypeError(f"MoE: experts is a {type(experts).__name__}, expected a jax_ep.Experts; pass one, or None")
         if experts is not None and (activation, gated) != ("silu", True):
             raise ValueError(f"MoE: {activation=}, {gated=} beside experts={experts}, which says both: leave them out")
-        for name, number in (
-            ("num_shared_experts", num_shared_experts),
-            ("num_identity_experts", num_identity_experts),
-        ):
-            if number != 0:
-                check.positive("MoE", name, number)
+        check.at_least("MoE", "num_shared_experts", num_shared_experts, 0)
+        check.at_least("MoE", "num_identity_experts", num_identity_experts, 0)
         if shared_intermediate_size is not None:
             check.positive("MoE", "shared_intermediate_size", shared_intermediate_size)
             check.positive("MoE", "num_shared_experts", num_shared_experts)
-        all_experts = num_experts + num_identity_experts
+        self._num_scores = all_experts = num_experts + num_identity_experts
         if not 1 <= num_experts_per_tok <= all_experts:
             names = "num_experts + num_identity_experts" if num_identity_experts else "num_experts"
             raise ValueError(f"{num_experts_per_tok=} must be between 1 and {names}={all_experts}")
@@ -318,11 +314,7 @@ class MoE(nnx.Module):
         experts = self.experts
         if not callable(experts.activation):
             experts = dataclasses.replace(experts, interleaved=False)
-        act, hidden = partial(activate, experts), tokens @ w_gate_up.astype(self.dtype)
-        if callable(experts.activation):  # which takes rows [R, N]
-            for _ in range(tokens.ndim - 2):
-                act = jax.vmap(act)
-        rows = act(hidden if tokens.ndim > 1 else hidden[None]).astype(self.dtype).reshape(*tokens.shape[:-1], -1)
+        rows = activate_tokens(experts, tokens @ w_gate_up.astype(self.dtype)).astype(self.dtype)
         y = rows @ w_down.astype(self.dtype)
         if self.shared_gate is not None:
             y = y * jax.nn.sigmoid(tokens @ self.shared_gate.astype(self.dtype))
@@ -451,13 +443,9 @@ class MoE(nnx.Module):
         return {"schedule": dataclasses.replace(schedule, **dict.fromkeys(_LAUNCHES))}
 
     def _router(self, tokens: Array) -> RouterWeights | Routing:
-        """The weights of this layer's router, or what another one has decided of `[N, H]`."""
         if self.router_fn is None:
             return self._router_weights()
-        routing = self.router_fn(tokens)
-        num_experts = self.num_experts + self.router_options.num_identity_experts
-        check.routing("MoE", "router_fn", routing, tokens.shape[0], num_experts)
-        return routing
+        return check.routing("MoE", "router_fn", self.router_fn(tokens), tokens.shape[0], self._num_scores)
 
     def _router_weights(self) -> RouterWeights:
         if self.router is None:

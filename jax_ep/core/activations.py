@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import jax
@@ -45,6 +46,15 @@ def activate(experts: Experts, hidden: Array) -> Array:
         return _of_gate(experts, hidden)
     gate, up = (hidden[..., 0::2], hidden[..., 1::2]) if experts.interleaved else jnp.split(hidden, 2, axis=-1)
     return activate_pairs(experts, gate, up)
+
+
+def activate_tokens(experts: Experts, hidden: Array) -> Array:
+    """`activate` of `[..., N]`, of which a function of the caller's gets rows `[R, N]`."""
+    if not callable(experts.activation) or hidden.ndim == 2:
+        return activate(experts, hidden)
+    if hidden.ndim == 1:
+        return activate(experts, hidden[None])[0]
+    return jax.vmap(partial(activate_tokens, experts))(hidden)  # merging axes would move what a mesh spreads
 
 
 def activate_pairs(

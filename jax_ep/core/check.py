@@ -61,7 +61,7 @@ def floating(function: str, name: str, value: Array) -> Array:
     return value
 
 
-def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: int) -> None:
+def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: int) -> Routing:
     """What a router of the caller's has returned."""
     if not isinstance(value, Routing):
         raise TypeError(
@@ -83,6 +83,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
             f"{function}: {name} returned scores {scores.shape}, expected [{num_tokens}, {num_experts}], of all experts"
             " of the layer, identity experts included; return those."
         )
+    return value
 
 
 def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:

@@ -64,8 +64,8 @@ def _reason_against(
     shapes = " and ".join(str(tuple(w.shape)) for w in matrices)
     return (
         f"{name!r} has no such launch for {slots} slots of {x.dtype} tokens with matrices {shapes} and"
-        f" {experts}: it takes tokens of 16 bits, H and I that are multiples of 8, 16 or 32 for elements of 16, 8"
-        " or 4 bits, scales of 16, 32, 64 or 128 elements in int4, no tokens in int8, and no function of the caller's"
+        f" {experts}: it takes tokens of 16 bits, sizes that are multiples of 8, or of 16 or 32 where matrices have"
+        " 8 or 4 bits, scales of 16 to 128 elements in int4, no tokens in int8, and no function of the caller's"
     )
 
 

@@ -119,7 +119,7 @@ def _dispatch(options: Options, x: Array, weights: Array, handle: Handle) -> tup
 
 
 def _saved_matrices(w: Weights) -> Weights:
-    """In bytes where FP8 would be lost, which layers that are made again may have quantised; else JAX copies nothing."""
+    """As bytes on the CPU, where FP8 is lost that a layer quantises and saves; elsewhere they would be copies."""
     return _bitcast(w, jnp.uint8) if platform() == "cpu" else w
 
 

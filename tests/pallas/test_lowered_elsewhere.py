@@ -46,7 +46,7 @@ def lower(function, *shapes):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """As where there are GPUs and cores; the threads that have begun a process."""
+    """As where there are GPUs and cores, and no files of earlier processes; the threads that have begun a process."""
     begun = []
 
     def run(*args, **options):
@@ -56,6 +56,7 @@ def processes(monkeypatch):
     begin = subprocess.run
     monkeypatch.setattr(elsewhere.subprocess, "run", run)
     monkeypatch.setattr(elsewhere, "most_processes", lambda: 2)
+    monkeypatch.setattr(lowered, "kept_or_made", lambda launch, facts, make: make())
     return begun
 
 
@@ -199,6 +200,7 @@ def wait_until(condition):
 @pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked"])
 def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
     """This process is busy until the other one fails."""
+    monkeypatch.setattr(lowered, "_places", lowered._Places())
     busy = contextlib.ExitStack()
     assert busy.enter_context(lowered._places.one(0))
 

@@ -174,7 +174,7 @@ class MoE(nnx.Module):
         if shared_intermediate_size is not None:
             check.positive("MoE", "shared_intermediate_size", shared_intermediate_size)
             check.positive("MoE", "num_shared_experts", num_shared_experts)
-        self._num_scores = all_experts = num_experts + num_identity_experts
+        all_experts = num_experts + num_identity_experts
         if not 1 <= num_experts_per_tok <= all_experts:
             names = "num_experts + num_identity_experts" if num_identity_experts else "num_experts"
             raise ValueError(f"{num_experts_per_tok=} must be between 1 and {names}={all_experts}")
@@ -445,7 +445,8 @@ class MoE(nnx.Module):
     def _router(self, tokens: Array) -> RouterWeights | Routing:
         if self.router_fn is None:
             return self._router_weights()
-        return check.routing("MoE", "router_fn", self.router_fn(tokens), tokens.shape[0], self._num_scores)
+        num_scores = self.num_experts + self.router_options.num_identity_experts
+        return check.routing("MoE", "router_fn", self.router_fn(tokens), tokens.shape[0], num_scores)
 
     def _router_weights(self) -> RouterWeights:
         if self.router is None:
@@ -485,8 +486,7 @@ class MoE(nnx.Module):
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
-        router = self._router(tokens)
-        routed = route(tokens, mask, router, options=self.router_options, axes=())
+        routed = route(tokens, mask, self._router(tokens), options=self.router_options, axes=())
         if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = self._low_latency(())(tokens, routed.topk_idx, routed.topk_weights, weights)
         else:

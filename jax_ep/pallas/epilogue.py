@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,75 +36,37 @@ def columns_scratch(out_dtype: DTypeLike, rows: int | None = None) -> Any:
     return plgpu.RefUnion(swizzled(shape, out_dtype), plgpu.SMEM(shape, out_dtype))
 
 
-class Edge(NamedTuple):
-    """Rows of a tile that wait in a slot of `columns_scratch`.
-
-    Attributes:
-      first: row of the tile with which the slot's chunk begins.
-      start: first of them in the chunk.
-      rows: how many, 0 for none.
-    """
-
-    first: Scalar
-    start: Scalar
-    rows: Scalar
-
-
-NO_EDGES = (Edge(int32(0), int32(0), int32(0)),) * _SLOTS
-
-
-def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> tuple[Edge, ...]:
-    """Stores the transposed `[64, rows]` float32 of a consumer, but for rows out of `bounds`, up to `send_edges`.
-
-    A chunk with such rows waits in its slot. Sending the others takes a copy for each bit of their number, and these
-    copies are the same whatever the height: a kernel with a loop for each height has them once, behind all.
+def store_columns(views: Ref, result: Array, target: Target, bounds: tuple[Array, Array]) -> None:
+    """Stores the transposed `[64, rows]` float32 of a consumer, but for rows out of `bounds`.
 
     Args:
       views: see `columns_scratch`.
       result: accumulators.
       target: `(first, height)` to rows of the result.
       bounds: first row and end; only the first chunk and the last one may have other rows.
-
-    Returns:
-      What waits in each slot.
     """
     swizzled_view, _ = views
     chunk = swizzled_view.shape[2]
-    *firsts, last = range(0, result.shape[1], chunk)
-    edges = list(NO_EDGES)
-    # The first chunk and the last one come last, so that what waits in their slots is in nobody's way.
-    for number, first in enumerate((*firsts[1:], *firsts[:1], last)):
-        height, slot = min(chunk, result.shape[1] - first), number % _SLOTS
+    firsts = range(0, result.shape[1], chunk)
+    for number, first in enumerate(firsts):
+        height = min(chunk, result.shape[1] - first)
         values = result[:, first : first + height].astype(swizzled_view.dtype)
         # At the first chunk the slot may be that of the last one of another tile, of any number of chunks.
         plgpu.wait_smem_to_gmem(_SLOTS - 1 if number else 0, wait_read_only=True)
-        whole = partial(_store_chunk, views, values, slot, partial(target, int32(first), height))
-        if first in firsts[1:]:
+        whole = partial(_store_chunk, views, values, number, partial(target, int32(first), height))
+        if number in (0, len(firsts) - 1):
+            start = jnp.maximum(bounds[0] - int32(first), int32(0))
+            rows = jnp.minimum(bounds[1] - int32(first), int32(height)) - start
+            pl.when(rows == int32(height))(whole)
+            part = partial(_store_part, views, values, number, target, int32(first), start, rows)
+            pl.when(rows < int32(height))(part)
+        else:
             whole()
-            continue
-        start = jnp.maximum(bounds[0] - int32(first), int32(0))
-        rows = jnp.minimum(bounds[1] - int32(first), int32(height)) - start
-        pl.when(rows == int32(height))(whole)
-        pl.when(rows < int32(height))(partial(_keep_chunk, views, values, slot, before_another=first != last))
-        edges[slot] = Edge(int32(first), start, jnp.where(rows < int32(height), rows, int32(0)))
-    return tuple(edges)
 
 
-def send_edges(views: Ref, edges: Sequence[Edge], target: Target) -> None:
-    """Sends what `store_columns` has left; `target` as there."""
-    _, buffer = views
-    for slot, edge in enumerate(edges):
-        chunk = buffer.at[lax.axis_index(WARPGROUP), slot]
-
-        def send(chunk: Ref = chunk, edge: Edge = edge) -> None:
-            _store_boxes(chunk, lambda here, height: target(edge.first + here, height), edge.start, edge.rows)
-
-        pl.when(edge.rows > int32(0))(send)
-
-
-def _store_chunk(views: Ref, values: Array, slot: int, target: Callable[[], Ref]) -> None:
+def _store_chunk(views: Ref, values: Array, number: int, target: Callable[[], Ref]) -> None:
     buffer, _ = views
-    chunk = buffer.at[lax.axis_index(WARPGROUP), slot, pl.ds(0, values.shape[1])]
+    chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS, pl.ds(0, values.shape[1])]
     if values.dtype.itemsize > 2:  # shared memory itself transposes 16-bit elements as they are stored
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
     chunk.transpose((1, 0))[...] = values
@@ -112,14 +74,16 @@ def _store_chunk(views: Ref, values: Array, slot: int, target: Callable[[], Ref]
     plgpu.copy_smem_to_gmem(chunk, target())
 
 
-def _keep_chunk(views: Ref, values: Array, slot: int, *, before_another: bool) -> None:
-    """Leaves a chunk in its slot."""
+def _store_part(
+    views: Ref, values: Array, number: int, target: Target, first: Scalar, start: Array, rows: Array
+) -> None:
+    """Stores `rows` rows from `start` on, both of the chunk of this number, which begins with row `first`."""
     _, buffer = views
-    chunk = buffer.at[lax.axis_index(WARPGROUP), slot, pl.ds(0, values.shape[1])]
-    _store_slowly(chunk.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
+    chunk = buffer.at[lax.axis_index(WARPGROUP), number % _SLOTS]
+    part = chunk.at[pl.ds(0, values.shape[1])]
+    _store_slowly(part.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
     plgpu.commit_smem()
-    if before_another:  # whose slot is free when one more group of copies has begun, as there is none of this chunk
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _store_boxes(chunk, lambda here, height: target(first + here, height), start, rows)
 
 
 def _store_boxes(chunk: Ref, target: Target, start: Scalar, rows: Scalar) -> None:

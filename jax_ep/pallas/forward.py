@@ -54,37 +54,17 @@ def place_of(
     return Place(group, *place, number * int32(columns), steps)
 
 
-def store_tile(views: Ref, result: Array, out: Ref, place: Place) -> tuple[epilogue.Edge, ...]:
-    """Stores the transposed `[64, rows]` of a consumer, but for rows of other tiles; `views` are `columns_scratch`.
-
-    Returns:
-      What is left to `send_edges`, behind the branches of all heights.
-    """
-    origin, column = _corner(place)
+def store_tile(views: Ref, result: Array, out: Ref, place: Place) -> None:
+    """Stores the transposed `[64, rows]` of a consumer, but for rows of other tiles; `views` are `columns_scratch`."""
+    origin, first = pl.multiple_of(place.row, ALIGNMENT), lax.axis_index(WARPGROUP) * int32(CHUNK)
+    column = pl.multiple_of(place.column, TILE) + first
     bounds = place.start - origin, place.end - origin
+
+    def target(below: Array, height: int) -> Ref:
+        return out.at[pl.ds(origin + below, height), pl.ds(column, CHUNK)]
+
     # Sizes are multiples of a consumer's columns: it stores all of them, or none.
-    return lax.cond(
-        column < int32(out.shape[1]),
-        lambda: epilogue.store_columns(views, result, _rows_of(out, place), bounds),
-        lambda: epilogue.NO_EDGES,
-    )
-
-
-def send_edges(views: Ref, edges: tuple[epilogue.Edge, ...], out: Ref, place: Place) -> None:
-    """Ends what `store_tile` began."""
-    epilogue.send_edges(views, edges, _rows_of(out, place))
-
-
-def _corner(place: Place) -> tuple[Array, Array]:
-    """First row and column of a consumer's part of a tile."""
-    column = pl.multiple_of(place.column, TILE) + lax.axis_index(WARPGROUP) * int32(CHUNK)
-    return pl.multiple_of(place.row, ALIGNMENT), column
-
-
-def _rows_of(out: Ref, place: Place) -> epilogue.Target:
-    """`(first, height)` to rows of a consumer's part of a tile in the result."""
-    origin, column = _corner(place)
-    return lambda first, height: out.at[pl.ds(origin + first, height), pl.ds(column, CHUNK)]
+    pl.when(column < int32(out.shape[1]))(lambda: epilogue.store_columns(views, result, target, bounds))
 
 
 def grouped_gemm(
@@ -129,7 +109,7 @@ def grouped_gemm(
         columns = pl.ds(pl.multiple_of(first, CHUNK), CHUNK)
         after = step + place.steps
 
-        def multiply_rows(height: int) -> tuple[epilogue.Edge, ...]:
+        def multiply_rows(height: int) -> None:
             def operands(slot: Array) -> list[tuple[Ref, Ref]]:
                 matrix = ring.rhs.at[slot, columns] if transpose else ring.rhs.at[slot, :, columns].transpose((1, 0))
                 return [(matrix, ring.lhs.at[slot, pl.ds(0, height)].transpose((1, 0)))]
@@ -140,10 +120,9 @@ def grouped_gemm(
 
             result = pl.run_scoped(product, plgpu.ACC((CHUNK, height)))
             pl.when(place.steps > int32(0))(lambda: rings.release(ring, tiles.stages, after))
-            return store_tile(store, result, out, place)
+            store_tile(store, result, out, place)
 
-        edges = lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
-        send_edges(store, edges, out, place)
+        lax.switch(place.height, [partial(multiply_rows, height) for height in tiles.heights])
         return after
 
     num_tasks = rows.total[0] * int32(tiles_per_row)

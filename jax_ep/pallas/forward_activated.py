@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ep.core.activations import activate_pairs
-from jax_ep.pallas import epilogue
 from jax_ep.pallas import ring as rings
-from jax_ep.pallas.forward import Place, place_of, send_edges, store_tile
+from jax_ep.pallas.forward import Place, place_of, store_tile
 from jax_ep.pallas.memory import WARPGROUP, Ref, int32
 from jax_ep.pallas.ring import Ring
 from jax_ep.pallas.schedule import RowTiles
@@ -79,7 +78,7 @@ def gemm_activation(
         columns = pl.ds(pl.multiple_of(first, CHUNK), CHUNK)
         after = step + place.steps
 
-        def multiply_rows(height: int) -> tuple[epilogue.Edge, ...]:
+        def multiply_rows(height: int) -> None:
             some = pl.ds(0, height)
 
             def operands(slot: Array) -> list[tuple[Ref, Ref]]:
@@ -94,13 +93,10 @@ def gemm_activation(
             factors = plgpu.load(weights.at[rings.before(after, tiles.stages), some], layout=_BY_COLUMN)
             rings.release(ring, tiles.stages, after)
             activated = activate_pairs(experts, gate, up, _sigmoid)
-            activated *= lax.broadcast_in_dim(factors, activated.shape, (1,))
-            return store_tile(store, activated, out, place)
+            store_tile(store, activated * lax.broadcast_in_dim(factors, activated.shape, (1,)), out, place)
 
         heights = [partial(multiply_rows, height) for height in tiles.heights]
-        is_task = place.steps > int32(0)
-        edges = lax.cond(is_task, lambda: lax.switch(place.height, heights), lambda: epilogue.NO_EDGES)
-        send_edges(store, edges, out, place)
+        pl.when(place.steps > int32(0))(lambda: lax.switch(place.height, heights))
         return after
 
     num_tasks = rows.total[0] * int32(tiles_per_row)

@@ -74,7 +74,7 @@ def grouped_gemm(
     """
     if not has_kernel(lhs, rhs, group_sizes, out_dtype):
         return xla.grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, bias=bias)
-    tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0], jnp.dtype(out_dtype).itemsize)
+    tiles = tiles or tiling.forward_tiles(lhs.shape[0], group_sizes.shape[0])
     static = {"out_dtype": jnp.dtype(out_dtype), "tiles": tiles, "interpret": is_interpreted()}
     rows = _forward(lhs, rhs, group_sizes, transpose=transpose_rhs, **static)
     return rows if bias is None else add_bias(rows, bias, group_sizes)

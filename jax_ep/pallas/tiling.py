@@ -22,7 +22,6 @@ TILE = CONSUMERS * CHUNK
 
 _FEWEST_STAGES = 4
 _LOW_HEIGHTS = (32, 64, 80, 96, 112, 128)
-_HEIGHTS = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class ForwardTiles:
       band: most tiles of rows that programs visit together, so that they find each other's columns in the L2 cache.
     """
 
-    heights: tuple[int, ...] = (*_HEIGHTS, 240, 256)
+    heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     stages: int = 4
     band: int = 4
 
@@ -93,12 +92,9 @@ class Fp8WeightTiles:
     band: int = 8
 
 
-def forward_tiles(num_rows: int, groups: int, out_itemsize: int = 2) -> ForwardTiles:
+def forward_tiles(num_rows: int, groups: int) -> ForwardTiles:
     """For `[M, K]` rows in groups: where they are small, fewer heights, whose kernel takes less time to compile."""
-    if num_rows <= 64 * groups:
-        return ForwardTiles(_LOW_HEIGHTS)
-    # Results of 32 bits leave in twice as many parts: with more rows they spill registers.
-    return ForwardTiles() if out_itemsize <= 2 else ForwardTiles(_HEIGHTS)
+    return ForwardTiles(_LOW_HEIGHTS) if num_rows <= 64 * groups else ForwardTiles()
 
 
 def activated_tiles() -> ForwardTiles:

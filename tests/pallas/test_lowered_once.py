@@ -341,10 +341,10 @@ def test_nothing_is_left_of_the_program_that_is_compiled(x64, eager_cache, monke
         launch = exported_for_here(lambda x: x * 2, shape)
     _compile_ahead(launch, (shape,), x64)
     assert counts == [1] and num_executables() == before
-    assert list(eager_cache.iterdir()) == []
+    assert not any(path.is_file() for path in eager_cache.iterdir())  # XLA has a folder there on GPUs
     with jax.enable_x64(x64):
         jax.jit(launch.call).lower(shape).compile()
-    assert list(eager_cache.iterdir()) != []  # of other programs something is left
+    assert any(path.is_file() for path in eager_cache.iterdir())  # of other programs something is left
 
 
 def test_what_xla_refuses_is_raised_in_the_program_alone():

@@ -50,7 +50,7 @@ if ((gpus > 1)); then
   bench layer-deepseek-v3 200 "layer.py --models deepseek-v3 $layers --suffix '${suffix}_deepseek_v3'"
   bench layer-qwen3-30b 150 "layer.py --models qwen3-30b $layers --suffix '${suffix}_qwen3_30b'"
   bench exchange 80 "exchange.py --suffix '$suffix' --ranks $gpus --routing uniform"
-  bench scaling 280 "scaling.py --suffix '$suffix'"
+  bench scaling 280 "scaling.py --parts exchange layer kernels --suffix '$suffix'"
   models="deepseek-v3 qwen3-30b mixtral-8x7b" many="--routing uniform --tokens 4096 32768"
   bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
   beside="--graphs $many --ragged-tokens 4096 32768"
@@ -61,6 +61,7 @@ if ((gpus > 1)); then
   bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
   bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   tests processes 200
+  bench scaling-training 240 "scaling.py --parts training --suffix '${suffix}_training'"
   tests products 260
 fi
 [[ -n ${BEFORE:-} ]] && bench compare 120 "compare.py --against $BEFORE --suffix '$suffix'"

@@ -10,7 +10,8 @@
 #   sharing    contract tests in 4 and 8 processes on fewer GPUs, where they take turns
 # Environment:
 #   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
-#   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1)
+#   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1); as
+#                many at most as GPUs have memory for, 10 GB each
 #   PYTEST_ARGS  more arguments for pytest
 # Every part runs, whatever becomes of the others; the exit status is that of the first that fails.
 set -uo pipefail
@@ -48,9 +49,16 @@ run() { # what to call it, then the command
 }
 
 shared() { # pytest in $jobs processes that share the GPUs' memory
-  local memory=() workers=()
+  local memory=() workers=() mebibytes most
+  # A process has some 3 GB beside its pool: code, heaps, and what the driver needs. Where these find no memory, it ends.
+  mebibytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)
+  most=$((mebibytes / 10000))
+  if ((jobs > most)); then
+    echo "JOBS=$jobs: the smallest GPU has memory for $most" >&2
+    jobs=$((most > 1 ? most : 1))
+  fi
   if ((jobs > 1)); then
-    memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '0.%02d' $((75 / (jobs + 1))))")
+    memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '0.%02d' $((65 / (jobs + 1))))")
     workers=(-n "$jobs" --dist worksteal)
   fi
   "${memory[@]}" "$python" -m pytest "${options[@]}" "${workers[@]}" "$@" "${more[@]}"

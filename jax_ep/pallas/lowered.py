@@ -60,7 +60,7 @@ def lowered_once[Result](launch: Callable[..., Result]) -> Callable[..., Result]
     def begun(*key: Any) -> _Begun:
         with ThreadPoolExecutor(1) as thread:
             results = thread.submit(_results, launch, *key)
-        return _Begun(functools.partial(exported_once, *key), results.result())
+        return _Begun(launch.__name__, functools.partial(exported_once, *key), results.result())
 
     @functools.wraps(launch)
     def run(*operands: Array, interpret: bool, **static: Any) -> Result:
@@ -136,11 +136,15 @@ class _Begun:
       results: shapes and dtypes, in the launch's structure.
     """
 
-    def __init__(self, make: Callable[[], export.Exported], results: Any) -> None:
+    def __init__(self, name: str, make: Callable[[], export.Exported], results: Any) -> None:
         self.results = results
-        self._make = make
+        self._name, self._make = name, make
         self._thread = threading.Thread(target=self._try)
         self._thread.start()
+
+    def __repr__(self) -> str:
+        """What printed programs have of it."""
+        return self._name
 
     def _try(self) -> None:
         with contextlib.suppress(Exception):  # `made` raises it where a program needs the launch

@@ -368,7 +368,7 @@ def test_flax_layer(two_nodes: Mesh, rng: Any) -> None:
             y, metrics = layer(x)
             return (y**2).sum(), (y, metrics)
 
-        layer = MoE(10, 6, 8, 2, axis_name=axis_name, mesh=two_nodes, rngs=nnx.Rngs(0))
+        layer = MoE(10, 6, 8, 2, axis_name=axis_name, mesh=two_nodes, dtype=F32, rngs=nnx.Rngs(0))
         return nnx.jit(nnx.value_and_grad(loss, has_aux=True))(layer, x)
 
     hierarchical, flat = (to_numpy(jax.tree.leaves(run_layer(axes))) for axes in (TOPOLOGY, TOPOLOGY.axes))

@@ -92,8 +92,8 @@ class MoE(nnx.Module):
       router_use_bias: the router's logits have biases, as in gpt-oss.
       router_fn: a module or function of tokens `[N, H]` to a `jax_ep.Routing`, in place of the router of this layer.
       num_identity_experts: experts that return their token, as in LongCat-Flash; the router counts them behind E.
-      score: `"softmax"` (Mixtral, Qwen3), `"sigmoid"` (DeepSeek-V3) or `"sparsemixer"` (Phi-3.5-MoE, which takes none
-        of the arguments from `renormalize` to `group_score`).
+      score: `"softmax"` (Mixtral, Qwen3), `"sigmoid"` (DeepSeek-V3) or `"sparsemixer"` (Phi-3.5-MoE, which takes no
+        factor and no groups, and whose weights do not sum to 1).
       renormalize: weights of a token sum to `routed_scale`.
       routed_scale: factor on the routed experts' weights.
       num_groups: groups of experts for group-limited routing; 1 is none.
@@ -178,10 +178,9 @@ class MoE(nnx.Module):
         if not 1 <= num_experts_per_tok <= all_experts:
             names = "num_experts + num_identity_experts" if num_identity_experts else "num_experts"
             raise ValueError(f"{num_experts_per_tok=} must be between 1 and {names}={all_experts}")
-        if score == "sparsemixer" and (num_experts_per_tok != 2 or bias_routing):
-            raise ValueError(
-                f"score='sparsemixer' with {num_experts_per_tok=}, {bias_routing=}: it chooses 2, without a bias"
-            )
+        if score == "sparsemixer" and (num_experts_per_tok, bias_routing, routed_scale, num_groups) != (2, False, 1, 1):
+            asked = f"{num_experts_per_tok=}, {bias_routing=}, {routed_scale=}, {num_groups=}"
+            raise ValueError(f"score='sparsemixer' with {asked}: it chooses 2 of all, without a bias or a factor")
         own_router = router_use_bias or bias_routing
         if router_fn is not None and own_router:
             raise ValueError(f"router_fn beside {router_use_bias=}, {bias_routing=}, which are of this layer's router")

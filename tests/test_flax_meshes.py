@@ -211,6 +211,8 @@ def test_sparsemixer(rng: np.random.Generator) -> None:
 
 WRONG = [
     ({"score": "sparsemixer", "num_experts_per_tok": 3}, "num_experts_per_tok=3"),
+    ({"score": "sparsemixer", "routed_scale": 2.5}, "routed_scale=2.5, num_groups=1: it chooses 2 of all"),
+    ({"score": "sparsemixer", "num_groups": 2}, "num_groups=2: it chooses 2 of all"),
     ({"router_fn": lambda x: x, "bias_routing": True}, "router_fn.*bias_routing=True"),
     ({"experts": GPT_OSS, "activation": "gelu"}, "activation='gelu'.*leave them out"),
     ({"shared_expert_gate": True}, "num_shared_experts"),

@@ -159,6 +159,9 @@ def test_mistakes() -> None:
         quantize_experts(w, "int4")
     with pytest.raises(ValueError, match="K, is 48, expected a multiple of 32"):
         quantize_experts(w[:, :48], "mxfp4")
+    for name in ("int8", "fp8", "fp8_channel", "int4", "mxfp4"):
+        with pytest.raises(ValueError, match="K, is 0, expected at least 1"):
+            quantize_experts(w[:, :0], name)
     with pytest.raises(ValueError, match="group_size=3, expected an even number"):
         quantize_experts(w, "int4", group_size=3)
     with pytest.raises(TypeError, match="no gradient"):

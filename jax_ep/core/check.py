@@ -152,15 +152,18 @@ def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantiz
 def tokens(function: str, x: Any) -> Tokens:
     """`[T, H]` tokens, or FP8 values `[T, H]` with scales `[T, H // group]`."""
     if not isinstance(x, tuple):
-        x = matrix(function, "x", x, "[T, H]")
-        if x.shape[1] < 1:
-            raise ValueError(
-                f"{function}: x has shape {x.shape}, expected H >= 1; pass tokens with at least one column."
-            )
-        return x
+        return plain_tokens(function, x)
     if len(x) != 2:
         raise ValueError(f"{function}: x is a tuple of {len(x)}, expected 2; pass (values, scales).")
     return quantized(function, *x)
+
+
+def plain_tokens(function: str, x: Any) -> Array:
+    """`[T, H]` tokens, of at least one column."""
+    x = matrix(function, "x", x, "[T, H]")
+    if x.shape[1] < 1:
+        raise ValueError(f"{function}: x has shape {x.shape}, expected H >= 1; pass tokens with at least one column.")
+    return x
 
 
 def expert_ids(

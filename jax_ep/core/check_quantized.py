@@ -46,7 +46,9 @@ def group_of(expert_format: str, group_size: int = GROUP_SIZE) -> int:
 
 
 def depth(function: str, name: str, expert_format: str, size: int, group_size: int = GROUP_SIZE) -> None:
-    """Whether K elements of a row make whole groups."""
+    """Whether K elements of a row make whole groups, one at least."""
+    if size < 1:
+        raise ValueError(f"{function}: {name} is {size}, expected at least 1; pass matrices with elements.")
     group = group_of(expert_format, group_size)
     if size % group:
         raise ValueError(

@@ -125,7 +125,7 @@ def low_latency_moe(
             schedule=schedule,
             implementation=implementation,
         )
-        x = check.matrix(function, "x", x, "[T, H]")
+        x = check.plain_tokens(function, x)
         if max_tokens_per_rank is not None:
             checked_max_tokens(function, x.shape[0], max_tokens_per_rank)
         takes_fp8 = check_quantized.takes_fp8(check_quantized.as_pair(function, "w_gate_up", w_gate_up))
@@ -142,7 +142,7 @@ def low_latency_moe(
             sum_dtype=preferred_element_type,
         )
     options = registry.options(function, axis_name, implementation, None, schedule)
-    x = check.matrix(function, "x", x, "[T, H]")
+    x = check.plain_tokens(function, x)
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)

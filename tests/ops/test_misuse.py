@@ -312,6 +312,8 @@ def test_init_refuses_what_it_cannot_honour():
 def test_tokens_without_columns():
     arguments = {"x": f32(T, 0), "w_gate_up": f32(E, 0, 2 * INNER), "w_down": f32(E, INNER, 0)}
     check(ValueError, [r"\bx\b", r"\(6, 0\)", "H >= 1", "column"], trace, "fused_moe", **arguments)
+    arguments = {"x": f32(T, 0), "w_gate_up": f32(L, 2 * INNER, 0), "w_down": f32(L, 0, INNER)}
+    check(ValueError, [r"\bx\b", r"\(6, 0\)", "H >= 1", "column"], trace, "low_latency_moe", **arguments)
 
 
 def test_a_capacity_that_rows_cannot_be_counted_in():

@@ -53,6 +53,11 @@ def test_columns_of_several_kinds(kinds: int, rng: Any) -> None:
     assert found.scales.shape == (3, 2, kinds, 1, 2)
 
 
+def activates_by_xla(implementation: str) -> bool:
+    """Whether XLA activates rows on GPUs, where its fusions round and add differently in two programs."""
+    return implementation == "pallas" and jax.default_backend() == "gpu"
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-input-gradient", "fp8-forward"])
 @pytest.mark.slow
 def test_same_bits_as_masters(implementation: str, recipe: str, expert_mesh: Any, rng: Any) -> None:
@@ -74,7 +79,10 @@ def test_same_bits_as_masters(implementation: str, recipe: str, expert_mesh: Any
     got, want = (run(fn, expert_mesh(2), *args) for fn in (quantised, plain))
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert np.abs(w.astype(F32)).max() > 0
-        assert_same_bits(g, w, name)
+        if name == "topk_weights" and activates_by_xla(implementation):
+            assert_close(g, w, name)  # a sum over columns, whose order is that program's
+        else:
+            assert_same_bits(g, w, name)
     assert [a.dtype for a in got] == [BF16, BF16, F32, F32, F32]
 
 
@@ -143,6 +151,7 @@ def test_scan_over_layers_with_gradient_accumulation(
     # Where there are several GPUs, matrices outside of a mesh are quantised by XLA, whose division there is not exact:
     # an element in thousands rounds the other way.
     inexact = jax.default_backend() == "gpu" and jax.device_count() > 1 and implementation != "xla"
+    inexact |= way == "through" and activates_by_xla(implementation)
     for g, w in zip(got, want, strict=True):
         assert g.dtype == F32 and np.abs(w).max() > 0
         if inexact:

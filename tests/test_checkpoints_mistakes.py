@@ -131,6 +131,16 @@ MISTAKES = {
     ),
     "model_type missing": (reading(config(model_type=None), load), ValueError, "model_type is None"),
     "key": (reading(config(num_local_experts=None), load), ValueError, "no 'num_local_experts' or 'num_experts'"),
+    "a number as text": (
+        reading(config(num_local_experts="8"), load),
+        ValueError,
+        "num_local_experts='8', expected a number, .*not text",
+    ),
+    "a number of layers as text": (
+        reading(config(num_hidden_layers="4"), lambda checkpoint: checkpoint.moe_layers),
+        ValueError,
+        "num_hidden_layers='4', expected a number",
+    ),
     "activation": (
         reading(config(hidden_act="tanh"), Checkpoint.moe_options),
         NotImplementedError,

@@ -381,8 +381,14 @@ def _value(function: str, wanted: Any, config: Mapping[str, Any]) -> Any:
         return wanted
     if wanted.only_if is None or config.get(wanted.only_if[0]) == wanted.only_if[1]:
         for name in wanted.names:
-            if config.get(name) is not None:
-                return config[name]
+            value = config.get(name)
+            if isinstance(value, str) and not isinstance(wanted.default, str):
+                raise ValueError(
+                    f"{function}: config.json has {name}={value!r}, expected a number, true, false or a list, not text;"
+                    " use the config.json of the checkpoint."
+                )
+            if value is not None:
+                return value
     if wanted.default is REQUIRED:
         names = " or ".join(repr(name) for name in wanted.names)
         raise ValueError(

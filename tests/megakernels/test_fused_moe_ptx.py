@@ -169,6 +169,7 @@ def test_layer(
 
 
 @pytest.mark.parametrize("expert_format", ["fp8", "mxfp4", "int4"])
+@pytest.mark.slow(unless={"expert_format": ["fp8"]})
 def test_tokens_in_fp8(expert_format: str) -> None:
     """Nothing is converted to floats of 16 bits: tensor cores take FP8, and eight codes of 4 bits are made at once."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), f"{expert_format}_tokens")
@@ -183,6 +184,7 @@ def test_tokens_in_fp8(expert_format: str) -> None:
         assert built["code"].count("PRMT") <= permutations * elements // 4 + 128
 
 
+@pytest.mark.slow
 def test_pairs_of_four_bits() -> None:
     """Of MXFP4 two elements are made at a time; one by one, their instructions would take longer than the memory."""
     built, _, sizes = compile_layer(16, *QWEN3, Experts(), "mxfp4")
@@ -193,6 +195,7 @@ def test_pairs_of_four_bits() -> None:
     assert sizes.gate_up.PER_BYTE == 2
 
 
+@pytest.mark.slow
 def test_scales_of_int4() -> None:
     """Those of 128 elements are factors of their sums: elements become no float32, in which they would be scaled."""
     built, _, _ = compile_layer(16, *QWEN3, Experts(), "int4")

@@ -50,7 +50,8 @@ type Call = tuple[partial[Any], tuple[jax.ShapeDtypeStruct, ...]]
 def calls() -> Iterator[tuple[str, Call]]:
     """Kernels, with operands of models' shapes, and such that take other tiles."""
     sys.path.insert(0, str(ROOT))
-    from jax_ep.pallas import grouped_gemm, tiling
+    from jax_ep import Experts
+    from jax_ep.pallas import gemm_activation, grouped_gemm, tiling
 
     array, fp8, bf16 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn, jnp.dtype(jnp.bfloat16)
     sizes, f32 = array((GROUPS,), jnp.int32), jnp.float32
@@ -74,6 +75,10 @@ def calls() -> Iterator[tuple[str, Call]]:
             tiles = tiling.forward_tiles(ROWS, GROUPS)
             run = partial(grouped_gemm._launch_forward, transpose=transpose, tiles=tiles, **static)
             yield f"forward{' transposed' * transpose} {suffix}", (run, (array((ROWS, 7168), bf16), matrices, sizes))
+    tiles = tiling.activated_tiles()
+    run = partial(gemm_activation._launch_activated, experts=Experts(), tiles=tiles, interpret=False)
+    operands = [array((ROWS, 2048), bf16), array((GROUPS, 2048, 1536), bf16), sizes, array((ROWS,), f32)]
+    yield "activated", (run, tuple(operands))
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------

@@ -50,14 +50,14 @@ run() { # what to call it, then the command
 
 shared() { # pytest in $jobs processes that share the GPUs' memory
   local memory=() workers=() mebibytes most
-  # A process has some 3 GB beside its pool: code, heaps, and what the driver needs. Where these find no memory, it ends.
-  mebibytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)
-  most=$((mebibytes / 10000))
-  if ((jobs > most)); then
-    echo "JOBS=$jobs: the smallest GPU has memory for $most" >&2
-    jobs=$((most > 1 ? most : 1))
-  fi
   if ((jobs > 1)); then
+    # A process has some 3 GB beside its pool: code, heaps, what the driver needs. Where these find no memory, it ends.
+    mebibytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)
+    most=$((mebibytes / 10000))
+    if ((jobs > most)); then
+      echo "JOBS=$jobs: the smallest GPU has memory for $most" >&2
+      jobs=$((most > 1 ? most : 1))
+    fi
     memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '0.%02d' $((65 / (jobs + 1))))")
     workers=(-n "$jobs" --dist worksteal)
   fi

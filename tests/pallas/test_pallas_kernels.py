@@ -196,18 +196,19 @@ def test_one_chunk_wide(tiles, rng):
     np.testing.assert_array_equal(np.asarray(out), want.astype(BF16))
 
 
+@pytest.mark.parametrize("out_dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
-@pytest.mark.slow(unless={"end": [33]})
-def test_groups_of_all_heights(end, rng):
+@pytest.mark.slow(unless={"end": [33], "out_dtype": [BF16]})
+def test_groups_of_all_heights(end, out_dtype, rng):
     """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
     sizes = np.array([5, end, 255 - end], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((267, 64), (3, 64, 64), (267, 64)))
     lhs[260:] = d_out[260:] = np.nan
-    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=F32)
-    np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes))
-    out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=F32)
+    out = gemm.grouped_gemm(lhs, rhs, sizes, transpose_rhs=False, out_dtype=out_dtype)
+    np.testing.assert_array_equal(np.asarray(out), oracle.grouped_gemm(lhs, rhs, sizes).astype(out_dtype))
+    out = gemm.weight_gradient(lhs, d_out, sizes, out_dtype=out_dtype)
     want = oracle.grouped_gemm_gradients(lhs[:260], rhs, sizes, d_out[:260])[1]
-    np.testing.assert_array_equal(np.asarray(out), want)
+    np.testing.assert_array_equal(np.asarray(out), want.astype(out_dtype))
 
 
 @pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 127, 129, 250])

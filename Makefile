@@ -33,9 +33,13 @@ BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
 # A bare clone's demo does not wait for the tools of tests and checks; the other tasks bring them later.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
+# jax-triton makes its calls with this part of JAX's CUDA plugin, without a GPU too. The rest of the plugin, 380 MB, reports
+# in every process that it finds no CUDA. Where an extra brings CUDA, the plugin is there already.
+PLUGIN_ALONE = $(if $(findstring cuda,$(EXTRAS)),,$(filter test,$(subst $(comma), ,$(EXTRAS))))
+comma := ,
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-rest test-all test-jax-triton test-gpu evidence tables lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-gpu evidence tables lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -47,6 +51,8 @@ $(VENV)/.installed-demo: EXTRAS := $(DEMO_EXTRAS)
 $(INSTALLED) $(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(COMPILED) | $(BIN)/python
 	@PIP_NO_COMPILE=1 tools/with_clock.sh 'installing jax_ep[$(EXTRAS)] into $(VENV)' \
 	  "$(BIN)/python" -m pip install --disable-pip-version-check -qq -e '.[$(EXTRAS)]' $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
+	$(if $(PLUGIN_ALONE),@"$(BIN)/python" -m pip install --disable-pip-version-check -qq --no-deps \
+	  "jax-cuda13-plugin==$$("$(BIN)/python" -c 'import jaxlib; print(jaxlib.__version__)')")
 	@touch $@
 
 $(BIN)/python:
@@ -91,15 +97,6 @@ test test-rest test-all: $(INSTALLED)
 	$(PYTEST) $(WHICH) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
 	$(PYTEST) $(WHICH) $(PYTEST_ARGS)
 
-# Up to 0.4.1 jax-triton does not work with JAX 0.12. Its part of the CUDA plugin makes the calls, without a GPU too.
-WITH_JAX_TRITON := $(VENV)-jax-triton
-test-jax-triton: ## kernels through jax-triton, in an environment of its own with a JAX that it works with
-	$(MAKE) env VENV='$(WITH_JAX_TRITON)' EXTRAS=test,jax-triton CONSTRAINTS= \
-	  PIP_ARGS='jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-triton==0.4.1'
-	JAX_PLATFORMS=cpu '$(WITH_JAX_TRITON)/bin/python' -c 'from jax_ep.core import jax_triton; jax_triton.check()'
-	'$(WITH_JAX_TRITON)/bin/python' -m pytest -q $(PYTEST_ARGS) tests/megakernels/test_jax_triton.py \
-	  tests/test_own_triton_kernel.py --slow
-
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)
 
@@ -126,5 +123,5 @@ bench: $(INSTALLED) ## every benchmark, one after another, but the comparison wi
 	for script in $(filter-out benchmarks/compare.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script"; done
 
 clean: ## remove what these tasks have made, the environment included
-	rm -rf '$(VENV)' '$(WITH_JAX_TRITON)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf '$(VENV)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,14 +25,14 @@ Parameters = dict[str, jax.Array]
 
 def call_kernel(name: str, arrays: Any, results: Any, num_programs: int, **constants: int) -> list[jax.Array]:
     """Runs a kernel of `own_kernels/learned_swish.py`: pointers of the arrays, then of the results, then constants."""
-    import jax_triton
-
+    from jax_ep.core import jax_triton
     from own_kernels import learned_swish
 
     # Triton writes PTX for its own assembler; jaxlib's may be older, and takes what is older.
     options = {"enable_fp_fusion": True, "ptx_version": 88}
     kernel = getattr(learned_swish, name)
-    call = functools.partial(jax_triton.triton_call, kernel=kernel, grid=(num_programs,), backend_options=options)
+    triton_call = jax_triton.load().triton_call  # `import jax_triton`, made to work with JAX 0.12
+    call = functools.partial(triton_call, kernel=kernel, grid=(num_programs,), backend_options=options)
     return call(*arrays, out_type=results, **constants)
 
 

@@ -80,12 +80,7 @@ def test_layer(interpreted: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_code_for_gpus(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        jax_triton.check()
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"{error}")
-    import jax_triton as package
-
+    package = jax_triton.load()
     monkeypatch.setattr(package, "triton_call", functools.partial(package.triton_call, compute_capability=90))
 
     def per_rank(*arguments: Any) -> Any:

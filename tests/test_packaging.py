@@ -222,6 +222,14 @@ def test_gpu_machines_get_the_cuda_packages(make, tmp_path):
     assert re.search(r"-e '\.\[test,[a-z0-9,]*cuda13\]'", shown.stdout), shown.stdout + shown.stderr
 
 
+@pytest.mark.parametrize(("extras", "wanted"), [("test,lint", True), ("flax", False), ("test,cuda12", False)])
+def test_launches_through_jax_triton_are_tested_without_cuda(make, tmp_path, extras, wanted):
+    """With the part of the CUDA plugin that fits the installed jaxlib, unless CUDA's packages bring it."""
+    fake(tmp_path / "bin" / "python", "3.12.0")
+    shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", f"EXTRAS={extras}", "env"], CLEAN)
+    assert bool(re.search(r"--no-deps +\"jax-cuda13-plugin==", shown.stdout)) == wanted, shown.stdout + shown.stderr
+
+
 def test_demo_of_a_bare_clone_installs_what_it_needs_and_no_more(make, tmp_path):
     fake(tmp_path / "bin" / "python", "3.12.0")
     shown = run([make, "-C", str(ROOT), "-n", f"VENV={tmp_path}", "demo"], CLEAN)
@@ -286,7 +294,7 @@ def test_what_the_package_reaches_into_has_upper_bounds(project):
     extras = project["project"]["optional-dependencies"]
     requirements = itertools.chain(project["project"]["dependencies"], *extras.values())
     reached = [text for text in requirements if re.match(r"(jax|triton)\b(?!-|\[)", text)]
-    assert len(reached) == 6, reached
+    assert len(reached) == 4, reached
     assert [text for text in reached if not re.match(r"\w+>=[\d.]+,<[\d.]+", text)] == []
 
 
@@ -295,8 +303,7 @@ def test_constraints_name_one_version_of_all_that_is_installed(project):
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+( ; .*)?", line)] == []
     locked = {line.split("==")[0] for line in lines}
-    not_locked = ("cuda12", "jax-triton")  # instead of cuda13; with an earlier JAX
-    extras = {name: x for name, x in project["project"]["optional-dependencies"].items() if name not in not_locked}
+    extras = {name: x for name, x in project["project"]["optional-dependencies"].items() if name != "cuda12"}
     wanted = itertools.chain(project["project"]["dependencies"], *extras.values())
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in wanted} - {"jax-ep"}
     assert names - locked == set(), "`make lock` writes the file anew"

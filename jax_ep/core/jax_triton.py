@@ -7,6 +7,7 @@ launches a function of Triton that takes them one by one, and calls the kernel w
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import warnings
 import zlib
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat, flat_arrays, type_of
 from jax_ep.types import Array
@@ -22,6 +24,24 @@ from jax_ep.types import Array
 # Of CUDA 12.9, for which the oldest jaxlib is built that the package takes. jaxlib assembles the code itself; Triton
 # would write the version of its own assembler, which may be newer.
 _PTX_VERSION = 88
+
+
+def load() -> Any:
+    """Import jax-triton, and make the version that is installed work with the JAX that is.
+
+    JAX 0.12 passes three arguments to the dead-code rule of a primitive: it adds which inputs are live. The rule of
+    jax-triton 0.4.1 takes two. It keeps the whole call, which is correct whatever is live.
+    """
+    import jax_triton
+
+    for primitive, rule in list(partial_eval.dce_rules.items()):
+        if rule.__module__ == "jax_triton.triton_lib" and len(inspect.signature(rule).parameters) == 2:
+            partial_eval.dce_rules[primitive] = functools.partial(_without_live_inputs, rule)
+    return jax_triton
+
+
+def _without_live_inputs(rule: Any, used_outputs: Any, *rest: Any) -> Any:
+    return rule(used_outputs, rest[-1])
 
 
 def check() -> None:
@@ -32,7 +52,7 @@ def check() -> None:
       RuntimeError: it does not work with the JAX that is installed.
     """
     try:
-        import jax_triton
+        jax_triton = load()
     except ImportError as error:
         raise ImportError(
             "launcher='jax-triton' needs the package jax-triton, which cannot be imported here"
@@ -91,8 +111,7 @@ def launch_kernel(
             " only. A result in an operand's memory would have one, but XLA may let such a call write elsewhere, as"
             " into the stacked results of a scan. Use tiles without tma_store, or jax_ep.init() without launcher."
         )
-    import jax_triton
-
+    jax_triton = load()
     written, shapes = written or {}, flat_arrays(results)
     order = sorted(range(len(shapes)), key=lambda i: i in written.values())  # they have no parameter: the last ones
     types = tuple(map(type_of, (*operands, *results)))

@@ -1,7 +1,4 @@
-"""Every kernel through jax-triton: it makes code of them, on machines without GPUs too.
-
-Needs a JAX that jax-triton works with: `make test-jax-triton` has an environment of its own for that.
-"""
+"""Every kernel through jax-triton: it makes code of them, on machines without GPUs too."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 
 import harness
 import jax_ep
@@ -155,13 +153,10 @@ def test_no_kernel_is_left_out() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[jax.sharding.Mesh]:
-    """Two ranks whose kernels are launched through jax-triton, if it works here."""
+    """Two ranks whose kernels are launched through jax-triton."""
     jax_ep.finalize()
     mesh = harness.make_mesh((2,), (harness.EXPERT,))
-    try:
-        jax_ep.init(mesh, transport="shared_memory", launcher="jax-triton", timeout_s=harness.PATIENCE_S)
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"{error}")
+    jax_ep.init(mesh, transport="shared_memory", launcher="jax-triton", timeout_s=harness.PATIENCE_S)
     yield mesh
     jax_ep.finalize()
 
@@ -263,6 +258,60 @@ def test_the_interpreter_runs_kernels_on_the_cpu(mesh: jax.sharding.Mesh, rng: n
     exact = lhs.astype(np.float64), rhs.astype(np.float64)
     want = np.concatenate([exact[0][:10] @ exact[1][0], exact[0][10:] @ exact[1][1]])
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
+
+
+# --- its dead-code rule -----------------------------------------------------------------------------------------------
+
+
+def use_of_one_result(x: Any) -> Any:
+    """A call of jax-triton of which a jitted function returns one of two results, and one of which it returns none."""
+
+    def call(x: Any) -> Any:
+        options = {"grid": (1,), "compute_capability": 90, "backend_options": jax_triton._compiler_options(Config(1))}
+        return package.triton_call(x, x, kernel=kernel, out_type=(x, x), **options)
+
+    package = jax_triton.load()
+    kernel = jax_triton._compilable("two", "def two(a, b, c, d):\n    tl.store(c, tl.load(a) + tl.load(b))\n", {})
+    return jax.jit(lambda x: (call(x)[1], call(x))[0])(x)
+
+
+@pytest.fixture
+def rules() -> Iterator[dict[Any, Any]]:
+    """The dead-code rules of JAX, which the test may change."""
+    rules = partial_eval.dce_rules
+    saved = dict(rules)
+    yield rules
+    rules.clear()
+    rules.update(saved)
+
+
+def primitive() -> Any:
+    return importlib.import_module("jax_triton.triton_lib").triton_kernel_call_p
+
+
+def test_its_rule_of_two_arguments_serves_this_jax(rules: dict[Any, Any]) -> None:
+    """Dead code goes through the rule in jitted functions, in the bodies of scans, and with a Ref."""
+
+    def loss(x: Any) -> Any:
+        ref = jax.new_ref(x)
+        carried, _ = jax.lax.scan(lambda c, _: (use_of_one_result(c), None), x, None, length=2)
+        ref[...] = carried
+        return jax.lax.cond(x[0] > 0, use_of_one_result, lambda x: x, ref[...])
+
+    text = jax.jit(loss).trace(Array((1,), F32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") >= 2
+    rules[primitive()] = lambda used, live, eqn: ([True] * len(eqn.invars), eqn)
+    rules[primitive()].__module__ = "jax_triton.triton_lib"
+    fixed = rules[primitive()]
+    jax_triton.load()
+    assert rules[primitive()] is fixed, "a jax-triton that takes three arguments is left alone"
+
+
+def test_the_rule_is_wrapped_once(rules: dict[Any, Any]) -> None:
+    jax_triton.load()
+    before = rules[primitive()]
+    jax_triton.load()
+    assert rules[primitive()] is before
 
 
 # --- without jax-triton -----------------------------------------------------------------------------------------------

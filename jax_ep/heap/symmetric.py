@@ -340,7 +340,7 @@ class SymmetricHeap:
         What was launched before ends as it should. What another thread launches from now on finds no table, or has it
         already, and is waited for too: only then do the copies of tables on devices become nulls, and the memory goes.
         """
-        ids = [i for generation in self.generations for i in generation.ids]
+        ids = list(self._sizes)  # also of a generation that could be registered on some devices only
         self._wait()
         for i in ids:
             ffi.unregister_status(i)

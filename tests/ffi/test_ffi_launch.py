@@ -1,54 +1,12 @@
-"""Launches of kernels without a GPU: when their code is loaded, and into which devices. The driver is a fake."""
+"""Launches of kernels without a GPU: when their code is loaded, and what they take. The driver is a fake."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-# Three devices. Nobody has made a context on the second, and the third cannot take the code. `loads` has the contexts
-# into which code was to be loaded, in order.
-DRIVER = r"""
-#include <cstddef>
-#include <cstdint>
-
-static thread_local intptr_t stack[8];
-static thread_local int depth = 0;
-static intptr_t seen[16];
-static int count = 0;
-
-extern "C" {
-int num_loads() { return count; }
-int64_t load(int i) { return seen[i]; }
-int cuInit(unsigned) { return 0; }
-int cuGetErrorName(int, const char** name) { return *name = "FAKE", 0; }
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
-int cuDeviceGetCount(int* out) { return *out = 3, 0; }
-int cuDevicePrimaryCtxGetState(int device, unsigned*, int* active) { return *active = device != 1, 0; }
-int cuDevicePrimaryCtxRetain(void** context, int device) {
-  return *context = reinterpret_cast<void*>(static_cast<intptr_t>(100 + device)), 0;
-}
-int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-int cuCtxPushCurrent_v2(void* context) { return stack[depth++] = reinterpret_cast<intptr_t>(context), 0; }
-int cuCtxPopCurrent_v2(void** context) { return *context = reinterpret_cast<void*>(stack[--depth]), 0; }
-int cuCtxGetCurrent(void** context) { return *context = reinterpret_cast<void*>(depth ? stack[depth - 1] : 0), 0; }
-int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
-int cuModuleLoadData(void** module, const void*) {
-  seen[count++] = depth ? stack[depth - 1] : 0;
-  return *module = module, seen[count - 1] == 102 ? 209 : 0;
-}
-int cuModuleGetFunction(void** function, void* module, const char*) { return *function = module, 0; }
-int cuFuncSetAttribute(void*, int, int) { return 0; }
-#define UNUSED(name) int name() { return 1; }
-UNUSED(cuMemAlloc_v2) UNUSED(cuMemHostAlloc) UNUSED(cuMemHostGetDevicePointer_v2) UNUSED(cuMemFreeHost)
-UNUSED(cuMemcpyHtoD_v2) UNUSED(cuMemcpyDtoDAsync_v2) UNUSED(cuMemsetD8Async) UNUSED(cuStreamSynchronize)
-UNUSED(cuTensorMapEncodeTiled) UNUSED(cuLaunchKernel)
-}
-"""
+from ffi_calls import run_with_fake_driver
 
 # The stage in which an executable is made takes no device: XLA's CPU runtime calls it as that for GPUs does.
 PROGRAM = """
@@ -68,25 +26,68 @@ stages = {stage: jax.ffi.pycapsule(function) for stage, function in stages.items
 jax.ffi.register_ffi_target("launch", stages, platform="cpu")
 numbers = {name: np.int32(1) for name in ("num_programs", "num_threads", "shared_bytes", "alignment")}
 
-def compile(code):
+def compile(code, parameters=(0, 0)):
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     call = jax.ffi.ffi_call("launch", x)
-    jax.jit(lambda x: call(x, name="f", code=code, parameters=np.zeros(2, np.int64), **numbers)).lower(x).compile()
+    parameters = np.array(parameters, np.int64)
+    jax.jit(lambda x: call(x, name="f", code=code, parameters=parameters, **numbers)).lower(x).compile()
     return [driver.load(i) for i in range(driver.num_loads())]
-
-print(compile(b"one"), compile(b"one"), compile(b"other"))
 """
 
 
 def test_code_is_loaded_into_every_device_when_an_executable_is_made(tmp_path: Path) -> None:
     """Not by the first launch: a peer may then wait already. Equal code is loaded once into a device that takes it."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None or sys.platform == "darwin":
-        pytest.skip("needs a C++ compiler, and the names of Linux")
-    source, library = tmp_path / "driver.cc", tmp_path / "libcuda.so.1"
-    source.write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
-    environment = {"LD_LIBRARY_PATH": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[-2] == "[100, 102] [100, 102, 102] [100, 102, 102, 100, 102]"
+    shown = run_with_fake_driver(tmp_path, PROGRAM + 'print(compile(b"one"), compile(b"one"), compile(b"other"))')
+    assert shown.split("\n")[-2] == "[100, 102] [100, 102, 102] [100, 102, 102, 100, 102]"
+
+
+@pytest.mark.parametrize(
+    ("call", "again"),
+    [
+        ("cuModuleLoadData", [100, 102]),
+        ("cuModuleGetFunction", [102]),  # the module that is loaded is used
+        ("cuFuncSetAttribute", [102]),
+        ("cuThreadExchangeStreamCaptureMode", [100, 102]),
+    ],
+)
+def test_code_that_cannot_run_yet_is_not_loaded_again(tmp_path: Path, call: str, again: list[int]) -> None:
+    """Modules are never unloaded: a device that fails for a while must not fill up with them."""
+    program = f"""
+driver.fail({call!r}.encode(), 0, 1)
+first = compile(b"one")
+second = compile(b"one")
+print(second[len(first):], compile(b"one")[len(second):], driver.num_pushed(), driver.capture_mode())
+"""
+    assert run_with_fake_driver(tmp_path, PROGRAM + program).split("\n")[-2] == f"{again} [102] 0 0"
+
+
+WRONG = {
+    "rank": [6, *[1] * 21],
+    "truncated": [1, 0, 4, 0, 8, 1],
+    "element type": [1, 1 << 32, 4, 0, 8, 1, 8],
+    "element size": [1, 0, 1 << 62, 0, 8, 1, 8],
+    "swizzle": [1, 0, 4, 1 << 32, 8, 1, 8],
+    "size of zero": [1, 0, 4, 0, 0, 1, 8],
+    "size": [1, 0, 4, 0, 1 << 31, 1, 8],
+    "stride": [2, 0, 4, 0, 8, 8, 1 << 62, 1, 8, 8],
+    "negative stride": [2, 0, 4, 0, 8, 8, -8, 1, 8, 8],
+    "box": [1, 0, 4, 0, 8, 1, (1 << 32) + 8],
+    "arrays": [0] * 49,
+    "descriptors": [1, 0, 4, 0, 8, 1, 8] * 9,
+}
+
+
+def test_parameters_that_a_launch_cannot_have(tmp_path: Path) -> None:
+    """Numbers that a cast or a product would turn into others; what fits is taken."""
+    program = f"""
+def refused(parameters):
+    try:
+        compile(b"one", parameters)
+    except jax.errors.JaxRuntimeError as error:
+        return "parameters of a kernel are not" in str(error)
+    return False
+
+print([name for name, parameters in {WRONG!r}.items() if not refused(parameters)])
+print(refused([5, 0, 4, 0, *[8] * 15] * 8 + [0] * 40), refused([1, 0, 4, 0, 8, 1, 8]), refused([0] * 48))
+"""
+    assert run_with_fake_driver(tmp_path, PROGRAM + program).split("\n")[-3:-1] == ["[]", "False False False"]

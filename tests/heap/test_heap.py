@@ -341,3 +341,22 @@ def test_the_end_in_order(memory, monkeypatch):
     made.close()
     wait = "wait_for_devices"
     assert steps == [wait, "unregister_status", "hide_table", wait, "unregister_table", "close"]
+
+
+def test_the_end_of_what_some_devices_could_not_register(memory, monkeypatch):
+    """No device keeps a table of memory that is gone."""
+    made = SymmetricHeap(memory, None, 5.0)
+    register = ffi.register_table
+
+    def fails_on_the_second(table_id: int, device: jax.Device, *args: object) -> None:
+        if device == memory.devices[1]:
+            raise RuntimeError("no memory for a table")
+        register(table_id, device, *args)
+
+    monkeypatch.setattr(ffi, "register_table", fails_on_the_second)
+    with pytest.raises(RuntimeError, match="no memory for a table"):
+        made.reserve("dispatch", 1000)
+    assert fetch(1)
+    made.close()
+    with pytest.raises(FAILED, match="is not registered"):
+        fetch(1)

@@ -191,13 +191,15 @@ Status AllocateHost(int32_t device_ordinal, size_t bytes, void** host, DevicePoi
   const Driver& driver = Get();
   ScopedContext context(driver, device_ordinal);
   if (!context.status().ok()) return context.status();
-  if (int result = driver.mem_host_alloc(host, bytes, kHostPortable | kHostDeviceMap)) {
+  void* allocated = nullptr;
+  if (int result = driver.mem_host_alloc(&allocated, bytes, kHostPortable | kHostDeviceMap)) {
     return Failure(driver, "cuMemHostAlloc", result);
   }
-  if (int result = driver.mem_host_device_pointer(device, *host, 0)) {
-    driver.mem_free_host(*host);
+  if (int result = driver.mem_host_device_pointer(device, allocated, 0)) {
+    driver.mem_free_host(allocated);
     return Failure(driver, "cuMemHostGetDevicePointer", result);
   }
+  *host = allocated;
   context.Keep();
   return {};
 }
@@ -246,30 +248,40 @@ namespace {
 // Lets this thread make calls that a capture in progress would otherwise forbid, for its lifetime.
 class RelaxedCapture {
  public:
-  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver), result_(driver.exchange_capture_mode(&mode_)) {}
   RelaxedCapture(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { driver_.exchange_capture_mode(&mode_); }
+  ~RelaxedCapture() {
+    if (result_ == 0) driver_.exchange_capture_mode(&mode_);
+  }
+  int result() const { return result_; }
 
  private:
   const Driver& driver_;
-  int mode_ = kRelaxedCapture;
+  int mode_ = kRelaxedCapture;  // then the mode that the thread had
+  const int result_;
 };
 
 }  // namespace
 
-Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Function* out) {
+Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Module* module, Function* out) {
   const Driver& driver = Get();
   if (!driver.status.ok()) return driver.status;
   const RelaxedCapture relaxed(driver);  // the first launch may be one that XLA records into a graph
-  void* module = nullptr;                // never unloaded: captured graphs may hold its functions
-  if (int result = driver.module_load_data(&module, code)) return Failure(driver, "cuModuleLoadData", result);
-  if (int result = driver.module_get_function(out, module, name)) {
+  if (relaxed.result() != 0) return Failure(driver, "cuThreadExchangeStreamCaptureMode", relaxed.result());
+  if (*module == nullptr) {
+    Module loaded = nullptr;
+    if (int result = driver.module_load_data(&loaded, code)) return Failure(driver, "cuModuleLoadData", result);
+    *module = loaded;
+  }
+  Function function = nullptr;
+  if (int result = driver.module_get_function(&function, *module, name)) {
     return Failure(driver, "cuModuleGetFunction", result);
   }
-  if (int result = driver.function_set_attribute(*out, kMaxDynamicShared, shared_bytes)) {
+  if (int result = driver.function_set_attribute(function, kMaxDynamicShared, shared_bytes)) {
     return Failure(driver, ("cuFuncSetAttribute(" + std::to_string(shared_bytes) + " bytes of shared memory)").c_str(),
                    result);
   }
+  *out = function;
   return {};
 }
 

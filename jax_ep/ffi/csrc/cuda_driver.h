@@ -13,6 +13,7 @@ namespace jax_ep::cuda {
 using DevicePointer = uint64_t;  // CUdeviceptr
 using Stream = void*;            // CUstream
 using Context = void*;           // CUcontext
+using Module = void*;            // CUmodule
 using Function = void*;          // CUfunction
 
 // Each says which driver call failed and how. The first use loads libcuda.so.1; where that is missing, every
@@ -34,9 +35,10 @@ Status CopyAsync(DevicePointer destination, DevicePointer source, size_t bytes, 
 Status ZeroAsync(DevicePointer destination, size_t bytes, Stream stream);
 Status Synchronize(Stream stream);
 Status CurrentContext(Context* out);
-// Loads machine code into the current context, where it stays, and finds a function that may use so many bytes of
-// shared memory.
-Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Function* out);
+// Loads machine code into the current context, unless `module` has it there, and finds a function that may use so many
+// bytes of shared memory. The module is never unloaded, since captured graphs may hold its functions. So it is handed out
+// even when a later step fails: pass it to the next attempt.
+Status LoadFunction(const void* code, const char* name, int32_t shared_bytes, Module* module, Function* out);
 
 // A TMA descriptor, CUtensorMap. Dimensions come fastest first; strides are in bytes, without that of the first.
 struct alignas(64) TensorMap {

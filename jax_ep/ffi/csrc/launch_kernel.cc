@@ -25,8 +25,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr size_t kMostArrays = 48, kMostDescriptors = 8, kMostParameters = 128;
+constexpr size_t kMostArrays = 48, kMostDescriptors = 8, kMostRank = 5;
 constexpr size_t kHidden = 2;  // Triton adds two addresses: of scratch memory, and of a profile; both unused
+constexpr size_t kMostParameters = kMostArrays + 2 * kMostRank * kMostDescriptors + kHidden;
+constexpr int64_t kMostElementBytes = 16, kMostBox = 256;
+constexpr int64_t kMostStride = int64_t{1} << 40;  // TMA takes fewer bytes
 
 // Machine code, and its function on each device that has run it. Equal ones are one object, so that programs share
 // what the driver loads.
@@ -55,25 +58,38 @@ class Image {
     }
     std::unique_lock lock(mutex_);
     if (Find(context, out)) return {};
-    if (Status status = cuda::LoadFunction(code_.data(), name_.c_str(), shared_bytes_, out); !status.ok()) {
-      return status;
-    }
-    functions_.emplace_back(context, *out);
-    return {};
+    Loaded& loaded = Of(context);
+    const Status status =
+        cuda::LoadFunction(code_.data(), name_.c_str(), shared_bytes_, &loaded.module, &loaded.function);
+    if (status.ok()) *out = loaded.function;
+    return status;
   }
 
  private:
+  struct Loaded {
+    cuda::Context context;
+    cuda::Module module = nullptr;      // stays for the next attempt, where the function could not be had
+    cuda::Function function = nullptr;  // set when it can run
+  };
+
   bool Find(cuda::Context context, cuda::Function* out) const {
-    for (const auto& [place, function] : functions_) {
-      if (place == context) return *out = function, true;
+    for (const Loaded& loaded : loaded_) {
+      if (loaded.context == context && loaded.function != nullptr) return *out = loaded.function, true;
     }
     return false;
+  }
+
+  Loaded& Of(cuda::Context context) {
+    for (Loaded& loaded : loaded_) {
+      if (loaded.context == context) return loaded;
+    }
+    return loaded_.emplace_back(Loaded{context});
   }
 
   const std::string name_, code_;
   const int32_t shared_bytes_;
   std::shared_mutex mutex_;
-  std::vector<std::pair<cuda::Context, cuda::Function>> functions_;
+  std::vector<Loaded> loaded_;
 };
 
 // Lives until the process ends: what the driver has loaded does too, since captured graphs may hold it.
@@ -92,21 +108,28 @@ Image* GetImage(std::string_view name, std::string_view code, int32_t shared_byt
 // numbers, in its own order of dimensions and with strides in elements.
 struct Parameter {
   cuda::TensorShape shape{};
-  std::array<int32_t, 5> sizes{};
-  std::array<int64_t, 5> strides{};
+  std::array<int32_t, kMostRank> sizes{};
+  std::array<int64_t, kMostRank> strides{};
 };
 
+bool IsIn(int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; }
+
 // Reads the attribute "parameters". Each array has a rank and, where that is not 0: element type, bytes of an element,
-// swizzle, then sizes, strides and the box, one number per dimension each.
+// swizzle, then sizes, strides and the box, one number per dimension each. The limits keep every product and every cast
+// below exact.
 Status ReadParameters(ffi::Span<const int64_t> numbers, std::vector<Parameter>* out) {
   const Status wrong{kInvalidArgument, "jax_ep: the parameters of a kernel are not what this library can read"};
   size_t descriptors = 0;
   for (size_t at = 0; at < numbers.size();) {
     Parameter parameter;
     const int64_t rank = numbers[at++];
-    if (rank < 0 || rank > 5 || (rank > 0 && at + 3 + 3 * rank > numbers.size())) return wrong;
+    if (!IsIn(rank, 0, kMostRank) || (rank > 0 && at + 3 + 3 * rank > numbers.size())) return wrong;
     if (rank > 0) {
       cuda::TensorShape& shape = parameter.shape;
+      if (!IsIn(numbers[at], 0, INT32_MAX) || !IsIn(numbers[at + 1], 1, kMostElementBytes) ||
+          !IsIn(numbers[at + 2], 0, INT32_MAX)) {
+        return wrong;
+      }
       shape.rank = static_cast<int32_t>(rank);
       shape.element_type = static_cast<int32_t>(numbers[at]);
       const auto element_bytes = static_cast<uint64_t>(numbers[at + 1]);
@@ -114,7 +137,7 @@ Status ReadParameters(ffi::Span<const int64_t> numbers, std::vector<Parameter>* 
       at += 3;
       for (int64_t i = 0; i < rank; ++i) {
         const int64_t size = numbers[at + i], stride = numbers[at + rank + i], box = numbers[at + 2 * rank + i];
-        if (size < 1 || size > INT32_MAX) return wrong;
+        if (!IsIn(size, 1, INT32_MAX) || !IsIn(stride, 0, kMostStride) || !IsIn(box, 1, kMostBox)) return wrong;
         parameter.sizes[i] = static_cast<int32_t>(size);
         parameter.strides[i] = stride;
         shape.sizes[rank - 1 - i] = static_cast<uint64_t>(size);
@@ -124,9 +147,10 @@ Status ReadParameters(ffi::Span<const int64_t> numbers, std::vector<Parameter>* 
       at += 3 * rank;
       if (++descriptors > kMostDescriptors) return wrong;
     }
+    if (out->size() == kMostArrays) return wrong;
     out->push_back(parameter);
   }
-  return out->size() > kMostArrays ? wrong : Status{};
+  return {};
 }
 
 }  // namespace
@@ -181,7 +205,6 @@ class Values {
     }
     const Parameter& parameter = launch_.parameters[arrays_];
     const int32_t rank = parameter.shape.rank;
-    if (count_ + 1 + 2 * static_cast<size_t>(rank) + kHidden > kMostParameters) return WrongNumber();
     addresses_[arrays_++] = address;
     if (rank == 0) {
       pointers_[count_++] = &addresses_[arrays_ - 1];

@@ -27,6 +27,7 @@ struct Table {
   int64_t num_bytes = 0;           // what programs may use of the memory that the addresses lead to
   std::atomic<int64_t> used{0};    // the most that a program uses which has run
   cuda::DevicePointer device = 0;  // the copy in device memory, which stays where it is; 0 on the CPU platform
+  size_t device_entries = 0;       // what the copy has room for: that of `values`, where the table is visible
   bool visible = false;            // to programs that ask for it
   size_t bytes() const { return values.size() * sizeof(int64_t); }
 };
@@ -49,6 +50,21 @@ std::string TableName(const Key& key) {
          DeviceName(std::get<1>(key), std::get<2>(key));
 }
 
+// Copies `values` to the device, into memory of exactly their size. Memory of another size is left as it is: a CUDA graph
+// that was captured with it may be replayed.
+Status ToDevice(int32_t ordinal, const std::vector<int64_t>& values, Table* table) {
+  const size_t bytes = values.size() * sizeof(int64_t);
+  if (table->device_entries != values.size()) {
+    cuda::DevicePointer device = 0;
+    if (Status status = cuda::Allocate(ordinal, bytes, &device); !status.ok()) return status;
+    table->device = device;
+    table->device_entries = values.size();
+  }
+  table->visible = false;  // what the device holds after a failed copy is unknown
+  return cuda::Upload(ordinal, table->device, values.data(), bytes);
+}
+
+// Changes the table after all that can fail. Only the device copy changes earlier, and the table is hidden then.
 Status Register(const Key& key, const int64_t* host_values, int64_t n, int64_t num_bytes) {
   if (n <= 0 || host_values == nullptr || num_bytes < 0) {
     return {kInvalidArgument, TableName(key) + " needs at least one entry, got " + std::to_string(n) + ", and for " +
@@ -57,32 +73,27 @@ Status Register(const Key& key, const int64_t* host_values, int64_t n, int64_t n
   Registry& registry = GetRegistry();
   std::unique_lock lock(registry.mutex);
   Table& table = registry.tables[key];
-  if (table.visible && table.values.size() != static_cast<size_t>(n)) {
+  const bool same_size = table.values.size() == static_cast<size_t>(n);
+  if (table.visible && !same_size) {
     // The compiled programs that name this id were made for its first size.
     return {kInvalidArgument, TableName(key) + " has " + std::to_string(table.values.size()) +
                                   " entries and cannot be replaced by one of " + std::to_string(n) +
                                   ". Use a new table id, or unregister this one first."};
   }
-  const bool same_size = table.values.size() == static_cast<size_t>(n);
-  if (!same_size) table.used = 0;  // programs made for the other size are refused for that
-  if (num_bytes < table.used) {
-    // A graph that holds such a program asks nobody when it is replayed.
-    return {kFailedPrecondition, TableName(key) + " has served a program that uses " + std::to_string(table.used) +
+  const int64_t used = same_size ? table.used.load() : 0;  // the size stops programs that were made for another
+  if (num_bytes < used) {
+    // A graph that holds such a program is replayed without a check.
+    return {kFailedPrecondition, TableName(key) + " has served a program that uses " + std::to_string(used) +
                                      " bytes of its memory, and cannot be replaced by one for " +
                                      std::to_string(num_bytes) + ". Use a new table id."};
   }
-  table.visible = false;
-  table.values.assign(host_values, host_values + n);
-  table.num_bytes = num_bytes;
+  std::vector<int64_t> values(host_values, host_values + n);
   if (std::get<1>(key) == Platform::kCuda) {
-    const int32_t ordinal = std::get<2>(key);
-    if (table.device == 0 || !same_size) {
-      if (Status status = cuda::Allocate(ordinal, table.bytes(), &table.device); !status.ok()) return status;
-    }
-    if (Status status = cuda::Upload(ordinal, table.device, table.values.data(), table.bytes()); !status.ok()) {
-      return status;
-    }
+    if (Status status = ToDevice(std::get<2>(key), values, &table); !status.ok()) return status;
   }
+  table.values = std::move(values);
+  table.num_bytes = num_bytes;
+  table.used = used;
   table.visible = true;
   return {};
 }
@@ -111,11 +122,11 @@ Status Hide(int64_t table_id) {
 // The device copy is filled with null pointers and kept: a CUDA graph captured earlier may be replayed with its
 // address in it. It then faults on a null pointer, and writes to nobody's memory. This costs 8 bytes an entry.
 Status Unregister(int64_t table_id) {
+  if (Status status = Hide(table_id); !status.ok()) return status;  // on all devices, whatever fails next
   return OnAllDevices(table_id, [](const Key& key, Table& table) {
-    table.visible = false;
     if (table.device == 0) return Status{};
-    const std::vector<int64_t> nulls(table.values.size(), 0);
-    return cuda::Upload(std::get<2>(key), table.device, nulls.data(), table.bytes());
+    const std::vector<int64_t> nulls(table.device_entries, 0);
+    return cuda::Upload(std::get<2>(key), table.device, nulls.data(), nulls.size() * sizeof(int64_t));
   });
 }
 

@@ -89,7 +89,7 @@ def compiler() -> Callable[[bytes, int], Any]:
     folder = FOLDER / jax.__version__
     if not (folder / "jax_plugins").exists():
         package = f"jax-cuda13-pjrt=={jax.__version__}"
-        pip = [sys.executable, "-m", "pip", "install", "--no-deps"]
+        pip = [sys.executable, "-P", "-m", "pip", "install", "--no-deps"]
         subprocess.run([*pip, "--target", str(folder), package], check=True)
     driver = folder / "libcuda.so.1"
     command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(driver)]

@@ -77,6 +77,6 @@ def _alone(figure: Callable[[], float]) -> float:
     """The number that a function returns in a process of its own, which has ended when this returns."""
     code = f"import {figure.__module__} as m; print('result', m.{figure.__name__}())"
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split("result")[-1])

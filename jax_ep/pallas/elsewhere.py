@@ -56,11 +56,19 @@ def lower(launch: Callable[..., Any], shapes: Any, static: Any, x64: bool) -> ex
       RuntimeError: that process failed; with what it said.
     """
     cores = getattr(jax.local_devices()[0], "core_count", None)
-    request = Request(launch.__module__, launch.__qualname__, shapes, static, x64, cores)
+    try:
+        request = pickle.dumps(Request(launch.__module__, launch.__qualname__, shapes, static, x64, cores))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RuntimeError(f"it cannot be asked: {error}") from error
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", __spec__.name],
-        input=pickle.dumps(request),
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            __spec__.name,
+        ],  # -P: import nothing from the current folder that this process does not
+        input=request,
         capture_output=True,
         env=environment,
         timeout=_PATIENCE_S,
@@ -68,7 +76,10 @@ def lower(launch: Callable[..., Any], shapes: Any, static: Any, x64: bool) -> ex
     )
     if done.returncode:
         raise RuntimeError(f"exit status {done.returncode}: {done.stderr.decode(errors='replace').strip()[-2000:]}")
-    return export.deserialize(bytearray(done.stdout))
+    try:
+        return export.deserialize(bytearray(done.stdout))
+    except Exception as error:  # whatever bytes that are no launch lead to
+        raise RuntimeError(f"its {len(done.stdout)} bytes of output are no launch: {error}") from error
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """Lowered launches in files beside what XLA has compiled, so that other processes need not lower them again.
 
-JAX finds a compiled program by its lowered module: its persistent compilation cache spares compiling, but all kernels
-are lowered before anything is looked for. So what came of that is kept in a folder of that cache, where there is one. A
-file holds what `jax.export` makes of a launch, behind a hash of it. Its name says all that it depends on: the launch,
-its sizes, the kind of device, the sources of this package, and the versions of JAX, since Mosaic promises nothing to
-others. JAX's limit on the size of its cache holds for the folder, too: what has not been used for longest goes first.
+JAX finds a compiled program by its lowered module: its persistent compilation cache saves compiling, but all kernels are
+lowered before it is searched. So lowered launches are saved in a folder of that cache, where there is one. A file holds
+what `jax.export` makes of a launch, behind a digest of its name and content. Its name depends on all that the launch
+does: its function, sizes, kind of device, the sources of this package, and the versions of JAX, since Mosaic promises
+nothing to others. A file that holds anything else is written anew. JAX's limit on the size of its cache holds for the
+folder, too: what has not been used for longest goes first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jax_ep.core.files import sources_digest, write_atomically
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "jax_ep_lowered"
 _DIGEST_BYTES = 32
+_MOST_BYTES = 1 << 28  # of a file that is read: launches have half a megabyte
 
 
 def kept_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], export.Exported]) -> export.Exported:
@@ -41,7 +43,7 @@ def kept_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], expo
     made = make()
     payload = bytes(made.serialize())
     try:
-        _write(path, hashlib.sha256(payload).digest() + payload)
+        _write(path, _digest(path, payload) + payload)
     except OSError as error:
         warnings.warn(f"a lowered kernel is not kept for other processes: {error}", stacklevel=2)
     return made
@@ -65,18 +67,30 @@ def _name(launch: Callable[..., Any], facts: Any) -> str:
     return f"{launch.__name__.strip('_')}-{hashlib.sha256(key.encode()).hexdigest()}"
 
 
+def _digest(path: Path, payload: bytes) -> bytes:
+    """Of a file: a launch under the name of another one is not taken."""
+    return hashlib.sha256(path.name.encode() + b"\0" + payload).digest()
+
+
 def _read(path: Path) -> export.Exported | None:
-    """None where there is no such file, or it is not whole."""
+    """None where there is no such file, or what it holds is not a launch."""
     try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
         content = path.read_bytes()
     except OSError:
         return None
     payload = content[_DIGEST_BYTES:]
-    if hashlib.sha256(payload).digest() != content[:_DIGEST_BYTES]:
+    if _digest(path, payload) != content[:_DIGEST_BYTES]:
         return None
-    with contextlib.suppress(OSError):  # who may only read the folder does not say what is in use
+    try:
+        found = export.deserialize(bytearray(payload))
+        found.mlir_module()  # reads the part that is read only when a program is lowered
+    except Exception:  # bytes that are no launch may lead to any error; the file is written anew
+        return None
+    with contextlib.suppress(OSError):  # a folder that is only readable does not tell what is in use
         os.utime(path)
-    return export.deserialize(bytearray(payload))
+    return found
 
 
 def _write(path: Path, content: bytes) -> None:

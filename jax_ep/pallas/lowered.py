@@ -13,7 +13,6 @@ import contextlib
 import functools
 import math
 import os
-import pickle
 import subprocess
 import threading
 import warnings
@@ -119,7 +118,7 @@ def _exported_somewhere(launch: Callable[..., Any], shapes: Any, static: Any, x6
             return exported(launch, shapes, static, x64)
         try:
             return elsewhere.lower(launch, shapes, static, x64)
-        except (RuntimeError, OSError, subprocess.SubprocessError, pickle.PicklingError) as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             warnings.warn(
                 f"a process that was to lower the kernel of {launch.__name__} failed, so this one does; "
                 f"{elsewhere.VARIABLE}=0 begins none: {error}",

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import pickle
 import re
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -197,7 +199,16 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked"])
+def test_a_process_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    """Unless this process does: `python -m` would look there first."""
+    (tmp_path / "inspect.py").write_text("raise ImportError('planted')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(RuntimeError, match="has no attribute 'nothing'"):
+        elsewhere.lower(type("Launch", (), {"__module__": "inspect", "__qualname__": "nothing"}), (), (), False)
+
+
+@pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked", "answers something else"])
 def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
     """This process is busy until the other one fails."""
     monkeypatch.setattr(lowered, "_places", lowered._Places())
@@ -210,6 +221,8 @@ def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
             raise OSError("no memory")
         if how == "never ends":
             raise subprocess.TimeoutExpired(command, 300)
+        if how == "answers something else":
+            return subprocess.CompletedProcess(command, 0, b"a word of sitecustomize.py", b"")
         return subprocess.CompletedProcess(command, 1, b"", b"no memory")
 
     monkeypatch.setattr(elsewhere.subprocess, "run", run)
@@ -231,7 +244,7 @@ class Unsent(float):
 
     def __reduce__(self):
         self.asked()
-        raise lowered.pickle.PicklingError("not for other processes")
+        raise pickle.PicklingError("not for other processes")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 Where there are GPUs, it is compiled while the next one is lowered.
 """
 
+import contextlib
 import gc
+import hashlib
 import os
 import threading
 
@@ -155,6 +157,39 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
         path.write_bytes(damaged)
         assert lower_here() == (text, 1)
         assert lower_here() == (text, 0)
+
+
+@pytest.mark.parametrize("what", ["nothing", "text", "end", "module", "other launch", "pipe", "folder", "huge"])
+def test_files_of_something_else_are_made_again(what, cache, tmp_path):
+    """Also where the digest is right."""
+    pytest.importorskip("flatbuffers")
+    cache(tmp_path)
+    other, _ = lower_here(factor=3.0)
+    (path,) = tmp_path.glob("*/*")
+    payload = path.read_bytes()[kept._DIGEST_BYTES :]
+    path.unlink()
+    text, _ = lower_here()
+    (path,) = tmp_path.glob("*/*")
+    module = payload.index(b"ML\xefR")
+    payloads = {"nothing": b"", "text": b"no launch", "end": payload[:-100], "other launch": payload}
+    payloads["module"] = payload[: module + 4] + bytes(200) + payload[module + 204 :]
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "huge":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        digest = hashlib.sha256(payload).digest() if what == "other launch" else kept._digest(path, payloads[what])
+        path.write_bytes(digest + payloads[what])
+    context = pytest.warns(UserWarning, match="is not kept") if what == "folder" else contextlib.nullcontext()
+    with context:
+        assert lower_here() == (text, 1)
+    if what != "folder":
+        assert lower_here() == (text, 0)
+    assert other != text
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """How operations, kernels, the layer and a training scale over this machine's GPUs: EP = 1, 2, 4, ...
 
     python benchmarks/scaling.py [--model qwen3-30b] [--tokens 4096] [--ranks 1 2 4]    # also: jax-ep scale
-    python benchmarks/scaling.py --predict 2 4 8        # what published reports say of more ranks; needs no GPU
 
 Writes results/scaling.json and a plot. `--quick` without GPUs runs all of it on CPU devices, whose times say nothing
 of GPUs and who have no kernels.
@@ -27,7 +26,6 @@ import gc
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +45,6 @@ from lib import (
     plots,
     training_rate,
 )
-from lib import scaling_model as model_of_times
 from lib.growth import Moved
 from lib.harness import Report, Timing
 from lib.layer_variants import layers
@@ -321,11 +318,6 @@ def options() -> argparse.ArgumentParser:
     add("--total-tokens", type=int, help="of all ranks in strong scaling (default: weak scaling's on most ranks)")
     add("--ranks", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of the machine)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    model = parser.add_argument_group("a model of times from published reports, instead of a measurement")
-    model.add_argument("--predict", type=int, nargs="*", metavar="RANKS", help="numbers of ranks (default: 2 4 8)")
-    model.add_argument("--results", type=Path, nargs="+", default=model_of_times.RESULTS, help="of exchange.py")
-    names = {"choices": model_of_times.VARIANTS, "metavar": "VARIANT"}
-    model.add_argument("--variants", nargs="+", default=model_of_times.VARIANTS, **names)
     return parser
 
 
@@ -378,15 +370,9 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    """Measures what the command line asks for, or predicts."""
+    """Measure what the command line asks for."""
     parser = options()
     args = harness.parse(parser)
-    if args.predict is not None:
-        try:
-            model_of_times.show(args.results, args.variants, args.predict or [2, 4, 8])
-        except ValueError as error:
-            parser.error(str(error))
-        return
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     if not harness.can_measure("scaling", args, num_devices=1):
         return

@@ -35,7 +35,7 @@ def test_pieces(tmp_path: Path) -> None:
     assert {"tests-contract", "tests-gpu", "bench-fused-moe", "bench-grouped-gemm"} <= set(one)
     of_several = {"tests-products", "tests-processes"}
     layers = ("layer-deepseek-v3", "layer-qwen3-30b", "layer-mixtral", "layer-parts", "layer-recipes")
-    others = ("exchange", "exchange-graphs", "low-latency", "scaling", "scaling-training", "ablations")
+    others = ("exchange", "exchange-graphs", "low-latency", "scaling", "scaling-training")
     assert set(four) - set(one) == of_several | {f"bench-{name}" for name in (*layers, *others)}
     assert set((one | four).values()) == {"", "late"}
     assert list(listed(tmp_path, "bench-fused-moe")) == ["bench-fused-moe"]
@@ -81,7 +81,7 @@ def test_what_fits_into_the_time(tmp_path: Path) -> None:
     assert max(seconds.values()) < 600
     first = [name for name, state in states.items() if not state]
     assert sum(seconds[name] for name in first) <= 25 * 60
-    wanted = ("contract", "layer-deepseek-v3", "layer-parts", "exchange-graphs", "scaling", "ablations", "low-latency")
+    wanted = ("contract", "layer-deepseek-v3", "layer-parts", "exchange-graphs", "scaling", "low-latency")
     assert {name.partition("-")[2] for name in first} >= set(wanted)
     none = run(tmp_path, gpus=4, minutes=0)
     assert none.returncode == 0

@@ -188,7 +188,7 @@ def test_help_lists_every_target(make):
         ("wheel", "tools/build_wheel.sh"),
         ("wheel", "tools/check_wheel.sh"),
         ("lock", "--universal"),
-        ("bench", "benchmarks/exchange.py benchmarks/fused_fp8.py"),
+        ("bench", "benchmarks/exchange.py benchmarks/fused_moe.py"),
     ],
 )
 def test_targets_run_what_they_say_in_the_chosen_environment(make, tmp_path, target, command):

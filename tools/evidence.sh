@@ -55,7 +55,6 @@ if ((gpus > 1)); then
   bench layer-parts 150 "layer.py --models $models $many --parts dispatch combine --layers --suffix '${suffix}_parts'"
   beside="--graphs $many --ragged-tokens 4096 32768"
   bench exchange-graphs 80 "exchange.py $beside --ranks $gpus --suffix '${suffix}_graphs'"
-  bench ablations 60 "ablations.py --suffix '$suffix' --routing uniform zipf"
   bench low-latency 150 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
   recipes="--layers moe fp8 'fp8 once' 'fp8-input-gradient once' capacity"
   bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -401,27 +401,6 @@ def prefill(reports: Reports) -> list[str]:
     return table(["us, of cuBLAS", *there], lines)
 
 
-def ablations(reports: Reports) -> list[str]:
-    """Each decision on and off."""
-    lines = []
-    for ranks in RANKS:
-        for model, name in MODELS.items():
-            for routing in ("uniform", "zipf"):
-                for what in ("dispatch", "combine", "dispatch + GEMM 1, one launch"):
-                    keys = {"model": model, "routing": routing, "ranks": ranks}
-                    found = reports.find("ablations", (what,), **keys)
-                    if found is not None:
-                        lines += _ablated(found, f"{name}{', Zipf' if routing == 'zipf' else ''}", ranks, what)
-    return table(["", "GPUs", "tokens", "", "us", "MB sent", "MB of (token, k)"], lines)
-
-
-def _ablated(found: Found, model: str, ranks: int, what: str) -> Iterator[list[str]]:
-    for variant, row in found.rows.items():
-        if variant == what or variant.startswith(f"{what}, no "):
-            megabytes = (f"{row[kind] / 1e6:.0f}" for kind in ("sent_bytes", "pairs_bytes"))
-            yield [model, str(ranks), str(row["shape"]["tokens_per_rank"]), variant, found.us(variant), *megabytes]
-
-
 SCALED = ("triton dispatch to rows", "triton combine", "jax_ep.moe, forward", "jax_ep.moe, forward + backward")
 
 
@@ -458,14 +437,12 @@ TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "prefill": prefill,
     "low_latency": low_latency,
     "decode_layer": decode_layer,
-    "ablations": ablations,
     "scaling": scaling,
 }
 WRITES = {
     "recipes": "moe_layer",
     "graphs": "dispatch_combine",
     "parts_32768": "moe_layer",
-    "ablations": "ablations",
     "scaling": "scaling",
 }
 

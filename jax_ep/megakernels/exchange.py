@@ -172,7 +172,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows."""
     layout, hidden, wire_dtype = handle.layout, y.shape[1], options.wire_dtype
     if layout.num_ranks == 1 and wire_dtype is None:
-        # Nothing travels: XLA's sums of rows are faster than the kernel's (benchmarks/results/local_steps.json).
+        # Nothing travels: XLA's sums of rows are faster than the kernel's (docs/design/exchange.md).
         return xla.combine_tokens(dataclasses.replace(options, axis=()), y, row_weights, handle)
     y = _pad_columns(y)
     schedule = tuned.schedule(options.schedule, "combine", **tuned.exchange_facts(layout, y.shape[1], y.dtype))

@@ -33,12 +33,12 @@ GATHERED_BYTES = 2 << 20
 """Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
 RAGGED_PLATFORMS = ("rocm", "tpu")
 """Those that exchange segments at once. NVIDIA GPUs do it in rounds: XLA's ragged exchange takes 13 times as long there
-as long as nobody sets its flags (benchmarks/results/portable.json)."""
+as long as nobody sets its flags (docs/design/exchange.md)."""
 RAGGED_COST = 3
 """What a byte costs there, in bytes to all ranks: on four H200s 2540 us against 903, with the best flags
 (docs/performance.md)."""
 ROUNDS_COST = 4
-"""The same of rounds on NVIDIA GPUs: on two H200s 3187 us against 825 (benchmarks/results/portable.json)."""
+"""The same of rounds on NVIDIA GPUs: on two H200s 3187 us against 825 (docs/design/exchange.md)."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:

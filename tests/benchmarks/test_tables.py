@@ -105,12 +105,7 @@ def test_layers_are_of_one_report(tmp_path):
     assert found["DeepSeek-V3, 4096"] == ["2", "50, 100", "50, 100", "`moe_layer_new.json`"]
 
 
-def test_ablations_and_scaling(tmp_path):
-    sent = {"sent_bytes": 3e6, "pairs_bytes": 8e6}
-    rows = [row("dispatch", 100, tokens=4096, **sent), row("dispatch, no token saving", 250, tokens=4096, **sent)]
-    for one in rows:
-        one["shape"]["model"] = "deepseek-v3"
-    report(tmp_path, "ablations_2_gpus", rows)
+def test_scaling(tmp_path):
     scaled = [
         row(COMBINE, 10, tokens=8, peak_shares={"copy_engine": 0.9}),
         row("training step", 5, tokens=8, tokens_per_s=7e4),
@@ -118,9 +113,7 @@ def test_ablations_and_scaling(tmp_path):
     for one in scaled:
         one["shape"]["scaling"] = "weak"
     report(tmp_path, "scaling", scaled)
-    reports = tables.Reports(tmp_path)
-    assert "| DeepSeek-V3 | 2 | 4096 | dispatch, no token saving | 250 | 3 | 8 |" in tables.made("ablations", reports)
-    found = cells(tables.made("scaling", reports))
+    found = cells(tables.made("scaling", tables.Reports(tmp_path)))
     assert found["triton combine, us"] == ["", "10, 90 %", "", ""]
     assert found["training, tokens/s"] == ["", "70000", "", ""]
 

@@ -68,16 +68,13 @@ def check_flat(built: dict, product: structs_gemm.GroupedGemm, num_stages: int) 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(
-    ("shape", "transposed", "keep", "interleaved"),
-    [(DEEPSEEK, False, True, True), (MIXTRAL, True, False, True), (DEEPSEEK, False, False, False)],
+    ("shape", "transposed", "keep"),
+    [(DEEPSEEK, False, True), (MIXTRAL, True, False)],
 )
-@pytest.mark.slow(unless={"shape": [DEEPSEEK], "interleaved": [True]})
-def test_dispatch_gemm(
-    shape: tuple[int, ...], transposed: bool, keep: bool, interleaved: bool, capability: int, on_h200: None
-) -> None:
+@pytest.mark.slow(unless={"shape": [DEEPSEEK]})
+def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
-    sizes = dataclasses.replace(sizes, INTERLEAVED=interleaved)
     types = {"handle": HANDLE, "order": structs_gemm.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
     types |= {"b_desc": matrices(sizes.product)}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")

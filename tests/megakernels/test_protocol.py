@@ -81,6 +81,33 @@ def test_a_heap_without_a_size_grows(mesh):
         np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
 
 
+def test_dispatch_sends_a_token_once_per_rank(rng):
+    """Counted where tokens arrive, in slots `[sender, slot]` of each rank's heap."""
+    num_ranks, tokens, top_k, experts, hidden = 4, 7, 4, 8, 256
+    jax_ep.finalize()
+    mesh = harness.make_mesh((num_ranks,), (harness.EXPERT,))
+    jax_ep.init(mesh, transport="shared_memory")
+    ids = np.argsort(rng.random((num_ranks, tokens, experts)), axis=2)[..., :top_k].astype(np.int32)
+    x = rng.normal(size=(num_ranks, tokens, hidden)).astype(np.float32)
+    run = harness.compiled(lambda x, ids: jax_ep.dispatch(x, ids, **OPTIONS | {"num_experts": experts}).tokens, mesh)
+    run(x, ids)  # the heap grows here
+    heap = context.heap("test")
+    start, shape = heap.data.start + heap.layout.data, (num_ranks, tokens, 4 * hidden)
+    areas = [heap._memory.pool.heap(rank, heap.data.allocation)[start:][: np.prod(shape)] for rank in range(num_ranks)]
+    for area in areas:
+        area[:] = 0xA5
+    run(x, ids)
+    # The ids of all ranks, 448 bytes, arrive in the first slot too.
+    slots = [area.reshape(shape)[..., 512:] for area in areas]
+    arrived = np.stack([(slot != 0xA5).any(axis=2).sum(axis=1) for slot in slots], axis=1)
+    owners = ids // (experts // num_ranks)
+    wanted = np.stack([(owners == rank).any(axis=2).sum(axis=1) for rank in range(num_ranks)], axis=1)
+    np.fill_diagonal(wanted, 0)  # own tokens do not travel
+    np.testing.assert_array_equal(arrived, wanted)
+    assert wanted.sum() < (owners != np.arange(num_ranks)[:, None, None]).sum(), "no token is saved: nothing is tested"
+    jax_ep.finalize()
+
+
 def test_hostile_ids_write_nowhere(mesh):
     """Any 32-bit pattern as an id: rows of valid ids are right, the others are counted and have no rows."""
     jax_ep.init(mesh, transport="shared_memory")

@@ -174,8 +174,8 @@ def communicate(
         if task == 0:
             announce(launch, HEAP)
         elif task < push_end:
-            block = (task - 1) // num_peers if S.INTERLEAVED else (task - 1) % num_blocks
-            step = (task - 1) % num_peers if S.INTERLEAVED else (task - 1) // num_blocks
+            block = (task - 1) // num_peers
+            step = (task - 1) % num_peers
             peer_rank = (launch.rank + 1 + step) % W
             num_sends = tl.load(order.num_sends_ptr + peer_rank)
             peer = peer_of(launch, peer_rank)

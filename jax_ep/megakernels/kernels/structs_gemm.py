@@ -210,7 +210,6 @@ class DispatchGemm:
       SAVES: tokens that arrive are copied.
       WEIGHTS: byte offset in the data area of router weights.
       product: of all rows with the matrices of the local experts.
-      INTERLEAVED: a block for each peer in turn; else, to be compared with, all blocks for one peer after another.
     """
 
     T: int
@@ -221,7 +220,6 @@ class DispatchGemm:
     SAVES: bool
     WEIGHTS: int
     product: GroupedGemm
-    INTERLEAVED: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,7 +77,7 @@ demo: $(DEMO_INSTALLED) ## train a small MoE language model, then generate from 
 # These run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies. Of the whole layer a
 # part: gradients of all modes and numbers of ranks take minutes there.
 ON_KERNELS := dispatch_combine experts fused_gradients grouped_gemm_fp8 low_latency low_latency_gemm_combine \
-  low_latency_moe masked micro_batches quantized_gemm result_dtype single_launch sorted_slots
+  low_latency_moe masked quantized_gemm result_dtype single_launch sorted_slots
 FUSED := tests/contract/test_fused.py::test_
 FP8 := tests/contract/test_moe_fp8.py::test_
 LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[serial-triton-4]' \

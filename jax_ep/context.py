@@ -355,14 +355,10 @@ def reserved_heap(function: str) -> SymmetricHeap:
 
 def records(identity: int, kernel: str) -> bool:
     """Whether a kernel that is traced now records what it does; if so, remembers its name."""
-    if is_recording():
+    is_recording = bool(_records.value)
+    if is_recording:
         _recording_kernels[identity] = kernel
-    return is_recording()
-
-
-def is_recording() -> bool:
-    """Whether kernels that are traced now record what they do."""
-    return bool(_records.value)
+    return is_recording
 
 
 @contextlib.contextmanager

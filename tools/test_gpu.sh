@@ -29,7 +29,7 @@ export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 options=(-q -p no:cacheprovider -p no:benchmark --timeout-method thread -o timeout=150 --implementation triton --results "$results")
 read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
-low_latency=(low_latency low_latency_moe low_latency_gemm_combine micro_batches)
+low_latency=(low_latency low_latency_moe low_latency_gemm_combine)
 together=("${contract[@]/#/tests/contract/test_}" "${low_latency[@]/#/tests/contract/test_}")
 products=(fused fused_gradients moe_fp8)
 products=("${products[@]/#/tests/contract/test_}")

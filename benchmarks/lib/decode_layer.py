@@ -4,8 +4,6 @@ Part of low_latency.py. Variants, in FP8 and in bfloat16:
 
   low latency             dispatch, product, activation, and product + combine in one launch (`low_latency_moe`)
   low latency, separate   the same with product and combine one after the other
-  low latency, halves     `num_micro_batches=2`: one half of the tokens is under way while the other is multiplied, and
-                          both read the matrices
   moe                     the path of training, in bfloat16, whose crossing with the others is where a program should
                           change between them (`jax_ep.serving.LOW_LATENCY_TOKENS`)
 
@@ -35,10 +33,8 @@ SPEC = jax.P(*AXIS)
 Layer = Callable[..., Array]  # x, ids, weights, matrices -> x
 
 
-def low_latency(
-    model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ServingWeights, num_micro_batches: int = 1
-) -> Array:
-    options = {"num_experts": model.experts, "num_micro_batches": num_micro_batches, "implementation": name}
+def low_latency(model: Model, name: str | None, x: Array, ids: Array, weights: Array, w: ServingWeights) -> Array:
+    options = {"num_experts": model.experts, "implementation": name}
     return jax_ep.low_latency_moe(x, ids, weights, w.w_gate_up, w.w_down, **options)
 
 
@@ -111,8 +107,6 @@ def measure(report: Report, args: argparse.Namespace, mesh: jax.sharding.Mesh, m
         variants: dict[str, tuple[Layer, Any]] = {"moe": (partial(training, model, name), matrices)}
         for dtype, w in serving.items():
             variants[f"low latency, {dtype}"] = partial(low_latency, model, name), w
-            if count > 1:  # of one token there are no halves
-                variants[f"low latency, halves, {dtype}"] = partial(low_latency, model, name, num_micro_batches=2), w
             variants[f"low latency, separate, {dtype}"] = partial(separate, model, name), w
         once = {}
         for label, (layer, w) in variants.items():

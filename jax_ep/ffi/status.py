@@ -29,7 +29,6 @@ class State(enum.IntEnum):
     WRITING = 3
     WRONG_MESH = 4
     OTHER_LAUNCH = 5
-    OVERTAKEN = 6
 
 
 class Operation(enum.IntEnum):

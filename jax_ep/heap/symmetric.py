@@ -29,7 +29,7 @@ from jax_ep.heap.trace_area import TraceArea
 
 _PAGE = 4096
 _CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
-_WORDS_OF_A_DEVICE = 9  # 6 where there are blocks, 9 of kernels/low_latency_slots.py
+_WORDS_OF_A_DEVICE = 6
 _BUFFER_UNIT = 256
 _DATA, _BUFFERS = 1, {2: 2, 8: 3}  # the first ids: of data, and of buffers by how many a device has
 _STEP = 3  # from an id to the next of its kind

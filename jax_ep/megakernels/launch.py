@@ -36,7 +36,6 @@ def launch(
     *,
     group: Array | None = None,
     buffers: Generation | None = None,
-    identity: int | None = None,
     written: dict[int, int] | None = None,
 ) -> tuple[Any, ...]:
     """Runs a kernel on the device of this shard.
@@ -56,7 +55,6 @@ def launch(
       constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
       group: `[W + 1]` int32, see `group_on`; None: the kernel does not use the heap.
       buffers: the low-latency buffers that the kernel uses; None: it uses the data area.
-      identity: what ranks that launch together have in common, see `launch_identity`; None: kernel and sizes say it.
       written: arrays among the operands, by their positions, that the kernel writes in place, and among the results
         what they become, which nobody must read: the interpreter's kernels write a copy.
 
@@ -64,7 +62,7 @@ def launch(
       One array, or NamedTuple of arrays, per entry of `results`.
     """
     if group is not None:
-        operands, constants = _with_heap(kernel, operands, results, constants, group, buffers, identity)
+        operands, constants = _with_heap(kernel, operands, results, constants, group, buffers)
     if jax.default_backend() == "cpu":
         from jax_ep import interpreter
 
@@ -107,7 +105,6 @@ def _with_heap(
     constants: Mapping[str, Any],
     group: Array,
     buffers: Generation | None,
-    identity: int | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands and constants of a launch on the heap."""
     heap = context.reserved_heap(kernel.function)
@@ -116,8 +113,7 @@ def _with_heap(
     # which runs since the table needs it, and one table: CUDA graphs can hold the launches, and no check is between.
     checked = ffi.check_status(group, generation.id)
     table = _table(heap, generation.id, varying_axes(group), checked, generation.reserved)
-    if identity is None:
-        identity = launch_identity(kernel, (*operands, group, *results), constants)
+    identity = launch_identity(kernel, (*operands, group, *results), constants)
     sizes = {name: value for name, value in constants.items() if name != "OPERATION"}
     traced = context.records(identity, kernel.function)
     sizes["HEAP"] = heap_of(heap.layout, group.shape[0] - 1, identity, traced)

@@ -137,9 +137,9 @@ def layout_sizes(layout: Layout, num_tokens: int, hidden: int) -> dict[str, Any]
     return {**sizes, "H": hidden, "L": layout.num_local_experts}
 
 
-def buffer_offsets(start: int = _FLAG_BYTES, **num_bytes: int) -> tuple[dict[str, int], int]:
+def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
     """Offsets of what lies in a low-latency buffer, behind its flags and in this order, and the size of the buffer."""
-    offsets, end = {}, start
+    offsets, end = {}, _FLAG_BYTES
     for name, size in num_bytes.items():
         offsets[name] = end
         end = round_up(end + size, 128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
-from jax_ep.ops import hierarchical, low_latency_parts, quantized_gemm, registry
+from jax_ep.ops import hierarchical, quantized_gemm, registry
 from jax_ep.ops.low_latency import (
     check_combine,
     checked_layout,
@@ -46,7 +46,6 @@ def low_latency_moe(
     axis_name: AxisName = "expert",
     max_tokens_per_rank: int | None = None,
     num_tokens: Array | int | None = None,
-    num_micro_batches: int = 1,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -75,11 +74,6 @@ def low_latency_moe(
       max_tokens_per_rank: static, at least T and the same on all ranks; sizes the buffers, but over a `Topology`, where
         they hold the tokens that can come from all nodes. None: T.
       num_tokens: `[]` int32, tokens at and past this index are ignored; None: all T count.
-      num_micro_batches: 2: the first half of the tokens and the second, one after the other; with `triton` both are
-        sent at first, and the experts multiply one half before the device waits for what others send of the second. A
-        single token stays whole. Both halves read the matrices, and rows are summed as `low_latency_gemm_combine` does:
-        it pays where ranks wait for each other longer than that takes. Of such calls two at most may be independent of
-        each other in one program. 1: all at once.
       preferred_element_type: dtype of the result, and of the experts' outputs as they travel; None: that of x.
       schedule: see `dispatch`.
       implementation: see `dispatch`.
@@ -88,8 +82,7 @@ def low_latency_moe(
       `[T, H]`; zero for tokens without experts.
 
     Raises:
-      ValueError: shapes, sizes, axes or an activation that do not fit; in FP8, H or I is not a multiple of 128; more
-        than two micro-batches.
+      ValueError: shapes, sizes, axes or an activation that do not fit; in FP8, H or I is not a multiple of 128.
       TypeError: unsupported or different dtypes, or one matrix in FP8 and the other not; also by the gradient.
       NotImplementedError: none of the implementations asked for can serve the call.
 
@@ -106,11 +99,6 @@ def low_latency_moe(
     Source: the path of DeepSeek-V3's decoding (arXiv:2412.19437, section 3.4.2).
     """
     function = "low_latency_moe"
-    if check.positive(function, "num_micro_batches", num_micro_batches) > 2:
-        raise ValueError(
-            f"{function}: num_micro_batches={num_micro_batches}, expected 1 or 2; pass 2, with which an exchange and"
-            " the experts always run beside each other: each further one would only read their matrices once more."
-        )
     if isinstance(axis_name, Topology):
         inside = partial(
             low_latency_moe,
@@ -120,7 +108,6 @@ def low_latency_moe(
             b_gate_up=b_gate_up,
             b_down=b_down,
             activation=activation,
-            num_micro_batches=num_micro_batches,
             preferred_element_type=preferred_element_type,
             schedule=schedule,
             implementation=implementation,
@@ -173,9 +160,8 @@ def low_latency_moe(
     tokens, matrices = (x, topk_idx, topk_weights, num_tokens), _Matrices(w_gate_up, w_down, b_gate_up, b_down)
     tokens, matrices = vary_alike((tokens, matrices), over=options.axis)
     layer = _Layer(options, experts, inner, out_dtype)
-    run = _one_batch if num_micro_batches == 1 or x.shape[0] < 2 else _two_batches
-    layout = partial(checked_layout, options, num_experts, top_k=topk_idx.shape[1])
-    y = run(layer, layout, max_tokens_per_rank, matrices, *tokens)
+    layout = checked_layout(options, num_experts, max_tokens_per_rank, topk_idx.shape[1])
+    y = _run_experts(layer, layout, matrices, *tokens)
     if experts.weight_on == "input" and top_k > 1:
         wide = y.reshape(-1, top_k, y.shape[1]).astype(accumulation_dtype(y.dtype))
         y = jnp.sum(wide, axis=1).astype(y.dtype)
@@ -218,72 +204,22 @@ class _Layer(NamedTuple):
         return rows, down, group_sizes, row_scales, down_scales
 
 
-def _wire(matrices: _Matrices, x: Array) -> tuple[DTypeLike, int | None]:
-    """What tokens travel as, and how many columns share a scale."""
-    return (FP8, GROUP_SIZE) if check_quantized.takes_fp8(matrices.w_gate_up) else (x.dtype, None)
-
-
-def _expected_rows(layout: Layout, num_slots: int) -> int:
-    return max(1, -(-layout.num_ranks * num_slots // layout.num_experts))
-
-
-def _one_batch(
+def _run_experts(
     layer: _Layer,
-    layout_of: Callable[[int], Layout],
-    max_tokens: int,
+    layout: Layout,
     matrices: _Matrices,
     x: Array,
     topk_idx: Array,
     topk_weights: Array,
     num_tokens: Array | None,
 ) -> Array:
-    """`[T, H]` of tokens that travel all at once, of at most so many per rank."""
-    options, layout, (wire_dtype, group) = layer.options, layout_of(max_tokens), _wire(matrices, x)
-    tokens, scales, sizes, handle = dispatch_tokens(options, layout, group, wire_dtype, x, topk_idx, num_tokens)
-    expected_rows = _expected_rows(layout, topk_idx.size)
+    """Return the layer's result `[T, H]` for checked arguments."""
+    options, out_dtype = layer.options, layer.out_dtype
+    wire = (GROUP_SIZE, FP8) if check_quantized.takes_fp8(matrices.w_gate_up) else (None, x.dtype)
+    tokens, scales, sizes, handle = dispatch_tokens(options, layout, *wire, x, topk_idx, num_tokens)
+    expected_rows = max(1, -(-layout.num_ranks * topk_idx.size // layout.num_experts))
     product = layer.activated(matrices, x.dtype, expected_rows, tokens, scales, sizes)
-    out_dtype, bias = layer.out_dtype, matrices.b_down
-    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, bias, *product)
-
-
-def _two_batches(
-    layer: _Layer,
-    layout_of: Callable[[int], Layout],
-    max_tokens: int,
-    matrices: _Matrices,
-    x: Array,
-    topk_idx: Array,
-    topk_weights: Array,
-    num_tokens: Array | None,
-) -> Array:
-    """The same in two halves, of which one is under way while the other is computed, where the implementation can."""
-    options, half, first = layer.options, -(-max_tokens // 2), -(-x.shape[0] // 2)
-    layout, (wire_dtype, group) = layout_of(half), _wire(matrices, x)
-    parts = low_latency_parts.implementation(options, (wire_dtype, layer.out_dtype), x.shape[1], layout)
-    if parts is not None:
-        overlapped = partial(_overlapped, parts, layer, layout, group)
-        remedy = f"{options.function} has no gradient: train with moe."
-        return call_without_gradient(remedy, overlapped, matrices, x, topk_idx, topk_weights, num_tokens)
-    counts: tuple[Array | None, Array | None] = (None, None)
-    if num_tokens is not None:
-        counts = jnp.minimum(num_tokens, first), jnp.maximum(num_tokens, first) - first
-    run = partial(_one_batch, layer, layout_of, half, matrices)
-    before = run(x[:first], topk_idx[:first], topk_weights[:first], counts[0])
-    return jnp.concatenate([before, run(x[first:], topk_idx[first:], topk_weights[first:], counts[1])])
-
-
-def _overlapped(
-    parts: Any, layer: _Layer, layout: Layout, group_size: int | None, matrices: _Matrices, x: Array, *rest: Any
-) -> Array:
-    """The halves by the functions `parts`."""
-
-    def compute(num_tokens: int, tokens: Array, scales: Array | None, sizes: Array) -> Array:
-        expected_rows = _expected_rows(layout, num_tokens * layout.top_k)
-        product = layer.activated(matrices, x.dtype, expected_rows, tokens, scales, sizes)
-        y = multiply(layer.options, layer.out_dtype, expected_rows, *product)
-        return y if matrices.b_down is None else add_bias_of_blocks(y, matrices.b_down)
-
-    return low_latency_parts.compute_in_halves(parts, layer.options, layout, group_size, compute, x, *rest)
+    return _multiply_and_combine(options, out_dtype, expected_rows, topk_weights, handle, matrices.b_down, *product)
 
 
 def _one_token_per_expert(

@@ -38,7 +38,6 @@ _IMPLEMENTATIONS = {
     "activation": ("triton", "xla", "pallas"),
     "moe_sort": ("triton", "xla"),
     "low_latency": ("triton", "xla"),
-    "low_latency_parts": ("triton",),  # others exchange in one launch
     "masked": ("triton", "xla"),
 }
 

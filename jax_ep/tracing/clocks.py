@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ep.megakernels.kernels.structs_trace import FINISH, GREETING, KINDS
+from jax_ep.megakernels.kernels.structs_trace import GREETING, KINDS
 from jax_ep.tracing.events import Launch
 
 _ANNOUNCE, _PUBLISH, _WAIT = (KINDS.index(kind) for kind in ("announce", "publish", "wait"))
@@ -113,10 +113,8 @@ class Sent:
         """When `source` began to tell `target` of a block, in the launch that is `number` there; None: unknown."""
         launch = self._launches[target, number]
         epoch = launch.epochs[launch.rank(source)]
-        # What finishes an exchange waits for the launch that has started it.
-        identities = launch.identity, launch.identity ^ FINISH
-        numbers = [self._numbers.get((source, target, identity, epoch)) for identity in identities]
-        keys = [(source, number, peer, block) for number in numbers if number is not None for peer in (target, -1)]
+        sent_in = self._numbers.get((source, target, launch.identity, epoch))
+        keys = [] if sent_in is None else [(source, sent_in, peer, block) for peer in (target, -1)]
         return min((self._times[key] for key in keys if key in self._times), default=None)
 
     def awaited(self, wait: np.void) -> list[tuple[int, int]]:

@@ -7,9 +7,7 @@ import json
 import pytest
 from reports import check_report, run_quickly
 
-VARIANTS = {"moe"} | {
-    f"low latency{how}, {dtype}" for how in ("", ", separate", ", halves") for dtype in ("fp8", "bf16")
-}
+VARIANTS = {"moe"} | {f"low latency{how}, {dtype}" for how in ("", ", separate") for dtype in ("fp8", "bf16")}
 
 
 @pytest.mark.slow

@@ -67,13 +67,8 @@ def low_latency(operation: str, x: Any, ids: Any, is_late: Any) -> Any:
     """The same by the kernels for small batches; late at one of them."""
     weights = jnp.ones(ids.shape, jnp.float32)
     x = x.astype(jnp.bfloat16)
-    if operation in ("low_latency_dispatch", "low_latency_moe"):
+    if operation == "low_latency_dispatch":
         x = late(x, is_late)
-    if operation == "low_latency_moe":  # in halves, whose experts change nothing
-        same = jnp.broadcast_to(jnp.eye(H, dtype=jnp.bfloat16), (8 // jax.lax.axis_size("expert"), H, H))
-        experts = jax_ep.Experts(lambda hidden: hidden, gated=False)
-        options = {"experts": experts, "num_micro_batches": 2, "implementation": "triton"}
-        return jax_ep.low_latency_moe(x, ids, weights, same, same, num_experts=8, **options).astype(jnp.float32)
     sizes = {"num_experts": 8, "max_tokens_per_rank": T, "quantize": False, "implementation": "triton"}
     d = jax_ep.low_latency_dispatch(x, ids, **sizes)
     tokens = d.tokens if operation == "low_latency_dispatch" else late(d.tokens, is_late)

@@ -80,14 +80,6 @@ def serving(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     return x
 
 
-def micro_batches(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
-    """The same, each layer in two halves whose launches alternate; a graph keeps their order, too."""
-    matrices = w_gate_up.swapaxes(1, 2), w_down.swapaxes(1, 2)
-    for layer in range(2):
-        x = x + jax_ep.low_latency_moe(x, ids[layer], weights[layer], *matrices, num_micro_batches=2, **OPTIONS)
-    return x
-
-
 def one_device(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> Any:
     """The layer of the experts here in one launch, whose counters begin at zero in every replay."""
     local = w_down.shape[0]
@@ -98,7 +90,7 @@ def one_device(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
     return x
 
 
-PROGRAMS = {f.__name__: f for f in (exchanges, fused, gradients, low_latency, serving, micro_batches, one_device)}
+PROGRAMS = {f.__name__: f for f in (exchanges, fused, gradients, low_latency, serving, one_device)}
 
 
 def inputs(num_ranks: int, seed: int, shape: Shape = SHAPE) -> tuple[np.ndarray, ...]:

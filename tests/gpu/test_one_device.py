@@ -77,32 +77,3 @@ def choose(rng: np.random.Generator, routing: str, tokens: int, num_experts: int
     elif routing == "some without":
         ids[rng.random(ids.shape) < 0.3] = -1
     return ids
-
-
-@pytest.mark.parametrize("tokens", [2, 129, 512] if ON_GPU else [5])
-def test_low_latency_layer_in_halves(one_process: None, tokens: int) -> None:
-    """Its kernels on one device, in many layers that follow each other, beside the layer in one batch."""
-    num_layers = 50 if ON_GPU else 2
-    x = jax.random.normal(jax.random.key(0), (tokens, HIDDEN), jnp.bfloat16)
-    ids = np.random.default_rng(tokens).integers(-1, 8, (tokens, TOP_K), dtype=np.int32)
-    weights = np.full(ids.shape, 1 / TOP_K, np.float32)
-    shapes = (8, 2 * INNER, HIDDEN), (8, HIDDEN, INNER)
-    keys = jax.random.split(jax.random.key(1))
-    matrices = [
-        jax.random.normal(key, shape, jnp.bfloat16) * shape[2] ** -0.5 for key, shape in zip(keys, shapes, strict=True)
-    ]
-
-    def layers(number: int, x: Any, *rest: Any) -> Any:
-        options = {"num_experts": 8, "axis_name": (), "num_micro_batches": number, "implementation": "triton"}
-
-        def step(x: Any, _: None) -> tuple[Any, None]:
-            # Experts of rows that grow would square them in each layer, up to infinity.
-            rows = x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True))
-            return x + 0.1 * jax_ep.low_latency_moe(rows.astype(jnp.bfloat16), *rest, **options).astype(F32), None
-
-        return lax.scan(step, x.astype(F32), length=num_layers)[0]
-
-    one, two = (jax.jit(partial(layers, number)) for number in (1, 2))
-    got, want = (to_numpy(f(x, ids, weights, *matrices)).astype(np.float64) for f in (two, one))
-    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
-    np.testing.assert_array_equal(to_numpy(two(x, ids, weights, *matrices)).astype(np.float64), got)

@@ -56,7 +56,7 @@ def test_one_rank_is_late(delay: Callable[..., Any], mesh: Mesh, same_bits: Any)
         same_bits(run(*arguments, np.int32(late)), want)
 
 
-def test_two_micro_batches_in_turns_through_layers(mesh: Mesh, same_bits: Any) -> None:
+def test_alternating_exchanges_of_two_batches(mesh: Mesh, same_bits: Any) -> None:
     """Their exchanges alternate, of different sizes, and in each layer another rank is late in another of the two."""
     num_ranks, num_layers = mesh.size, 4 if ON_GPU else 2
 
@@ -83,39 +83,6 @@ def test_two_micro_batches_in_turns_through_layers(mesh: Mesh, same_bits: Any) -
     want = [*alone(*first, np.int32(NOBODY)), *alone(*second, np.int32(NOBODY))]
     for late in (NOBODY, *range(num_ranks)):
         same_bits(run(*first, *second, np.int32(late)), want)
-
-
-@pytest.mark.parametrize("delay", [busy, asleep])
-@pytest.mark.slow(unless={"delay": [busy]})
-def test_halves_of_which_one_travels_while_the_other_is_computed(
-    delay: Callable[..., Any], mesh: Mesh, same_bits: Any
-) -> None:
-    """Layers of low-latency exchanges in two launches; in each another rank is late."""
-    num_ranks, num_layers = mesh.size, 6 if ON_GPU else 2
-    rng = np.random.default_rng(3)
-    local, columns = SHAPE.num_experts // num_ranks, (2 * SHAPE.hidden, SHAPE.hidden)
-    scale = np.float32(SHAPE.hidden**-0.5)
-    matrices = [reals(rng, num_ranks, local, n, SHAPE.hidden) * scale for n in columns]
-    matrices = [m.astype(BF16) for m in matrices]
-
-    def layers(x, ids, weights, w_gate_up, w_down, late, number):
-        def layer(x, i):
-            is_late = (jax.lax.axis_index(harness.EXPERT) == (late + i) % num_ranks) & (late >= 0)
-            y = jax_ep.low_latency_moe(
-                delay(x, is_late), ids, weights, w_gate_up, w_down, num_micro_batches=number, **OPTIONS
-            )
-            return x + y, None
-
-        return jax.lax.scan(layer, x, jnp.arange(num_layers))[0]
-
-    run = harness.compiled(lambda *a: layers(*a, 2), mesh, replicated=(5,))
-    whole = harness.compiled(lambda *a: layers(*a, 1), mesh, replicated=(5,))
-    arguments = *inputs(num_ranks, SHAPE.num_tokens if ON_GPU else 5, 3), *matrices
-    want = run(*arguments, np.int32(NOBODY))
-    close = whole(*arguments, np.int32(NOBODY)).astype(np.float64)
-    assert np.linalg.norm(want.astype(np.float64) - close) < 0.02 * np.linalg.norm(close)
-    for late in range(num_ranks if ON_GPU else 1):
-        same_bits(run(*arguments, np.int32(late)), want)
 
 
 def test_groups_of_devices_that_overlap(one_process: None, same_bits: Any) -> None:

@@ -19,12 +19,6 @@ from jax_ep.tracing import clocks
 LAUNCHES = {
     "exchanges": {"plan": 2, "dispatch": 2, "combine": 2},
     "fused": {"plan": 2, "dispatch_gemm": 2, "gemm_combine": 2},
-    "micro_batches": {
-        "low_latency_dispatch_start": 4,
-        "low_latency_dispatch_finish": 4,
-        "low_latency_combine_start": 4,
-        "low_latency_combine_finish": 2,
-    },
     "low_latency": {"low_latency_dispatch": 2, "low_latency_combine": 1, "low_latency_gemm_combine": 1},
 }
 LARGEST_ERROR_NS = 100_000

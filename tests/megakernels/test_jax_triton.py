@@ -48,11 +48,6 @@ LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activati
 MASKED = {"masked.masked_grouped_gemm"}
 SUMS_AFTER = {"low_latency.low_latency_combine"}
 SUMS_IN_PRODUCT = {"low_latency_gemm_combine.low_latency_gemm_combine"}
-PARTS = {
-    f"low_latency_parts.low_latency_{operation}_{part}"
-    for operation in ("dispatch", "combine")
-    for part in ("start", "finish")
-}
 
 TOKENS = Array((T, H), BF16), Array((T, K), I32), Array((T, K), F32)
 
@@ -125,7 +120,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         layer(quantized("mxfp4")),
         LOW_LATENCY | SUMS_IN_PRODUCT | {"quantized_gemm.quantized_masked_grouped_gemm"},
     ),
-    "low latency, halves": (partial(low_latency, num_micro_batches=2), layer(lambda w: w.mT), PARTS | MASKED),
     "low latency, apart": (low_latency_apart, TOKENS, SUMS_AFTER),
     "one launch": (
         partial(jax_ep.fused_moe, schedule=Schedule(single_launch=True), **TRITON),

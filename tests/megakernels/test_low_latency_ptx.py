@@ -11,19 +11,9 @@ import pytest
 from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
-from jax_ep.megakernels import low_latency, low_latency_parts
+from jax_ep.megakernels import low_latency
 from jax_ep.megakernels.kernels.structs import Peers, Rows
-from jax_ep.megakernels.kernels.structs_serving import (
-    LowLatencyCombine,
-    LowLatencyCombineFinish,
-    LowLatencyCombineStart,
-    LowLatencyDispatch,
-    LowLatencyDispatchPart,
-    LowLatencyPlaces,
-    LowLatencyPlan,
-    LowLatencyStarted,
-    SentRows,
-)
+from jax_ep.megakernels.kernels.structs_serving import LowLatencyCombine, LowLatencyDispatch, LowLatencyPlan
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -72,55 +62,3 @@ def test_kernels(name: str, capability: int, num_tokens: int, fp8: bool) -> None
     assert re.findall(r"(\d+) bytes spill stores", kernel["report"]) == ["0"], kernel["report"]
     if num_tokens > 1:
         assert int(re.findall(r"Used (\d+) registers", kernel["report"])[0]) <= 128, "one program per multiprocessor"
-
-
-def built_part(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
-    layout = Layout(W, E, num_tokens, K, E * num_tokens)
-    wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
-    heap = heap_of(HeapLayout(W), W, 6)
-    sizes = low_latency.layout_sizes(layout, num_tokens, H)
-    types: dict[str, Any] = {"peers": Peers("*i32", "*i64"), "after_ptr": "*i32"}
-    _, tile = low_latency.dispatch_tile(Schedule(), layout, num_tokens, H, BF16, wire, scales)
-    values = {"VALUES": num_tokens * H * wire.itemsize, "SCALES": num_tokens * scales * 4}
-    offsets, _ = low_latency.buffer_offsets(256, IDS=num_tokens * K * 4, **values)
-    quantisation = {"G": scales, "GROUP": 128 if fp8 else 0, "COUNTED": True}
-    columns = {"VALUES": 256, "BLOCK_H": low_latency_parts._columns(H), "CHOICES": K}
-    started = LowLatencyStarted("*i32", "*i32", "*i32")
-    if name.startswith("dispatch"):
-        part = {"FIRST": num_tokens, "STARTED": None if name == "dispatch_start" else heap}
-        given: Any = LowLatencyDispatchPart(**sizes, **offsets, **quantisation, tile=tile, **part)
-    if name == "dispatch_start":
-        types |= {"x": Rows("*bf16", "*bf16"), "ids_ptr": "*i32", "num_tokens_ptr": "*i32", "started": started}
-    elif name == "dispatch_finish":
-        out = Rows("*fp8e4nv" if fp8 else "*bf16", "*fp32")
-        types |= {"started": started, "out": out, "plan": LowLatencyPlaces(*["*i32"] * 5)}
-    elif name == "combine_start":
-        given = LowLatencyCombineStart(**sizes, **columns)
-        types |= {"y_ptr": "*bf16", "slot_row_ptr": "*i32", "exchange_ptr": "*i32"}
-    else:
-        at = {"SECOND": num_tokens // 2, "FIRST_STARTED": heap, "SECOND_STARTED": heap}
-        given = LowLatencyCombineFinish(**sizes, **columns, **at)
-        sent = SentRows("*i32", "*i32")
-        types |= {"first": sent, "second": sent, "weights_ptr": "*fp32", "out_ptr": "*bf16"}
-    if name.startswith("combine"):
-        del types["after_ptr"]
-    constants = {"S": given, "HEAP": heap}
-    return build("low_latency_parts", f"low_latency_{name}", types, constants, 8, 3, capability, 128)
-
-
-@pytest.mark.parametrize(("capability", "num_tokens", "fp8"), CASES)
-@pytest.mark.parametrize("name", ["dispatch_start", "dispatch_finish", "combine_start", "combine_finish"])
-@pytest.mark.slow(unless={"capability": [90], "num_tokens": [128], "fp8": [False]})
-def test_kernels_in_two_launches(name: str, capability: int, num_tokens: int, fp8: bool) -> None:
-    """What starts an exchange has two programs per multiprocessor, and so has what finishes it; each releases once."""
-    if fp8 and name.startswith("combine"):
-        pytest.skip("rows go back in the dtype of the experts")
-    kernel = built_part(name, num_tokens, fp8, capability)
-    assert re.search(r"ld\.global\.v4\.b32", kernel["ptx"]), "rows are not loaded 16 bytes at a time"
-    assert re.search(r"st\.global\.v4\.b32", kernel["ptx"]), "rows are not stored 16 bytes at a time"
-    assert not re.search(r"st\.global\.b(8|16)\b", kernel["ptx"]), "short stores: an alignment hint was lost"
-    if name.endswith("start"):
-        assert re.search(r"(fence\.release|fence\.acq_rel|release)\.sys", kernel["ptx"])
-    assert re.search(r"acquire\.sys|fence\.acq_rel\.sys", kernel["ptx"])
-    assert re.findall(r"(\d+) bytes spill stores", kernel["report"]) == ["0"], kernel["report"]
-    assert int(re.findall(r"Used (\d+) registers", kernel["report"])[0]) <= 128, "one program per multiprocessor"

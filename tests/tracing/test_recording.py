@@ -170,39 +170,6 @@ def test_gradients_of_a_fused_layer(combine_mode: str, two_ranks: Mesh, rng: np.
     assert trace.summary()["kernels"][of_gradient]["kinds"]["tile"]["count"] >= W
 
 
-def halves(*args: Any) -> Any:
-    x, ids, weights, gate_up, down = args
-    matrices = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
-    return jax_ep.low_latency_moe(x, ids, weights, *matrices, **OPTIONS, num_micro_batches=2)
-
-
-@pytest.mark.slow
-def test_exchanges_in_two_launches(two_ranks: Mesh, rng: np.random.Generator) -> None:
-    """What finishes one waits for the launch that has started it at the peer, and both have names of their own."""
-    args = inputs(rng)
-    want = harness.run(halves, two_ranks, *args)
-    trace, got = record(halves, two_ranks, args)
-    np.testing.assert_array_equal(got, want)
-    check(trace)
-    names = Counter(launch.kernel for launch in trace.launches.values())
-    parts = {"low_latency_dispatch_start": 4, "low_latency_dispatch_finish": 4, "low_latency_combine_start": 4}
-    assert {name: names[name] for name in parts} == parts and names["low_latency_combine_finish"] == 2
-    half = T // 2
-    for device in range(W):
-        sent = Counter(kind for kind, _ in tasks(trace, "low_latency_dispatch_start", device))
-        assert (sent["announce"], sent["push"]) == (1, W + half)
-        placed = Counter(kind for kind, _ in tasks(trace, "low_latency_dispatch_finish", device))
-        assert placed["count"] == E // W and placed["copy"] >= 1 and "push" not in placed
-        assert Counter(kind for kind, _ in tasks(trace, "low_latency_combine_start", device))["push"] == W * half
-        assert Counter(kind for kind, _ in tasks(trace, "low_latency_combine_finish", device))["sum"] == T
-    sent = trace.sent()
-    for name in ("low_latency_dispatch_finish", "low_latency_combine_finish"):
-        waits = trace.only(name).aligned
-        waits = waits[waits["kind"] == KINDS.index("wait")]
-        found = [pair for wait in waits for pair in sent.awaited(wait)]
-        assert {peer for peer, _ in found} == {0, 1}
-
-
 @pytest.mark.parametrize("function", [decode, decode_layer], ids=["exchange", "layer"])
 @pytest.mark.slow(unless={"function": [decode]})
 def test_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Generator) -> None:

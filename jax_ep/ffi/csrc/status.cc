@@ -51,11 +51,6 @@ constexpr const char* kMeshRemedy =
     "the mesh that the program runs on, or jax_ep.init() without one where there are several, and compile the program "
     "again.";
 
-constexpr const char* kOvertakenRemedy =
-    " The results of this operation and of all later ones are invalid. At most four exchanges may be under way "
-    "between two ranks, those of two calls of jax_ep.low_latency_moe(num_micro_batches=2). Let calls that could run at the "
-    "same time take something of each other's results, then call jax_ep.finalize() and jax_ep.init() on every rank.";
-
 }  // namespace
 
 std::string FormatStatus(const StatusRecord& record) {
@@ -80,10 +75,6 @@ std::string FormatStatus(const StatusRecord& record) {
       return rank + " met another launch" + Place(record) + ": rank " + std::to_string(record.peer) + " launched " +
              peers + " as its launch " + std::to_string(record.detail) + " of the two." + kLaunchRemedy;
     }
-    case kStateOvertaken:
-      return rank + " was too late to finish exchange " + std::to_string(record.expected) + Place(record) + " with rank " +
-             std::to_string(record.peer) + ": it had started exchange " + std::to_string(record.seen) + " before." +
-             kOvertakenRemedy;
     default:
       return rank + " reported the unknown state " + std::to_string(record.state) + Place(record) + Wait(record) +
              ", detail " + std::to_string(record.detail) + "." + kRemedy;

@@ -21,8 +21,7 @@ struct StatusRecord {
   int32_t peer;       // the rank it waited for, -1 = none in particular
   // The epoch it waited for, and the one it saw when it gave up. kWrongMesh: the device that the mesh given to init has
   // at this rank, and the one that runs the kernel. kOtherLaunch: what it launches, and what the peer does, each an
-  // Operation in the lowest 8 bits and a hash above them. kOvertaken: the exchange that it finishes, and the last one
-  // that it has started.
+  // Operation in the lowest 8 bits and a hash above them.
   int32_t expected;
   int32_t seen;
   int32_t task;       // the task number in the kernel's queue, -1 = none
@@ -38,10 +37,9 @@ enum State : int32_t {
   kStateAborted = 2,
   kStateWriting = 3,
   kStateWrongMesh = 4,
-  kStateOtherLaunch = 5,
-  kStateOvertaken = 6
+  kStateOtherLaunch = 5
 };
-inline constexpr const char* kStateNames = "ok timeout aborted writing wrong_mesh other_launch overtaken";
+inline constexpr const char* kStateNames = "ok timeout aborted writing wrong_mesh other_launch";
 
 // In the order of these names, from 0.
 inline constexpr const char* kOperationNames =

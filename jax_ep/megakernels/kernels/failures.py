@@ -9,7 +9,6 @@ STATE_TIMEOUT = tl.constexpr(1)
 STATE_WRITING = tl.constexpr(3)
 STATE_WRONG_MESH = tl.constexpr(4)
 STATE_OTHER_LAUNCH = tl.constexpr(5)
-STATE_OVERTAKEN = tl.constexpr(6)
 
 POISON_BLOCK = tl.constexpr(2048)
 

@@ -42,21 +42,14 @@ def open_buffers(launch, HEAP: tl.constexpr):
 
     All that a launch must look up, at its start: after a wait it would cost more.
     """
-    lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-    peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
-    epochs = tl.load(pair_epochs(launch, peers, HEAP)) + 1
-    return buffers_in(launch, epochs, epochs & 1, HEAP)
-
-
-@triton.jit
-def buffers_in(launch, epochs, slots, HEAP: tl.constexpr):
-    """The buffers of exchanges `epochs`, which lie in `slots` of the area, by rank; lanes past W repeat rank 0."""
     D: tl.constexpr = HEAP.D
     lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
     peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
+    epochs = tl.load(pair_epochs(launch, peers, HEAP)) + 1
+    halves = epochs & 1
     area, size = tl.load(launch.table_ptr + D + AREA), tl.load(launch.table_ptr + D + BUFFER_BYTES)
-    outgoing = tl.load(launch.table_ptr + peers) + area + (slots * D + launch.device).to(tl.int64) * size
-    incoming = tl.load(launch.table_ptr + launch.device) + area + (slots * D + peers).to(tl.int64) * size
+    outgoing = tl.load(launch.table_ptr + peers) + area + (halves * D + launch.device).to(tl.int64) * size
+    incoming = tl.load(launch.table_ptr + launch.device) + area + (halves * D + peers).to(tl.int64) * size
     return LowLatencyBuffers(epochs, outgoing, incoming)
 
 

@@ -54,13 +54,13 @@ def slot_addresses(expert, row, size, outgoing, sources, dtype: tl.constexpr, S:
 
 
 @triton.jit
-def add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, SUM: tl.constexpr, S: tl.constexpr):
-    """Adds columns `[h, h + BLOCK_H)` of the rows of a token as SUM, each times its weight, in order of k."""
+def add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, S: tl.constexpr):
+    """Adds columns `[h, h + BLOCK_H)` of the rows of a token in float32, each times its weight, in order of k."""
     H: tl.constexpr = S.H
     K: tl.constexpr = S.K
     columns, choices = h + tl.arange(0, S.BLOCK_H), tl.arange(0, S.CHOICES)
     ids = tl.load(own_ids_ptr + token * K + choices, mask=choices < K, other=-1)
-    total = tl.zeros((S.BLOCK_H,), SUM)
+    total = tl.zeros((S.BLOCK_H,), tl.float32)
     for k in tl.static_range(K):
         expert = tl.load(own_ids_ptr + token * K + k)
         valid = (expert >= 0) & (expert < S.W * S.L)
@@ -69,7 +69,7 @@ def add_received(out_ptr, own_ids_ptr, weights_ptr, token, h, incoming, SUM: tl.
         source = part_of(buffer, S.VALUES, out_ptr.dtype.element_ty) + (token * K + first).to(tl.int64) * H + columns
         row = tl.load(tl.multiple_of(source, 16), mask=valid & (columns < H), other=0.0)
         # The weight of a slot without an expert may be anything.
-        total += row.to(SUM) * tl.where(valid, tl.load(weights_ptr + token * K + k).to(SUM), 0.0)
+        total += row.to(tl.float32) * tl.where(valid, tl.load(weights_ptr + token * K + k).to(tl.float32), 0.0)
     target = tl.multiple_of(out_ptr + token.to(tl.int64) * H + columns, 16)
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=columns < H)
 
@@ -138,7 +138,7 @@ def low_latency_gemm_combine(
         while task < S.T * blocks:
             began = stamp(HEAP)
             token, h = task // blocks, task % blocks * S.BLOCK_H
-            add_received(out_ptr, sources.own_ids_ptr, weights_ptr, token, h, buffers.incoming, tl.float32, S)
+            add_received(out_ptr, sources.own_ids_ptr, weights_ptr, token, h, buffers.incoming, S)
             trace(launch, SUM_EVENT, began, task, HEAP)
             task = next_task(launch)
     if end_low_latency_launch(launch, HEAP):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from .structs import Heap, Product
+from .structs import Product
 from .structs_gemm import QuantizedGemm
 
 
@@ -43,36 +43,6 @@ class LowLatencyPlan(NamedTuple):
     slot_row_ptr: Any
     own_ids_ptr: Any
     num_invalid_ptr: Any
-
-
-class LowLatencyStarted(NamedTuple):
-    """What the start of a dispatch in two launches leaves for what follows.
-
-    Attributes:
-      exchange_ptr: `[2, RANKS]` number of the exchange in its lane, and that lane, by rank.
-      own_ids_ptr, num_invalid_ptr: as those of `LowLatencyPlan`.
-    """
-
-    exchange_ptr: Any
-    own_ids_ptr: Any
-    num_invalid_ptr: Any
-
-
-class LowLatencyPlaces(NamedTuple):
-    """What its finish says of the rows: as those of `LowLatencyPlan`."""
-
-    sizes_ptr: Any
-    token_ptr: Any
-    start_ptr: Any
-    count_ptr: Any
-    slot_row_ptr: Any
-
-
-class SentRows(NamedTuple):
-    """Rows on their way back: the exchange, as that of `LowLatencyStarted`, and ids `[M, K]` of who made them."""
-
-    exchange_ptr: Any
-    own_ids_ptr: Any
 
 
 class RowSources(NamedTuple):
@@ -156,19 +126,6 @@ class LowLatencyDispatch(LowLatency):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowLatencyDispatchPart(LowLatencyDispatch):
-    """Static sizes of a dispatch in two launches, of some of the tokens.
-
-    Attributes:
-      FIRST: the first of them.
-      STARTED: the heap as the launch that starts it is told of it; that launch has none.
-    """
-
-    FIRST: int
-    STARTED: Heap | None
-
-
-@dataclasses.dataclass(frozen=True)
 class LowLatencyCombineTile:
     """Blocks of low-latency combine.
 
@@ -204,42 +161,6 @@ class LowLatencyCombine(LowLatency):
     SCALES: int
     FP8: bool
     tile: LowLatencyCombineTile
-
-
-@dataclasses.dataclass(frozen=True)
-class LowLatencyCombineStart(LowLatency):
-    """Static sizes of what sends rows back.
-
-    Attributes:
-      VALUES: byte offset of the rows in a low-latency buffer.
-      BLOCK_H: columns at a time.
-      CHOICES: a power of two that covers K.
-    """
-
-    VALUES: int
-    BLOCK_H: int
-    CHOICES: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LowLatencyCombineFinish(LowLatency):
-    """Static sizes of what sums rows that were sent back in two exchanges.
-
-    Attributes:
-      SECOND: the first token of the second exchange.
-      VALUES: byte offset of the rows in a low-latency buffer.
-      BLOCK_H: columns at a time.
-      CHOICES: a power of two that covers K.
-      FIRST_STARTED: the heap as the launch is told of it that starts the first exchange.
-      SECOND_STARTED: the same of the second.
-    """
-
-    SECOND: int
-    VALUES: int
-    BLOCK_H: int
-    CHOICES: int
-    FIRST_STARTED: Heap
-    SECOND_STARTED: Heap
 
 
 @dataclasses.dataclass(frozen=True)

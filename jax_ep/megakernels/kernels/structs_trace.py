@@ -22,9 +22,5 @@ AREA_LAUNCHES, AREA_ROOM, AREA_PROGRAMS, AREA_LOST = range(4)
 KINDS = ("member", "announce", "count", "place", "push", "publish", "wait", "copy", "tile", "sum", "zero")
 """What a program can be at, by number."""
 
-GREETING, OWN, EARLIER = -1, -2, -3
-"""In place of a block: a wait for greetings, one for tasks of this launch on the same device, and one for greetings of
-an earlier launch."""
-
-FINISH = 1 << 30
-"""The bit of `Heap.LAUNCH` in which the second launch of an exchange differs from the first, which greets."""
+GREETING, OWN = -1, -2
+"""In place of a block: a wait for greetings, and one for tasks of this launch on the same device."""

@@ -11,7 +11,7 @@ Each heap begins with control words, int32:
     TICKET   next task of the running launch              EPOCHS         [D] launches so far with each device
     EXITED   programs of the launch that ended            EPOCHS + D     [D] the same of low_latency_buffers.py
     FAILED   1 after a failure, until reset               EPOCHS + 2 * D [2, D] int64 greetings
-    QUEUE    next task of a launch's second queue         EPOCHS         [9, D] in place of these low_latency_slots.py's
+    QUEUE    next task of a launch's second queue
     STARTED  programs of the launch that began
     DONE     [16] counters of finished tasks
 

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from .masks import goes_to
 from .structs_trace import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
-from .structs_trace import EARLIER as EARLIER_BLOCK
 from .structs_trace import GREETING as GREETING_BLOCK
 from .structs_trace import OWN as OWN_BLOCK
 from .table import TRACE
@@ -30,7 +29,6 @@ ZERO_EVENT = tl.constexpr(KINDS.index("zero"))
 
 GREETING = tl.constexpr(GREETING_BLOCK)
 OWN = tl.constexpr(OWN_BLOCK)
-EARLIER = tl.constexpr(EARLIER_BLOCK)
 
 HEADER = tl.constexpr(NUM_HEADER)
 WORDS = tl.constexpr(NUM_WORDS)
@@ -92,15 +90,8 @@ def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
     if HEAP.TRACE:
         lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
         devices = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
-        trace_members_of(launch, tl.load(launch.control + EPOCHS_AT + devices) + 1, HEAP)
-
-
-@triton.jit
-def trace_members_of(launch, epochs, HEAP: tl.constexpr):
-    """The same of a launch whose epochs by rank are `epochs [LANES]`."""
-    if HEAP.TRACE:
+        epochs = tl.load(launch.control + EPOCHS_AT + devices) + 1
         now = stamp(HEAP)
-        lanes = tl.arange(0, epochs.shape[0])
         for rank in range(HEAP.W):
             device = tl.load(launch.group_ptr + rank)
             epoch = tl.sum(tl.where(lanes == rank, epochs, 0), axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
@@ -147,6 +148,17 @@ class PeerMemory:
 
 
 def wait_for_devices(devices: list[jax.Device]) -> None:
-    """Waits until every program launched so far on these devices has ended."""
-    for device in devices:
-        jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.device_put(np.int32(0), device)))
+    """Wait until every program launched so far on these devices has ended, whether it fails or not.
+
+    A GPU runs programs in the order of their launches. CPU devices do so only with programs of several devices: one of
+    a single device runs when its operands are ready, so that all results in memory are waited for too.
+    """
+    groups = [[device] for device in devices]
+    if devices[0].platform == "cpu":
+        groups = [devices]
+        for array in jax.live_arrays("cpu"):
+            with contextlib.suppress(RuntimeError):  # its program failed, or it was donated meanwhile
+                array.block_until_ready()
+    for group in groups:
+        sharding = NamedSharding(jax.sharding.Mesh(np.array(group), ("device",)), P("device"))
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.device_put(np.zeros(len(group), np.int32), sharding)))

@@ -1,7 +1,7 @@
 """Lowered launches in files beside what XLA has compiled, so that other processes need not lower them again.
 
 JAX finds a compiled program by its lowered module: its persistent compilation cache saves compiling, but all kernels
-are lowered before it is searched. So lowered launches are saved in a folder of that cache, where there is one. A file holds
+are lowered before it is searched. So lowered launches are saved in a folder of it, where there is one. A file holds
 what `jax.export` makes of a launch, behind a digest of its name and content. Its name depends on all that the launch
 does: its function, sizes, kind of device, the sources of this package, and the versions of JAX, since Mosaic promises
 nothing to others. A file that holds anything else is written anew. JAX's limit on the size of its cache holds for the

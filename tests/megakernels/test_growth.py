@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import harness
 import jax_ep
 from jax_ep import context
+from jax_ep.heap import symmetric
 
 W, T, K, E, H = 2, 5, 2, 4, 8
 ALSO_ON_GPUS = True
@@ -135,6 +136,31 @@ def test_programs_run_on_in_a_later_context(mesh, heap_bytes):
     wide = inputs(2 * T)
     for fn in (round_trip, decode):
         np.testing.assert_array_equal(harness.run(fn, mesh, *wide), K * wide[0])
+
+
+@pytest.mark.parametrize("then_one_device", [False, True])
+def test_finalize_with_work_enqueued(mesh, then_one_device, monkeypatch):
+    """Programs of two devices, and those of one that take their results, end before the heap goes."""
+    jax_ep.init(mesh, transport=TRANSPORT, timeout_s=harness.PATIENCE_S)
+    x, ids = inputs()
+    call = jax.jit(harness.per_rank(round_trip, mesh))
+    same, sizes = jnp.eye(H, dtype=jnp.bfloat16)[None], jnp.array([T], jnp.int32)
+    alone = jax.jit(lambda x: jax_ep.grouped_gemm(x.astype(jnp.bfloat16), same, sizes, implementation="triton"))
+    jax.block_until_ready([call(x, ids), alone(x[0])])
+    go = threading.Event()  # while `finalize` waits
+    if TRANSPORT:
+        worker, wait = context.heap("test")._memory.pool._workers[0], symmetric.wait_for_devices
+        run = worker.run
+        monkeypatch.setattr(worker, "run", lambda *args: (go.wait(), run(*args))[1])
+        later = threading.Timer(0.3, go.set)
+        monkeypatch.setattr(symmetric, "wait_for_devices", lambda d: (go.is_set() or later.start(), wait(d))[1])
+    results = [call(x, ids) for _ in range(4)]
+    last = [alone(result.addressable_shards[0].data[0]) for result in results * then_one_device]
+    jax_ep.finalize()
+    for result in results:
+        np.testing.assert_array_equal(result, K * x)
+    for result in last:
+        np.testing.assert_array_equal(result, K * x[0])
 
 
 def test_a_later_context_that_is_too_small_says_so(mesh):

@@ -126,6 +126,17 @@ def test_every_task_of_an_exchange_once_and_in_order(two_ranks: Mesh, rng: np.ra
         assert tasks(trace, "plan", device, *WAITS) == [(kind, task) for task, kind in enumerate(plan)]
 
 
+def test_results_that_nobody_waits_for(two_ranks: Mesh, rng: np.random.Generator) -> None:
+    """The end of the block waits for the kernels; no result is kept."""
+    args, call = inputs(rng), jax.jit(harness.per_rank(round_trip, two_ranks))
+    with tracing.record() as recording:
+        for _ in range(4):
+            call(*args)
+    check(recording.trace)
+    launched = Counter(launch.kernel for launch in recording.trace.launches.values())
+    assert launched == {"plan": 4 * W, "dispatch": 4 * W, "combine": 4 * W}
+
+
 @pytest.mark.parametrize("modes", [("fused", "scatter"), ("serial", "scatter")])
 @pytest.mark.slow(unless={"modes": [("fused", "scatter")]})
 def test_a_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.Generator) -> None:

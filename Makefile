@@ -95,7 +95,7 @@ test-all: WHICH := --slow
 test-all: ## both
 test test-rest test-all: $(INSTALLED)
 	$(PYTEST) $(WHICH) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
-	$(PYTEST) $(WHICH) $(PYTEST_ARGS)
+	$(PYTEST) $(WHICH) --seconds build/$@_seconds.json $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)

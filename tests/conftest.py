@@ -41,7 +41,7 @@ from jax.sharding import Mesh
 import harness
 
 gc.set_threshold(200_000, 20, 20)  # tracing makes many objects that live: looking through them took a fifth of the time
-pytest_plugins = ["keep_results"]  # --results
+pytest_plugins = ["keep_results", "file_seconds"]  # --results, --seconds
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The oracle is float64: without this, float32 products on a GPU carry 10 bits.
@@ -122,8 +122,21 @@ def pytest_sessionfinish() -> None:
 MEASURED_CAPABILITY = 90  # of the GPUs that kernels are made for
 
 
+SLOW_GROUPS = (
+    "tests/benchmarks/*",
+    "*ptx.py",  # machine code of kernels
+    "tests/megakernels/test_jax_triton.py",
+    "tests/helpers/test_run_processes.py",
+    "tests/test_packaging.py",
+    "tests/test_evidence.py",
+)
+"""Files of which `make test-rest` runs all tests."""
+
+
 def is_slow(item: pytest.Item) -> bool:
     """Whether `make test` leaves it to `make test-rest`."""
+    if any(item.path.match(group) for group in SLOW_GROUPS):
+        return True
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if parameters.get("capability", MEASURED_CAPABILITY) != MEASURED_CAPABILITY:
         return True  # a kernel compiled for other GPUs too

@@ -55,6 +55,7 @@ def test_what_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'exchanges'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path) -> None:
     """As a user without a GPU tries it out."""
     done = run(tmp_path, "fused-moe", "--quick", "--tokens", "4", "--formats", "--only", "fused_moe")
@@ -65,6 +66,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert content["script"] == "benchmarks/fused_moe.py"
 
 
+@pytest.mark.slow
 def test_a_model_by_its_name(tmp_path: Path) -> None:
     """Without GPUs there is nothing to measure in the size of a model, which is said."""
     done = run(tmp_path, "moe", "--model", "qwen3-30b")

@@ -2,13 +2,10 @@
 
 import ast
 import functools
-import importlib.machinery
 import json
 import pathlib
 import subprocess
 import sys
-
-import pytest
 
 import jax_ep
 
@@ -79,8 +76,8 @@ print(json.dumps({
 
 
 @functools.cache
-def _isolated_import(package=PACKAGE):
-    command = [sys.executable, "-c", ISOLATED, str(package)]
+def _isolated_import():
+    command = [sys.executable, "-c", ISOLATED, str(PACKAGE)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
@@ -115,39 +112,6 @@ def test_import_leaves_the_process_as_it_was():
     assert report["threads"] == ["MainThread"]
     ours = [library for library in report["new_libraries"] if "jax_ep" in library or "nvshmem" in library]
     assert ours == []
-
-
-GREEDY = """
-import ctypes, os, threading, time
-import jax
-import jax_ep.types  # the installed package has a module of this name too
-__all__ = []
-blocked = []
-for attempt in (lambda: __import__("triton"), lambda: ctypes.CDLL("libm.so.6"), lambda: __import__("jax_ep.native")):
-    try:
-        attempt()
-    except (ImportError, OSError) as error:
-        blocked.append(str(error))
-assert len(blocked) == 3 and all("blocked" in b or "must not" in b for b in blocked), blocked
-os.environ["JAX_EP_WAS_HERE"] = "1"
-jax.config.update("jax_numpy_rank_promotion", "warn")
-jax.devices()
-threading.Thread(target=time.sleep, args=(5,), daemon=True, name="worker").start()
-"""
-
-
-def test_the_checks_above_see_a_package_that_does_it_all(tmp_path):
-    package = tmp_path / "jax_ep"
-    package.mkdir()
-    (package / "__init__.py").write_text(GREEDY)
-    (package / "types.py").touch()
-    (package / f"native{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"")
-    report = _isolated_import(package)
-    assert report["files"] == [str(package / "__init__.py"), str(package / "types.py")]
-    assert report["environment_changes"] == [["JAX_EP_WAS_HERE", "1"]]
-    assert report["config_changes"] == ["jax_numpy_rank_promotion"]
-    assert report["backends"] != []
-    assert "worker" in report["threads"]
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
@@ -277,47 +241,9 @@ def _kernel_free_imports(path):
     return set()
 
 
-def test_the_layer_rules_see_real_violations(tmp_path):
-    """The parser above must catch each spelling of an import, or the rules prove nothing."""
-    spellings = [
-        "from jax_ep.ops import dispatch",
-        "import jax_ep.ops",
-        "from jax_ep import ops",
-        "from . import ops",
-        "from .ops.exchange import dispatch",
-        "def f():\n    from jax_ep.ops.exchange import dispatch",
-    ]
-    for spelling in spellings:
-        fake = PACKAGE / "not_a_real_file.py"  # never written: only its place in the package matters
-        found = [_unit_of_target(target) for _, target in _imports_of_text(fake, spelling)]
-        assert found == ["ops"], spelling
-    kernel = ast.parse("import triton\nimport jax\n@triton.jit\ndef kernel(): pass")
-    assert _is_triton_kernel_file(kernel)
-    assert "jax" in set(_external_roots(kernel))
-
-
-def _imports_of_text(path, text):
-    class Source(type(path)):
-        def read_text(self, *args, **kwargs):
-            return text
-
-    return list(_internal_imports(Source(path)))
-
-
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(PACKAGE.parent))) for p in SOURCES])
-def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
-
-
-def test_no_assert_for_user_errors():
-    """`python -O` removes asserts, so they protect nobody."""
-    found = [
-        f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Assert)
-    ]
-    assert found == []
+def test_files_are_short():
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}

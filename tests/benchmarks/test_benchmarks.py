@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reports import BENCHMARKS, ROOT, Clock, check_report, published, run_quickly
+from reports import BENCHMARKS, ROOT, Clock, check_report, run_quickly
 
 import exchange
 import grouped_gemm
 import harness as harness_of_tests
-import training_recipes
 from lib import exchange_chains, gemm_inputs, harness, inputs, watchdog
 
 KEPT_BY_TESTS = {"test_gpu", "training_equivalence"}  # tools/test_gpu.sh
@@ -382,26 +381,16 @@ TRITON_VARIANTS = {
     "triton combine, FP8 wire",
     "triton combine, 24 programs",
     "triton plan",
-}
-NEW_VARIANTS = {
     "triton dispatch to rows, 24 programs",
     "triton plan and dispatch to rows",
     "triton plan and dispatch to rows, FP8 wire",
-}
-# In published reports: dispatch to the heap alone, which no operation has had since.
-OLD_VARIANTS = {
-    "triton dispatch, cached handle",
-    "triton dispatch, cached handle, FP8 wire",
-    "triton dispatch, cached handle, 24 programs",
-    "triton dispatch complete",
-    "triton dispatch complete, FP8 wire",
 }
 BASELINES = {"all_to_all, padded", "chain alone"}
 RAGGED = "ragged_all_to_all, best flags"
 RAGGED_ONES = {RAGGED, "ragged_all_to_all, default flags"}
 
 
-def check_exchange(content: dict, variants: set[str]) -> None:
+def check_exchange(content: dict) -> None:
     """What dispatch_combine.json must say: every case with every variant, and rates that follow from its times."""
     settings, cases = content["settings"], {}
     peak = content["summary"]["copy_engine_bytes_per_s"]
@@ -421,7 +410,7 @@ def check_exchange(content: dict, variants: set[str]) -> None:
     assert set(cases) == wanted
     for (_, kind, _), rows in cases.items():
         baselines = {"xla dispatch to rows", "xla combine", "xla plan"} if kind == "uniform" else set()
-        assert rows.keys() - RAGGED_ONES == TRITON_VARIANTS | variants | BASELINES | baselines
+        assert rows.keys() - RAGGED_ONES == TRITON_VARIANTS | BASELINES | baselines
         failed = {name: row["failed"] for name, row in rows.items() if "failed" in row}
         assert failed.keys() <= RAGGED_ONES | {"chain alone"}, failed
     for tokens, (short, long) in settings["chain_lengths"].items():
@@ -436,7 +425,7 @@ def test_quick_run_of_the_exchange(tmp_path):
     output = run_quickly("exchange.py", tmp_path, *arguments)
     content = json.loads((tmp_path / "dispatch_combine.json").read_text())
     check_report(content)
-    check_exchange(content, NEW_VARIANTS)
+    check_exchange(content)
     assert all(row["failed"] for row in content["rows"] if row["variant"] in RAGGED_ONES)  # no CPU has it
     assert {row["variant"] for row in content["rows"]} >= RAGGED_ONES
     assert "uniform, 8 tokens/rank, 2 ranks" in output and "of peak" in output
@@ -444,71 +433,11 @@ def test_quick_run_of_the_exchange(tmp_path):
         assert (tmp_path / "dispatch_combine.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_published_exchange_is_complete():
-    contents = [published(f"dispatch_combine{name}") for name in ("_2_gpus", "_4_gpus", "_4_gpus_zipf")]
-    for content in contents:
-        measured = {row["variant"] for row in content["rows"]}
-        check_exchange(content, OLD_VARIANTS if OLD_VARIANTS & measured else NEW_VARIANTS)
-    for content, ranks in zip(contents, (2, 4), strict=False):
-        assert content["settings"]["ranks"] == [ranks]
-        assert {128, 4096, 32768} <= set(content["settings"]["tokens"])
-    for content in contents[2:]:
-        assert content["settings"]["routing"] == ["uniform", "zipf"]
-        assert any(row["variant"] == RAGGED and "seconds" in row for row in content["rows"])
-
-
-def test_figures_are_published():
-    assert "grouped_gemm_cpu" in {path.stem for path in PUBLISHED}
-
-
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_published_figures_are_complete(path):
-    content = json.loads(path.read_text())
-    check_report(content)
-    assert content["name"] == path.stem and (ROOT / content["script"]).is_file()
-    assert content["settings"]["quick"] is False
-    assert datetime.datetime.fromisoformat(content["date"]).year >= 2025
-    if content["device"]["platform"] == "gpu":
-        assert "NVIDIA" in content["device"]["kind"]
-
-
-def test_published_cost_follows_the_rows_and_not_the_groups():
-    summary = published("grouped_gemm_cpu")["summary"]
-    assert summary["max_ratio"] == 1.5
-    for ratio in summary["forward_ratio_64_to_8_groups"].values():
-        assert ratio["within_rounds"] <= summary["max_ratio"]
-    assert summary["exchange_ratio_512_to_8_experts"] <= 1.2
-
-
-def test_published_outcome_of_the_tests_on_gpus():
-    content = published("test_gpu")
-    assert content["device"]["platform"] == "gpu"
-    assert {"jax", "jaxlib", "triton"} <= set(content["versions"])
-    for run in content["runs"].values():
-        assert (run["failed"], run["passed"] > 0) == (0, True)
-        for outcome in ("passed", "failed", "skipped"):
-            assert run[outcome] == sum(file[outcome] for file in run["files"].values())
-
-
-def test_published_loss_curves_of_recipes_are_near():
-    content = published("training_recipes")
-    curves = content["curves"]
-    assert set(curves) == set(training_recipes.RECIPES) and content["settings"]["steps"] >= 200
-    for trainings in curves.values():
-        for curve in trainings:
-            assert len(curve["losses"]) == content["settings"]["steps"]
-            assert curve["held_out"] < curve["losses"][0] - 2
-    found = training_recipes.differences(curves)
-    assert found == pytest.approx(content["largest_differences"])
-    assert max(found["fp8"], found["fp8-forward"]) < min(0.05, found["bf16, another seed"] / 2)
-
-
-def test_published_loss_curves_are_the_same():
-    content = published("training_equivalence")
-    assert content["device"]["platform"] == "gpu" and content["device"]["count"] >= 2
-    for curve in content["curves"].values():
-        difference = np.abs(np.subtract(curve["triton"], curve["xla"]))
-        assert len(difference) == content["steps"] >= 50
-        largest, mean = curve["tolerances"]
-        assert difference.max() == pytest.approx(curve["largest_difference"]) and difference.max() <= largest
-        assert difference.mean() <= mean
+def test_published_figures_are_complete():
+    for path in PUBLISHED:
+        content = json.loads(path.read_text())
+        check_report(content)
+        assert content["name"] == path.stem and (ROOT / content["script"]).is_file(), path.stem
+        assert content["settings"]["quick"] is False, path.stem
+        if content["device"]["platform"] == "gpu":
+            assert "NVIDIA" in content["device"]["kind"], path.stem

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from reports import check_report, published, run_quickly
+from reports import check_report, run_quickly
 
 import jax_ep
 import kernel_times
@@ -240,10 +240,3 @@ def test_command_line(monkeypatch, tmp_path):
 def test_without_gpus_nothing_is_measured(tmp_path):
     assert run_quickly("kernel_times.py", tmp_path) == "kernel_times: needs GPUs; nothing measured\n"
     assert not list(Path(tmp_path).iterdir())
-
-
-def test_published_figures_are_complete():
-    content = published("kernel_times")
-    check_kernel_times(content)
-    assert {row["variant"] for row in content["rows"]} == set(EXPECTED)
-    check_kernel_times(published("kernel_times_moe"))

@@ -66,6 +66,17 @@ def test_files(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_same_bits(np.asarray(Checkpoint(tmp_path).read("t2")), others["t2"])
 
 
+def test_arrays_without_elements_and_no_arrays(tmp_path: Path) -> None:
+    config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
+    others = {"empty": jax.numpy.ones((0, 3)), "scalar": np.ones((), F32), "empty.numpy": np.ones((2, 0), F32)}
+    save(tmp_path / "some", config, {}, others)
+    checkpoint = Checkpoint(tmp_path / "some")
+    for name, value in others.items():
+        assert_same_bits(np.asarray(checkpoint.read(name)), np.asarray(value), name)
+    save(tmp_path / "none", config, {})
+    assert Checkpoint(tmp_path / "none").names == ()
+
+
 def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not without being told to; and a save that fails leaves all as it was."""
     config = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}

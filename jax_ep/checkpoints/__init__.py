@@ -1,22 +1,19 @@
 """Checkpoints in the format of Hugging Face: read into sharded arrays, and written back.
 
 Names of parameters and their orientation are those of `jax_ep.flax.MoE`, which is not needed here; see `Checkpoint`.
-Installing `jax_ep[hf]` brings what `save` and `download` need; reading needs nothing but JAX.
+Reading and writing need the package safetensors, and `download` huggingface_hub: the extra `hf` brings both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -24,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_ep.checkpoints import families, reading, writing
-from jax_ep.checkpoints.files import INDEX, TensorFiles, read_json
+from jax_ep.checkpoints import families, files, reading, transaction, writing
+from jax_ep.checkpoints.files import CONFIG, INDEX, TensorFiles
 from jax_ep.checkpoints.shards import HostMemory, Part, make_array, shard_bytes, swapped, whole
 from jax_ep.core import check
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
@@ -37,7 +34,6 @@ from jax_ep.types import Array, AxisName, Quantized
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "save"]
 
 MAX_SHARD_BYTES = 5_000_000_000
-_CONFIG = "config.json"
 _IN_FLOAT32 = ("router", "b_router", "router_bias")
 _OVER_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 _QUANTIZED = ("w_gate_up", "w_down")
@@ -57,8 +53,9 @@ class Checkpoint:
 
     Raises:
       FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
-      ValueError: a file is broken. Later also: an unknown `model_type`, and tensors that are missing, or whose shape
-        does not fit the config.
+      ValueError: a file is broken, or was replaced since. Later also: an unknown `model_type`, values of the config
+        beyond their range, and tensors that are missing, or whose shape does not fit the config.
+      ImportError: safetensors is not installed.
 
     Example:
       >>> import tempfile
@@ -78,16 +75,18 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        path = Path(folder)
-        if not path.is_dir():
+        function = "Checkpoint"
+        path = files.folder_path(function, folder)
+        if not os.path.isdir(path):
             raise FileNotFoundError(
-                f"Checkpoint: {path} is no folder, expected one with {_CONFIG} and safetensors files; check the path."
+                f"{function}: {path} is no folder, expected one with {CONFIG} and safetensors files; check the path."
             )
-        config = read_json("Checkpoint", path / _CONFIG)
-        if not isinstance(config, dict):
-            raise ValueError(f"Checkpoint: {path / _CONFIG} is no JSON object; get the file again.")
-        self.config: dict[str, Any] = config
-        self._files = TensorFiles("Checkpoint", path)
+        transaction.check_ended(function, path)
+        with files.open_file(function, path / CONFIG) as file:
+            opened = os.fstat(file.fileno())
+            self.config: dict[str, Any] = files.read_json(function, file)
+            self._files = TensorFiles(function, path, self.config)
+            files.check_unchanged(function, path / CONFIG, opened)
         self.names: tuple[str, ...] = self._files.names
 
     @property
@@ -189,7 +188,7 @@ class Checkpoint:
         function = "Checkpoint.moe_weights"
         shapes = families.shapes(function, self.config)
         layers = self.moe_layers
-        if layer not in layers:
+        if not isinstance(layer, int | np.integer) or isinstance(layer, bool) or layer not in layers:
             raise ValueError(f"{function}: layer={layer!r} is not MoE, expected one of {layers}; pass one of them.")
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
         to = None if dtype is None else _checked(function, dtype)
@@ -287,11 +286,12 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint, with the names and the orientation of the model's family.
+    """Write a checkpoint, with the names and the orientation of the model's family.
 
-    Files are written under temporary names and moved to their places when all are complete. Arrays come to the host
-    one shard at a time, and stay there until their file is written. Where several processes have the same arrays, call
-    it on one of them.
+    Files are written to a folder inside of `folder` and moved to their places when all are complete: a reader finds the
+    old checkpoint, the new one, or an error. Where this fails, the old checkpoint stays. Arrays come to the host one
+    shard at a time, and stay there until their file is written. Where several processes have the same arrays, call it
+    on one of them.
 
     Args:
       folder: made where it does not exist.
@@ -300,10 +300,12 @@ def save(
         `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in any dtype. The experts' matrices may be pairs of FP8.
       others: every other tensor, by its name in the checkpoint; these are written as they are.
       max_shard_bytes: of one file; a larger tensor has a file of its own.
-      overwrite: replace a checkpoint that is there.
+      overwrite: replace a checkpoint that is there. Files that it does not name stay.
 
     Raises:
-      FileExistsError: the folder has a checkpoint, and `overwrite` is False.
+      FileExistsError: the folder has a checkpoint, and `overwrite` is False; a file that the checkpoint there does not
+        name is in the way; or another save writes to the folder.
+      OSError: the folder cannot be written to, or is full.
       ValueError: an unknown `model_type`; layers, parameters or shapes that are not those of `config`; a name in
         `others` that a layer has; FP8 without `quantization_config`, or the reverse; arrays of which other processes
         have parts.
@@ -328,31 +330,28 @@ def save(
     function = "save"
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"{function}: max_shard_bytes={max_shard_bytes!r}, expected a positive int; pass one.")
-    numpy_files = _optional(function, "safetensors.numpy")
-    tensors = writing.tensors_of(function, config, layers, others or {})
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    there = {file.name for pattern in (_CONFIG, INDEX, "model*.safetensors") for file in path.glob(pattern)}
-    if there and not overwrite:
-        raise FileExistsError(
-            f"{function}: {path} has {', '.join(sorted(there))} already, expected a folder without a checkpoint; pass"
-            " another one, or overwrite=True."
-        )
-    files = writing.files_of(tensors, max_shard_bytes)
-    texts = {_CONFIG: dict(config)}
-    if len(files) > 1:
-        size = sum(tensor.num_bytes for tensor in tensors)
-        file_of = {tensor.name: file for file, some in files.items() for tensor in some}
-        texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": file_of}
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=path) as temporary:
-        for file, some in files.items():
-            numpy_files.save_file(writing.on_host(some), Path(temporary, file), metadata={"format": "pt"})
-        for file, text in texts.items():
-            Path(temporary, file).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-        for file in (*files, *reversed(texts)):  # the config last: without it there is no checkpoint
-            os.replace(Path(temporary, file), path / file)
-    for file in there - files.keys() - texts.keys():
-        (path / file).unlink()
+    safetensors = files.optional(function, "safetensors")
+    numpy_files = files.optional(function, "safetensors.numpy")
+    path = files.folder_path(function, folder)
+    config = writing.checked_config(function, config)
+    tensors = writing.tensors_of(function, config, layers, {} if others is None else others)
+    shards = writing.files_of(tensors, max_shard_bytes)
+    texts = {CONFIG: config} | ({INDEX: writing.index_of(shards)} if len(shards) > 1 else {})
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with transaction.replacing(function, path, [*shards, *texts], overwrite=overwrite) as new:
+            for file, text in texts.items():
+                (new / file).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
+            for file, some in shards.items():
+                numpy_files.save_file(writing.on_host(some), new / file, metadata={"format": "pt"})
+    except (OSError, safetensors.SafetensorError) as error:
+        if str(error).startswith(f"{function}:"):
+            raise
+        kind = type(error) if isinstance(error, OSError) else OSError
+        raise kind(
+            f"{function}: cannot write the checkpoint to {path} ({error}), expected a folder to write to, with enough"
+            " space; free space, change its permissions, or pass another folder."
+        ) from error
 
 
 _DOWNLOADED = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
@@ -381,16 +380,7 @@ def download(repo_id: str, *, revision: str | None = None, folder: str | os.Path
 
     Source: https://huggingface.co/docs/huggingface_hub/guides/download.
     """
-    hub = _optional("download", "huggingface_hub")
+    hub = files.optional("download", "huggingface_hub")
     # Other formats of the same weights are in folders of their own.
     patterns = {"allow_patterns": [*_DOWNLOADED, *_TOKENIZER], "ignore_patterns": ["*/*"]}
     return Path(hub.snapshot_download(repo_id, revision=revision, local_dir=folder, **patterns))
-
-
-def _optional(function: str, module: str) -> ModuleType:
-    """A module of the extra."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{function}: needs {package}: pip install 'jax_ep[hf]'") from error

@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jax_ep.checkpoints.files import short
 from jax_ep.checkpoints.shards import Region, whole
+from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.types import Experts
 
 ACTIVATIONS = {
@@ -24,6 +26,57 @@ ACTIVATIONS = {
 }
 """Names in `hidden_act`, and what `jax_ep.Experts` calls the same functions."""
 REQUIRED = object()
+
+
+class Rule(NamedTuple):
+    """What a field of `config.json` may hold: values of these types; numbers, also those of a list, in a range."""
+
+    kind: str
+    types: tuple[type, ...]
+    least: float = 0
+    most: float = 0
+
+    def allows(self, value: Any) -> bool:
+        """Whether the value keeps the rule."""
+        if self.types == (list,):
+            each = self._replace(types=(int,))
+            return type(value) is list and all(map(each.allows, value)) and len(set(value)) == len(value)
+        return type(value) in self.types and (not self.most or self.least <= value <= self.most)
+
+    def __str__(self) -> str:
+        return f"{self.kind} from {self.least} to {self.most}" if self.most else self.kind
+
+
+def _int(least: int, most: int) -> Rule:
+    return Rule("an int", (int,), least, most)
+
+
+def _number(least: float, most: float) -> Rule:
+    return Rule("a number", (int, float), least, most)
+
+
+_MAX_LAYERS, _MAX_SIZE, _MAX_EXPERTS, _MAX_FACTOR = 10_000, 1 << 24, 1 << 16, 1 << 20
+_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_group", "topk_group")
+_FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index")
+_STEPS = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "moe_layer_freq")
+_EXTRA_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "zero_expert_num")
+_FACTORS = ("routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
+SCHEMA: Mapping[str, Rule] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", *_FIRST_LAYERS), _int(0, _MAX_LAYERS)),
+    "moe_layer_end_index": _int(-1, _MAX_LAYERS),
+    **dict.fromkeys(_STEPS, _int(1, _MAX_LAYERS)),
+    **dict.fromkeys(("mlp_only_layers", "moe_layers"), Rule("a list of different ints", (list,), 0, _MAX_LAYERS)),
+    **dict.fromkeys((*_SIZES, "shared_expert_intermediate_size"), _int(1, _MAX_SIZE)),
+    **dict.fromkeys((*_COUNTS, "num_experts_per_tok", "moe_k", "moe_topk"), _int(1, _MAX_EXPERTS)),
+    **dict.fromkeys(_EXTRA_EXPERTS, _int(0, _MAX_EXPERTS)),
+    **dict.fromkeys(_FACTORS, _number(1 / _MAX_FACTOR, _MAX_FACTOR)),
+    "router_jitter_noise": _number(0, 1),
+    **dict.fromkeys(("norm_topk_prob", "mlp_bias", "use_bias", "router_bias"), Rule("true or false", (bool,))),
+    **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), Rule("text", (str,))),
+    **dict.fromkeys(("text_config", "quantization_config"), Rule("an object", (dict,))),
+}
+"""Every field of `config.json` that is read, for all families: numbers are bounded before anything depends on them."""
 
 
 class Key(NamedTuple):
@@ -356,53 +409,74 @@ def find(function: str, config: Mapping[str, Any]) -> Family:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
-            f"{function}: model_type is {name!r}, expected one of {', '.join(sorted(FAMILIES))}; Checkpoint.read reads"
-            " tensors of other models by their names."
+            f"{function}: model_type is {short(name)}, expected one of {', '.join(sorted(FAMILIES))}; Checkpoint.read"
+            " reads tensors of other models by their names."
         )
     return FAMILIES[name]
+
+
+def field(function: str, config: Mapping[str, Any], name: str) -> Any:
+    """What `config` has for a name of `SCHEMA`; None where it is missing or null."""
+    value, rule = config.get(name), SCHEMA[name]
+    if value is not None and not rule.allows(value):
+        raise ValueError(
+            f"{function}: config.json has {name}={short(value)}, expected {rule}; use the config.json of the"
+            " checkpoint."
+        )
+    return value
+
+
+def check_quantization(function: str, config: Mapping[str, Any]) -> None:
+    """Check `quantization_config`: matrices in FP8 have a scale per block of 128 by 128."""
+    quantization = field(function, config, "quantization_config") or {}
+    field(function, quantization, "quant_method")
+    size = quantization.get("weight_block_size")
+    if size is not None and size != [GROUP_SIZE, GROUP_SIZE]:
+        raise ValueError(
+            f"{function}: quantization_config has weight_block_size={short(size)}, expected [{GROUP_SIZE},"
+            f" {GROUP_SIZE}]; convert checkpoints with other blocks, or read tensors as they are with Checkpoint.read."
+        )
 
 
 def _decoder(function: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     """The row, and the part of `config` that describes the decoder."""
     family = find(function, config)
-    if family.section is None:
-        return family, config
-    if not isinstance(config.get(family.section), Mapping):
+    check_quantization(function, config)
+    inner = config if family.section is None else field(function, config, family.section)
+    if inner is None:
         raise ValueError(
             f"{function}: config.json of a {config['model_type']} has no object {family.section!r}, expected the"
             " decoder's options in it; use the config.json of the checkpoint."
         )
-    return family, config[family.section]
+    return family, inner
 
 
 def _value(function: str, wanted: Any, config: Mapping[str, Any]) -> Any:
     """A constant, or what `config` has for a `Key`."""
     if not isinstance(wanted, Key):
         return wanted
-    if wanted.only_if is None or config.get(wanted.only_if[0]) == wanted.only_if[1]:
+    if wanted.only_if is None or field(function, config, wanted.only_if[0]) == wanted.only_if[1]:
         for name in wanted.names:
-            value = config.get(name)
-            if isinstance(value, str) and not isinstance(wanted.default, str):
-                raise ValueError(
-                    f"{function}: config.json has {name}={value!r}, expected a number, true, false or a list, not text;"
-                    " use the config.json of the checkpoint."
-                )
+            value = field(function, config, name)
             if value is not None:
                 return value
     if wanted.default is REQUIRED:
-        names = " or ".join(repr(name) for name in wanted.names)
         raise ValueError(
-            f"{function}: config.json has no {names}, which this model_type needs; use the config.json of the"
+            f"{function}: config.json has no {_names(wanted)}, which this model_type needs; use the config.json of the"
             " checkpoint."
         )
     return wanted.default
+
+
+def _names(wanted: Any) -> str:
+    return " or ".join(map(repr, wanted.names)) if isinstance(wanted, Key) else repr(wanted)
 
 
 def refuse(function: str, config: Mapping[str, Any], *, of: str) -> None:
     """Raises for what the package does not have: of its "routing", or of its "weights"."""
     family, inner = _decoder(function, config)
     for name, allowed, why, about in family.refused:
-        value = inner.get(name)
+        value = field(function, inner, name)
         if about == of and value is not None and value not in allowed:
             expected = f", expected {' or '.join(repr(v) for v in allowed)}" if allowed else ""
             remedy = (
@@ -410,7 +484,7 @@ def refuse(function: str, config: Mapping[str, Any], *, of: str) -> None:
                 if of == "weights"
                 else "read the parameters with Checkpoint.moe_weights and route in your own code, before jax_ep.moe"
             )
-            raise NotImplementedError(f"{function}: config.json has {name}={value!r}{expected}: {why}; {remedy}.")
+            raise NotImplementedError(f"{function}: config.json has {name}={short(value)}{expected}: {why}; {remedy}.")
 
 
 def moe_options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,8 +495,8 @@ def moe_options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
     activation = _value(function, key("hidden_act", default="silu"), inner)
     if activation not in ACTIVATIONS:
         raise NotImplementedError(
-            f"{function}: config.json has hidden_act={activation!r}, expected one of {', '.join(ACTIVATIONS)}; pass a"
-            " JAX function as the activation of jax_ep.Experts yourself."
+            f"{function}: config.json has hidden_act={short(activation)}, expected one of {', '.join(ACTIVATIONS)};"
+            " pass a JAX function as the activation of jax_ep.Experts yourself."
         )
     fields = {name: _value(function, wanted, inner) for name, wanted in family.experts.items()}
     return _options(function, config) | {"experts": Experts(ACTIVATIONS[activation], **fields)}
@@ -431,7 +505,26 @@ def moe_options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
     family, inner = _decoder(function, config)
     wanted = _OF_ALL | dict(family.options)
-    return {name: _value(function, value, inner) for name, value in wanted.items()}
+    options = {name: _value(function, value, inner) for name, value in wanted.items()}
+    experts = options["num_experts"] + options.get("num_identity_experts", 0)
+    groups, chosen_groups = options.get("num_groups", 1), options.get("topk_groups", 1)
+    limits = {
+        "num_groups": (experts, "experts"),
+        "topk_groups": (groups, "groups of experts"),
+        "num_experts_per_tok": (experts // groups * chosen_groups, "experts in the chosen groups"),
+    }
+    for name, (most, what) in limits.items():
+        if options.get(name, 1) > most:
+            raise ValueError(
+                f"{function}: config.json has {options[name]} for {_names(wanted[name])}, expected at most the {most}"
+                f" {what}; use the config.json of the checkpoint."
+            )
+    if experts % groups:
+        raise ValueError(
+            f"{function}: config.json has {groups} for {_names(wanted['num_groups'])}, expected a divisor of the"
+            f" {experts} experts; use the config.json of the checkpoint."
+        )
+    return options
 
 
 def moe_layers(function: str, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -440,6 +533,11 @@ def moe_layers(function: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     family, inner = _decoder(function, config)
     count, first, last, step, dense, listed = (_value(function, wanted, inner) for wanted in family.layers)
     if listed is not None:
+        if any(layer >= count for layer in listed):
+            raise ValueError(
+                f"{function}: config.json has {short(listed)} for {_names(family.layers.listed)}, expected layers below"
+                f" the number of layers, {count}; use the config.json of the checkpoint."
+            )
         return tuple(listed)
     end = count if last == -1 else min(last + 1, count)
     return tuple(layer for layer in range(first, end) if (layer + 1) % step == 0 and layer not in dense)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_ep.checkpoints.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
-from jax_ep.checkpoints.families import Family, Form, Stored
+from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization
 from jax_ep.checkpoints.files import TensorFiles
 from jax_ep.checkpoints.shards import Part, Region, swapped
 from jax_ep.core.fp8 import GROUP_SIZE
@@ -36,6 +36,7 @@ def decoded(files: TensorFiles, name: str) -> Any:
     if values.dtype.itemsize > 1:
         return values
     if values.dtype == FP8 and name + SCALES in files:
+        check_quantization("Checkpoint", files.config)
         scales = files[name + SCALES]
         if scales.shape != num_blocks(values.shape):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -44,22 +45,20 @@ def tensors_of(
     family = families.find(function, config)
     shapes = families.shapes(function, config)
     expected = families.moe_layers(function, config)
-    if not isinstance(layers, Mapping):
-        raise TypeError(
-            f"{function}: layers is a {type(layers).__name__}, expected a dict from numbers of layers to their"
-            " parameters; pass {number: parameters}."
-        )
+    _check_dict(function, "layers", layers, "{number: parameters}")
+    _check_dict(function, "others", others, "{name: array}")
     if set(layers) != set(expected):
         raise ValueError(
-            f"{function}: layers has {sorted(layers)}, expected the MoE layers of the config, {list(expected)}; pass"
-            " each of them."
+            f"{function}: layers has {sorted(layers, key=repr)}, expected the MoE layers of the config,"
+            f" {list(expected)}; pass each of them."
         )
     tensors: list[Tensor] = []
     for layer in expected:
+        _check_dict(function, f"layers[{layer}]", layers[layer], "{name: array}")
         if set(layers[layer]) != set(shapes):
             raise ValueError(
-                f"{function}: layer {layer} has {sorted(layers[layer])}, expected {sorted(shapes)}, which layers of"
-                " this config have; pass these."
+                f"{function}: layer {layer} has {sorted(layers[layer], key=repr)}, expected {sorted(shapes)}, which"
+                " layers of this config have; pass these."
             )
         for name, shape in shapes.items():
             stored = family.forms[0][name].below(family.prefix.format(layer=layer))
@@ -68,10 +67,20 @@ def tensors_of(
     for name, array in others.items():
         if name in names:
             raise ValueError(f"{function}: others has {name!r}, which a layer of layers has too; take it out.")
+        if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
+            raise ValueError(
+                f"{function}: others has {name!r}, expected a str of printable characters other than '__metadata__';"
+                " rename it."
+            )
         _check_array(function, f"others[{name!r}]", array, np.shape(array))
         tensors.append(Tensor(name, array, whole(array.shape), array.shape))
     _check_quantization(function, config, tensors)
     return tensors
+
+
+def _check_dict(function: str, what: str, value: Any, expected: str) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{function}: {what} is a {type(value).__name__}, expected a dict; pass {expected}.")
 
 
 def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: tuple[int, ...]) -> Iterator[Tensor]:
@@ -127,6 +136,10 @@ def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -
         raise TypeError(f"{function}: {what} has dtype {array.dtype}, expected one of {names}; cast it with astype.")
     if array.shape != shape:
         raise ValueError(f"{function}: {what} has shape {array.shape}, expected {shape} for this config; reshape it.")
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise ValueError(
+            f"{function}: {what} is a deleted array, expected its values; pass an array before it is donated."
+        )
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         raise ValueError(
             f"{function}: other processes have parts of {what}, expected all of it on devices of this one; gather it"
@@ -149,27 +162,49 @@ def _check_quantization(function: str, config: Mapping[str, Any], tensors: list[
         )
 
 
+def checked_config(function: str, config: Any) -> dict[str, Any]:
+    """The config as it is read again from its file."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{function}: config is a {type(config).__name__}, expected a dict; pass that of config.json.")
+    try:
+        text = json.dumps(dict(config), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{function}: config cannot be written as JSON ({error}), expected dicts, lists, str, finite numbers, bool"
+            " and None; convert its values."
+        ) from error
+    return files.parse_json(f"{function}: config", text.encode())
+
+
+def index_of(shards: Mapping[str, list[Tensor]]) -> dict[str, Any]:
+    """The index of these files."""
+    size = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+    file_of = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
+    return {"metadata": {"total_size": size}, "weight_map": file_of}
+
+
 def files_of(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[Tensor]]:
     """The tensors of each file, in order."""
-    files: list[list[Tensor]] = [[]]
+    shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if files[-1] and size + tensor.num_bytes > max_shard_bytes:
-            files.append([])
+        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
             size = 0
-        files[-1].append(tensor)
+        shards[-1].append(tensor)
         size += tensor.num_bytes
-    if len(files) == 1:
-        return {SINGLE: files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": some for i, some in enumerate(files, 1)}
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": some for i, some in enumerate(shards, 1)}
 
 
 def on_host(tensors: list[Tensor]) -> dict[str, np.ndarray]:
     """The tensors of one file."""
     result = {}
-    copy = HostCopy(tensors[0].array)
+    copy = None
     for tensor in tensors:
-        if copy.array is not tensor.array:
+        if copy is None or copy.array is not tensor.array:
             copy = HostCopy(tensor.array)
         values = copy.region(tensor.region)
         values = values.swapaxes(-1, -2) if tensor.transposed else values

@@ -1,0 +1,332 @@
+"""Files that are malformed or hostile: each one is an error that names it, before any tensor is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+import hub_checkpoints
+from hub_checkpoints import HUB
+from jax_ep.checkpoints import Checkpoint, files, save
+from jax_ep.checkpoints.families import FAMILIES, SCHEMA, Key
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+A = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+B = A | {"data_offsets": [16, 32]}
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    return {"a": A | changes}
+
+
+def write_file(path: Path, header: Any, num_bytes: int = 16) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
+
+
+def write_index(folder: Path, weight_map: Any, **shards: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    for name, (header, num_bytes) in shards.items():
+        write_file(folder / f"{name}.safetensors", header, num_bytes)
+
+
+def read_all(folder: Path) -> dict[str, np.ndarray]:
+    checkpoint = Checkpoint(folder)
+    return {name: np.asarray(checkpoint.read(name)) for name in checkpoint.names}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def fails(folder: Path, text: str, *errors: type[Exception]) -> None:
+    with pytest.raises(errors or ValueError, match=text) as caught:
+        read_all(folder)
+    assert str(caught.value).startswith(f"Checkpoint: {folder}") and len(str(caught.value)) < 1000
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+NO_NUMBERS = (None, True, 1.5, "1", -1, 2**64, [])
+HEADERS: dict[str, tuple[Any, int]] = {
+    "list": ([], 0),
+    "null": (b"null", 0),
+    "nested deeply": (b"[" * 200_000, 0),
+    "byte order mark": (b"\xef\xbb\xbf" + json.dumps(tensor()).encode(), 16),
+    "not UTF-8": (json.dumps(tensor()).encode().replace(b'"a"', b'"\xe9"'), 16),
+    "key twice": (b'{"a":%s,"a":%s}' % ((json.dumps(A).encode(),) * 2), 16),
+    "metadata with a number": ({"__metadata__": {"x": 1}} | tensor(), 16),
+    "tensor is a number": ({"a": 1}, 16),
+    "tensor is empty": ({"a": {}}, 16),
+    "unknown dtype": (tensor(dtype="X" * 10**6), 16),
+    "dtype is a list": (tensor(dtype=[]), 16),
+    "three offsets": (tensor(data_offsets=[0, 16, 32]), 32),
+    "offsets in the header": (tensor(data_offsets=[-16, 0]), 16),
+    "offsets swapped": (tensor(data_offsets=[16, 0]), 16),
+    "offsets beyond the end": (tensor(data_offsets=[16, 32]), 16),
+    "overlap": ({"a": A, "b": A}, 16),
+    "gap": ({"a": A, "b": A | {"data_offsets": [20, 36]}}, 36),
+    "bytes of no tensor": (tensor(), 17),
+    "bytes missing": (tensor(), 15),
+    "size overflows": (tensor(shape=[2**40, 2**40, 0], data_offsets=[0, 0]), 0),
+    "NumPy has no such shape": (tensor(shape=[1] * 65, data_offsets=[0, 4]), 4),
+    **{f"size {value}": (tensor(shape=[value, 2]), 16) for value in NO_NUMBERS},
+    **{f"offset {value}": (tensor(data_offsets=[0, value]), 16) for value in NO_NUMBERS},
+    **{f"no {key}": ({"a": {name: value for name, value in A.items() if name != key}}, 16) for key in A},
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_header_malformed(case: str, folder: Path) -> None:
+    write_file(folder / SINGLE, *HEADERS[case])
+    with pytest.raises(ValueError, match=r"^Checkpoint: ") as caught:
+        read_all(folder)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(("length", "size"), [(2**31, 2**31 + 100), (2**64 - 1, 100), (99, 40), (8, 8), (0, 0)])
+def test_header_length_beyond_the_file_or_the_limit(length: int, size: int, folder: Path) -> None:
+    """Sparse files: nothing of such a header is read."""
+    (folder / SINGLE).write_bytes(struct.pack("<Q", length))
+    os.truncate(folder / SINGLE, size)
+    fails(folder, "is not a whole safetensors file")
+
+
+def test_header_longer_than_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file(folder / SINGLE, tensor())
+    monkeypatch.setattr(files, "_MAX_JSON_BYTES", 20)
+    fails(folder, "its header is longer than 20 bytes")
+
+
+def test_header_legal_edges(folder: Path) -> None:
+    header = {
+        "zero": A | {"shape": [0, 3], "data_offsets": [0, 0]},
+        "scalar": A | {"shape": [], "data_offsets": [0, 4]},
+        "__metadata__": {},
+    }
+    write_file(folder / SINGLE, json.dumps(header).encode() + b"   ", 4)
+    assert {name: value.shape for name, value in read_all(folder).items()} == {"zero": (0, 3), "scalar": ()}
+    write_file(folder / SINGLE, {}, 0)
+    assert read_all(folder) == {}
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+OUTSIDE = ["../x.safetensors", "{outside}", "./x.safetensors", "sub/x.safetensors", "..", "", "config.json"]
+OUTSIDE += ["x\0.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors"]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, None, 1, [], {}])
+def test_index_names_no_file_of_the_folder(name: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("other") / "x.safetensors"
+    for path in (outside, folder.parent / "x.safetensors", folder / "x.safetensors"):
+        write_file(path, tensor())
+    (folder / "sub").symlink_to(outside.parent)
+    write_index(folder, {"a": str(outside) if name == "{outside}" else name})
+    fails(folder, f"{INDEX} places 'a' in .*, expected the name of a .safetensors file")
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "a", 1])
+def test_index_of_other_types(weight_map: Any, folder: Path) -> None:
+    write_index(folder, weight_map)
+    fails(folder, "has no object 'weight_map'")
+
+
+def test_index_metadata_of_another_type(folder: Path) -> None:
+    (folder / INDEX).write_text('{"metadata": [], "weight_map": {}}')
+    fails(folder, "'metadata' that is none")
+
+
+def test_index_and_files_that_differ(folder: Path) -> None:
+    write_index(folder, {"a": "x.safetensors", "b": "y.safetensors"}, x=(tensor(), 16), y=({"a": A, "b": B}, 32))
+    fails(folder, "has 'a' in y.safetensors and in x.safetensors, expected each tensor once")
+    write_index(folder, {"a": "x.safetensors", "c": "x.safetensors"})
+    fails(folder, "places 'c' in x.safetensors, which has no such tensor")
+
+
+def test_index_and_a_single_file(folder: Path) -> None:
+    write_index(folder, {"a": "x.safetensors"}, x=(tensor(), 16))
+    write_file(folder / SINGLE, tensor())
+    fails(folder, f"has both {SINGLE} and {INDEX}")
+
+
+def test_symlinks_of_the_download_cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    blobs = tmp_path_factory.mktemp("blobs")
+    write_file(blobs / "1", tensor())
+    (folder / "x.safetensors").symlink_to(blobs / "1")
+    write_index(folder, {"a": "x.safetensors"})
+    assert read_all(folder)["a"].shape == (2, 2)
+
+
+# --- JSON and kinds of files -----------------------------------------------------------------------------------------
+
+NO_JSON = [
+    b"",
+    b"[]",
+    b"null",
+    b"\xef\xbb\xbf{}",
+    b"\xff",
+    "{}".encode("utf-16"),
+    b"{}\0",
+    b'{"a":1,"a":2}',
+    b"[" * 10**5,
+]
+NO_JSON += [b'{"a":%s}' % value for value in (b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b'{"b":1,"b":1}')]
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize("text", NO_JSON, ids=range(len(NO_JSON)))
+def test_json_malformed(name: str, text: bytes, folder: Path) -> None:
+    write_index(folder, {"a": "x.safetensors"}, x=(tensor(), 16))
+    (folder / name).write_bytes(text)
+    fails(folder, f"{name} is (not valid JSON|no JSON object)")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_without_end(name: str, folder: Path) -> None:
+    write_index(folder, {"a": "x.safetensors"}, x=(tensor(), 16))
+    os.truncate(folder / name, 2**32)
+    fails(folder, f"{name} is longer than")
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path),
+    "nowhere": lambda path: path.symlink_to("/nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["config.json", SINGLE, INDEX, "x.safetensors"])
+def test_no_regular_file(name: str, kind: str, folder: Path) -> None:
+    if name == "x.safetensors":
+        write_index(folder, {"a": "x.safetensors"})
+    (folder / name).unlink(missing_ok=True)
+    KINDS[kind](folder / name)
+    with pytest.raises((ValueError, OSError), match=rf"^Checkpoint: .*{name}"):
+        read_all(folder)
+
+
+# --- files that change -----------------------------------------------------------------------------------------------
+
+CONFIG = dict(HUB["mixtral"].config) | {"num_hidden_layers": 0}
+
+
+def tensors(value: float) -> dict[str, np.ndarray]:
+    return {name: np.full(4, value, np.float32) for name in "ab"}
+
+
+def test_file_replaced_after_the_checkpoint_was_opened(tmp_path: Path) -> None:
+    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    checkpoint = Checkpoint(tmp_path)
+    save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
+    with pytest.raises(ValueError, match=r"00001-of-00002.safetensors has been replaced.*open Checkpoint again"):
+        checkpoint.read("a")
+
+
+def test_config_replaced_while_the_checkpoint_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
+    read_index = files.read_index
+
+    def late(function: str, folder: Path) -> dict[str, str]:
+        monkeypatch.undo()
+        save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
+        return read_index(function, folder)
+
+    monkeypatch.setattr(files, "read_index", late)
+    with pytest.raises(FileNotFoundError, match=r"config\.json was replaced while the checkpoint was opened"):
+        Checkpoint(tmp_path)
+
+
+# --- values of config.json -------------------------------------------------------------------------------------------
+
+
+def fields_of(family: str) -> dict[str, tuple[str, ...]]:
+    """The fields of config.json that are read for a family, each with the names that stand for the same value."""
+    row = FAMILIES[family]
+    keys = [key for key in (*row.options.values(), *row.experts.values(), *row.layers) if isinstance(key, Key)]
+    alone = [
+        "hidden_size",
+        "hidden_act",
+        *(one.name for one in row.refused),
+        *(k.only_if[0] for k in keys if k.only_if),
+    ]
+    return {name: key.names for key in keys for name in key.names} | {name: (name,) for name in alone}
+
+
+def use(folder: Path, config: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint(folder)
+    return checkpoint.moe_layers, checkpoint.moe_options(), [checkpoint.moe_weights(n) for n in checkpoint.moe_layers]
+
+
+def changed(family: str, **changes: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(dict(HUB[family].config)))
+    section = config if FAMILIES[family].section is None else config[FAMILIES[family].section]
+    section.update(changes)
+    return config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_values_out_of_range(family: str, folder: Path) -> None:
+    """Every field that is read, of every wrong type and of any size."""
+    write_file(folder / SINGLE, tensor())
+    for name, names in fields_of(family).items():
+        wrong = [10**12, -7, -(10**400), 1e300, {"a": 1}, [[1]], [True], [-1], [10**12], [5, 5]]
+        for value in wrong if SCHEMA[name].types == (str,) else [*wrong, "8"]:
+            with pytest.raises(ValueError, match=rf"config.json has {name}=.*, expected (an? |true or false|text)"):
+                use(folder, changed(family, **dict.fromkeys(names) | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "text"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0, expected an int from 1 to 10000"),
+        ("mixtral", {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000, expected an int from 0 to 10000"),
+        ("mixtral", {"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1, expected true or false"),
+        ("mixtral", {"num_experts_per_tok": 9}, "9 for 'num_experts_per_tok', expected at most the 8 experts"),
+        ("deepseek_v3", {"n_group": 16}, "16 for 'n_group', expected at most the 8"),
+        ("deepseek_v3", {"n_group": 3}, "3 for 'n_group', expected a divisor of the 8"),
+        ("deepseek_v3", {"topk_group": 5}, "5 for 'topk_group', expected at most the 4 groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "expected at most the 4 experts in the chosen groups"),
+        ("llama4_text", {"moe_layers": [4]}, r"\[4\] for 'moe_layers', expected layers below the number of layers, 4"),
+        ("mixtral", {"quantization_config": 5}, "quantization_config=5, expected an object"),
+        ("mixtral", {"quantization_config": {"quant_method": 5}}, "quant_method=5, expected text"),
+        ("mixtral", {"quantization_config": {"weight_block_size": [64, 64]}}, r"weight_block_size=\[64, 64\]"),
+    ],
+)
+def test_config_values_that_contradict(family: str, changes: dict[str, Any], text: str, folder: Path) -> None:
+    write_file(folder / SINGLE, tensor())
+    with pytest.raises(ValueError, match=text):
+        use(folder, changed(family, **changes))
+
+
+@pytest.mark.parametrize("value", [None, [], 1, "x"])
+def test_config_section_of_another_type(value: Any, folder: Path) -> None:
+    write_file(folder / SINGLE, tensor())
+    with pytest.raises(ValueError, match="text_config"):
+        use(folder, {"model_type": "llama4", "text_config": value})
+
+
+def test_fp8_blocks_of_another_size(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Where the number of blocks is the same, only the config tells them apart."""
+    checkpoint, _ = hub_checkpoints.fp8_checkpoint(tmp_path, rng, 200, 72)
+    checkpoint.config["quantization_config"]["weight_block_size"] = [100, 100]
+    name = "model.layers.3.mlp.experts.0.up_proj.weight"
+    with pytest.raises(ValueError, match=r"weight_block_size=\[100, 100\], expected \[128, 128\]"):
+        checkpoint.read(name, dtype=np.float32)
+    assert checkpoint.read(name).shape == (72, 200)

@@ -321,10 +321,8 @@ def heap(function: str) -> SymmetricHeap:
         return _heap
 
 
-def reserve(function: str, data_bytes: int, buffer_bytes: int = 0, slots: int = 2) -> SymmetricHeap:
+def reserve(function: str, data_bytes: int, buffer_bytes: int = 0) -> SymmetricHeap:
     """Makes the data area of the newest heap, and each of the newest low-latency buffers, at least this large.
-
-    Those are the buffers of which each device has so many slots.
 
     Programs may be running meanwhile, and other threads may be tracing: what they have reserved stays theirs.
 
@@ -334,7 +332,7 @@ def reserve(function: str, data_bytes: int, buffer_bytes: int = 0, slots: int = 
     """
     with _lock:  # two threads that trace must not allocate at a time
         the_heap = heap(function)
-        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, buffer_bytes, slots))
+        _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, buffer_bytes))
         _thread.heap = the_heap
         return the_heap
 

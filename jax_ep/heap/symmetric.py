@@ -7,9 +7,8 @@ on use that. So nothing that runs, or may run, ever loses its memory, and growin
 when the context ends.
 
 The data area of the throughput kernels and the buffers of the low-latency kernels grow apart: each generation is for
-one of them. Kernels that exchange in one launch have two buffers per device, those that do it in two have eight: a
-kind of generation each. One is at least half as large again as the one before of its kind, so all of a kind have at
-most 4.5 times the bytes that the largest program needs. Where the user gives a size, there is one allocation for
+one of them. One is at least half as large again as the one before of its kind, so all of a kind have at most 4.5 times
+the bytes that the largest program needs. Where the user gives a size, there is one allocation for
 everything: one generation for data, from its start on, and generations of buffers, from its end down; each place there
 has one use for ever.
 """
@@ -31,8 +30,9 @@ _PAGE = 4096
 _CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
 _WORDS_OF_A_DEVICE = 6
 _BUFFER_UNIT = 256
-_DATA, _BUFFERS = 1, {2: 2, 8: 3}  # the first ids: of data, and of buffers by how many a device has
-_STEP = 3  # from an id to the next of its kind
+_BUFFERS_OF_A_DEVICE = 2  # kernels/low_latency_buffers.py
+_DATA, _BUFFERS = 1, 2  # the first ids of either kind
+_STEP = 2  # from an id to the next of its kind
 MAX_BLOCKS = 32768
 """Flags per device and parity: a launch has at most this many blocks of tokens."""
 
@@ -62,13 +62,14 @@ class HeapLayout:
         """Byte offset of the low-latency buffers, which have no block flags before them."""
         return self.flags
 
-    def bytes_with_buffers(self, buffer_bytes: int, slots: int = 2) -> int:
-        """Bytes of a heap with buffers of this size, so many per device."""
-        return self.buffers + slots * self.num_devices * buffer_bytes
+    def bytes_with_buffers(self, buffer_bytes: int) -> int:
+        """Bytes of a heap with buffers of this size."""
+        return self.buffers + _BUFFERS_OF_A_DEVICE * self.num_devices * buffer_bytes
 
-    def most_buffer_bytes(self, num_bytes: int, slots: int = 2) -> int:
+    def most_buffer_bytes(self, num_bytes: int) -> int:
         """The largest buffers that a heap of `num_bytes` holds."""
-        return (num_bytes - self.buffers) // (slots * self.num_devices) // _BUFFER_UNIT * _BUFFER_UNIT
+        each = (num_bytes - self.buffers) // (_BUFFERS_OF_A_DEVICE * self.num_devices)
+        return each // _BUFFER_UNIT * _BUFFER_UNIT
 
 
 class SymmetricHeap:
@@ -98,7 +99,7 @@ class SymmetricHeap:
         self._end = 0  # where a heap of a given size has its buffers: they lie from here on
         self._timeout_ns = int(timeout_s * 1e9)
         self._data: list[Generation] = []
-        self._buffers: dict[int, list[Generation]] = {slots: [] for slots in _BUFFERS}
+        self._buffers: list[Generation] = []
         self._num_allocations = 0
         self._traces: TraceArea | None = None
         self._sizes = dict(earlier or {})
@@ -128,16 +129,12 @@ class SymmetricHeap:
     @property
     def buffers(self) -> Generation:
         """The generation for programs traced now that use low-latency buffers; after a `reserve` of some."""
-        return self.buffers_of(2)
-
-    def buffers_of(self, slots: int) -> Generation:
-        """The same of buffers of which each device has so many."""
-        return self._buffers[slots][-1]
+        return self._buffers[-1]
 
     @property
     def generations(self) -> list[Generation]:
         """All of them."""
-        return [*self._data, *(one for some in self._buffers.values() for one in some)]
+        return [*self._data, *self._buffers]
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -156,10 +153,8 @@ class SymmetricHeap:
         numbers = [number_of[device] for device in mesh.devices.flat]
         return np.array(numbers, np.int32).reshape(mesh.devices.shape)
 
-    def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0, slots: int = 2) -> None:
+    def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
         """Makes sure that the newest generations have `data_bytes` of data, and low-latency buffers of `buffer_bytes`.
-
-        Of these buffers each device has so many slots, 2 or 8.
 
         Raises:
           ValueError: the heap was given a size, and that is too small.
@@ -167,8 +162,8 @@ class SymmetricHeap:
         """
         if not self._data or data_bytes > self.data.reserved:
             self._reserve_data(function, data_bytes)
-        if buffer_bytes and (not self._buffers[slots] or buffer_bytes > self.buffers_of(slots).reserved):
-            self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT), slots)
+        if buffer_bytes and (not self._buffers or buffer_bytes > self.buffers.reserved):
+            self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT))
 
     def begin_traces(self, header: np.ndarray, num_words: int) -> None:
         """Gives the kernels of each device of this process `num_words` int64 to record in, which begin with `header`.
@@ -198,13 +193,12 @@ class SymmetricHeap:
 
     def _begin(self) -> None:
         """Allocates a heap of a given size, and what programs of earlier contexts need."""
-        data, buffers = self._ids(_DATA), {slots: self._ids(first) for slots, first in _BUFFERS.items()}
+        data, buffers = self._ids(_DATA), self._ids(_BUFFERS)
         if self._limit is None:
             if data:
                 self._data.append(self._allocate_data("init", self._most(data), data))
-            for slots, ids in buffers.items():
-                if ids:
-                    self._buffers[slots].append(self._allocate_buffers("init", self._most(ids), ids, slots))
+            if buffers:
+                self._buffers.append(self._allocate_buffers("init", self._most(buffers), buffers))
             return
         self._end = self._limit // _PAGE * _PAGE
         room = self._end - self.layout.data
@@ -217,10 +211,9 @@ class SymmetricHeap:
         data = [i for i in data if self._sizes[i] <= room] or [self._next_id(_DATA)]
         whole = Generation(data, addresses, 0, 0, room, reserved=round_up(self._most(data), _PAGE))
         self._data.append(self._registered(whole))
-        for slots, known in buffers.items():
-            ids = [i for i in known if self._place_of_buffers(self._sizes[i], slots) is not None]
-            if ids and (start := self._place_of_buffers(size := self._most(ids), slots)) is not None:
-                self._split(start, size, ids, slots)
+        buffers = [i for i in buffers if self._place_of_buffers(self._sizes[i]) is not None]
+        if buffers and (start := self._place_of_buffers(size := self._most(buffers))) is not None:
+            self._split(start, size, buffers)
 
     def _reserve_data(self, function: str, num_bytes: int) -> None:
         if self._limit is None:
@@ -231,17 +224,17 @@ class SymmetricHeap:
             raise self._too_small(function, round_up(self.layout.data + num_bytes, _PAGE))
         self.data.reserved = round_up(num_bytes, _PAGE)
 
-    def _reserve_buffers(self, function: str, num_bytes: int, slots: int) -> None:
-        size = max(num_bytes, round_up(half_as_much_again(self._buffers[slots]), _BUFFER_UNIT))
-        ids = [self._next_id(_BUFFERS[slots])]
+    def _reserve_buffers(self, function: str, num_bytes: int) -> None:
+        size = max(num_bytes, round_up(half_as_much_again(self._buffers), _BUFFER_UNIT))
+        ids = [self._next_id(_BUFFERS)]
         if self._limit is None:
-            self._buffers[slots].append(self._allocate_buffers(function, size, ids, slots))
+            self._buffers.append(self._allocate_buffers(function, size, ids))
             return
         for buffer_bytes in (size, num_bytes):  # rather no reserve than no room
-            if (start := self._place_of_buffers(buffer_bytes, slots)) is not None:
-                self._split(start, buffer_bytes, ids, slots)
+            if (start := self._place_of_buffers(buffer_bytes)) is not None:
+                self._split(start, buffer_bytes, ids)
                 return
-        needed = round_up(self.layout.bytes_with_buffers(num_bytes, slots), _PAGE)
+        needed = round_up(self.layout.bytes_with_buffers(num_bytes), _PAGE)
         raise self._too_small(function, self._end_of_data() + needed)
 
     def _too_small(self, function: str, beside_buffers: int) -> ValueError:
@@ -258,9 +251,9 @@ class SymmetricHeap:
         addresses = self._allocate(function, total)
         return self._registered(Generation(ids, addresses, number, 0, num_bytes, reserved=num_bytes))
 
-    def _allocate_buffers(self, function: str, size: int, ids: Sequence[int], slots: int) -> Generation:
-        total = allocation_bytes(self.layout.bytes_with_buffers(size, slots))
-        num_bytes, number = self.layout.most_buffer_bytes(total, slots), self._num_allocations
+    def _allocate_buffers(self, function: str, size: int, ids: Sequence[int]) -> Generation:
+        total = allocation_bytes(self.layout.bytes_with_buffers(size))
+        num_bytes, number = self.layout.most_buffer_bytes(total), self._num_allocations
         addresses = self._allocate(function, total)
         return self._registered(Generation(ids, addresses, number, 0, num_bytes, num_bytes, num_bytes))
 
@@ -268,12 +261,12 @@ class SymmetricHeap:
         """Where no data lies, now or ever: buffers may begin there."""
         return round_up(self.layout.data + max(self.data.reserved, self._used(self.data.ids)), _PAGE)
 
-    def _place_of_buffers(self, buffer_bytes: int, slots: int) -> int | None:
+    def _place_of_buffers(self, buffer_bytes: int) -> int | None:
         """Where a generation of buffers would begin in a heap of a given size, if there is room."""
-        start = (self._end - self.layout.bytes_with_buffers(buffer_bytes, slots)) // _PAGE * _PAGE
+        start = (self._end - self.layout.bytes_with_buffers(buffer_bytes)) // _PAGE * _PAGE
         return start if start >= self._end_of_data() else None
 
-    def _split(self, start: int, buffer_bytes: int, ids: Sequence[int], slots: int) -> None:
+    def _split(self, start: int, buffer_bytes: int, ids: Sequence[int]) -> None:
         """Makes a generation of buffers of the end of the data area: no program has ever used that, so it is zero."""
         num_bytes = self.data.num_bytes
         self.data.num_bytes = start - self.layout.data
@@ -285,7 +278,7 @@ class SymmetricHeap:
         self._end = start
         addresses = {number: [heap + start for heap in heaps] for number, heaps in self.data.addresses.items()}
         buffers = Generation(ids, addresses, 0, start, buffer_bytes, buffer_bytes, buffer_bytes)
-        self._buffers[slots].append(self._registered(buffers))
+        self._buffers.append(self._registered(buffers))
 
     def _allocate(self, function: str, num_bytes: int) -> dict[int, list[int]]:
         addresses = self._memory.allocate(num_bytes, function)

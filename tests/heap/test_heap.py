@@ -73,14 +73,14 @@ def new_ids() -> None:
     """As in a new process: this one remembers what programs have used under an id."""
     global base
     base = next(_bases)
-    symmetric._DATA, symmetric._BUFFERS = base + 1, {2: base + 2, 8: base + 3}
+    symmetric._DATA, symmetric._BUFFERS = base + 1, base + 2
 
 
 @pytest.fixture(autouse=True)
 def other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of this test's own, from `base` on."""
     monkeypatch.setattr(symmetric, "_DATA", 0)
-    monkeypatch.setattr(symmetric, "_BUFFERS", {})
+    monkeypatch.setattr(symmetric, "_BUFFERS", 0)
     new_ids()
 
 
@@ -112,11 +112,11 @@ def test_a_larger_need_leaves_what_there_is(memory, grown):
     first = (grown.data, grown.buffers)
     tables = [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)]
     grown.reserve("dispatch", 1 << 26, 1 << 24)
-    assert ids_of(*first, grown.data, grown.buffers) == [1, 2, 4, 5]
+    assert ids_of(*first, grown.data, grown.buffers) == [1, 2, 3, 4]
     assert [fetch(i, one.reserved) for i, one in zip((1, 2), first, strict=True)] == tables
-    new = fetch(4, 1 << 26)
+    new = fetch(3, 1 << 26)
     assert not {*new[:DEVICES]} & {*tables[0][:DEVICES], *tables[1][:DEVICES]}
-    assert fetch(5)[AREA:TRACE] == [grown.layout.buffers, grown.buffers.buffer_bytes]
+    assert fetch(4)[AREA:TRACE] == [grown.layout.buffers, grown.buffers.buffer_bytes]
     assert grown.buffers.buffer_bytes >= 1 << 24
     assert len(memory.sizes) == 4
 
@@ -128,12 +128,12 @@ def test_kernels_find_the_trace_area_while_there_is_a_recording(grown):
     grown.begin_traces(np.arange(3), 5)
     address = grown._traces.addresses[0]
     grown.reserve("dispatch", 1 << 26)
-    assert [fetch(i)[TRACE] for i in (1, 2, 4)] == [address] * 3
+    assert [fetch(i)[TRACE] for i in (1, 2, 3)] == [address] * 3
     with pytest.raises(RuntimeError, match="records already"):
         grown.begin_traces(np.arange(3), 5)
     words = grown.end_traces()
     assert {number: found.tolist() for number, found in words.items()} == {0: [0, 1, 2, 0, 0], 1: [0, 1, 2, 1, 1]}
-    assert [fetch(i)[TRACE] for i in (1, 2, 4)] == [0] * 3
+    assert [fetch(i)[TRACE] for i in (1, 2, 3)] == [0] * 3
     with pytest.raises(RuntimeError, match="finalized while it recorded"):
         grown.end_traces()
 
@@ -144,25 +144,7 @@ def test_low_latency_buffers_and_data_grow_apart(memory, grown):
     assert memory.sizes[1] < memory.sizes[0] / 2  # no second data area beside the buffers
     grown.reserve("low_latency_dispatch", 0, 1 << 24)
     assert len(memory.sizes) == 3
-    assert ids_of(grown.data, grown.buffers) == [1, 5]
-
-
-def test_buffers_in_two_slots_and_in_eight_are_apart(memory, grown):
-    grown.reserve("low_latency_dispatch", 1000, 3000)
-    grown.reserve("low_latency_dispatch_start", 1000, 2000, 8)
-    two, eight = grown.buffers, grown.buffers_of(8)
-    assert ids_of(grown.data, two, eight) == [1, 2, 3]
-    assert [one.allocation for one in grown.generations] == [0, 1, 2]
-    assert fetch(3)[AREA:TRACE] == [grown.layout.buffers, eight.buffer_bytes]
-    assert grown.layout.bytes_with_buffers(eight.buffer_bytes, 8) <= memory.sizes[2]
-    assert two.buffer_bytes > eight.buffer_bytes >= 2000
-    grown.reserve("low_latency_dispatch_start", 0, 1 << 24, 8)
-    assert (grown.buffers, ids_of(grown.buffers_of(8))) == (two, [6])
-    sizes = grown.sizes
-    after = SymmetricHeap(HostMemory(), None, 5.0, sizes)
-    assert [len(after._buffers[slots]) for slots in (2, 8)] == [1, 1]
-    assert after.buffers_of(8).num_bytes >= sizes[base + 6]
-    after.close()
+    assert ids_of(grown.data, grown.buffers) == [1, 4]
 
 
 def test_what_fits_allocates_nothing(memory, grown):
@@ -194,7 +176,7 @@ def test_an_allocation_that_fails_changes_nothing(memory, grown):
     memory.fails = False
     assert (ids_of(grown.data), fetch(1, 1000)) == ([1], table)
     grown.reserve("combine", 1 << 26)
-    assert ids_of(grown.data) == [4]
+    assert ids_of(grown.data) == [3]
 
 
 # --- a heap of a given size -------------------------------------------------------------------------------------------
@@ -203,10 +185,9 @@ def test_an_allocation_that_fails_changes_nothing(memory, grown):
 def places(made: SymmetricHeap) -> list[tuple[int, int]]:
     """From where to where the data that programs use and the generations of buffers lie, in order."""
     spans = [(0, made.layout.data + made.data.reserved)]
-    for slots, generations in made._buffers.items():
-        for one in generations:
-            assert one.addresses[0][0] == made.data.addresses[0][0] + one.start
-            spans.append((one.start, one.start + made.layout.bytes_with_buffers(one.buffer_bytes, slots)))
+    for one in made._buffers:
+        assert one.addresses[0][0] == made.data.addresses[0][0] + one.start
+        spans.append((one.start, one.start + made.layout.bytes_with_buffers(one.buffer_bytes)))
     return sorted(spans)
 
 
@@ -215,13 +196,12 @@ def test_low_latency_buffers_never_share_a_place_with_anything(memory):
     made.reserve("dispatch", 100_000, 1000)
     made.reserve("combine", 200_000, 3000)
     made.reserve("combine", 300_000, 20_000)
-    made.reserve("low_latency_dispatch_start", 0, 5000, 8)
     spans = places(made)
-    assert len(spans) == 5
+    assert len(spans) == 4
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= DATA + MIB
     assert memory.sizes == [DATA + MIB]
-    assert ids_of(*made._buffers[2], *made._buffers[8]) == [2, 5, 8, 3]
+    assert ids_of(*made._buffers) == [2, 4, 6]
     assert fetch(2)[TRACE - 1] == 1024
     with pytest.raises(ValueError, match=r"combine: .*needs \d+; call finalize\(\) and init\(heap_bytes=\d+\)"):
         made.reserve("combine", made.data.num_bytes + 1)
@@ -279,19 +259,19 @@ def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, i
 def test_programs_of_an_earlier_context_find_their_tables(memory):
     """All its generations come back as one, under all their ids; what they can use is no less."""
     sizes = life(None, None, (1000, 1000), (1 << 26, 1 << 24))
-    assert sorted(sizes) == [base + i for i in (1, 2, 4, 5)]
+    assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
     with pytest.raises(FAILED, match=r"is not registered.*init\(\).*clear_caches"):
-        fetch(4, sizes[base + 4])
+        fetch(3, sizes[base + 3])
     made = SymmetricHeap(memory, None, 5.0, sizes)
     assert len(memory.sizes) == 2
     assert (
-        fetch(1, sizes[base + 1]) == fetch(4, sizes[base + 4]) != fetch(2, sizes[base + 2]) == fetch(5, sizes[base + 5])
+        fetch(1, sizes[base + 1]) == fetch(3, sizes[base + 3]) != fetch(2, sizes[base + 2]) == fetch(4, sizes[base + 4])
     )
     made.reserve("dispatch", 1 << 26, 1 << 24)
     assert len(memory.sizes) == 2
-    assert ids_of(made.data, made.buffers) == [4, 5]
+    assert ids_of(made.data, made.buffers) == [3, 4]
     made.reserve("dispatch", 1 << 28)
-    assert ids_of(made.data) == [7]
+    assert ids_of(made.data) == [5]
     made.close()
     assert all(made.sizes[i] >= size for i, size in sizes.items())
 
@@ -303,20 +283,20 @@ def test_a_smaller_heap_takes_other_ids(memory):
     with pytest.raises(FAILED, match="is not registered"):
         fetch(1, sizes[base + 1])
     made.reserve("dispatch", 1000, 1000)
-    assert ids_of(made.data, made.buffers) == [4, 5]
+    assert ids_of(made.data, made.buffers) == [3, 4]
     made.close()
     after = SymmetricHeap(HostMemory(), 1 << 28, 5.0, made.sizes)  # and one that is large enough brings all back
-    assert fetch(1, sizes[base + 1]) == fetch(4) != fetch(2, sizes[base + 2]) == fetch(5)
+    assert fetch(1, sizes[base + 1]) == fetch(3) != fetch(2, sizes[base + 2]) == fetch(4)
     after.close()
 
 
 def test_a_smaller_heap_brings_back_what_fits(memory):
     """Programs of a context before the last may have been larger."""
     sizes = life(DATA + MIB, life(None, None, (1 << 26, 1 << 24)), (1000, 1000))
-    assert sorted(sizes) == [base + i for i in (1, 2, 4, 5)]
+    assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
     made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
-    fetch(4, sizes[base + 4])
-    assert fetch(5)[TRACE - 1] == sizes[base + 5] == 1024
+    fetch(3, sizes[base + 3])
+    assert fetch(4)[TRACE - 1] == sizes[base + 4] == 1024
     for i in (1, 2):
         with pytest.raises(FAILED, match="is not registered"):
             fetch(i)
@@ -326,7 +306,7 @@ def test_a_smaller_heap_brings_back_what_fits(memory):
 def test_heaps_of_one_size_have_the_same_ids_in_every_context():
     sizes = life(DATA + MIB, None, (1000, 1000))
     assert sorted(sizes) == sorted(life(DATA + MIB, sizes, (1000, 1000))) == [base + 1, base + 2]
-    assert sorted(life(DATA + MIB, sizes, (2000, 2000))) == [base + 1, base + 2, base + 5]
+    assert sorted(life(DATA + MIB, sizes, (2000, 2000))) == [base + 1, base + 2, base + 4]
 
 
 def test_the_end_in_order(memory, monkeypatch):

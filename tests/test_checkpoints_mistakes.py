@@ -123,7 +123,7 @@ MISTAKES = {
     "name": (
         reading(KEEP, lambda checkpoint: checkpoint.read("othre")),
         ValueError,
-        r"no tensor 'othre' \(similar: other\); Checkpoint.names",
+        r"no tensor 'othre' \(similar: 'other'\); Checkpoint.names",
     ),
     "name of another type": (
         reading(KEEP, lambda checkpoint: checkpoint.read([])),
@@ -249,6 +249,26 @@ def test_experts_in_several_dtypes(tmp_path: Path, rng: np.random.Generator) -> 
     with pytest.raises(ValueError, match=r"experts.0.w2.weight' in bfloat16 and .*experts.3.w2.weight' in float16"):
         checkpoint.moe_weights(0)
     assert checkpoint.moe_weights(0, dtype=F32)["w_down"].dtype == F32
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.uint8, FP8], ids=str)
+def test_weights_that_are_no_floats(dtype: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors, _ = hub_checkpoints.layer(HUB["mixtral"], 0, rng)
+    tensors[EXPERT] = tensors[EXPERT].astype(dtype)
+    checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, HUB["mixtral"].config, tensors))
+    with pytest.raises(ValueError, match=rf"experts.3.w2.weight' is stored as {np.dtype(dtype)}"):
+        checkpoint.moe_weights(0, dtype=F32)
+
+
+@pytest.mark.parametrize(
+    ("values", "scales"),
+    [("w", np.ones((1, 1), np.int32)), ("w", np.ones((1, 1), bool)), ("w_blocks", np.ones(1, FP8))],
+)
+def test_scales_of_another_dtype(values: str, scales: np.ndarray, tmp_path: Path) -> None:
+    stored = np.ones((3, 4), FP8) if values == "w" else np.ones((1, 16), np.uint8)
+    tensors = {values: stored, "w_scale_inv" if values == "w" else "w_scales": scales}
+    with pytest.raises(ValueError, match=rf"{scales.dtype}.*, expected"):
+        Checkpoint(hub_checkpoints.write(tmp_path, {}, tensors)).read(values, dtype=F32)
 
 
 def test_fp8_that_does_not_fit(tmp_path: Path, rng: np.random.Generator) -> None:

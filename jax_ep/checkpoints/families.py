@@ -455,11 +455,16 @@ def _value(function: str, wanted: Any, config: Mapping[str, Any]) -> Any:
     """A constant, or what `config` has for a `Key`."""
     if not isinstance(wanted, Key):
         return wanted
+    values: dict[str, Any] = {}
     if wanted.only_if is None or field(function, config, wanted.only_if[0]) == wanted.only_if[1]:
-        for name in wanted.names:
-            value = field(function, config, name)
-            if value is not None:
-                return value
+        values = {name: field(function, config, name) for name in wanted.names if config.get(name) is not None}
+    different = [value for value in values.values() if value != next(iter(values.values()))]
+    if different:
+        raise ValueError(
+            f"{function}: config.json has {short(values)}, expected one value; use the config.json of the checkpoint."
+        )
+    if values:
+        return next(iter(values.values()))
     if wanted.default is REQUIRED:
         raise ValueError(
             f"{function}: config.json has no {_names(wanted)}, which this model_type needs; use the config.json of the"

@@ -6,6 +6,7 @@ headers. Data is read where it is indexed, from a memory map: the slices of the 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
 import functools
@@ -46,6 +47,7 @@ _LENGTH_BYTES = 8
 _MAX_JSON_BYTES = 1 << 26
 _MAX_NAME_BYTES = 255
 _OPEN_FILES = 64  # at most: each has a file descriptor
+_NEIGHBORS = 100  # in alphabetical order, among which similar names are looked for
 
 short = reprlib.Repr(maxstring=200, maxother=200).repr
 """`repr`, cut to a length that fits an error: files may hold values of any size."""
@@ -256,8 +258,10 @@ class TensorFiles:
             raise TypeError(f"{self._function}: name is a {type(name).__name__}, expected a str; pass one of names.")
         shard = self._file_of.get(name)
         if shard is None:
-            close = difflib.get_close_matches(name, self.names, 3)
-            near = f" (similar: {', '.join(close)})" if close else ""
+            ordered = sorted(self.names)
+            place = bisect.bisect(ordered, name)
+            close = difflib.get_close_matches(name, ordered[max(0, place - _NEIGHBORS) : place + _NEIGHBORS], 3)
+            near = f" (similar: {', '.join(map(short, close))})" if close else ""
             raise ValueError(
                 f"{self._function}: {self._folder} has no tensor {short(name)}{near}; Checkpoint.names lists what it"
                 " has."

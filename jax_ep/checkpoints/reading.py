@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jax_ep.checkpoints.decoded import FP8, MXFP4, MXFP4_BYTES, SCALES, BlockFP8, blocks, num_blocks
@@ -11,6 +13,8 @@ from jax_ep.checkpoints.families import Family, Form, Stored, check_quantization
 from jax_ep.checkpoints.files import TensorFiles
 from jax_ep.checkpoints.shards import Part, Region, swapped
 from jax_ep.core.fp8 import GROUP_SIZE
+
+_MXFP4_SCALES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
 class Plan(NamedTuple):
@@ -38,10 +42,11 @@ def decoded(files: TensorFiles, name: str) -> Any:
     if values.dtype == FP8 and name + SCALES in files:
         check_quantization("Checkpoint", files.config)
         scales = files[name + SCALES]
-        if scales.shape != num_blocks(values.shape):
+        if scales.shape != num_blocks(values.shape) or not jnp.issubdtype(scales.dtype, np.floating):
             raise ValueError(
-                f"Checkpoint: {name + SCALES!r} has shape {scales.shape}, expected {num_blocks(values.shape)}, one"
-                f" scale per block of 128 by 128 of {values.shape}; convert checkpoints with other blocks."
+                f"Checkpoint: {name + SCALES!r} has shape {scales.shape}, expected {num_blocks(values.shape)}, and"
+                f" dtype {scales.dtype}, expected a float, as there is one per block of 128 by 128 of {values.shape};"
+                " convert checkpoints with other scales."
             )
         return BlockFP8(values, scales)
     of_mxfp4 = name.removesuffix("_blocks") + "_scales"
@@ -52,10 +57,11 @@ def decoded(files: TensorFiles, name: str) -> Any:
             " read the tensor as it is stored, without dtype."
         )
     scales = files[of_mxfp4]
-    if values.shape != (*scales.shape, MXFP4_BYTES) or scales.dtype.itemsize != 1:
+    if values.shape != (*scales.shape, MXFP4_BYTES) or scales.ndim < 2 or scales.dtype not in _MXFP4_SCALES:
         raise ValueError(
             f"Checkpoint: {name!r} has shape {values.shape} and {scales.dtype} scales {scales.shape}, expected"
-            f" {(*scales.shape, MXFP4_BYTES)} and scales of a byte each; download the checkpoint again."
+            f" {(*scales.shape, MXFP4_BYTES)} and two axes or more of uint8 or float8_e8m0fnu scales; download the"
+            " checkpoint again."
         )
     return MXFP4(values, scales)
 
@@ -71,6 +77,11 @@ def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, .
             raise ValueError(
                 f"Checkpoint: {name!r} has shape {source.shape}, expected {expected} for {parameter} {shape};"
                 " config.json and tensors do not belong together: download both again."
+            )
+        if not jnp.issubdtype(source.dtype, np.floating):
+            raise ValueError(
+                f"Checkpoint: {name!r} is stored as {source.dtype}, expected floats for {parameter}; convert"
+                " checkpoints that are quantised in another format."
             )
         found.setdefault(source.dtype, name)
         parts.append(Part(source[0] if stored.leading_one else source, region))

@@ -120,7 +120,7 @@ wheel: $(INSTALLED) ## a wheel in dist/ that needs no compiler, tried out in an 
 	CONSTRAINTS='$(CONSTRAINTS)' tools/check_wheel.sh "$(BIN)/python" dist/jax_ep-*.whl
 
 bench: $(INSTALLED) ## every benchmark, one after another, but the comparison with another checkout
-	for script in $(filter-out benchmarks/compare.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script"; done
+	for script in $(filter-out benchmarks/compare.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script" || echo "exit status $$?"; done
 
 clean: ## remove what these tasks have made, the environment included
 	rm -rf '$(VENV)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_ep
+from jax_ep.tools.command import count_or_zero
 from lib import copy_engines, harness, inputs, plots, processes, watchdog
 from lib.exchange_chains import (
     RAGGED,
@@ -124,7 +125,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--routing", nargs="+", default=["uniform", "zipf"], choices=["uniform", "zipf"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs, the first of the machine")
     parser.add_argument(
-        "--ragged-tokens", type=int, nargs="*", default=[4096], help=f"where to measure {RAGGED}, which is slow"
+        "--ragged-tokens",
+        type=count_or_zero,
+        nargs="*",
+        default=[4096],
+        help=f"of {RAGGED}, which is slow",
     )
     parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, collectives in them")
     processes.add_option(parser)
@@ -153,14 +158,16 @@ def main() -> None:
     args.tokens = args.tokens or ([8] if args.quick else [128, 1024, 4096, 32768])
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     together = args.processes > 1  # then JAX must not look for devices before it knows of the other processes
-    if not (together or harness.can_measure("exchange", args)):
-        return
+    if not together:
+        harness.require_devices("exchange", args)
     on_gpus = together or jax.default_backend() == "gpu"
     num_bytes = copy_engines.PEAK_BYTES if on_gpus else copy_engines.QUICK_BYTES
     figure = copy_engines.peak if on_gpus else partial(copy_engines.peak, num_bytes)
     if (peak := processes.enter(args.processes, figure)) is None:
         return
     ranks = [jax.device_count()] if together else [n for n in args.ranks if n <= jax.device_count()]
+    if not ranks:
+        raise ValueError(f"--ranks {args.ranks}: there are {jax.device_count()} devices")
     model = inputs.MODELS[args.model or (inputs.QUICK if args.quick else inputs.DEFAULT)]
     report, engines = make_report(args, model, ranks, peak), {}
     for num_ranks in ranks:

@@ -40,6 +40,7 @@ import jax_ep
 import kernel_times
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
 from jax_ep.quantization import quantize_experts, shuffle_experts
+from jax_ep.tools.command import count_or_zero
 from lib import baselines, harness, plots, torch_layer
 from lib.fused_tiles import candidates, cut, label
 from lib.harness import Report, Timing
@@ -268,7 +269,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {MODELS_BY_DEFAULT}")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["fp8", "fp8_tokens", "int8", "mxfp4"])
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
-    parser.add_argument("--seed", type=int, default=0, help="of the routing")
+    parser.add_argument("--seed", type=count_or_zero, default=0, help="of the routing")
     parser.add_argument("--shard", type=int, default=1, metavar="N", help="the experts of one of N ranks")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="an Nth of I")
     parser.add_argument("--graphs", action="store_true", help="launch chains as CUDA graphs, as short calls need")
@@ -283,8 +284,7 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     """Measures all models asked for."""
     args = harness.parse(options())
-    if not harness.can_measure("fused_moe", args, num_devices=1):
-        return
+    harness.require_devices("fused_moe", args, num_devices=1)
     models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
     kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation")
     kept += ("graphs", "lengths")

@@ -40,6 +40,7 @@ import jax
 
 import jax_ep
 from jax_ep.ops.exchange import choose
+from jax_ep.tools.command import count_or_zero
 from lib import harness, plots, watchdog
 from lib.exchange_chains import OPTIONS
 from lib.inputs import MODELS, expert_mesh, make_weights
@@ -183,13 +184,6 @@ def measure_all(run: Run, args: argparse.Namespace) -> None:
         plots.draw_layers(args.out)
 
 
-def positive(text: str) -> int:
-    """A number of programs."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of at least 1")
-    return int(text)
-
-
 def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=8, tokens="4096 1024 16384")
@@ -199,11 +193,15 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--routing", nargs="+", choices=["uniform", "zipf"], help="default: both; --quick: uniform")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="default: all on GPUs; none: layers only")
     numbers = "communicating programs of dispatch + GEMM 1, to try beside the package's choice"
-    parser.add_argument("--programs", type=positive, nargs="*", default=[], help=numbers)
+    parser.add_argument("--programs", type=int, nargs="*", default=[], help=numbers)
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=DEFAULT_LAYERS, help="none: parts only")
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="of layers")
     parser.add_argument(
-        "--ragged-tokens", type=int, nargs="*", default=[4096], help="where to measure the ragged baseline, if uniform"
+        "--ragged-tokens",
+        type=count_or_zero,
+        nargs="*",
+        default=[4096],
+        help="of the ragged baseline, if uniform",
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no case that would end later")
     parser.add_argument("--add", action="store_true", help="keep what the file holds of other cases and variants")
@@ -214,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for and writes the report."""
     args = harness.parse(options(), arguments)
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    if not harness.can_measure("layer", args):
-        return
+    harness.require_devices("layer", args)
     on_gpus = jax.default_backend() == "gpu"
     args.models = args.models or (["tiny"] if args.quick else DEFAULT_MODELS)
     args.tokens = args.tokens or ([16, 48] if args.quick else [4096, 1024, 16384])

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 import jax_ep
+from jax_ep.tools.command import count_or_zero
 from lib import copy_engines, decode_experts, decode_layer, harness, plots
 from lib.exchange_chains import Case
 from lib.harness import Report, Timing
@@ -161,7 +162,7 @@ def options() -> argparse.ArgumentParser:
     ranks = "GPUs, the first of the machine (default: 2 4 of the exchange, all of the layer); experts: as many as would"
     parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} share the experts (default: {DECODE_RANKS})")
     most = "exchange: up to how many tokens to time `xla`, which is slow"
-    parser.add_argument("--most-xla-tokens", type=int, default=128, help=most)
+    parser.add_argument("--most-xla-tokens", type=count_or_zero, default=128, help=most)
     parser.add_argument("--dtypes", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"], help="experts")
     parser.add_argument("--sweep", action="store_true", help="experts: the first product with many tiles")
     parser.add_argument("--only", nargs="+", help="experts: only variants whose names hold one of these")
@@ -172,11 +173,15 @@ def main() -> None:
     """Measures all parts, each with a report of its own."""
     args = harness.parse(options())
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    for part in args.parts:
-        if harness.can_measure(f"low_latency, {part}", args, num_devices=1 if part == "experts" else 2):
-            report = PARTS[part](args, MODELS[args.model or (QUICK if args.quick else DEFAULT)])
-            plots.draw(report.path)
-            print(report.path)
+    needed = {part: 1 if part == "experts" else 2 for part in args.parts}
+    harness.require_devices("low_latency", args, num_devices=min(needed.values()))
+    for part, num_devices in needed.items():
+        if not harness.can_measure(args, num_devices):
+            print(f"left out, {part}: needs two or more GPUs")
+            continue
+        report = PARTS[part](args, MODELS[args.model or (QUICK if args.quick else DEFAULT)])
+        plots.draw(report.path)
+        print(report.path)
 
 
 if __name__ == "__main__":

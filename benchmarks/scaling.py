@@ -374,8 +374,7 @@ def main() -> None:
     parser = options()
     args = harness.parse(parser)
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
-    if not harness.can_measure("scaling", args, num_devices=1):
-        return
+    harness.require_devices("scaling", args, num_devices=1)
     complete(args, parser)
     report = measure(args)
     show(report)

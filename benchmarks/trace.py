@@ -28,7 +28,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import tracing
+from jax_ep.core.files import check_writable
+from jax_ep.tools import bench, command
 from jax_ep.tools import trace as tool
+from jax_ep.tracing import picture
 from lib import harness, processes
 from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh, make_weights, on_ranks, routing
 
@@ -127,7 +130,9 @@ def together(trace: tracing.Trace) -> tracing.Trace:
 
 def options() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(
+        prog=bench.program_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=TOKENS)
     parser.add_argument("--model", choices=MODELS, help=f"default: {DEFAULT}; --quick: {QUICK}")
     parser.add_argument("--tokens", type=int, help=f"per rank (default: {TOKENS}; --quick: {QUICK_TOKENS})")
@@ -147,24 +152,34 @@ def options() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Records, writes and prints."""
-    args = options().parse_args(arguments)
+    parser = options()
+    args = parser.parse_args(arguments)
+    tool.require_triton()
+    if args.png:
+        picture.require_matplotlib()
     jax.config.update("jax_num_cpu_devices", harness.QUICK_DEVICES)
     if processes.enter(args.processes, float) is None:  # no figure is needed beforehand
         return
     on_gpus = jax.default_backend() == "gpu"
     args.quick |= not on_gpus
-    mesh = expert_mesh(args.ranks or jax.device_count())
-    if args.processes == 1:
-        jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
-    trace = recorded(args.what, mesh, MODELS[args.model or (QUICK if args.quick else DEFAULT)], args)
+    mesh, model = (
+        expert_mesh(args.ranks or jax.device_count()),
+        MODELS[args.model or (QUICK if args.quick else DEFAULT)],
+    )
+    if model.experts % mesh.size:
+        parser.error(f"--ranks: {mesh.size} ranks, which must divide the {model.experts} experts of the model")
     path = args.out / "trace.json" if args.out.is_dir() else args.out
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
+    if args.processes == 1:
+        jax_ep.init(mesh, transport=None if on_gpus else "shared_memory")
+    trace = recorded(args.what, mesh, model, args)
     trace.save(path)
     tool.show(trace)
     print(path)
     if args.png:
-        for picture in tool.draw(trace, path):
-            print(picture)
+        for drawn in tool.draw(trace, path):
+            print(drawn)
     jax_ep.finalize()
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jax_ep  # noqa: E402
+from jax_ep.tools.command import run  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 2, 64, 256
 
@@ -46,4 +47,4 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run("dispatch_in_shard_map.py", main)

@@ -18,6 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jax_ep.tools.command import Parser, count_or_zero, run
 from lm.devices import prepare_cpu_devices
 
 if TYPE_CHECKING:
@@ -27,13 +28,18 @@ Params = dict[str, Any]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--local", type=int, metavar="N", help="start N processes on this machine, which find each other")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 is; without it SLURM or Open MPI tell")
     add("--num-processes", type=int, metavar="N")
-    add("--process-id", type=int, metavar="I", help="of this process, from 0")
-    add("--local-device", type=int, metavar="I", help="the one GPU of this process; default: as SLURM says, or all")
+    add("--process-id", type=count_or_zero, metavar="I", help="of this process, from 0")
+    add(
+        "--local-device",
+        type=count_or_zero,
+        metavar="I",
+        help="the one GPU of this process; default: as SLURM says, or all",
+    )
     add("--timeout", type=int, default=60, metavar="SECONDS", help="for the processes to find each other")
     add("--devices", type=int, default=4, help="virtual CPU devices of each process, without accelerators")
     add("--nodes", action="store_true", help="a jax_ep.Topology with a node per process, instead of one axis")
@@ -226,4 +232,4 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("multi_process.py", main)

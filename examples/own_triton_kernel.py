@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.tools.command import run
 
 EXPERTS, TOP_K, HIDDEN, INNER, TOKENS, STEPS = 8, 2, 64, 96, 256, 20
 Parameters = dict[str, jax.Array]
@@ -167,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run("own_triton_kernel.py", main)

@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_ep.tools.command import Parser, count_or_zero, run
 from lm.devices import make_mesh, prepare_cpu_devices
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ PROMPTS = ["The capital of France is", "Once upon a time"]
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("folder", type=Path, help="checkpoint in Hugging Face's format")
     add("--prompt", action="append", help="a text to continue; may be given several times")
     add("--max-new", type=int, default=64, help="tokens to generate after each prompt")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="share of the probability that tokens are sampled from")
-    add("--seed", type=int, default=0)
+    add("--seed", type=count_or_zero, default=0)
     add("--experts", choices=EXPERTS, default="off", help="matrices of the low-latency path in decoding")
     add("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: what config.json names")
     add("--expert-parallel", type=int, help="devices to spread the experts over; default: all accelerators, or one CPU")
@@ -60,6 +61,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.save = args.save or Path(f"{args.folder.resolve()}-trained")
     if args.train and (args.save / "config.json").exists():
         parser.error(f"{args.save} has a checkpoint already: pass another folder with --save")
+    if args.train:
+        args.save.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -192,4 +195,4 @@ def _mesh(num_experts: int, expert_parallel: int | None) -> jax.sharding.Mesh | 
 
 
 if __name__ == "__main__":
-    main()
+    run("serve_hf_moe.py", main)

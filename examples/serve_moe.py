@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from jax_ep.tools.command import run
 from lm.command_line import CPU_DEVICES, make_parser
 from lm.devices import make_mesh, prepare_cpu_devices
 
@@ -132,4 +133,4 @@ def show_agreement(console: Console, found: Agreement) -> Agreement:
 
 
 if __name__ == "__main__":
-    main()
+    run("serve_moe.py", main)

@@ -13,6 +13,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from jax_ep.tools.command import count_or_zero
+from jax_ep.tools.command import run as run_command
 from lm.command_line import CPU_DEVICES, make_parser
 from lm.devices import make_mesh, prepare_cpu_devices
 
@@ -48,7 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--intermediate", type=int, default=192, help="width of one expert")
     add("--experts", type=int, default=8)
     add("--top-k", type=int, default=2)
-    add("--shared-experts", type=int, default=0)
+    add("--shared-experts", type=count_or_zero, default=0)
     add("--balance", choices=["loss", "bias"], default="loss", help="auxiliary loss, or DeepSeek-V3's selection bias")
     add("--dropout", type=float, default=0.0)
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation; weights are float32")
@@ -181,4 +183,4 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
 
 
 if __name__ == "__main__":
-    main()
+    run_command("train_moe_flax.py", main)

@@ -5,7 +5,15 @@ globally sharded arrays are in `jax_ep.sharding`, the Flax NNX layer in `jax_ep.
 """
 
 import importlib
+import os
+import signal
+import sys
+from pathlib import Path
 from types import ModuleType
+
+if Path(sys.argv[0]).name == "jax-ep" or (sys.argv[0] == "-m" and "jax_ep" in sys.orig_argv):
+    # This is the command, whose Ctrl-C must not end in a traceback of the imports: JAX's take a second.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from jax_ep import placement as placement
 from jax_ep import quantization as quantization

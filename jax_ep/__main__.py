@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
-from jax_ep.tools import bench, doctor, trace, tune
+from jax_ep import __version__
+from jax_ep.tools import bench, command, doctor, trace, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="jax-ep", description="Expert parallelism for JAX: tools.")
+    """Run a command and return its exit status; without arguments, run that of this process and end it."""
+    run = command.run if arguments is None else command.status_of
+    return run("jax-ep", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> object:
+    parser = command.Parser(prog="jax-ep", description="Expert parallelism for JAX: tools.")
+    parser.add_argument("--version", action="version", version=f"jax-ep {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor.add_command(commands)
-    bench.add_command(commands)
-    trace.add_command(commands)
-    tune.add_command(commands)
+    for tool in (doctor, bench, trace, tune):
+        tool.add_command(commands)
     args = parser.parse_args(arguments)
-    status: int = args.run(args)
-    return status
+    return args.run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -70,11 +70,12 @@ def test_a_run(tmp_path: Path) -> None:
 def test_a_model_by_its_name(tmp_path: Path) -> None:
     """Without GPUs there is nothing to measure in the size of a model, which is said."""
     done = run(tmp_path, "moe", "--model", "qwen3-30b")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "needs two or more GPUs; nothing measured" in done.stdout
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "layer: needs two or more GPUs; nothing measured\n"
     wrong = run(tmp_path, "moe", "--model", "qwen")
     assert wrong.returncode == 2
     assert "invalid choice: 'qwen'" in wrong.stderr
+    assert wrong.stderr.startswith("usage: jax-ep bench moe ")
 
 
 def test_scale_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_ep.core.files import check_writable
+from jax_ep.tools import bench, command
+
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 QUICK_RESULTS = Path("runs/benchmarks")  # quick figures mean nothing: they never replace the published ones
 QUICK_DEVICES = 4
@@ -226,6 +229,8 @@ class Report:
 
     def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         self.path = folder / f"{name}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(self.path)
         self._content: dict[str, Any] = {
             "name": name,
             "script": f"benchmarks/{Path(sys.argv[0]).name}",
@@ -261,7 +266,6 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self._content, indent=1) + "\n")
 
 
@@ -289,7 +293,9 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 def parser(description: str, *, rounds: int, tokens: str = "") -> argparse.ArgumentParser:
     """The options that all benchmarks have, with `tokens` the one for numbers of tokens; read them with `parse`."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = command.Parser(
+        prog=bench.program_name(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     result.add_argument("--out", type=Path, help=f"folder of the JSON and PNG files (default: {RESULTS.name}/ here)")
     result.add_argument("--rounds", type=int, help=f"samples of each variant (default: {rounds})")
     result.add_argument("--quick", action="store_true", help=f"tiny shapes, to try it out; writes to {QUICK_RESULTS}")
@@ -315,9 +321,12 @@ def chosen[Variant](variants: Mapping[str, Variant], only: Sequence[str] | None)
     return {name: variant for name, variant in variants.items() if not only or any(part in name for part in only)}
 
 
-def can_measure(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> bool:
-    """Whether there are enough GPUs, or with `--quick` enough devices of any kind; says so where not."""
-    if (jax.default_backend() == "gpu" or args.quick) and jax.device_count() >= num_devices:
-        return True
-    print(f"{what}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")
-    return False
+def can_measure(args: argparse.Namespace, num_devices: int) -> bool:
+    """Whether there are so many GPUs, or with `--quick` so many devices of any kind."""
+    return (jax.default_backend() == "gpu" or args.quick) and jax.device_count() >= num_devices
+
+
+def require_devices(what: str, args: argparse.Namespace, *, num_devices: int = 2) -> None:
+    """End the run with status 1 where there are too few devices."""
+    if not can_measure(args, num_devices):
+        sys.exit(f"{what}: needs {'two or more GPUs' if num_devices == 2 else 'a GPU'}; nothing measured")

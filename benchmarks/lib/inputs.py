@@ -42,6 +42,8 @@ DEFAULT, QUICK = "deepseek-v3", "tiny"
 
 def expert_mesh(num_ranks: int) -> jax.sharding.Mesh:
     """The first devices, on the axis of the experts."""
+    if num_ranks > jax.device_count():
+        raise ValueError(f"--ranks {num_ranks}: there are {jax.device_count()} devices")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((num_ranks,), AXIS, axis_types=auto, devices=jax.devices()[:num_ranks])
 

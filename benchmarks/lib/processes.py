@@ -36,6 +36,8 @@ def enter(count: int, figure: Callable[[], float]) -> float | None:
     if count == 1:
         return figure()
     if _PROCESS not in os.environ:
+        if count > (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
+            raise ValueError(f"--processes {count}: there are {gpus} GPUs, expected one for each process")
         os.environ[_FIGURE] = str(_alone(figure))
         _run_copies(count)
         return None
@@ -70,7 +72,9 @@ def _start(process: int, address: str, elsewhere: str) -> subprocess.Popen[bytes
     own = {_PROCESS: str(process), _COORDINATOR: address}
     quiet = ["--out", elsewhere] if process else []
     output = subprocess.DEVNULL if process else None
-    return subprocess.Popen([sys.executable, *sys.argv, *quiet], env=os.environ | own, stdout=output)
+    # In a session of its own, where Ctrl-C does not reach it: this process ends it.
+    command = [sys.executable, *sys.argv, *quiet]
+    return subprocess.Popen(command, env=os.environ | own, stdout=output, start_new_session=True)
 
 
 def _alone(figure: Callable[[], float]) -> float:

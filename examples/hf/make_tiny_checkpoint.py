@@ -20,6 +20,8 @@ import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
+from jax_ep.tools.command import Parser, count_or_zero, run
+
 _STOP = "<|endoftext|>"
 _VOCAB = 257  # bytes and the end of a text
 READABLE = 95  # of them; they have the first ids
@@ -195,14 +197,14 @@ def make(family: str, folder: Path, seed: int = 0) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=sorted(CONFIGS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=count_or_zero, default=0)
     args = parser.parse_args(arguments)
     make(args.family, args.folder, args.seed)
     print(f"wrote a tiny {args.family} to {args.folder}")
 
 
 if __name__ == "__main__":
-    main()
+    run("make_tiny_checkpoint.py", main)

@@ -1,19 +1,21 @@
-"""Options that training and generation have in common. Imports no JAX, see devices.py."""
+"""Options that training and generation have in common."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from jax_ep.tools.command import Parser, count_or_zero
+
 CPU_DEVICES = 8
 
 
-def make_parser(description: str | None, *, out: str, expert_parallel: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None, *, out: str, expert_parallel: str) -> Parser:
     """With `--out`, `--devices`, `--expert-parallel` and `--seed`; what the first and the third mean is told here."""
     devices = f"devices to use; default: all accelerators, or {CPU_DEVICES} virtual CPU devices"
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/moe_lm"), help=out)
     parser.add_argument("--devices", type=int, help=devices)
     parser.add_argument("--expert-parallel", type=int, help=f"devices on the expert axis; {expert_parallel}")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=count_or_zero, default=0)
     return parser

@@ -1,4 +1,4 @@
-"""Which devices an example runs on. Imports no JAX: XLA reads its flags from the environment once, at first use."""
+"""Which devices an example runs on. XLA reads its flags from the environment once, at first use of a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE = {
 
 
 def prepare_cpu_devices(count: int) -> None:
-    """Makes the CPU, where it is JAX's platform, look like `count` devices; call it before JAX is imported.
+    """Makes the CPU, where it is JAX's platform, look like `count` devices; call it before JAX uses a device.
 
     Accelerators are not affected. Flags that the user has set stay as they are.
     """

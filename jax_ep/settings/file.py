@@ -1,7 +1,7 @@
 """The JSON file of tuned settings: where it is, what it must hold to be used, and writing it.
 
-It is data, read by `json` and checked name by name. One that does not fit, because it is of another kind of device or
-was made for other kernels, is not used at all: settings of other kernels may be worse than none.
+It is data, checked by one schema. A file that does not fit, because it is of another kind of device or was made for
+other kernels, is not used at all: settings of other kernels may be worse than none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import warnings
@@ -18,15 +17,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jax_ep.core import json_files
 from jax_ep.core.files import sources_digest, write_atomically
-from jax_ep.settings.operations import NAMES, Fact, Setting, bucket, check, check_blocks, key
+from jax_ep.core.json_files import OBJECT, TEXT, Schema, array, choice, cut, number, optional, record, value_of
+from jax_ep.settings.operations import NAMES, OPERATIONS, Fact, Setting, bucket, check_blocks, key
 
 ENVIRONMENT = "JAX_EP_TUNING"
 """A path, or "off" for none; unset or empty: the file of this kind of device in the user's cache folder."""
 FORMAT = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FIELDS = ("format", "device_kind", "kernels", "rates", "entries")
-_ENTRY_FIELDS = frozenset({"operation", "facts", "settings", "measured"})
+MOST_BYTES = 4 << 20
+_RATE = optional(number(1, 1e30))
 
 
 class TuningWarning(UserWarning):
@@ -49,13 +50,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{field.name}={value!r}, expected a number")
-            if not 0 < value < math.inf:
-                raise ValueError(f"{field.name}={value!r}, expected a positive number")
+            _RATE(getattr(self, field.name), field.name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,11 +85,14 @@ def kernel_sources() -> str:
     return sources_digest(_PACKAGE / "megakernels")
 
 
-def default_path(device_kind: str) -> Path:
-    """In the user's cache folder, which `XDG_CACHE_HOME` names."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def default_path(device_kind: str) -> Path | None:
+    """In the user's cache folder, which `XDG_CACHE_HOME` names; None for a user without a home."""
     name = re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
-    return Path(folder) / "jax_ep" / "tuning" / f"{name}.json"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and a user that the system does not know
+        return None
+    return folder / "jax_ep" / "tuning" / f"{name}.json"
 
 
 def read_chosen(device_kind: str) -> Tuning:
@@ -111,14 +109,12 @@ def _read_once(path: Path | None, device_kind: str, must_exist: bool) -> Tuning:
     if path is None:
         return Tuning(device_kind)
     try:
-        return read(path, device_kind)
-    except FileNotFoundError as error:
-        if not must_exist:
-            return Tuning(device_kind)
-        reason: Exception = error
+        return _load(path, device_kind)
     except (OSError, ValueError) as error:
-        reason = error
-    warnings.warn(f"{reason} The package's own settings are used.", TuningWarning, stacklevel=2)
+        if must_exist or not isinstance(error, FileNotFoundError):
+            reason = cut(getattr(error, "strerror", None) or error, 90)
+            message = f"ignored the tuned settings {cut(path, 40)}: {reason}; `jax-ep tune` makes new ones"
+            warnings.warn(message, TuningWarning, stacklevel=2)
     return Tuning(device_kind)
 
 
@@ -131,63 +127,76 @@ def read(path: Path, device_kind: str) -> Tuning:
       ValueError: it is not for this kind of device or these kernels, or not what `write` makes.
     """
     try:
-        data = path.read_bytes()
+        return _load(path, device_kind)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"tuned settings: there is no {path}; `jax-ep tune --out {path}` makes it.") from error
-    try:
-        return _parsed(json.loads(data.decode("utf-8")), path, device_kind)
-    except (ValueError, RecursionError) as error:
-        reason = f"no JSON, {error}" if isinstance(error, json.JSONDecodeError) else error
-        remedy = "`jax-ep tune` makes one that does."
-        raise ValueError(f"tuned settings of {path} do not fit: {reason}; {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"tuned settings of {path} do not fit: {error}; `jax-ep tune` makes one that does.") from error
+
+
+def _load(path: Path, device_kind: str) -> Tuning:
+    return _parsed(json_files.read(path, MOST_BYTES), path, device_kind)
+
+
+def _fact(name: str) -> Schema:
+    if name in NAMES:
+        return TEXT
+    expected = "a size, rounded as `bucket` does"
+    return value_of(expected, lambda size: type(size) is int and 0 <= size < 1 << 62 and size == bucket(name, size))
+
+
+_ENTRIES = {
+    name: record(
+        {
+            "operation": choice((name,)),
+            "facts": record({fact: _fact(fact) for fact in operation.facts}),
+            "settings": record(
+                {name: value_of(str(values), values.__contains__) for name, values in operation.settings.items()},
+                fewer=True,
+            ),
+            "measured": OBJECT,
+        }
+    )
+    for name, operation in OPERATIONS.items()
+}
+
+
+def _entry(value: Any, name: str) -> None:
+    """The schema of an entry, which is that of its operation."""
+    record({"operation": choice(OPERATIONS)}, more=True)(value, name)
+    _ENTRIES[value["operation"]](value, name)
+
+
+def _same(wanted: str | int) -> Schema:
+    return value_of(f"{wanted!r}, as here", lambda value: type(value) is type(wanted) and value == wanted)
+
+
+def _schema(device_kind: str) -> Schema:
+    """What a file for this kind of device and these kernels holds."""
+    return record(
+        {
+            "format": _same(FORMAT),
+            "device_kind": _same(device_kind),
+            "kernels": _same(kernel_sources()),
+            "rates": optional(record(dict.fromkeys((field.name for field in dataclasses.fields(Rates)), _RATE))),
+            "entries": array(_entry),
+        }
+    )
 
 
 def _parsed(content: Any, path: Path, device_kind: str) -> Tuning:
-    _check_names("the file", content, _FIELDS)
-    if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
-    if content["device_kind"] != device_kind:
-        raise ValueError(f"measured on {content['device_kind']!r}, the device here is {device_kind!r}")
-    if content["kernels"] != kernel_sources():
-        raise ValueError(f"measured with kernels {content['kernels']!r}, those here are {kernel_sources()!r}")
-    if not isinstance(content["entries"], list):
-        raise ValueError(f"entries is a {type(content['entries']).__name__}, expected a list")
+    _schema(device_kind)(content, "")
     entries = dict(_parsed_entry(entry) for entry in content["entries"])
     if len(entries) < len(content["entries"]):
         raise ValueError("two entries of the same operation and facts")
-    return Tuning(device_kind, MappingProxyType(entries), _parsed_rates(content["rates"]), path)
-
-
-def _parsed_rates(rates: Any) -> Rates | None:
-    if rates is None:
-        return None
-    _check_names("rates", rates, [field.name for field in dataclasses.fields(Rates)])
-    return Rates(**rates)
+    rates = None if content["rates"] is None else Rates(**content["rates"])
+    return Tuning(device_kind, MappingProxyType(entries), rates, path)
 
 
 def _parsed_entry(entry: Any) -> tuple[tuple[Fact, ...], Mapping[str, Setting]]:
-    _check_names("an entry", entry, _ENTRY_FIELDS)
     operation, facts, settings = entry["operation"], entry["facts"], entry["settings"]
-    for name, value in (("facts", facts), ("settings", settings)):
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} of an entry is a {type(value).__name__}, expected an object")
-    check(operation, settings)
-    for name, value in facts.items():
-        kind = str if name in NAMES else int
-        if type(value) is not kind or value != bucket(name, value):
-            expected = "a name" if kind is str else "a size, as a power of two where sizes share settings"
-            raise ValueError(f"{operation}: {name}={value!r}, expected {expected}")
-    found = key(operation, facts)
     check_blocks(operation, settings, facts)
-    return found, MappingProxyType(dict(settings))
-
-
-def _check_names(what: str, content: Any, names: Any) -> None:
-    if not isinstance(content, dict):
-        raise ValueError(f"{what} is a {type(content).__name__}, expected an object")
-    unknown, missing = sorted(set(content) - set(names)), sorted(set(names) - set(content))
-    if unknown or missing:
-        raise ValueError(f"{what} has unknown {unknown} and lacks {missing}, expected {sorted(names)}")
+    return key(operation, facts), MappingProxyType(dict(settings))
 
 
 def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | None) -> None:
@@ -196,8 +205,6 @@ def write(path: Path, device_kind: str, entries: list[Entry], rates: Rates | Non
     Raises:
       ValueError: settings that could not be read again.
     """
-    for entry in entries:
-        check(entry.operation, entry.settings)
     facts = [{name: bucket(name, value) for name, value in entry.facts.items()} for entry in entries]
     content = {
         "format": FORMAT,

@@ -53,17 +53,14 @@ def _add_scale(commands: Any) -> None:
     parser.set_defaults(run=run_scale)
 
 
-def run_scale(args: argparse.Namespace) -> int:
-    """Runs the benchmark of scaling in this process, as its script."""
-    call(folder() / _SCALING, args.options)
-    return 0
+def run_scale(args: argparse.Namespace) -> None:
+    """Run the benchmark of scaling in this process, as its script."""
+    call(_SCALING, args.options, program="jax-ep scale")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark in this process, as its script."""
-    script = folder() / BENCHMARKS[args.what][0]
-    call(script, args.options)
-    return 0
+def run(args: argparse.Namespace) -> None:
+    """Run the benchmark in this process, as its script."""
+    call(BENCHMARKS[args.what][0], args.options, program=f"jax-ep bench {args.what}")
 
 
 def folder() -> Path:
@@ -72,17 +69,26 @@ def folder() -> Path:
     return in_tree if (in_tree / "lib" / "harness.py").is_file() else _PACKAGE / "tools" / "benchmarks"
 
 
-def call(script: Path, options: Sequence[str], out: str = str(_OUT)) -> None:
-    """The script with these options, which write to `out` of the current folder unless they say where."""
+def call(name: str, options: Sequence[str], *, program: str, out: str = str(_OUT)) -> None:
+    """Run a script with these options, which write to `out` of the current folder unless they say where.
+
+    The script finds `program`, what `usage:` shows, in its global PROGRAM (`program_name`).
+    """
+    script = folder() / name
     given = any(option == "--out" or option.startswith("--out=") for option in options)
     arguments = [str(script), *options, *([] if given else ["--out", out])]
     before = sys.argv, list(sys.path)
     sys.argv = arguments
     sys.path.insert(0, str(script.parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(script), {"PROGRAM": program}, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = before
+
+
+def program_name() -> str | None:
+    """The command for which a script runs; None where it runs by itself."""
+    return getattr(sys.modules["__main__"], "PROGRAM", None)
 
 
 def library(name: str) -> Any:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
+from jax_ep.tools.command import in_one_line
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _PACKAGES = (
@@ -64,12 +65,7 @@ def examine() -> Iterator[Finding]:
             yield from part()
         except Exception as error:
             topic = part.__name__.removeprefix("_")
-            yield Finding(topic, ERROR, _in_one_line(error), "report it, with the output of jax-ep doctor --json")
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+            yield Finding(topic, ERROR, in_one_line(error), "report it, with the output of jax-ep doctor --json")
 
 
 def _versions() -> Iterator[Finding]:
@@ -144,7 +140,7 @@ def _jax_triton() -> Iterator[Finding]:
         jax_triton.check()
     except (ImportError, RuntimeError) as error:
         remedy = "leave init's launcher out, or pip install 'jax-ep[jax-triton]' for versions that fit each other"
-        yield Finding("jax-triton", WARNING, _in_one_line(error), remedy, {"works": False})
+        yield Finding("jax-triton", WARNING, in_one_line(error), remedy, {"works": False})
     else:
         text = f"{importlib.metadata.version('jax-triton')} works, for init(launcher='jax-triton')"
         yield Finding("jax-triton", OK, text, data={"works": True})
@@ -216,10 +212,10 @@ def _computations() -> Iterator[Finding]:
             start = time.perf_counter()
             error = _error_of(name)
         except NotImplementedError as refusal:
-            yield Finding(topic, WARNING, _in_one_line(refusal), "`xla` serves what it does not")
+            yield Finding(topic, WARNING, in_one_line(refusal), "`xla` serves what it does not")
         except Exception as failure:
             yield Finding(
-                topic, ERROR, _in_one_line(failure), "see docs/errors.md; until then pass implementation='xla'"
+                topic, ERROR, in_one_line(failure), "see docs/errors.md; until then pass implementation='xla'"
             )
         else:
             text = f"relative error {error:.1e}, in {time.perf_counter() - start:.1f} s with compilation"

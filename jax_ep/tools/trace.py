@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_ep import tracing
-from jax_ep.tools import bench
+from jax_ep.core.files import check_writable
+from jax_ep.tools import bench, command
 
 _RECORDED = {
     "dispatch": "of the round trip of tokens, the launches up to the rows of the experts",
@@ -36,24 +37,26 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Records an operation, by the script of the benchmarks, or shows files."""
+def run(args: argparse.Namespace) -> None:
+    """Record an operation, by the script of the benchmarks, or show files."""
     if args.what == _SHOW:
-        return _show_files(args.options)
-    bench.call(bench.folder() / "trace.py", [args.what, *args.options], out="runs/trace.json")
-    return 0
+        _show_files(args.options)
+    else:
+        bench.call("trace.py", [args.what, *args.options], program="jax-ep trace", out="runs/trace.json")
 
 
-def _show_files(options: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"jax-ep trace {_SHOW}")
+def _show_files(options: list[str]) -> None:
+    parser = command.Parser(prog=f"jax-ep trace {_SHOW}")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, help="where to write them as one")
     parser.add_argument("--png", action="store_true", help="a picture of the last launch of each kernel, beside --out")
     args = parser.parse_args(options)
+    if args.out is not None:
+        check_writable(args.out)
     try:
         trace = tracing.merge(tracing.Trace.load(path) for path in args.files)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    except OSError as error:
+        raise ValueError(command.in_one_line(error)) from error
     show(trace)
     if args.out is not None:
         trace.save(args.out)
@@ -61,40 +64,39 @@ def _show_files(options: list[str]) -> int:
     if args.png:
         for picture in draw(trace, args.out or args.files[0]):
             print(picture)
-    return 0
+
+
+def require_triton() -> None:
+    """Raise an ImportError that names the remedy where Triton, in which kernels are written, is missing."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError("the kernels need Triton: pip install 'jax-ep[cuda13]', or triton without a GPU") from error
 
 
 def show(trace: tracing.Trace) -> None:
-    """Prints the summary of a trace as tables.
-
-    Raises:
-      ImportError: rich is not installed.
-    """
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("jax-ep trace needs rich: pip install 'jax-ep[tools]'") from error
+    """Print the summary of a trace as tables."""
     found = trace.summary()
     unit, scale = ("steps", 1) if trace.is_ordered_only else ("us", 1000)
-    title = f"Kernels of {len(trace.devices)} device(s)" + (", in the interpreter: an order, no times" * (scale == 1))
-    kernels = Table("kernel", "launches", f"{unit} each", "role", "programs", "busy", "waiting", "idle", title=title)
-    kernels.add_column("overlap")
-    kernels.add_column("slowest peer")
-    kinds = Table("kernel", "event", "count", f"mean {unit}", "of all programs' time", title="Events")
+    kernels, kinds = [], []
     for name, kernel in found["kernels"].items():
-        shares = [_percent(kernel[share]) for share in ("busy", "waiting", "idle")]
         last = [_percent(kernel["overlap"]), _text(kernel["slowest_peer"])]
-        kernels.add_row(name, str(kernel["launches"]), f"{kernel['duration'] / scale:.1f}", "all", "", *shares, *last)
+        duration = f"{kernel['duration'] / scale:.1f}"
+        kernels.append([name, kernel["launches"], duration, "all", "", *_shares(kernel), *last])
         for role, one in kernel["roles"].items():
-            shares = [_percent(one[share]) for share in ("busy", "waiting", "idle")]
-            kernels.add_row("", "", "", role, f"{one['programs']:.1f}", *shares)
+            kernels.append(["", "", "", role, f"{one['programs']:.1f}", *_shares(one), "", ""])
         for kind, one in kernel["kinds"].items():
-            kinds.add_row(name, kind, str(one["count"]), f"{one['mean'] / scale:.2f}", _percent(one["share"]))
-    console = Console(width=None if Console().is_terminal else 140)
-    console.print(kernels)
-    console.print(kinds)
-    console.print(_clocks(found, scale))
+            kinds.append([name, kind, one["count"], f"{one['mean'] / scale:.2f}", _percent(one["share"])])
+    title = f"Kernels of {len(trace.devices)} device(s)" + (", in the interpreter: an order, no times" * (scale == 1))
+    columns = ["kernel", "launches", f"{unit} each", "role", "programs", "busy", "waiting", "idle", "overlap"]
+    show_table = bench.library("harness").show_table
+    show_table(title, [*columns, "slowest peer"], kernels)
+    show_table("Events", ["kernel", "event", "count", f"mean {unit}", "of all programs' time"], kinds)
+    print(_clocks(found, scale))
+
+
+def _shares(sums: dict[str, Any]) -> list[str]:
+    return [_percent(sums[share]) for share in ("busy", "waiting", "idle")]
 
 
 def _clocks(found: dict[str, Any], scale: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,13 @@ from typing import Any
 import jax
 
 from jax_ep import context, tuning
+from jax_ep.core import json_files
+from jax_ep.core.files import check_writable
+from jax_ep.core.json_files import shown
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
-from jax_ep.tools import bench
+from jax_ep.tools import bench, trace
+from jax_ep.tools.tune_chains import Sizes, is_small
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
 _FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4", "int4_shuffled", "mxfp4_shuffled")
@@ -51,18 +54,15 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Tunes; 1 where nothing could be, 2 where the arguments make no sense."""
+def run(args: argparse.Namespace) -> None:
+    """Tune, and write the file; on CPU devices, whose figures mean nothing, write nothing."""
+    trace.require_triton()
     if jax.process_count() > 1:
-        print("jax-ep tune: there are several processes; run one, which drives the GPUs of a machine", file=sys.stderr)
-        return 2
-    kind = jax.local_devices()[0].device_kind
-    try:
-        all_sizes = _sizes(args)
-        results = _Results(args.out or file.default_path(kind), kind)
-    except ValueError as error:
-        print(f"jax-ep tune: {error}", file=sys.stderr)
-        return 2
+        raise ValueError("tune: there are several processes; run one, which drives the GPUs of a machine")
+    all_sizes = _sizes(args)
+    results = _Results(_path(args.out), jax.local_devices()[0].device_kind)
+    if is_small():
+        results.path = None
     parts = PARTS if not args.what or "all" in args.what else [name for name in PARTS if name in args.what]
     tuning.use(None)  # what is compared with is what is shipped
     with _started(), _Screen(args.seconds) as screen:
@@ -73,28 +73,38 @@ def run(args: argparse.Namespace) -> int:
             results.rates = tune_rates.measure(quick=jax.default_backend() == "cpu")
             results.write()
         _tune(list(_makers(parts, all_sizes, args.formats)), args.routing, results, screen)
+    if not results.outcomes and "rates" not in parts:
+        sys.exit("jax-ep tune: nothing measured")
     _show(results)
-    return 0 if results.outcomes or results.rates else 1
+
+
+def _path(out: Path | None) -> Path | None:
+    """The file that operations look into, or `out`, after a check that it can be written; None: nowhere."""
+    path = out
+    if out is None and not is_small():
+        path = file.default_path(jax.local_devices()[0].device_kind)
+        if path is None:
+            raise ValueError("tune: you have no home folder, expected a place for the file; pass --out")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+    return path
 
 
 def _sizes(args: argparse.Namespace) -> list[Any]:
     """Sizes of the layer, one for each number of tokens."""
-    from jax_ep.tools.tune_chains import Sizes
-
-    models, is_small = bench.library("inputs").MODELS, jax.default_backend() == "cpu"
-    name = args.model or ("tiny" if is_small else "deepseek-v3")
+    models = bench.library("inputs").MODELS
+    name = args.model or ("tiny" if is_small() else "deepseek-v3")
     if name not in models:
-        raise ValueError(f"--model={name}, expected one of {', '.join(models)}")
+        raise ValueError(f"tune: --model={shown(name)}, expected one of {', '.join(models)}")
     given = {field: getattr(args, field) for field in ("hidden", "intermediate", "experts", "top_k")}
     sizes = models[name]._asdict() | {field: value for field, value in given.items() if value is not None}
     ranks = args.ranks or len(jax.local_devices())
-    tokens = args.tokens or ([16] if is_small else [4096])
+    tokens = args.tokens or ([16] if is_small() else [4096])
     if ranks > len(jax.local_devices()):
-        raise ValueError(f"--ranks={ranks}, but there are {len(jax.local_devices())} devices")
-    if min(ranks, args.seconds, *tokens, *sizes.values()) <= 0:
-        raise ValueError(f"sizes, ranks and seconds must be positive: {sizes}, {tokens=}, {ranks=}, {args.seconds=}")
+        raise ValueError(f"tune: --ranks={ranks}, but there are {len(jax.local_devices())} devices")
     if sizes["experts"] % ranks or sizes["top_k"] > sizes["experts"]:
-        raise ValueError(f"{sizes['experts']} experts on {ranks} ranks, {sizes['top_k']} per token; pass --ranks")
+        raise ValueError(f"tune: {sizes['experts']} experts on {ranks} ranks, {sizes['top_k']} per token; pass --ranks")
     return [Sizes(tokens=number, **sizes, ranks=ranks, routing=args.routing) for number in tokens]
 
 
@@ -132,7 +142,7 @@ def _tune(makers: list[Callable[[], Any]], routing: str, results: _Results, scre
         "routing": routing,
         "jax": jax.__version__,
     }
-    log = Log(results.path.with_suffix(".log"), circumstances)
+    log = Log(results.path and results.path.with_suffix(".log"), circumstances)
     for number, make in enumerate(makers):
         if screen.left() <= 0:
             screen.note(f"no time left for {len(makers) - number} of {len(makers)} groups; run it again to go on")
@@ -206,9 +216,9 @@ def _started() -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Results:
-    """What has been found, beside what the file had before."""
+    """What has been found, and what the file had before; path None: nothing is written."""
 
-    path: Path
+    path: Path | None
     kind: str
     rates: file.Rates | None = None
     outcomes: list[tuple[Any, Mapping[str, Any], Any]] = dataclasses.field(default_factory=list)
@@ -216,17 +226,17 @@ class _Results:
 
     def __post_init__(self) -> None:
         self._before: list[file.Entry] = []
-        if not self.path.exists():
+        if self.path is None or not self.path.exists():
             return
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json_files.read(self.path, file.MOST_BYTES)
             kind, kernels = content["device_kind"], content["kernels"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{self.path} is there, and no file of tuned settings; delete it, or pass another --out"
             ) from error
         if kind != self.kind:
-            raise ValueError(f"{self.path} is of {kind!r}, the device here is {self.kind!r}; pass another --out")
+            raise ValueError(f"{self.path} is of {shown(kind)}, the device here is {self.kind!r}; pass another --out")
         if kernels == file.kernel_sources():  # entries of other kernels are of no use
             self.rates = file.read(self.path, self.kind).rates
             self._before = [file.Entry(**entry) for entry in content["entries"]]
@@ -248,6 +258,8 @@ class _Results:
 
     def write(self) -> None:
         """The file, with new entries in the place of those for the same sizes; none where the shipped ones are best."""
+        if self.path is None:
+            return
         entries = {_name(entry.operation, entry.facts): entry for entry in self._before}
         for case, chosen, last in self.outcomes:
             name = _name(case.operation, case.facts)
@@ -323,6 +335,9 @@ def _show(results: _Results) -> None:
     if results.rates is not None:
         for name, value in dataclasses.asdict(results.rates).items():
             print(f"{name}: {'not measured' if value is None else f'{value:.3g}'}")
+    if results.path is None:
+        print("CPU devices: these figures mean nothing, and no settings file is written")
+        return
     print(f"written: {results.path}")
     if results.curves:
         from jax_ep.tools import tune_chart

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from jax_ep.core import json_files
+from jax_ep.core.json_files import OBJECT, TEXT, read_regular
 from jax_ep.settings.operations import Setting
 
 Settings = Mapping[str, Setting]
@@ -28,6 +30,18 @@ WORTH = 0.99
 """At most so much of the time of simpler settings makes others worth it."""
 _SAMPLE_S = 0.02  # that a chain should take, beside which what a single launch of a program scatters is little
 _LONGEST = 1000
+_MOST_BYTES = 256 << 20
+
+
+_TIME = json_files.value_of("a time", lambda value: type(value) in (int, float) and value > 0)
+_LINE = json_files.record(
+    {
+        "circumstances": OBJECT,
+        "key": TEXT,
+        "state": json_files.choice(("tried", "run", "measured")),
+        "outcome": json_files.record({"relative": _TIME, "seconds": _TIME, "error": TEXT}),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,24 +91,25 @@ def name_of(settings: Settings) -> str:
 
 
 class Log:
-    """What has been measured, by operation, facts and settings, in a file that only grows.
+    """What has been measured, by operation, facts and settings, in a file that only grows; path None: no file.
 
     A line tells before settings are tried, one that they ran, and one what became of them. Settings that were tried
     twice and did not run have ended the process, and are left out; once may have been the user.
     """
 
-    def __init__(self, path: Path, circumstances: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, circumstances: Mapping[str, Any]) -> None:
         self.path = path
         self._circumstances = dict(circumstances)
         self._found: dict[str, Outcome] = {}
         self._tried: collections.Counter[str] = collections.Counter()
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        for line in read_regular(path, _MOST_BYTES).splitlines() if path and path.exists() else ():
             try:
                 record = json.loads(line)
-                if record["circumstances"] == self._circumstances:
-                    self._take(record["key"], record["state"], Outcome(**record["outcome"]))
-            except (ValueError, TypeError, KeyError):  # the process ended within the line
+                _LINE(record, "")
+            except (ValueError, RecursionError):  # the process ended within the line
                 continue
+            if record["circumstances"] == self._circumstances:
+                self._take(record["key"], record["state"], Outcome(**record["outcome"]))
 
     def _take(self, key: str, state: str, outcome: Outcome) -> None:
         self._tried[key] = self._tried[key] + 1 if state == "tried" else 0
@@ -116,6 +131,8 @@ class Log:
         key = self._key(case, settings)
         if state == "measured":
             self._found[key] = outcome
+        if self.path is None:
+            return
         record = {"circumstances": self._circumstances, "key": key, "state": state}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:

@@ -22,6 +22,7 @@ import numpy as np
 from jax_ep.megakernels.kernels.structs_trace import GREETING, KINDS
 from jax_ep.tracing.events import Launch
 
+_MOST_NS = 1 << 61  # so that aligned times are int64
 _ANNOUNCE, _PUBLISH, _WAIT = (KINDS.index(kind) for kind in ("announce", "publish", "wait"))
 
 
@@ -65,6 +66,8 @@ def align(devices: Sequence[int], messages: Iterable[Message]) -> Clocks:
     for device, i in place.items():
         offsets[device] = int((earliest[i] + latest[i]) // 2) if known[i] else 0
         errors[device] = int(np.ceil((latest[i] - earliest[i]) / 2)) if known[i] else None
+    if max(map(abs, offsets.values())) > _MOST_NS:
+        raise ValueError(f"clocks of devices that differ by more than {_MOST_NS} ns cannot be aligned; record again")
     return Clocks(offsets, errors, relaxed)
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_ep.core import json_files
+from jax_ep.core.files import write_atomically
+from jax_ep.core.json_files import BOOLEAN, OBJECT, array, choice, integer, mapping, optional, record, value_of
 from jax_ep.megakernels.kernels.structs_trace import KINDS
 from jax_ep.tracing.clocks import Clocks
 from jax_ep.tracing.events import EVENT, Launch
@@ -25,13 +29,14 @@ if TYPE_CHECKING:
 _FORMAT = "jax_ep trace 1"
 _ORDER = "order: the kernels ran in an interpreter, a step is shown as a microsecond, and durations mean nothing"
 _TIME = "time: ns of the first device's clock, since the first event; error_ns says how well the others are known"
+_MOST_BYTES = 256 << 20
 _LAUNCHES = 0  # the thread of a device that shows its launches
 
 
 def write(trace: Trace, path: Path) -> None:
     """See `Trace.save`."""
     data = json.dumps(_content(trace)).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    write_atomically(path, gzip.compress(data) if path.suffix == ".gz" else data)
 
 
 def _content(trace: Trace) -> dict[str, Any]:
@@ -115,48 +120,121 @@ def _events(trace: Trace, first: int, scale: int) -> Iterator[dict[str, Any]]:
         }
 
 
+_DEVICE = integer(0, 10**9 - 1)
+_INT32 = integer(-(2**31), 2**31 - 1)
+_NS = integer(-(2**61), 2**61)
+_US = json_files.number(0, 2**33)  # two hours: sums over all events are int64
+_MOST_DEVICES = 0xFFF
+_ARGS = ("launch", "program", "multiprocessor", "task", "peer", "block")
+_KEY = value_of("a device", lambda key: re.fullmatch("[0-9]{1,9}", key))
+_FILE = record(
+    {
+        "traceEvents": array(OBJECT),
+        "otherData": record(
+            {
+                "format": choice((_FORMAT,)),
+                "is_ordered_only": BOOLEAN,
+                "begin": _NS,
+                "clocks": record(
+                    {
+                        "offset_ns": mapping(_NS, _KEY),
+                        "error_ns": mapping(optional(_NS), _KEY),
+                        "relaxed_ns": _NS,
+                    }
+                ),
+                "num_dropped": mapping(integer(0, 2**53), _KEY),
+                "launches": array(
+                    record(
+                        {
+                            "device": _DEVICE,
+                            "number": _INT32,
+                            "kernel": value_of(
+                                "a name of letters, digits, spaces and underscores",
+                                lambda name: isinstance(name, str) and re.fullmatch(r"[\w ]{1,100}", name, re.ASCII),
+                            ),
+                            "identity": integer(0, 2**32 - 1),
+                            "num_programs": integer(0, 2**31 - 1),
+                            "group": array(_DEVICE),
+                            "epochs": array(_INT32),
+                        }
+                    )
+                ),
+            },
+            more=True,
+        ),
+    },
+    more=True,
+)
+_SHOWN = record(
+    {
+        "pid": _DEVICE,
+        "name": choice(KINDS[1:]),  # members are in otherData.launches
+        "ts": _US,
+        "dur": _US,
+        "args": record(dict.fromkeys(_ARGS, _INT32), more=True),
+    },
+    more=True,
+)
+
+
 def read(path: Path) -> dict[str, Any]:
     """The fields of a `Trace`."""
-    data = path.read_bytes()
     try:
-        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        found = content["otherData"]["format"]
-        if found != _FORMAT:
-            raise ValueError(f"its format is {found!r}")
-        return _parsed(content)
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        return _parsed(json_files.read(path, _MOST_BYTES))
+    except ValueError as error:
         raise ValueError(
-            f"Trace.load: {path} is no trace of this package ({type(error).__name__}: {error}); expected what"
-            f" Trace.save writes, {_FORMAT!r}: record it again."
+            f"Trace.load: {path} is no trace of this package: {error}; expected what Trace.save writes, {_FORMAT!r}, of"
+            f" at most {_MOST_BYTES >> 20} MiB: record it again."
         ) from error
 
 
-def _parsed(content: dict[str, Any]) -> dict[str, Any]:
+def _parsed(content: Any) -> dict[str, Any]:
+    _FILE(content, "")
     other = content["otherData"]
-    scale = 1 if other["is_ordered_only"] else 1000
-    offsets, errors = (_by_device(other["clocks"][name]) for name in ("offset_ns", "error_ns"))
-    launches = {
-        (one["device"], one["number"]): Launch(
-            one["kernel"], one["identity"], one["num_programs"], tuple(one["group"]), tuple(one["epochs"])
-        )
-        for one in other["launches"]
-    }
-    shown = [e for e in content["traceEvents"] if e["ph"] == "X" and e["tid"] != _LAUNCHES]
+    clocks = other["clocks"]
+    offsets, errors, dropped = map(_by_device, (clocks["offset_ns"], clocks["error_ns"], other["num_dropped"]))
+    if not offsets.keys() == errors.keys() == dropped.keys() or len(dropped) > _MOST_DEVICES:
+        raise ValueError(f"offset_ns, error_ns and num_dropped must be of the same devices, at most {_MOST_DEVICES}")
+    launches = {(one["device"], one["number"]): _launch(one, dropped) for one in other["launches"]}
+    if len(launches) < len(other["launches"]):
+        raise ValueError("two launches of the same device and number")
+    shown = [
+        (f"traceEvents[{i}]", event)
+        for i, event in enumerate(content["traceEvents"])
+        if event.get("ph") == "X" and event.get("tid") != _LAUNCHES
+    ]
     events = np.zeros((len(shown),), EVENT)
-    for i, event in enumerate(shown):
-        args, begin = event["args"], round(event["ts"] * scale) + other["begin"] - offsets[event["pid"]]
-        place = (event["pid"], args["launch"], args["program"], args["multiprocessor"], KINDS.index(event["name"]))
+    scale = 1 if other["is_ordered_only"] else 1000
+    for i, (name, event) in enumerate(shown):
+        _SHOWN(event, name)
+        args, device = event["args"], event["pid"]
+        launch = launches.get((device, args["launch"]))
+        if launch is None or args["peer"] not in (-1, *launch.group):
+            raise ValueError(f"{name} is of a launch or a peer that otherData.launches does not name")
+        begin = round(event["ts"] * scale) + other["begin"] - offsets[device]
+        place = (device, args["launch"], args["program"], args["multiprocessor"], KINDS.index(event["name"]))
         what = (args["task"], args["peer"], args["block"])
         events[i] = (*place, *what, begin, begin + round(event["dur"] * scale))
     return {
         "events": events,
         "launches": launches,
-        "num_dropped": _by_device(other["num_dropped"]),
+        "num_dropped": dropped,
         "is_ordered_only": other["is_ordered_only"],
-        "clocks": Clocks(offsets, errors, other["clocks"]["relaxed_ns"]),
+        "clocks": Clocks(offsets, errors, clocks["relaxed_ns"]),
     }
+
+
+def _launch(one: dict[str, Any], devices: Container[int]) -> Launch:
+    group, epochs = tuple(one["group"]), tuple(one["epochs"])
+    of_device = one["device"] in devices and one["device"] in group
+    if not (of_device and len(set(group)) == len(group) == len(epochs)):
+        raise ValueError(f"launch {one['number']} of device {one['device']} has a group that does not fit")
+    return Launch(one["kernel"], one["identity"], one["num_programs"], group, epochs)
 
 
 def _by_device(found: dict[str, Any]) -> dict[int, Any]:
     """JSON has no numbers as keys."""
-    return {int(device): value for device, value in found.items()}
+    by_device = {int(device): value for device, value in found.items()}
+    if len(by_device) < len(found):
+        raise ValueError("a device is named twice")
+    return by_device

@@ -28,14 +28,22 @@ _COLOURS = {
 _WIDTH, _ROW, _LEAST, _MOST = 11.0, 0.035, 1.0, 6.0  # inches: of the picture, a program's row, a device
 
 
-def draw(trace: Trace, path: Path) -> None:
-    """See `Trace.plot`."""
+def require_matplotlib() -> None:
+    """Raise an ImportError that names the remedy where matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError("Trace.plot needs matplotlib: pip install 'jax-ep[tools]'") from error
-    events, devices = trace.aligned, trace.devices
+
+
+def draw(trace: Trace, path: Path) -> None:
+    """See `Trace.plot`."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    events = trace.aligned
+    devices = np.unique(events["device"]).tolist()
     if not len(events):
         raise ValueError("Trace.plot: no events; call a function that communicates in the block of `record`.")
     rows = [len(np.unique(events["program"][events["device"] == device])) for device in devices]

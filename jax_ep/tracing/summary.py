@@ -38,10 +38,10 @@ def summarise(trace: Trace) -> dict[str, Any]:
 def _by_launch(trace: Trace) -> Iterator[tuple[Launch, np.ndarray]]:
     """Every launch of every device that has events, with those."""
     events = trace.aligned
-    keys = np.stack([events["device"], events["launch"]], axis=1)
-    for device, number in np.unique(keys, axis=0):
-        chosen = (events["device"] == device) & (events["launch"] == number)
-        yield trace.launches[int(device), int(number)], events[chosen]
+    events = events[np.argsort(events, order=("device", "launch"), kind="stable")]
+    starts = np.flatnonzero(np.diff(events["device"]) | np.diff(events["launch"])) + 1
+    for part in np.split(events, starts) if len(events) else ():
+        yield trace.launches[int(part["device"][0]), int(part["launch"][0])], part
 
 
 class _Kernel:

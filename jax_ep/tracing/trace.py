@@ -169,14 +169,16 @@ def merge(traces: Iterable[Trace]) -> Trace:
     """
     parts = list(traces)
     devices = [device for part in parts for device in part.devices]
+    if len(parts) == 1:
+        return parts[0]
     if len(set(devices)) < len(devices):
         raise ValueError(f"merge: devices {sorted(devices)}, expected each once; pass one trace per process.")
-    if len(parts) > 1 and any(part.is_ordered_only for part in parts):
+    if any(part.is_ordered_only for part in parts):
         raise ValueError("merge: a trace of the interpreter has an order and no times; pass traces of GPUs.")
     events = np.concatenate([np.zeros((0,), EVENT), *(part.events for part in parts)])
     launches = {key: launch for part in parts for key, launch in part.launches.items()}
     dropped = {device: count for part in parts for device, count in part.num_dropped.items()}
-    return _aligned(events, launches, dropped, any(part.is_ordered_only for part in parts))
+    return _aligned(events, launches, dropped, False)
 
 
 def _aligned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -37,36 +38,44 @@ def settings(**fields: Any) -> dict[str, Any]:
 
 
 BAD = {
-    "another device": ([ENTRY], {"device_kind": "NVIDIA Z9"}, f"measured on 'NVIDIA Z9', the device here is '{KIND}'"),
-    "other kernels": ([ENTRY], {"kernels": "0123"}, "measured with kernels '0123', those here are"),
-    "another format": ([ENTRY], {"format": 2}, "format 2, expected 1"),
-    "an unknown field": ([ENTRY], {"extra": 1}, "the file has unknown ['extra'] and lacks []"),
-    "a missing field": ([ENTRY], {"rates": ...}, "the file has unknown [] and lacks ['rates']"),
-    "entries of another type": ([], {"entries": {}}, "entries is a dict, expected a list"),
-    "an entry of another type": ([3], {}, "an entry is a int, expected an object"),
-    "an unknown field of an entry": ([changed(more=1)], {}, "an entry has unknown ['more']"),
-    "an unknown operation": ([changed(operation="sort")], {}, "operation 'sort', expected one of dispatch, combine,"),
-    "no operation": ([changed(operation=[])], {}, "operation [], expected one of"),
-    "settings of another type": ([changed(settings=[1])], {}, "settings of an entry is a list, expected an object"),
-    "an unknown setting": ([settings(num_warp=4)], {}, "combine has no setting 'num_warp', expected some of"),
+    "another device": ([ENTRY], {"device_kind": "NVIDIA Z9"}, f"device_kind='NVIDIA Z9', expected '{KIND}', as here"),
+    "other kernels": ([ENTRY], {"kernels": "0123"}, "kernels='0123', expected '"),
+    "another format": ([ENTRY], {"format": 2}, "format=2, expected 1"),
+    "an unknown field": ([ENTRY], {"extra": 1}, "the file has an unknown field 'extra'"),
+    "a missing field": ([ENTRY], {"rates": ...}, "the file lacks 'rates'"),
+    "entries of another type": ([], {"entries": {}}, "entries={}, expected an array"),
+    "an entry of another type": ([3], {}, "entries[0]=3, expected an object"),
+    "an unknown field of an entry": ([changed(more=1)], {}, "entries[0] has an unknown field 'more'"),
+    "an unknown operation": ([changed(operation="sort")], {}, "entries[0].operation='sort', expected one"),
+    "no operation": ([changed(operation=[])], {}, "entries[0].operation=[], expected one"),
+    "settings of another type": ([changed(settings=[1])], {}, "entries[0].settings=[1], expected an object"),
+    "an unknown setting": ([settings(num_warp=4)], {}, "entries[0].settings has an unknown field 'num_warp'"),
     "another type": ([settings(num_warps="4")], {}, "num_warps='4', expected a power of two from 1 to 16"),
     "a truth value": ([settings(num_warps=True)], {}, "num_warps=True, expected a power of two"),
     "a float": ([settings(num_warps=4.0)], {}, "num_warps=4.0, expected a power of two"),
     "no power of two": ([settings(num_warps=3)], {}, "num_warps=3, expected a power of two from 1 to 16"),
     "out of range": ([settings(rows_in_flight=11)], {}, "rows_in_flight=11, expected a number from 1 to 10"),
-    "an unknown fact": ([facts(skew=1)], {}, "combine: facts ["),
+    "an unknown fact": ([facts(skew=1)], {}, "entries[0].facts has an unknown field 'skew'"),
     "a fact of another type": ([facts(hidden="64")], {}, "hidden='64', expected a size"),
-    "a size that is no bucket": ([facts(hidden=63)], {}, "hidden=63, expected a size, as a power of two"),
+    "a size that is no bucket": ([facts(hidden=63)], {}, "hidden=63, expected a size"),
+    "a size below zero": ([facts(num_ranks=-2)], {}, "num_ranks=-2, expected a size"),
+    "a size beyond int64": ([facts(hidden=1 << 70)], {}, "hidden=1180591620717411303424, expected a size"),
     "too few flags": (
         [changed(settings={"tokens_per_block": 1}, facts=FACTS | {"num_tokens": 2 * MAX_BLOCKS})],
         {},
-        "tokens_per_block=1 for 65536 tokens, expected at least 2, as there are 32768 flags",
+        "tokens_per_block=1 for 65536 token",
     ),
     "the same twice": ([ENTRY, ENTRY], {}, "two entries of the same operation and facts"),
-    "rates of another type": ([], {"rates": [1]}, "rates is a list, expected an object"),
-    "an unknown rate": ([], {"rates": RATES | {"disk": 1.0}}, "rates has unknown ['disk']"),
+    "rates of another type": ([], {"rates": [1]}, "rates=[1], expected an object"),
+    "an unknown rate": ([], {"rates": RATES | {"disk": 1.0}}, "rates has an unknown field 'disk'"),
     "a rate that is none": ([], {"rates": RATES | {"memory_bytes_per_s": "fast"}}, "memory_bytes_per_s='fast'"),
-    "a rate below zero": ([], {"rates": RATES | {"memory_bytes_per_s": -1.0}}, "expected a positive number"),
+    "a rate below zero": ([], {"rates": RATES | {"memory_bytes_per_s": -1.0}}, "expected a number from 1 to 1e+30"),
+    "a rate beyond float": ([], {"rates": RATES | {"memory_bytes_per_s": 10**400}}, "expected a number from 1 to"),
+    "a rate that is no number": ([], {"rates": RATES | {"memory_bytes_per_s": float("nan")}}, "NaN is no number"),
+    "a long name": ([], {"device_kind": "x" * 10**6}, "device_kind='xxx"),
+    "many lines": ([], {"device_kind": "a\n" * 100}, "device_kind='a"),
+    "a long field": ([], {"x" * 10**6: 1}, "unknown field 'xxx"),
+    "nested values": ([], {"rates": [[[[1] * 9] * 9] * 9] * 9}, "rates=[["),
 }
 
 
@@ -80,15 +89,23 @@ def test_a_bad_file_is_refused_or_left_out_with_one_line(
         tuning.use(path)
     assert reason in str(refused.value)
     assert "; `jax-ep tune` makes one that does." in str(refused.value)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 700
     assert tuning.current().entries == {}
     monkeypatch.setenv(file.ENVIRONMENT, str(path))
     with pytest.warns(tuning.TuningWarning) as told:
         assert tuning.current().entries == {}
     assert len(told) == 1 and reason in str(told[0].message) and "\n" not in str(told[0].message)
+    assert len(str(told[0].message)) <= 200
     assert tuning.current().rates is None  # and no second warning, which would be an error
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 1, "device_kind": "cp', "[]", "null", "[" * 100_000, "\ufeff{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", '{"format": 1, "device_kind": "cp', "[]", "null", "[" * 100_000, "\ufeff{}"),
+        *("NaN", "1" * 9999, '{"a":' * 9999, '{"format": 1, "format": 1}', " " * (5 << 20)),
+    ],
+)
 def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text(text)
@@ -114,7 +131,7 @@ def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(FileNotFoundError, match=f"there is no {missing}; `jax-ep tune --out {missing}` makes it"):
         tuning.use(missing)
     monkeypatch.setenv(file.ENVIRONMENT, str(missing))
-    with pytest.warns(tuning.TuningWarning, match="there is no"):
+    with pytest.warns(tuning.TuningWarning, match="No such file"):
         assert tuning.current().path is None
     monkeypatch.setenv(file.ENVIRONMENT, str(tmp_path))  # a folder
     with pytest.warns(tuning.TuningWarning, match="Is a directory"):
@@ -168,6 +185,31 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         read.rates = None  # type: ignore[misc]
     with pytest.raises(TypeError):
         read.entries[next(iter(read.entries))]["num_warps"] = 4  # type: ignore[index]
+
+
+def test_what_is_no_regular_file_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for a FIFO's writer or for the end of a device."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero"), tmp_path / ("x" * 300)):
+        with pytest.raises(OSError):
+            tuning.use(path)
+        monkeypatch.setenv(file.ENVIRONMENT, str(path))
+        with pytest.warns(tuning.TuningWarning) as told:
+            assert tuning.current().path is None
+        assert len(told) == 1 and len(str(told[0].message)) <= 200
+
+
+def test_a_user_without_a_home_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (file.ENVIRONMENT, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    assert tuning.current().path is None
+    monkeypatch.setattr(Path, "home", no_home)
+    assert file.default_path(KIND) is None and tuning.current().path is None
 
 
 def test_an_unfit_default_file_warns_once_in_a_process(make_file: Callable[..., Path], monkeypatch: Any) -> None:

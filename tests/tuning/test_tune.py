@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import harness
-from jax_ep import __main__, tuning
-from jax_ep.megakernels import exchange, tuned
+from jax_ep import __main__
 from jax_ep.settings import file
 from jax_ep.tools import tune, tune_chart, tune_rates, tune_search
 from jax_ep.tools.tune_search import Case, Log, Outcome, Settings
-from jax_ep.types import Layout, Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 KIND = jax.devices()[0].device_kind
@@ -237,15 +235,22 @@ def test_nothing_of_others_is_overwritten(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "gpt"], "--model=gpt, expected one of deepseek-v3"),
+        (["--model", "gpt"], "--model='gpt', expected one of deepseek-v3"),
         (["--ranks", "99"], f"--ranks=99, but there are {len(jax.local_devices())} devices"),
-        (["--tokens", "0"], "must be positive"),
-        (["--seconds", "-1"], "must be positive"),
+        (["--tokens", "0"], "argument --tokens: '0', expected an integer from 1 to 2147483647"),
+        (["--hidden", str(10**30)], "argument --hidden: '1000000000000000000000000000000', expected an integer from 1"),
+        (["--seconds", "-1"], "argument --seconds: '-1', expected a finite number of at least 0"),
+        (["--seconds", "nan"], "argument --seconds: 'nan', expected a finite number"),
+        (["bandwidth"], "invalid choice: 'bandwidth'"),
         (["--experts", "7", "--ranks", "1", "--top-k", "8"], "7 experts on 1 ranks, 8 per token"),
     ],
 )
 def test_arguments_that_make_no_sense(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
-    assert __main__.main(["tune", *options, "--out", str(tmp_path / "tuned.json")]) == 2
+    try:
+        status = __main__.main(["tune", *options, "--out", str(tmp_path / "tuned.json")])
+    except SystemExit as end:  # of the parser
+        status = end.code
+    assert status == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -268,41 +273,67 @@ def test_rates_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_as_a_user_runs_it(tmp_path: Path) -> None:
-    """Every setting of the exchange on two CPU devices; what it chose is what is launched from then on."""
+def test_a_sweep_on_cpu_devices_writes_nothing(tmp_path: Path) -> None:
+    """Every setting of the exchange on two devices, as a user without a GPU tries it out."""
     pytest.importorskip("triton")
-    path = tmp_path / "tuned.json"
-    arguments = "tune", "exchange", "rates", "--tokens", "16", "--hidden", "64", "--seconds", "300", "--out", str(path)
+    sizes = "--tokens", "16", "--hidden", "64", "--seconds", "300"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    command = [*harness.STRICT_PYTHON, "-m", "jax_ep", "tune", "exchange", "rates", *sizes, "--out", "tuned.json"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(text in done.stdout for text in ("dispatch of 16 tokens", "combine of 16 tokens", "memory_bytes_per_s"))
+    assert done.stdout.endswith("these figures mean nothing, and no settings file is written\n")
+    assert list(tmp_path.iterdir()) == []
 
-    def run() -> str:
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-        command = [*harness.STRICT_PYTHON, "-m", "jax_ep", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
-    text = run()
-    assert f"written: {path}" in text and "memory_bytes_per_s" in text
-    lines = path.with_suffix(".log").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    measured = [record for record in records if record["state"] == "measured"]
-    assert {record["key"].split(" {")[0] for record in measured} == {"dispatch", "combine"}
-    assert [record["outcome"]["error"] for record in measured] == [""] * len(measured)
-    run()
-    again = [json.loads(line) for line in path.with_suffix(".log").read_text().splitlines()]
-    assert [record for record in again if record["state"] == "measured"] == measured
-    tuning.use(path)
-    found = tuned.exchange_facts(Layout(2, 8, 16, 2, 40), 64, jnp.dtype("bfloat16"))
-    settings = file.settings_of(tuning.current(), "combine", found)
-    content = json.loads(path.read_text())
-    (entry,) = [entry for entry in content["entries"] if entry["operation"] == "combine"] or [{"settings": {}}]
-    assert settings == entry["settings"]
-    layout = Layout(2, 8, 16, 2, 40)
-    config, _ = exchange.combine_config(
-        tuned.schedule(Schedule(), "combine", **found), layout, 64, jnp.dtype("bfloat16")
-    )
-    default, _ = exchange.combine_config(Schedule(), layout, 64, jnp.dtype("bfloat16"))
-    limit = settings.get("num_combining_programs", default.num_programs)
-    assert config.num_programs == min(default.num_programs, int(limit))
-    assert config.num_warps == settings.get("num_warps", default.num_warps)
+def test_lines_of_the_log_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    path, case, settings = tmp_path / "a.log", make_case(), {"num_warps": 2}
+    Log(path, {}).add(case, settings, "measured", Outcome(0.5, 1e-6))
+    line = path.read_text()
+    damaged = [line.replace("0.5", value) for value in ('"fast"', "null", "-1", "NaN", "[]")]
+    damaged += [line.replace('"measured"', "3"), line.replace("{", "[", 1), "[" * 100_000, "\0", "3", line[:40]]
+    path.write_bytes(b"\xff\xfe\n" + line.encode() + "\n".join(damaged).encode())
+    assert Log(path, {}).find(case, settings) == Outcome(0.5, 1e-6)
+
+
+def test_without_triton_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["tune", "rates"], ["trace", "moe"]):
+        assert __main__.main(arguments) == 1
+        assert "the kernels need Triton: pip install 'jax-ep[cuda13]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_of_a_cpu_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune_rates, "measure", lambda quick: file.Rates(memory_bytes_per_s=1e9))
+    assert __main__.main(["tune", "rates"]) == 0
+    assert "no settings file is written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_measures_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_makers", lambda *_: [])
+    with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
+        __main__.main(["tune", "exchange"])
+
+
+def test_what_cannot_be_written_is_found_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    for out, reason in (
+        (tmp_path, "not a regular file"),
+        (tmp_path / "fifo", "not a regular file"),
+        (tmp_path / "file" / "tuned.json", "File exists"),
+        (Path("/dev/null"), "not a regular file"),
+        (Path("/proc/nowhere/tuned.json"), "No such file"),
+    ):
+        assert __main__.main(["tune", "rates", "--out", str(out)]) == 1
+        error = capsys.readouterr().err
+        assert reason in error and error.count("\n") == 1

@@ -1,0 +1,169 @@
+"""JSON files that anyone may have written: bounded reading, and schemas that say what a file may hold.
+
+A schema is a function of a value and of the name under which errors mention it, "" for the whole file. It raises a
+`ValueError` of one line. Schemas are built from each other: `record({"begin": integer(0, 9), "names": array(TEXT)})`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import reprlib
+import stat
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+Schema = Callable[[Any, str], None]
+_GZIP = b"\x1f\x8b"
+_SHOWN = 40
+_shorten = reprlib.Repr()
+_shorten.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """The value in at most 40 printable characters."""
+    return cut(_shorten.repr(value), _SHOWN)
+
+
+def cut(text: object, most: int) -> str:
+    """The text on one line, with its middle left out where it is longer than `most` characters."""
+    line = " ".join(str(text).split())
+    half = (most - 3) // 2
+    return line if len(line) <= most else f"{line[: most - 3 - half]}...{line[len(line) - half :]}"
+
+
+def value_of(expected: str, is_valid: Callable[[Any], object]) -> Schema:
+    """A value for which a function returns true."""
+
+    def check(value: Any, name: str) -> None:
+        if not is_valid(value):
+            raise ValueError(f"{name or 'the file'}={shown(value)}, expected {expected}")
+
+    return check
+
+
+def integer(least: int, most: int) -> Schema:
+    """An int of this range; no bool."""
+    return value_of(f"an integer from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def number(least: float, most: float) -> Schema:
+    """A finite number of this range; no bool."""
+    return value_of(
+        f"a number from {least:g} to {most:g}", lambda value: type(value) in (int, float) and least <= value <= most
+    )
+
+
+def choice(choices: Collection[Any]) -> Schema:
+    """One of these strings."""
+    return value_of(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+
+
+BOOLEAN = value_of("true or false", lambda value: isinstance(value, bool))
+TEXT = value_of("a string", lambda value: isinstance(value, str))
+OBJECT = value_of("an object", lambda value: isinstance(value, dict))
+_ARRAY = value_of("an array", lambda value: isinstance(value, list))
+
+
+def optional(schema: Schema) -> Schema:
+    """What the schema allows, or null."""
+    return lambda value, name: None if value is None else schema(value, name)
+
+
+def array(item: Schema) -> Schema:
+    """An array of such items."""
+
+    def check(value: Any, name: str) -> None:
+        _ARRAY(value, name)
+        for i, one in enumerate(value):
+            item(one, f"{name}[{i}]")
+
+    return check
+
+
+def mapping(item: Schema, key: Schema) -> Schema:
+    """An object with any names that `key` allows."""
+
+    def check(value: Any, name: str) -> None:
+        OBJECT(value, name)
+        for one, held in value.items():
+            key(one, f"a name in {name}")
+            item(held, f"{name}[{shown(one)}]")
+
+    return check
+
+
+def record(fields: Mapping[str, Schema], *, more: bool = False, fewer: bool = False) -> Schema:
+    """An object with these fields: `more` allows others beside them, `fewer` that some are missing."""
+
+    def check(value: Any, name: str) -> None:
+        OBJECT(value, name)
+        if not fewer and (missing := [field for field in fields if field not in value]):
+            raise ValueError(f"{name or 'the file'} lacks {missing[0]!r}")
+        if not more and (unknown := value.keys() - fields.keys()):
+            raise ValueError(f"{name or 'the file'} has an unknown field {shown(min(unknown))}")
+        for field, schema in fields.items():
+            if field in value:
+                schema(value[field], f"{name}.{field}" if name else field)
+
+    return check
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises:
+      OSError: it cannot be read, or is no regular file: a FIFO or a device may never end.
+      ValueError: it is larger.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return _at_most(file.read(most + 1), most)
+
+
+def read(path: Path, most: int) -> Any:
+    """The JSON of a file, which may be compressed by gzip, of at most `most` bytes.
+
+    Raises:
+      OSError: it cannot be read, or is no regular file.
+      ValueError: it is larger, or damaged.
+    """
+    data = read_regular(path, most)
+    try:
+        if data.startswith(_GZIP):
+            import gzip
+
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                data = _at_most(file.read(most + 1), most)
+        return json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"damaged gzip data, {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 text, byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON, {error}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _at_most(data: bytes, most: int) -> bytes:
+    if len(data) > most:
+        raise ValueError(f"larger than {most >> 20} MiB")
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,120 @@
+"""Command lines: whatever ends one becomes one line on standard error and an exit status.
+
+0, or what the command returns; 1: it cannot write or measure; 2: bad arguments or files; 130: Ctrl-C. A closed pipe
+ends it without a word. `python -X dev` shows the traceback, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import IO, Any, NoReturn
+
+from jax_ep.core.json_files import cut
+
+_CLOSED_PIPE, _CTRL_C = 128 + signal.SIGPIPE, 128 + signal.SIGINT
+_LONGEST = 300
+_MOST = 2**31 - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of type int are from 1 to 2^31 - 1, those of type float are finite and not negative."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", int, count)
+        self.register("type", float, number)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Let errors of standard output pass, which argparse ignores."""
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
+
+def count(text: str, least: int = 1) -> int:
+    """An option that counts something."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= _MOST):
+        raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected an integer from {least} to {_MOST}")
+    return int(text)
+
+
+def count_or_zero(text: str) -> int:
+    """An option that may be zero."""
+    return count(text, 0)
+
+
+def number(text: str) -> float:
+    """An option that is finite and not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{cut(repr(text), 40)}, expected a finite number of at least 0")
+    return value
+
+
+def run(name: str, command: Callable[[], object]) -> NoReturn:
+    """Run a command and end the process with its exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        sys.exit(status_of(name, command))
+    finally:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_CTRL_C))  # nothing is left but Python's own exit
+
+
+def status_of(name: str, command: Callable[[], object]) -> int:
+    """Run a command; returns its exit status, which is 0 where it returns no int. A `SystemExit` passes."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the shell
+            setattr(sys, stream, open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))  # noqa: SIM115
+    status, message, end = 0, "", None
+    try:
+        result = command()
+        status = result if isinstance(result, int) else 0
+    except SystemExit as error:
+        end = error
+    except KeyboardInterrupt:
+        status = _CTRL_C
+    except BrokenPipeError:
+        status = _CLOSED_PIPE
+    except Exception as error:
+        if sys.flags.dev_mode:
+            traceback.print_exc()
+        status, message = 2 if isinstance(error, ValueError) else 1, in_one_line(error)
+    if (unwritten := _flush(sys.stdout)) is not None:
+        if isinstance(unwritten, BrokenPipeError):
+            status, message, end = _CLOSED_PIPE, "", None
+        elif not status and not (end and end.code):
+            status, message, end = 1, f"standard output: {unwritten.strerror}", None
+    if message:
+        with contextlib.suppress(OSError):
+            print(f"{name}: {message}", file=sys.stderr)
+    _flush(sys.stderr)
+    if end is not None:
+        raise end
+    return status
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, with its type where the text alone may not be clear."""
+    plain = isinstance(error, OSError | ValueError | ImportError | NotImplementedError) and str(error)
+    return cut(error if plain else f"{type(error).__name__}: {error}", _LONGEST)
+
+
+def _flush(stream: IO[str]) -> OSError | None:
+    """Write what a stream still holds. Where it cannot, drop it: Python would fail again at its exit."""
+    try:
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None

@@ -74,15 +74,6 @@ demo: $(DEMO_INSTALLED) ## train a small MoE language model, then generate from 
 	"$(BIN)/python" examples/train_moe_flax.py
 	"$(BIN)/python" examples/serve_moe.py
 
-# These run twice: once with the implementation for the CPU, once on the GPU kernels' own bodies. Of the whole layer a
-# part: gradients of all modes and numbers of ranks take minutes there.
-ON_KERNELS := dispatch_combine experts fused_gradients grouped_gemm_fp8 low_latency low_latency_gemm_combine \
-  low_latency_moe masked quantized_gemm result_dtype single_launch sorted_slots
-FUSED := tests/contract/test_fused.py::test_
-FP8 := tests/contract/test_moe_fp8.py::test_
-LAYERS_ON_KERNELS := '$(FUSED)forward_and_gradients[scatter-triton-2]' '$(FUSED)forward_and_gradients[serial-triton-4]' \
-  $(FUSED)capacity '$(FUSED)dispatch_modes[triton-2-serial]' $(FP8)forward $(FP8)capacity $(FP8)fused_moe \
-  $(FP8)nan_stays_with_its_token 'tests/gpu/test_serving.py::test_low_latency_decoding[fp8]'
 # Neighbouring tests share what they compile, so each process begins with a part of them in order; what tests far apart
 # share comes from JAX's cache.
 PYTEST := JAX_COMPILATION_CACHE_DIR='$(CURDIR)/build/jax_cache' JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
@@ -94,7 +85,6 @@ test-rest: ## those that `make test` leaves out: more sizes and numbers of ranks
 test-all: WHICH := --slow
 test-all: ## both
 test test-rest test-all: $(INSTALLED)
-	$(PYTEST) $(WHICH) $(ON_KERNELS:%=tests/contract/test_%.py) $(LAYERS_ON_KERNELS) --implementation triton
 	$(PYTEST) $(WHICH) --seconds build/$@_seconds.json $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS

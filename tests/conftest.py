@@ -77,7 +77,33 @@ def pytest_report_header() -> str:
     return f"jax_ep: {devices}, kernels launched by {context.launcher()}"
 
 
-def implementations(config: pytest.Config, module: Any = None) -> list[str]:
+_CONTRACT = "tests/contract/test_{}.py"
+_WHOLE = (
+    *("dispatch_combine", "experts", "fused_gradients", "grouped_gemm_fp8", "low_latency", "low_latency_gemm_combine"),
+    *("low_latency_moe", "masked", "quantized_gemm", "result_dtype", "single_launch", "sorted_slots"),
+)
+_LAYERS = {
+    "fused": (
+        *("forward_and_gradients[scatter-triton-2]", "forward_and_gradients[serial-triton-4]"),
+        *("capacity", "dispatch_modes[triton-2-serial]"),
+    ),
+    "moe_fp8": ("forward", "capacity", "fused_moe", "nan_stays_with_its_token"),
+}
+ON_KERNELS = {
+    *map(_CONTRACT.format, _WHOLE),
+    *(f"{_CONTRACT.format(name)}::test_{test}" for name, tests in _LAYERS.items() for test in tests),
+    "tests/gpu/test_serving.py::test_low_latency_decoding[fp8]",
+}
+"""Files, tests and cases that CPU devices also run with `triton`, in its interpreter."""
+
+
+def is_on_kernels(nodeid: str) -> bool:
+    """Whether `ON_KERNELS` has this file, test or case, or a case of this test."""
+    names = {nodeid, nodeid.split("[")[0], nodeid.split("::")[0]}
+    return not names.isdisjoint(ON_KERNELS) or any(name.startswith(f"{nodeid}[") for name in ON_KERNELS)
+
+
+def implementations(config: pytest.Config, module: Any = None, nodeid: str = "") -> list[str]:
     """Those asked for, or all that run on these devices without preparations.
 
     On CPU devices `pallas` is there for modules that name their `OPERATION`: whole layers in its interpreter take long.
@@ -89,7 +115,9 @@ def implementations(config: pytest.Config, module: Any = None) -> list[str]:
         return chosen.split(",")
     if ON_GPU:
         return list(registry.available())
-    return ["xla", "pallas"] if hasattr(module, "OPERATION") else ["xla"]
+    # Each at the same index everywhere: pytest puts tests with the same parameter of a session next to each other.
+    interpreted = ["triton"] if NUM_PROCESSES == 1 and is_on_kernels(nodeid) else []
+    return ["xla", *interpreted, *(["pallas"] if hasattr(module, "OPERATION") else [])]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -98,9 +126,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _begin(session.config)
 
 
+_begun: Any = None  # the context that `_begin` made
+
+
 def _begin(config: pytest.Config) -> None:
     """The context of tests that have none of their own."""
+    global _begun
     import jax_ep
+    from jax_ep import context
 
     launcher = config.getoption("launcher")
     if NUM_PROCESSES > 1:  # a transport that refuses must not look like tests that pass
@@ -111,6 +144,7 @@ def _begin(config: pytest.Config) -> None:
         jax_ep.init(mesh, transport="shared_memory", timeout_s=harness.PATIENCE_S, launcher=launcher)
     elif launcher is not None:
         jax_ep.init(launcher=launcher)
+    _begun = context._current
 
 
 def pytest_sessionfinish() -> None:
@@ -131,6 +165,10 @@ SLOW_GROUPS = (
     "tests/test_evidence.py",
 )
 """Files of which `make test-rest` runs all tests."""
+
+
+def _implementation(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("implementation") if hasattr(item, "callspec") else None
 
 
 def is_slow(item: pytest.Item) -> bool:
@@ -154,11 +192,12 @@ def _is_exempt(mark: pytest.Mark, parameters: dict[str, Any]) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only_slow = config.getoption("only_slow")
-    if not only_slow and (ON_GPU or config.getoption("slow")):
-        return
+    every_speed = not only_slow and (ON_GPU or config.getoption("slow"))
+    every_case = ON_GPU or config.getoption("implementation")
     chosen, others = [], []
     for item in items:
-        (chosen if is_slow(item) == only_slow else others).append(item)
+        fits = every_case or _implementation(item) != "triton" or is_on_kernels(item.nodeid)
+        (chosen if fits and (every_speed or is_slow(item) == only_slow) else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = chosen
 
@@ -169,18 +208,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     if "implementation" in metafunc.fixturenames:
         made_for = registry.available(getattr(metafunc.module, "OPERATION", "exchange"))
-        names = [name for name in implementations(metafunc.config, metafunc.module) if name in made_for]
+        names = implementations(metafunc.config, metafunc.module, metafunc.definition.nodeid)
+        names = [name for name in names if name in made_for]
         metafunc.parametrize("implementation", names, scope="session")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """Begins anew where a test with a context of its own has ended that of the session: others would skip."""
+    """Tests on kernels have the session's context, or one that begins anew after a test with its own; others none."""
+    import jax_ep
     from jax_ep import context
 
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if parameters.get("implementation") == "triton" and NUM_PROCESSES == 1 and context.transport() is None:
+    asked = ON_GPU or item.config.getoption("implementation")
+    needed = _implementation(item) == "triton" or (not asked and item.nodeid in ON_KERNELS)
+    if needed and NUM_PROCESSES == 1 and context.transport() is None:
         _begin(item.config)
+    elif not needed and not asked and _begun is not None and context._current is _begun:
+        jax_ep.finalize()
     return (yield)
 
 

@@ -42,7 +42,9 @@ Weights = dict[str, Any]
 
 
 class Checkpoint:
-    """The tensors of a folder in Hugging Face's format; nothing is read before it is asked for.
+    """The tensors of a folder in Hugging Face's format.
+
+    The config, the index and the headers of all files are read and checked at once; tensors when they are asked for.
 
     Args:
       folder: with `config.json`, and `model.safetensors` or the files that `model.safetensors.index.json` names.

@@ -70,6 +70,7 @@ _lock = threading.RLock()
 _thread = threading.local()  # `.heap`: in which this thread has reserved what it is about to launch
 _current: Context | None = None
 _is_implicit = False
+_generation = 0  # of contexts that `init` and `finalize` began
 _heap: SymmetricHeap | None = None
 _comparison: rendezvous.Comparison | None = None  # of several processes, from init to finalize
 _launcher = _LAUNCHERS[0]  # for which JAX's caches hold traces
@@ -136,7 +137,7 @@ def init(
       True
       >>> jax_ep.finalize()
     """
-    global _current, _heap, _comparison
+    global _current, _heap, _comparison, _generation
     wanted = _checked(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
     wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None, launcher=_checked_launcher(launcher))
     with _lock:
@@ -157,7 +158,7 @@ def init(
                 _heap = _outside_of_traces(lambda: _make_heap(wanted))
             if together:
                 atexit.register(_finalize_at_exit)
-            _current = wanted
+            _current, _generation = wanted, _generation + 1
             _comparison = rendezvous.Comparison() if jax.process_count() > 1 else None
             _use_launcher(wanted.launcher)
             _log.info("transport %s", transports.described(wanted.transport))
@@ -262,6 +263,11 @@ def _all_devices(axis_name: AxisName) -> jax.sharding.Mesh:
 def transport() -> str | None:
     """The transport of the context, or None where there is no context yet."""
     return None if _current is None else _current.transport
+
+
+def generation() -> int:
+    """A number that changes with `init` and `finalize`: what is traced for one context may not suit the next."""
+    return _generation
 
 
 def given_mesh() -> jax.sharding.Mesh | None:
@@ -467,10 +473,11 @@ def finalize() -> None:
       >>> import jax_ep
       >>> jax_ep.finalize()
     """
-    global _current, _heap, _is_implicit, _sizes, _comparison
+    global _current, _heap, _is_implicit, _sizes, _comparison, _generation
     with _lock:
         the_heap = _heap
         _current, _heap, _is_implicit, _comparison = None, None, False, None
+        _generation += 1
         _use_launcher(_LAUNCHERS[0])
         if the_heap is None:
             return

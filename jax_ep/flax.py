@@ -7,26 +7,35 @@ meshes with automatic and with explicit axes. Without any mesh it runs on one de
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_ep.core import check, check_recipe
+from jax_ep.core import check, check_recipe, check_router
 from jax_ep.core.activations import activate_tokens
+from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.ops.moe import fused_moe
-from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.routing import Routed, RouterOptions, RouterWeights, count_assignments, route, update_router_bias
-from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serving_weights
-from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, sharded_moe
+from jax_ep.routing import (
+    MoEMetrics,
+    Routed,
+    RouterOptions,
+    RouterWeights,
+    count_dropped,
+    route,
+    update_router_bias,
+)
+from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serve, serving_weights
+from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, run_sharded, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:
@@ -48,32 +57,6 @@ class RouterBias(nnx.Variable):
 
 class ServingArray(nnx.Variable):
     """A part of the experts of a layer that serves only."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MoEMetrics:
-    """What one call of `MoE` did, over all devices; arrays, so it passes through scan, remat and grad's `aux`.
-
-    Tokens that `token_mask` leaves out count nowhere.
-
-    Attributes:
-      load: `[E]` int32, (token, k) assignments of each expert, identity experts behind the others.
-      load_balancing_loss: `[]` float32, 1 when every expert is equally loaded; add it to the loss with a weight.
-      router_z_loss: `[]` float32, mean squared logsumexp of the router logits; 0 with a `router_fn`, which has none.
-      dropped: `[]` int32, assignments that did not fit `capacity`.
-    """
-
-    load: Array
-    load_balancing_loss: Array
-    router_z_loss: Array
-    dropped: Array
-
-    @property
-    def load_share(self) -> Array:
-        """`[..., E]` share of the assignments that went to each expert."""
-        load = self.load.astype(jnp.float32)
-        return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
 
 
 class MoE(nnx.Module):
@@ -181,9 +164,32 @@ class MoE(nnx.Module):
         if score == "sparsemixer" and (num_experts_per_tok, bias_routing, routed_scale, num_groups) != (2, False, 1, 1):
             asked = f"{num_experts_per_tok=}, {bias_routing=}, {routed_scale=}, {num_groups=}"
             raise ValueError(f"score='sparsemixer' with {asked}: it chooses 2 of all, without a bias or a factor")
-        own_router = router_use_bias or bias_routing
-        if router_fn is not None and own_router:
-            raise ValueError(f"router_fn beside {router_use_bias=}, {bias_routing=}, which are of this layer's router")
+        check_router.factor("MoE", "routed_scale", routed_scale)
+        for name, value in (
+            ("dtype", dtype),
+            ("param_dtype", param_dtype),
+            ("preferred_element_type", preferred_element_type),
+        ):
+            if value is not None and check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
+                names = ", ".join(found.name for found in TOKEN_DTYPES)
+                raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which gradients are of; pass one.")
+        self.router_options = RouterOptions(
+            num_experts_per_tok,
+            score,
+            renormalize,
+            num_groups,
+            topk_groups,
+            group_score,
+            routed_scale,
+            num_identity_experts,
+        )
+        default = RouterOptions(num_experts_per_tok, num_identity_experts=num_identity_experts)
+        if router_fn is not None and (router_use_bias or bias_routing or self.router_options != default):
+            given = {f.name: getattr(self.router_options, f.name) for f in dataclasses.fields(RouterOptions)[1:-1]}
+            raise ValueError(
+                f"MoE: router_fn with {router_use_bias=}, {bias_routing=} and {given}, expected the defaults, which the"
+                " router of this layer alone reads; leave them out, and pass them to the router in router_fn."
+            )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
@@ -209,16 +215,6 @@ class MoE(nnx.Module):
         self.fsdp_axis = fsdp_axis
         self.schedule = schedule
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.router_options = RouterOptions(
-            num_experts_per_tok,
-            score,
-            renormalize,
-            num_groups,
-            topk_groups,
-            group_score,
-            routed_scale,
-            num_identity_experts,
-        )
         self.router_fn = router_fn
         active = self._active_mesh()
 
@@ -290,6 +286,8 @@ class MoE(nnx.Module):
         if token_mask is not None:
             check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
         mesh = self._active_mesh()
+        if mesh is None and jax.device_count() > 1:
+            _warn_of_no_mesh()
         tokens, weights = x.astype(self.dtype), self._served() if weights is None else weights
         if mesh is None:
             y, metrics = self._on_one_device(tokens, token_mask, weights)
@@ -458,27 +456,16 @@ class MoE(nnx.Module):
             self.axis_name, batch_axes=self.batch_axes, tensor_axis=self.tensor_axis, fsdp_axis=self.fsdp_axis
         )
 
-    def _low_latency(self, axis_name: AxisName) -> Callable[..., Array]:
-        """The layer per shard, of tokens, ids, weights, and what the experts are made of."""
-
-        def run(x: Array, topk_idx: Array, topk_weights: Array, weights: ServingWeights) -> Array:
-            return low_latency_moe(
-                x,
-                topk_idx,
-                topk_weights,
-                weights.w_gate_up,
-                weights.w_down,
-                num_experts=self.num_experts,
-                axis_name=axis_name,
-                experts=self.experts,
-                b_gate_up=weights.b_gate_up,
-                b_down=weights.b_down,
-                preferred_element_type=self.preferred_element_type,
-                schedule=self.schedule,
-                implementation=self.implementation,
-            )
-
-        return run
+    def _low_latency(self, axis_name: AxisName) -> dict[str, Any]:
+        """The static options of `serve`."""
+        return {
+            "num_experts": self.num_experts,
+            "axis_name": axis_name,
+            "experts": self.experts,
+            "preferred_element_type": self.preferred_element_type,
+            "schedule": self.schedule,
+            "implementation": self.implementation,
+        }
 
     def _on_one_device(
         self, x: Array, token_mask: Array | None, weights: ServingWeights | TrainingWeights | None
@@ -487,7 +474,7 @@ class MoE(nnx.Module):
         mask = None if token_mask is None else token_mask.reshape(-1)
         routed = route(tokens, mask, self._router(tokens), options=self.router_options, axes=())
         if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            y = self._low_latency(())(tokens, routed.topk_idx, routed.topk_weights, weights)
+            y = serve(tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(()))
         else:
             made_of = self._weights(weights)
             if self.w_gate_up is not None and self.tensor_axis is not None:
@@ -522,13 +509,10 @@ class MoE(nnx.Module):
         router_spec = PartitionSpec() if self.router_fn is None else token_spec
         everywhere = PartitionSpec()
         specs_of_routing: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
-        route_shard = jax.shard_map(
-            partial(route, options=self.router_options, axes=routing_axes),
-            mesh=self.mesh,
-            in_specs=(token_spec, mask_spec, router_spec),
-            out_specs=Routed(*specs_of_routing),
-        )
-        routed = route_shard(tokens, mask, router)
+        of_router = {"options": self.router_options, "axes": routing_axes}
+        specs_of_tokens = token_spec, mask_spec, router_spec
+        run = run_sharded(route, of_router, self.mesh, specs_of_tokens, Routed(*specs_of_routing))
+        routed = run(tokens, mask, router)
         topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
         all_tokens = tokens
         if padding:
@@ -537,13 +521,10 @@ class MoE(nnx.Module):
             topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
         if isinstance(weights, ServingWeights) and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
-            experts = jax.shard_map(
-                self._low_latency(self.topology or self.axis_name),
-                mesh=self.mesh,
-                in_specs=(specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)),
-                out_specs=specs.tokens,
-            )
-            y = experts(all_tokens, topk_idx, topk_weights, weights)
+            in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)
+            options = self._low_latency(self.topology or self.axis_name)
+            run = run_sharded(serve, options, self.mesh, in_specs, specs.tokens)
+            y = run(all_tokens, topk_idx, topk_weights, weights)
         else:
             made_of = self._weights(weights)
             run = sharded_moe(
@@ -570,15 +551,19 @@ class MoE(nnx.Module):
         """Assignments past `capacity`, from the routing alone: `sharded_moe` returns the tokens only."""
         if self.capacity is None:
             return jnp.zeros((), jnp.int32)
-        ranks = _size(mesh, self.axis_name)
+        of_ranks = {"axes": self.axis_name, "batch_axes": self.batch_axes, "capacity": self.capacity}
+        of_ranks |= {"num_experts": self.num_experts, "num_ranks": _size(mesh, self.axis_name)}
+        return run_sharded(count_dropped, of_ranks, self.mesh, (spec,), PartitionSpec())(topk_idx)
 
-        def count(idx: Array) -> Array:
-            # The expert ranks of one batch shard serve that shard's tokens only: one limit per batch shard.
-            load = lax.psum(count_assignments(idx, self.num_experts), self.axis_name)
-            rows = load.reshape(ranks, -1).sum(axis=1)
-            return lax.psum(jnp.maximum(rows - self.capacity, 0).sum(dtype=jnp.int32), self.batch_axes)
 
-        return jax.shard_map(count, mesh=self.mesh, in_specs=spec, out_specs=PartitionSpec())(topk_idx)
+@functools.cache
+def _warn_of_no_mesh() -> None:
+    """Once in a process."""
+    warnings.warn(
+        f"MoE: no mesh is set, so the layer runs on one device of {jax.device_count()}; call jax.set_mesh(mesh), or"
+        " pass mesh=, to spread experts and tokens. A mesh of one device keeps them on it without this warning.",
+        stacklevel=4,
+    )
 
 
 def _axes(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -596,4 +581,9 @@ def _with_identity(y: Array, routed: Routed, tokens: Array) -> Array:
 
 
 def _metrics(routed: Routed, dropped: Array) -> MoEMetrics:
-    return MoEMetrics(routed.load, routed.load_balancing_loss, routed.router_z_loss, dropped)
+    return MoEMetrics(
+        load=routed.load,
+        load_balancing_loss=routed.load_balancing_loss,
+        router_z_loss=routed.router_z_loss,
+        dropped=dropped,
+    )

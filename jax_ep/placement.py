@@ -12,22 +12,27 @@ with the least load that has room. The hierarchical policy first gives whole gro
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check, relayout
-from jax_ep.core.mesh_axes import axis_size, axis_tuple
+from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.named_scopes import operation
-from jax_ep.types import Array, AxisName
+from jax_ep.types import Array, AxisName, result_type
 
 __all__ = ["Placement", "move", "plan"]
+_ARRAYS = ("physical_to_logical", "logical_to_physical", "num_copies")
 
 
-@jax.tree_util.register_pytree_node_class
+@result_type
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """Which expert each slot holds; frozen, and with at least one slot for each expert.
@@ -143,18 +148,8 @@ class Placement:
             self._check_ranks("remap", axes)
         elif prefer_own_node:
             raise ValueError("remap: prefer_own_node=True with axis_name=(), where no rank is known; name the axes.")
-        rank = lax.axis_index(axes) if axes else 0
-        slots, copies = jnp.asarray(self.logical_to_physical), jnp.asarray(self.num_copies)
-        if prefer_own_node:
-            node = rank // (self.num_ranks // self.num_nodes)
-            here = (slots >= 0) & (slots // (self.num_slots // self.num_nodes) == node)
-            slots = jnp.take_along_axis(slots, jnp.argsort(~here, axis=-1, stable=True), axis=-1)
-            num_here = here.sum(axis=-1, dtype=jnp.int32)
-            copies = jnp.where(num_here > 0, num_here, copies)
-        known = (topk_idx >= 0) & (topk_idx < self.num_experts)
-        experts = jnp.where(known, topk_idx, 0)
-        turn = (jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] + rank) % copies[experts]
-        return jnp.where(known, slots[experts, turn], jnp.where(topk_idx < 0, topk_idx, self.num_slots))
+        choose = partial(_choose_copies, axes=axes, num_nodes=self.num_nodes if prefer_own_node else None)
+        return on_automatic_axes(choose, P(*spec_of(topk_idx)), topk_idx, self)
 
     def expand(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """What slots hold, from what experts have: every copy has the values of its expert.
@@ -183,7 +178,7 @@ class Placement:
         """
         with jax.named_scope("jax_ep.placement.expand"):
             relayed = self._from_experts("expand", axis_tuple(axis_name))
-            return _over(tree, "expand", relayed.num_sources, lambda w: relayout.gather(relayed, w))
+            return _over(tree, "expand", relayed, relayout.gather)
 
     def sum_copies(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
         """The transpose of `expand`: for each expert the sum of what its slots have.
@@ -211,8 +206,7 @@ class Placement:
         """
         with jax.named_scope("jax_ep.placement.sum_copies"):
             relayed = self._from_experts("sum_copies", axis_tuple(axis_name))
-            rows = self.num_slots // (self.num_ranks if axis_tuple(axis_name) else 1)
-            return _over(tree, "sum_copies", rows, lambda w: relayout.scatter(relayed, w))
+            return _over(tree, "sum_copies", relayed, relayout.scatter)
 
     def rank_loads(self, loads: Any) -> np.ndarray:
         """What each rank has to do where experts have these loads, and copies equal shares of them.
@@ -239,19 +233,23 @@ class Placement:
                 " layers and experts."
             )
         shares = np.take_along_axis(loads / self.num_copies, self.physical_to_logical, axis=-1)
-        return shares.reshape(*shares.shape[:-1], self.num_ranks, -1).sum(axis=-1)
+        with np.errstate(over="ignore"):  # a sum past float64 is infinite
+            return shares.reshape(*shares.shape[:-1], self.num_ranks, -1).sum(axis=-1)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
         """The arrays, and the sizes."""
-        arrays = (self.physical_to_logical, self.logical_to_physical, self.num_copies)
-        return arrays, (self.num_experts, self.num_ranks, self.num_nodes)
+        return tuple(getattr(self, name) for name in _ARRAYS), (self.num_experts, self.num_ranks, self.num_nodes)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+        """The arrays with their names, and the sizes."""
+        arrays, sizes = self.tree_flatten()
+        return tuple(zip(map(jax.tree_util.GetAttrKey, _ARRAYS), arrays, strict=True)), sizes
 
     @classmethod
     def tree_unflatten(cls, sizes: tuple[int, int, int], arrays: tuple[Any, ...]) -> Placement:
         """The placement of these arrays, whatever JAX puts in their place."""
         made = object.__new__(cls)
-        names = ("physical_to_logical", "logical_to_physical", "num_copies", "num_experts", "num_ranks", "num_nodes")
-        for name, value in zip(names, (*arrays, *sizes), strict=True):
+        for name, value in zip((*_ARRAYS, "num_experts", "num_ranks", "num_nodes"), (*arrays, *sizes), strict=True):
             object.__setattr__(made, name, value)
         return made
 
@@ -282,7 +280,7 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
     With `num_groups` the policy is the hierarchical one: nodes get whole groups, with about equal loads, and copies of
     an expert lie on the node of its group. That is for routers that choose few groups for a token (DeepSeek-V3), whose
     tokens then go to few nodes. Without groups it is the global one: copies go anywhere. Copies of an expert are on
-    different ranks as long as there are others with room. Equal loads give equal plans.
+    different ranks if it has no more of them than there are. Equal loads give equal plans.
 
     Args:
       loads: `[E]`, or `[layers, E]` for each layer a plan: tokens that each expert had, as `MoEMetrics.load`, or any
@@ -319,6 +317,7 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
             f" of num_nodes={num_nodes}; change it, or leave it out for copies on any node."
         )
     sizes = num_slots, num_ranks, num_nodes if num_groups > 1 else 1, num_groups
+    loads = np.ldexp(loads, -np.frexp(loads.max(initial=0))[1])  # sums of what is left are finite, in the same order
     layers = [_plan_layer(layer, *sizes) for layer in loads.reshape(-1, num_experts)]
     slots = np.array(layers, np.int32).reshape(*loads.shape[:-1], num_slots)
     return Placement(slots, num_experts, num_ranks, num_nodes)
@@ -363,7 +362,27 @@ def move(tree: Any, old: Placement, new: Placement, *, axis_name: AxisName = "ex
     if axes:
         old._check_ranks("move", axes)
     relayed = relayout.make(_nearest(old, new), old.num_slots, old.num_ranks if axes else 1, axes)
-    return _over(tree, "move", relayed.num_sources, lambda w: relayout.gather(relayed, w))
+    return _over(tree, "move", relayed, relayout.gather)
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames=("axes", "num_nodes"))
+def _choose_copies(topk_idx: Array, placement: Placement, *, axes: tuple[str, ...], num_nodes: int | None) -> Array:
+    """See `remap`; with `num_nodes`, copies on the own node come first."""
+    rank = lax.axis_index(axes) if axes else 0
+    slots, copies = jnp.asarray(placement.logical_to_physical), jnp.asarray(placement.num_copies)
+    if num_nodes is not None:
+        node = rank // (placement.num_ranks // num_nodes)
+        here = (slots >= 0) & (slots // (placement.num_slots // num_nodes) == node)
+        slots = jnp.take_along_axis(slots, jnp.argsort(~here, axis=-1, stable=True), axis=-1)
+        num_here = here.sum(axis=-1, dtype=jnp.int32)
+        copies = jnp.where(num_here > 0, num_here, copies)
+    known = (topk_idx >= 0) & (topk_idx < placement.num_experts)
+    experts = jnp.where(known, topk_idx, 0)
+    turn = (jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] + rank) % copies[experts]
+    return jnp.where(known, slots[experts, turn], jnp.where(topk_idx < 0, topk_idx, placement.num_slots))
 
 
 # --- the algorithm ---------------------------------------------------------------------------------------------------
@@ -394,15 +413,40 @@ def _replicate(loads: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
 
 
 def _pack(loads: np.ndarray, kinds: np.ndarray, num_bins: int) -> np.ndarray:
-    """`[n]` bin of each, as many in all: by falling load into the lightest with room, first those without its kind."""
+    """`[n]` bin of each item, as many in all: by falling load into the lightest with room, kinds apart."""
     room = np.full(num_bins, len(loads) // num_bins)
-    total, has, found = np.zeros(num_bins), np.zeros((num_bins, kinds.max() + 1), bool), np.zeros(len(loads), np.int64)
+    total, held = np.zeros(num_bins), np.zeros((num_bins, kinds.max() + 1), np.int64)
+    bins = np.zeros(len(loads), np.int64)
     for i in np.argsort(-loads, kind="stable"):
-        found[i] = lightest = np.lexsort((total, has[:, kinds[i]], room == 0))[0]
+        bins[i] = lightest = np.lexsort((-room, total, held[:, kinds[i]] > 0, room == 0))[0]
         total[lightest] += loads[i]
         room[lightest] -= 1
-        has[lightest, kinds[i]] = True
-    return found
+        held[lightest, kinds[i]] += 1
+    while (pair := _apart(loads, kinds, bins, total, held)) is not None:
+        for item, other in (pair, pair[::-1]):
+            total[bins[item]] += loads[other] - loads[item]
+            held[bins[item], [kinds[item], kinds[other]]] += -1, 1
+        bins[list(pair)] = bins[list(pair[::-1])]
+    return bins
+
+
+def _apart(
+    loads: np.ndarray, kinds: np.ndarray, bins: np.ndarray, total: np.ndarray, held: np.ndarray
+) -> tuple[int, int] | None:
+    """Two items whose exchange leaves fewer kinds twice in a bin, and the heavier bin as light as can be.
+
+    There are such items while a kind is twice in one bin and missing in another. If the other has no kind twice, it has
+    two that the first lacks; if it has one twice, that one may go.
+    """
+    for item in np.flatnonzero(held[bins, kinds] > 1):
+        is_missing = held[:, kinds[item]] == 0
+        may_go = (held[bins, kinds] > 1) | (held[bins[item], kinds] == 0)
+        others = np.flatnonzero(is_missing[bins] & may_go)
+        if len(others):
+            change = loads[others] - loads[item]
+            heavier = np.maximum(total[bins[item]] + change, total[bins[others]] - change)
+            return int(item), int(others[np.argmin(heavier)])
+    return None
 
 
 def _nearest(old: Placement, new: Placement) -> np.ndarray:
@@ -474,16 +518,25 @@ def _check_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any
             )
 
 
-def _over(tree: Any, function: str, rows: int, fn: Any) -> Any:
-    """`fn` of every leaf, each of which has so many rows."""
+def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Callable[..., Array]) -> Any:
+    """Every leaf after `relayout.gather` or `relayout.scatter`; on explicit mesh axes it stays split as it is."""
+    sizes = relayed.num_sources, relayed.own_rows.shape[-1]
+    before, after = sizes if move_rows is relayout.gather else sizes[::-1]
+
+    def run(own_rows: Array, w: Array) -> Array:
+        return move_rows(dataclasses.replace(relayed, own_rows=own_rows), w)
 
     def one(path: Any, leaf: Any) -> Array:
-        leaf = check.rows(function, f"tree{jax.tree_util.keystr(path)}", leaf, f"[{rows}, ...]")
-        if leaf.shape[0] != rows:
+        name = f"tree{jax.tree_util.keystr(path)}"
+        leaf = check.rows(function, name, leaf, f"[{before}, ...]")
+        if leaf.shape[0] != before:
             raise ValueError(
-                f"{function}: tree{jax.tree_util.keystr(path)} has shape {leaf.shape}, expected {rows} rows; pass the"
-                " part of this rank inside jax.shard_map, and whole arrays with axis_name=()."
+                f"{function}: {name} has shape {leaf.shape}, expected {before} rows; pass the part of this rank inside"
+                " jax.shard_map, and whole arrays with axis_name=()."
             )
-        return fn(leaf)
+        rows, *others = spec_of(leaf)
+        devices = math.prod(jax.typeof(leaf).sharding.mesh.shape[axis] for axis in axis_tuple(rows or ()))
+        spec = P(None if after % devices else rows, *others)
+        return on_automatic_axes(run, spec, relayed.own_rows, leaf)
 
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -6,22 +6,33 @@ Pure JAX: these need no mesh axis, and run on any platform.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from jax_ep.core import check
+from jax_ep.core import check_router
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.mesh_axes import axis_size, axis_tuple
+from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.named_scopes import operation
-from jax_ep.types import Array, AxisName, Routing
+from jax_ep.core.no_gradient import without_gradient
+from jax_ep.types import Array, AxisName, Routing, result_type
 
 # DeepSeek-V3 adds 1e-20 to the sum. A lower bound of 1e-18 gives the same float32 weights for every sum above 1e-11,
 # and the gradient of the division, which squares it, stays finite for tokens whose scores all underflow.
 _SMALLEST_SUM = 1e-18
+_ONE_RENORMALIZED = (
+    "topk_router: renormalize=True with one expert per token makes every weight equal to scale, so the router gets no"
+    " gradient from the output; pass renormalize=False, here or to MoE, or jax.lax.stop_gradient(topk_weights) to train"
+    " it by its losses alone."
+)
+_ONE_NEAR = (
+    "sparsemixer_router: jitter_eps=0 makes every weight 1, so the router gets no gradient from the output; pass a"
+    " positive jitter_eps, such as 0.01, or jax.lax.stop_gradient(topk_weights) to train it by its losses alone."
+)
 
 
 @operation
@@ -56,13 +67,14 @@ def topk_router(
       logits: `[T, E]` floating; scores are computed in float32.
       k: experts per token, `1 <= k <= E`.
       score: how logits become scores.
-      renormalize: divide the chosen scores by their sum, so that they sum to `scale`.
+      renormalize: divide the chosen scores by their sum, so that they sum to `scale`. With `k=1` every weight is then
+        `scale`, so differentiating it is an error: to train such a router, pass False.
       bias: `[E]` floating, added to the scores for selection only (auxiliary-loss-free balancing, arXiv:2408.15664);
         weights never contain it and it receives no gradient.
       num_groups: splits the experts into this many contiguous groups of equal size.
       topk_groups: only experts of the best `topk_groups` groups can be chosen.
       group_score: a group's score: the sum of its two best experts (DeepSeek-V3) or its best one (DeepSeek-V2).
-      scale: factor on the weights (`routed_scaling_factor`).
+      scale: factor on the weights (`routed_scaling_factor`), finite and not 0.
       token_mask: `[T]` bool, False for tokens that go to no expert, such as padding: their ids are -1, their weights
         and scores 0, and no gradient reaches their logits, whatever these hold. None: every token has experts.
 
@@ -72,8 +84,8 @@ def topk_router(
       the same number.
 
     Raises:
-      ValueError: sizes that do not fit together, or an unknown `score` or `group_score`.
-      TypeError: logits that are not floating, or a mask that is not bool.
+      ValueError: sizes that do not fit together, an unknown `score` or `group_score`, or a `scale` of 0.
+      TypeError: logits that are not floating, or a mask that is not bool; a gradient of weights that are constant.
 
     Example:
       >>> import jax.numpy as jnp, jax_ep
@@ -83,9 +95,46 @@ def topk_router(
 
     Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
     """
-    _check_router(logits, k, score, bias, num_groups, topk_groups, group_score, scale, token_mask)
+    check_router.router(logits, k, score, bias, num_groups, topk_groups, group_score, scale, token_mask)
+    choose = partial(
+        _choose,
+        k=k,
+        score=score,
+        renormalize=renormalize,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score=group_score,
+    )
+    factor = jnp.asarray(scale, accumulation_dtype(logits.dtype))
+    routing: Routing = on_automatic_axes(choose, _routing_specs(logits), logits, bias, factor, token_mask)
+    if k > 1 or not renormalize or logits.shape[1] == 1:
+        return routing
+    return routing._replace(topk_weights=without_gradient(_ONE_RENORMALIZED, routing.topk_weights))
+
+
+def _routing_specs(logits: Array) -> Routing:
+    """Specs of a routing on explicit mesh axes: tokens and experts are split as those of the logits."""
+    tokens, experts = spec_of(logits)
+    return Routing(P(tokens, None), P(tokens, None), P(tokens, experts))  # type: ignore[arg-type]
+
+
+@partial(jax.jit, static_argnames=("k", "score", "renormalize", "num_groups", "topk_groups", "group_score"))
+def _choose(
+    logits: Array,
+    bias: Array | None,
+    scale: Array,
+    token_mask: Array | None,
+    *,
+    k: int,
+    score: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+) -> Routing:
+    """See `topk_router`; jitted, as all below, so that eager callers get the bits of compiled ones."""
     # Before anything else: the gradient of a softmax of NaN is NaN, even times zero.
-    logits = _counting(logits.astype(accumulation_dtype(logits.dtype)), token_mask)
+    logits = _counting(logits.astype(scale.dtype), token_mask)
     scores = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
     selection = lax.stop_gradient(scores)
     if bias is None and num_groups == 1:
@@ -131,7 +180,8 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = 0.01, key: Array | 
 
     Args:
       logits: `[T, E]` floating with `E >= 2`; computed in float32.
-      jitter_eps: how far from the best an expert may be, half of the relative distance (`router_jitter_noise`).
+      jitter_eps: how far from the best an expert may be, half of the relative distance (`router_jitter_noise`). With 0
+        every weight is 1, so differentiating it is an error.
       key: `[]` key of `jax.random.key`, to draw experts for training; None: the best are chosen.
 
     Returns:
@@ -151,8 +201,18 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = 0.01, key: Array | 
 
     Source: SparseMixer-v2 in GRIN (arXiv:2409.12136). Hugging Face's Phi-3.5-MoE multiplies by 0.3333 for 1/3.
     """
-    _check_sparsemixer(logits, jitter_eps, key)
-    logits = logits.astype(accumulation_dtype(logits.dtype))
+    check_router.sparsemixer(logits, jitter_eps, key)
+    routing: Routing = on_automatic_axes(
+        _sparsemixer, _routing_specs(logits), logits, jnp.asarray(jitter_eps, accumulation_dtype(logits.dtype)), key
+    )
+    if isinstance(jitter_eps, jax.Array) or jitter_eps > 0:
+        return routing
+    return routing._replace(topk_weights=without_gradient(_ONE_NEAR, routing.topk_weights))
+
+
+@jax.jit
+def _sparsemixer(logits: Array, jitter_eps: Array, key: Array | None) -> Routing:
+    logits = logits.astype(jitter_eps.dtype)
     first_key, second_key = (None, None) if key is None else jax.random.split(key)
     first, first_weights = _sparsemixer_round(logits, jnp.ones(logits.shape, bool), jitter_eps, first_key)
     others = ~jax.nn.one_hot(first[:, 0], logits.shape[1], dtype=bool)
@@ -161,7 +221,7 @@ def sparsemixer_router(logits: Array, *, jitter_eps: float = 0.01, key: Array | 
     return Routing(topk_idx, jnp.concatenate([first_weights, second_weights], axis=-1), jax.nn.softmax(logits, axis=-1))
 
 
-def _sparsemixer_round(logits: Array, free: Array, jitter_eps: float, key: Array | None) -> tuple[Array, Array]:
+def _sparsemixer_round(logits: Array, free: Array, jitter_eps: Array, key: Array | None) -> tuple[Array, Array]:
     """One expert `[T, 1]` of those `free [T, E]`, and its weight `[T, 1]`; -1 and 0 where all these are masked."""
     known = jnp.where(free, lax.stop_gradient(logits), -jnp.inf)
     best = jnp.max(known, axis=-1, keepdims=True)
@@ -210,7 +270,13 @@ def identity_experts(routing: Routing, num_experts: int) -> tuple[Routing, Array
 
     Source: LongCat-Flash (arXiv:2509.01322).
     """
-    _check_identity_experts(routing, num_experts)
+    check_router.identity_experts(routing, num_experts)
+    specs = [P(*spec_of(part)) for part in routing]
+    split = partial(_split_identity_experts, num_experts)
+    return on_automatic_axes(split, (Routing(*specs), P(specs[1][0])), routing)  # type: ignore[arg-type]
+
+
+def _split_identity_experts(num_experts: int, routing: Routing) -> tuple[Routing, Array]:
     is_identity = routing.topk_idx >= num_experts
     weight = jnp.sum(jnp.where(is_identity, routing.topk_weights, 0), axis=-1)
     topk_idx = jnp.where(is_identity, -1, routing.topk_idx)
@@ -251,7 +317,14 @@ def load_balancing_loss(
 
     Source: Switch Transformers (arXiv:2101.03961, equation 4), DeepSeek-V3 (arXiv:2412.19437, equation 17).
     """
-    _check_balancing_loss(scores, topk_idx, token_mask, axis_name)
+    check_router.balancing_loss(scores, topk_idx, token_mask, axis_name)
+    return on_automatic_axes(partial(_balancing_loss, axis_name=_axes(axis_name)), P(), scores, topk_idx, token_mask)
+
+
+@partial(jax.jit, static_argnames="axis_name")
+def _balancing_loss(
+    scores: Array, topk_idx: Array, token_mask: Array | None, *, axis_name: tuple[str, ...] | None
+) -> Array:
     num_experts = scores.shape[-1]
     scores = _counting(scores.astype(accumulation_dtype(scores.dtype)), token_mask)
     normalised = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _SMALLEST_SUM)
@@ -259,7 +332,7 @@ def load_balancing_loss(
     slots = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
     counts = jnp.zeros((num_experts,), jnp.int32).at[slots].add(1, mode="drop")
     if axis_name is not None:
-        counts = lax.psum(counts, axis_tuple(axis_name))
+        counts = lax.psum(counts, axis_name)
     share = counts.astype(scores.dtype) / jnp.maximum(jnp.sum(counts), 1).astype(scores.dtype)
     return num_experts * jnp.sum(share * _mean_over_tokens(normalised, token_mask, axis_name))
 
@@ -287,7 +360,12 @@ def router_z_loss(logits: Array, *, token_mask: Array | None = None, axis_name: 
 
     Source: ST-MoE (arXiv:2202.08906, equation 5).
     """
-    _check_z_loss(logits, token_mask, axis_name)
+    check_router.z_loss(logits, token_mask, axis_name)
+    return on_automatic_axes(partial(_z_loss, axis_name=_axes(axis_name)), P(), logits, token_mask)
+
+
+@partial(jax.jit, static_argnames="axis_name")
+def _z_loss(logits: Array, token_mask: Array | None, *, axis_name: tuple[str, ...] | None) -> Array:
     logits = _counting(logits.astype(accumulation_dtype(logits.dtype)), token_mask)
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return _mean_over_tokens(
@@ -300,16 +378,16 @@ def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array
     """DeepSeek-V3's auxiliary-loss-free balancing: overloaded experts lose `rate` of bias, idle ones gain it.
 
     Args:
-      bias: `[..., E]`, one row per layer when the layers are stacked.
+      bias: `[..., E]` float32 or float64, one row per layer when the layers are stacked.
       load: `[..., E]`, `MoEMetrics.load` of the same layers.
-      rate: size of one step.
+      rate: size of one step, 0 or more.
 
     Returns:
       The bias of the next step.
 
     Raises:
-      ValueError: load and bias of different shapes.
-      TypeError: arguments that are no arrays.
+      ValueError: load and bias of different shapes, or a negative `rate`.
+      TypeError: arguments that are no arrays, or a bias of another dtype, which would round small steps away.
 
     Example:
       >>> import jax.numpy as jnp
@@ -319,15 +397,13 @@ def update_router_bias(bias: Array, load: Array, *, rate: float = 1e-3) -> Array
 
     Source: auxiliary-loss-free load balancing (arXiv:2408.15664), as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     """
-    bias = check.rows("update_router_bias", "bias", bias, "[..., E]")
-    load = check.rows("update_router_bias", "load", load, "[..., E]")
-    if bias.shape != load.shape:
-        raise ValueError(
-            f"update_router_bias: load has shape {load.shape}, expected that of bias, {bias.shape}; pass the load of"
-            " the same layers."
-        )
-    load = load.astype(accumulation_dtype(bias.dtype))  # 16 bits would round counts
-    return bias + (rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)).astype(bias.dtype)
+    bias, load = check_router.bias_step(bias, load, rate)
+    return on_automatic_axes(_move_bias, P(*spec_of(bias)), bias, load, jnp.asarray(rate, bias.dtype))
+
+
+def _move_bias(bias: Array, load: Array, rate: Array) -> Array:
+    load = load.astype(bias.dtype)
+    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,13 +417,13 @@ class RouterOptions:
     """
 
     k: int
-    score: Literal["softmax", "sigmoid", "sparsemixer"]
-    renormalize: bool
-    num_groups: int
-    topk_groups: int
-    group_score: Literal["top2_sum", "max"]
-    scale: float
-    num_identity_experts: int
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    scale: float = 1.0
+    num_identity_experts: int = 0
 
 
 class RouterWeights(NamedTuple):
@@ -376,6 +452,47 @@ class Routed(NamedTuple):
     load: Array
     load_balancing_loss: Array
     router_z_loss: Array
+
+
+@result_type
+class MoEMetrics(dict[str, Array]):
+    """What one call of `jax_ep.flax.MoE` did, over all devices; its arrays are items and attributes.
+
+    A pytree that passes scan, remat and grad's `aux`, and a dict, which `nnx.tabulate` needs. Tokens that `token_mask`
+    leaves out count nowhere.
+
+    Attributes:
+      load: `[E]` int32, (token, k) assignments of each expert, identity experts behind the others.
+      load_balancing_loss: `[]` float32, 1 when every expert is equally loaded; add it to the loss with a weight.
+      router_z_loss: `[]` float32, mean squared logsumexp of the router logits; 0 with a `router_fn`, which has none.
+      dropped: `[]` int32, assignments that did not fit `capacity`.
+    """
+
+    load: Array
+    load_balancing_loss: Array
+    router_z_loss: Array
+    dropped: Array
+
+    def __getattr__(self, name: str) -> Array:
+        """An array by its name."""
+        if name in self:
+            return self[name]
+        raise AttributeError(f"MoEMetrics has no attribute {name!r}, only {[*self]} and load_share")
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """The arrays with their names, and the names."""
+        return tuple((jax.tree_util.GetAttrKey(name), array) for name, array in self.items()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: tuple[Any, ...]) -> MoEMetrics:
+        """The metrics of these arrays, whatever JAX puts in their place."""
+        return cls(zip(names, arrays, strict=True))
+
+    @property
+    def load_share(self) -> Array:
+        """`[..., E]` share of the assignments that went to each expert."""
+        load = self.load.astype(jnp.float32)
+        return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
 
 
 def route(
@@ -441,119 +558,35 @@ def count_assignments(topk_idx: Array, num_experts: int) -> Array:
     return hits.sum(axis=0, dtype=jnp.int32)
 
 
+def count_dropped(
+    topk_idx: Array,
+    *,
+    axes: tuple[str, ...],
+    batch_axes: tuple[str, ...],
+    capacity: int,
+    num_experts: int,
+    num_ranks: int,
+) -> Array:
+    """`[]` int32 assignments past `capacity` over all shards; the ranks of a batch shard take its tokens only."""
+    load = lax.psum(count_assignments(topk_idx, num_experts), axes)
+    rows = load.reshape(num_ranks, -1).sum(axis=1)
+    return lax.psum(jnp.maximum(rows - capacity, 0).sum(dtype=jnp.int32), batch_axes)
+
+
+def _axes(axis_name: AxisName | None) -> tuple[str, ...] | None:
+    return None if axis_name is None else axis_tuple(axis_name)
+
+
 def _counting(rows: Array, token_mask: Array | None) -> Array:
     """`[T, E]` with zeros for tokens that do not count, whatever they hold: neither values nor gradients see them."""
     return rows if token_mask is None else jnp.where(token_mask[:, None], rows, 0)
 
 
-def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: AxisName | None) -> Array:
+def _mean_over_tokens(values: Array, token_mask: Array | None, axis_name: tuple[str, ...] | None) -> Array:
     """`[T, ...]`, zero for tokens that do not count, to the mean over those that do, on all ranks of `axis_name`."""
     total = jnp.sum(values, axis=0)
     count = values.shape[0] if token_mask is None else jnp.sum(token_mask, dtype=jnp.int32)
     if axis_name is not None:
         # Ranks may have different numbers of tokens that count, so the mean of their means would be another one.
-        total, count = (lax.psum(value, axis_tuple(axis_name)) for value in (total, count))
+        total, count = (lax.psum(value, axis_name) for value in (total, count))
     return total / jnp.maximum(count, 1).astype(values.dtype)
-
-
-def _check_router(
-    logits: Any,
-    k: Any,
-    score: str,
-    bias: Any,
-    num_groups: Any,
-    topk_groups: Any,
-    group_score: str,
-    scale: Any,
-    token_mask: Any,
-) -> None:
-    """Arguments of `topk_router`."""
-    function = "topk_router"
-    num_tokens, num_experts = check.matrix(function, "logits", logits).shape
-    for name, value in (("k", k), ("num_groups", num_groups), ("topk_groups", topk_groups)):
-        check.positive(function, name, value)
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"{function}: score={score!r}, expected 'softmax' or 'sigmoid'; pass one of them.")
-    if group_score not in ("top2_sum", "max"):
-        raise ValueError(f"{function}: group_score={group_score!r}, expected 'top2_sum' or 'max'; pass one of them.")
-    _check_number(function, "scale", scale)
-    if num_experts % num_groups:
-        raise ValueError(
-            f"{function}: {num_experts} experts do not divide into num_groups={num_groups}; change either."
-        )
-    if topk_groups > num_groups:
-        raise ValueError(f"{function}: topk_groups={topk_groups} exceeds num_groups={num_groups}; lower topk_groups.")
-    selectable = num_experts // num_groups * topk_groups if num_groups > 1 else num_experts
-    if k > selectable:
-        raise ValueError(
-            f"{function}: k={k} exceeds the {selectable} experts that can be chosen; lower k or raise topk_groups."
-        )
-    if bias is not None:
-        bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))
-        check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
-    _check_other_tokens(function, num_tokens, token_mask, None)
-
-
-def _check_number(function: str, name: str, value: Any) -> None:
-    """A number of any kind, traced ones included."""
-    if not isinstance(value, int | float | np.number | jax.Array | np.ndarray) or np.ndim(value) != 0:
-        shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
-        raise TypeError(f"{function}: {name} is a {type(value).__name__}{shape}, expected a number; pass a float.")
-
-
-def _check_sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
-    """Arguments of `sparsemixer_router`."""
-    function = "sparsemixer_router"
-    num_experts = check.matrix(function, "logits", logits).shape[1]
-    if num_experts < 2:
-        raise ValueError(f"{function}: logits are of {num_experts} experts, expected at least 2; pass [T, E] logits.")
-    _check_number(function, "jitter_eps", jitter_eps)
-    if not isinstance(jitter_eps, jax.Array) and not jitter_eps >= 0:
-        raise ValueError(f"{function}: jitter_eps={jitter_eps}, expected at least 0; pass 0.01, for example.")
-    if key is None:
-        return
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
-        kind = f"array of {key.dtype}, shape {key.shape}" if isinstance(key, jax.Array) else type(key).__name__
-        raise TypeError(f"{function}: key is a {kind}, expected one key, shape (); pass jax.random.key(seed).")
-
-
-def _check_identity_experts(routing: Any, num_experts: Any) -> None:
-    """Arguments of `identity_experts`."""
-    function = "identity_experts"
-    if not isinstance(routing, Routing):
-        raise TypeError(
-            f"{function}: routing is a {type(routing).__name__}, expected a Routing; pass what topk_router returns."
-        )
-    num_experts, routed = check.positive(function, "num_experts", num_experts), routing.scores.shape[-1]
-    if num_experts > routed:
-        raise ValueError(
-            f"{function}: num_experts={num_experts} exceeds the {routed} experts of the routing; pass the number of"
-            " experts that compute."
-        )
-
-
-def _check_balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:
-    """Arguments of `load_balancing_loss`."""
-    function = "load_balancing_loss"
-    scores = check.matrix(function, "scores", scores)
-    topk_idx = check.array(function, "topk_idx", topk_idx, 2, "[T, K]")
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
-    remedy = "pass the ids of the same tokens"
-    check.size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
-    _check_other_tokens(function, scores.shape[0], token_mask, axis_name)
-
-
-def _check_z_loss(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
-    """Arguments of `router_z_loss`."""
-    function = "router_z_loss"
-    num_tokens = check.matrix(function, "logits", logits).shape[0]
-    _check_other_tokens(function, num_tokens, token_mask, axis_name)
-
-
-def _check_other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:
-    """Which tokens count, here and on other ranks."""
-    if token_mask is not None:
-        check.token_mask(function, token_mask, (num_tokens,), "[T]")
-    if axis_name is not None:
-        axis_size(axis_name, function=function, of_vmap=True)

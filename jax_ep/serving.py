@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jax_ep.core import check, check_fp8, check_quantized
 from jax_ep.core.expert_formats import FOUR_BITS
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.named_scopes import operation
+from jax_ep.ops.moe_low_latency import low_latency_moe
 from jax_ep.quantization import quantize_experts, quantize_fp8_weights, shuffle_experts
-from jax_ep.types import Array, Experts, Quantized
+from jax_ep.types import Array, Experts, Quantized, result_type
 
 LOW_LATENCY_TOKENS = 128
 """Up to so many tokens per rank, layers that choose by themselves take the low-latency path; beyond, that of `moe`.
@@ -23,7 +24,7 @@ with 128 and top-8 of 256 an expert has tens of rows, whose products are still b
 """
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class ServingWeights:
     """The matrices of expert layers as `low_latency_moe` takes them; leading axes, such as one of layers, are allowed.
@@ -39,6 +40,13 @@ class ServingWeights:
     w_down: Array | Quantized | QuantizedExperts
     b_gate_up: Array | None = None
     b_down: Array | None = None
+
+
+def serve(x: Array, topk_idx: Array, topk_weights: Array, weights: ServingWeights, **options: Any) -> Array:
+    """`low_latency_moe` of `weights`, with its other arguments as options."""
+    w_gate_up, w_down, b_gate_up, b_down = (getattr(weights, field.name) for field in dataclasses.fields(weights))
+    biases = {"b_gate_up": b_gate_up, "b_down": b_down}
+    return low_latency_moe(x, topk_idx, topk_weights, w_gate_up, w_down, **biases, **options)
 
 
 @operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_ep import context
 from jax_ep.core import check, check_quantized, check_recipe
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
@@ -152,7 +154,10 @@ def sharded_moe(
     if of_call:
         raise TypeError(f"{_FUNCTION}: {of_call} are arrays, expected options; pass them to the returned function.")
     specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis, fsdp_axis=fsdp_axis)
-    run = partial(moe, num_experts=num_experts, axis_name=axis_name, **moe_kwargs)
+    if isinstance(moe_kwargs.get("implementation"), list):
+        moe_kwargs["implementation"] = tuple(moe_kwargs["implementation"])
+    options = dict(moe_kwargs, num_experts=num_experts, axis_name=axis_name)
+    options |= {"specs": specs, "tensor_axis": tensor_axis, "fsdp_axis": fsdp_axis}
 
     @jax.named_scope("jax_ep.sharded_moe")
     def apply(
@@ -192,14 +197,59 @@ def sharded_moe(
         in_specs = {name: _specs_of_parts(getattr(specs, _ARRAYS[name]), value) for name, value in given.items()}
         for name, argument in given.items():
             jax.tree.map(partial(_check_explicit, the_mesh, name), argument, in_specs[name])
-        body = run if tensor_axis is None else partial(_on_tensor_axis, run, tensor_axis)
-
-        def per_shard(arrays: dict[str, Any]) -> Array:
-            return body(**(arrays if fsdp_axis is None else _whole_matrices(arrays, in_specs, fsdp_axis)))
-
-        return jax.shard_map(per_shard, mesh=the_mesh, in_specs=(in_specs,), out_specs=specs.tokens)(given)
+        return run_sharded(_moe_per_shard, options, the_mesh, (in_specs,), specs.tokens)(given)
 
     return apply
+
+
+def _moe_per_shard(
+    arrays: dict[str, Any], *, specs: MoESpecs, tensor_axis: str | None, fsdp_axis: str | None, **options: Any
+) -> Array:
+    if fsdp_axis is not None:
+        arrays = _whole_matrices(arrays, specs, fsdp_axis)
+    run = partial(moe, **options)
+    return run(**arrays) if tensor_axis is None else _on_tensor_axis(run, tensor_axis, **arrays)
+
+
+def run_sharded(
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """`jax.shard_map` of `function` with static `options`, as one program that eager callers compile once.
+
+    A function of the caller's in the options may read what changes between calls, so then each call traces anew.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    leaves, tree = jax.tree.flatten((in_specs, out_specs))
+    key = function, tuple(options.items()), mesh, tuple(leaves), tree, context.generation()
+    activations = options.get("activation"), getattr(options.get("experts"), "activation", None)
+    if any(map(callable, activations)) or not _is_hashable(key):
+        return _program.__wrapped__(*key)
+    return _program(*key)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    function: Callable[..., Any],
+    options: tuple[tuple[str, Any], ...],
+    mesh: Mesh | AbstractMesh,
+    leaves: tuple[P, ...],
+    tree: Any,
+    generation: int,
+) -> Callable[..., Any]:
+    in_specs, out_specs = jax.tree.unflatten(tree, leaves)
+    return jax.jit(jax.shard_map(partial(function, **dict(options)), mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def quantize_per_device(
@@ -233,13 +283,14 @@ def quantize_per_device(
     leading = (None,) * num_leading
     straight, turned = (P(*leading, *part) for part in (spec, _turned(spec, w.ndim - num_leading)))
 
-    def numbers(w: Array) -> tuple[Array, Array | None, Array]:
-        found = quantize_master_weights(w, recipe=recipe)
-        return found.values, found.transposed, found.scales
-
     out_specs = turned, straight if check_recipe.differentiates_in_fp8(recipe) else None, turned
-    run = jax.shard_map(numbers, mesh=mesh, in_specs=straight, out_specs=out_specs)
+    run = run_sharded(_numbers, {"recipe": recipe}, mesh, (straight,), out_specs)
     return Fp8Weights(w, *run(lax.stop_gradient(w)))
+
+
+def _numbers(w: Array, *, recipe: str) -> tuple[Array, Array | None, Array]:
+    found = quantize_master_weights(w, recipe=recipe)
+    return found.values, found.transposed, found.scales
 
 
 def _turned(spec: P, rank: int) -> P:
@@ -258,7 +309,7 @@ def _specs_of_parts(spec: P, argument: Any) -> Any:
     return Fp8Weights(spec, turned, None if argument.transposed is None else spec, turned)  # type: ignore[arg-type]
 
 
-def _whole_matrices(arrays: dict[str, Any], specs: dict[str, Any], axis: str) -> dict[str, Any]:
+def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[str, Any]:
     """With H of the matrices brought together; transposed, that adds gradients up into the parts."""
 
     def whole(part: Array, spec: P) -> Array:
@@ -268,7 +319,10 @@ def _whole_matrices(arrays: dict[str, Any], specs: dict[str, Any], axis: str) ->
         # As bytes: XLA widens FP8 values for collectives of some platforms.
         return lax.bitcast_convert_type(gather(lax.bitcast_convert_type(part, jnp.uint8)), FP8)
 
-    return arrays | {name: jax.tree.map(whole, arrays[name], specs[name]) for name in ("w_gate_up", "w_down")}
+    matrices = {name: arrays[name] for name in ("w_gate_up", "w_down")}
+    return arrays | {
+        name: jax.tree.map(whole, w, _specs_of_parts(getattr(specs, name), w)) for name, w in matrices.items()
+    }
 
 
 def _on_tensor_axis(

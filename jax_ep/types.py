@@ -7,11 +7,13 @@ L = E / W local experts, I expert intermediate size, R rows of the expert-major 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -26,6 +28,32 @@ Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
 Tokens = Array | Quantized
 """Rows `[N, H]` as they are, or in FP8."""
+
+
+def result_type[Result](cls: type[Result]) -> type[Result]:
+    """Registers a class of the package that crosses function boundaries: a pytree that `jax.export` can serialize.
+
+    A NamedTuple, a dataclass whose static fields say so in their metadata, or a class with the methods that
+    `jax.tree_util.register_pytree_with_keys_class` wants. Static values are what JSON has, or a `Layout`.
+    """
+    name = f"jax_ep.{cls.__name__}"
+    if issubclass(cls, tuple):
+        jax.export.register_namedtuple_serialization(cls, serialized_name=name)
+        return cls
+    if dataclasses.is_dataclass(cls) and not hasattr(cls, "tree_flatten"):
+        jax.tree_util.register_dataclass(cls)
+    else:
+        jax.tree_util.register_pytree_with_keys_class(cls)
+    return jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=lambda static: json.dumps(static, default=dataclasses.asdict).encode(),
+        deserialize_auxdata=lambda text: tuple(json.loads(text, object_hook=_layout)),
+    )
+
+
+def _layout(fields: dict[str, Any]) -> Layout:
+    return Layout(**fields | {"axis": tuple(fields["axis"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +393,7 @@ class Layout:
         return self.num_ranks * self.num_tokens * self.top_k
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class Handle:
     """Where every row of a dispatch came from, and where every slot went; a pytree, so a value like any other.
@@ -392,7 +420,7 @@ class Handle:
     layout: Layout = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class HierarchicalHandle:
     """Where the rows of a dispatch over a `Topology` came from: one handle for each leg; a pytree.
@@ -417,6 +445,7 @@ class HierarchicalHandle:
         return self.local.group_sizes
 
 
+@result_type
 class Dispatched(NamedTuple):
     """Tokens in expert-major order on the rank that owns the experts.
 
@@ -436,6 +465,7 @@ class Dispatched(NamedTuple):
     dropped: Array
 
 
+@result_type
 class DispatchedGemm(NamedTuple):
     """`Dispatched` whose rows went through the local experts' matrices.
 
@@ -454,6 +484,7 @@ class DispatchedGemm(NamedTuple):
     dropped: Array
 
 
+@result_type
 class SortedTokens(NamedTuple):
     """Slots of one device sorted by expert, every expert padded to whole blocks.
 
@@ -472,7 +503,7 @@ class SortedTokens(NamedTuple):
     num_rows: Array
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class LowLatencyHandle:
     """Where the rows of a low-latency dispatch came from.
@@ -500,6 +531,7 @@ class LowLatencyHandle:
     group: Array | None = None
 
 
+@result_type
 class LowLatencyDispatched(NamedTuple):
     """Tokens of a decode-sized batch, in one fixed block of rows per local expert.
 
@@ -516,6 +548,7 @@ class LowLatencyDispatched(NamedTuple):
     handle: LowLatencyHandle
 
 
+@result_type
 class Routing(NamedTuple):
     """What a router decided.
 

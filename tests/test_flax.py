@@ -24,6 +24,8 @@ from jax_ep import Schedule
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
 from jax_ep.quantization import unshuffle_experts
 
+# Layers without a mesh are what others are compared with, on machines with several devices too.
+pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
 H, INNER, E, K = 16, 24, 8, 2
@@ -529,3 +531,72 @@ def test_shared_experts_give_a_callers_function_rows(shape):
     own = make(experts=jax_ep.Experts(activation), rngs=nnx.Rngs(0))
     np.testing.assert_allclose(own(x)[0], make(rngs=nnx.Rngs(0))(x)[0], rtol=1e-5, atol=1e-5)
     assert set(seen) == {2}
+
+
+@pytest.mark.parametrize("place", ["itself", "in a model", "stacked"])
+def test_tabulate_shows_the_layer(place):
+    """`nnx.tabulate` makes plain structures of outputs, of lists and dicts alone."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.moe = nnx.RMSNorm(H, rngs=rngs), MoE(**SIZES, num_shared_experts=1, rngs=rngs)
+
+        def __call__(self, x):
+            y, metrics = self.moe(self.norm(x))
+            return x + y, [metrics, metrics] if place == "stacked" else metrics
+
+    model = MoE(**SIZES, rngs=nnx.Rngs(0)) if place == "itself" else Model(nnx.Rngs(0))
+    table = nnx.tabulate(model, jnp.ones((2, 3, H)), compute_flops=True, console_kwargs={"width": 300})
+    assert "load_balancing_loss" in table and "w_gate_up" in table
+
+
+def test_metrics_are_items_and_attributes():
+    metrics = jax.jit(lambda m: m)(MoEMetrics(load=jnp.arange(4), dropped=jnp.zeros((), jnp.int32)))
+    assert isinstance(metrics, MoEMetrics) and metrics["load"] is metrics.load
+    np.testing.assert_allclose(metrics.load_share, np.arange(4) / 6, rtol=1e-6)
+    with pytest.raises(AttributeError, match="MoEMetrics has no attribute 'loads'"):
+        metrics.loads
+
+
+@pytest.mark.filterwarnings("default:MoE. no mesh is set")
+def test_no_mesh_on_several_devices_warns_once(recwarn):
+    if jax.device_count() == 1:
+        pytest.skip("needs several devices")
+    jax_ep.flax._warn_of_no_mesh.cache_clear()
+    x = jnp.ones((2, H))
+    one = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
+    MoE(**SIZES, mesh=one, rngs=nnx.Rngs(0))(jax.device_put(x, jax.NamedSharding(one, P())))
+    assert not recwarn.list
+    for _ in range(2):
+        MoE(**SIZES, rngs=nnx.Rngs(0))(x)
+    assert ["jax.set_mesh(mesh)" in str(found.message) for found in recwarn.list] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"routed_scale": 0.0}, ValueError, "MoE: routed_scale=0.0, expected a finite number other than 0"),
+        ({"dtype": jnp.int32}, TypeError, "MoE: dtype=.*int32.*, expected one of bfloat16"),
+        ({"param_dtype": jnp.complex64}, TypeError, "MoE: param_dtype=.*, expected one of bfloat16"),
+        ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),
+        ({"router_fn": _routing_of(), "renormalize": False}, ValueError, "MoE: router_fn with .*'renormalize': False"),
+        ({"router_fn": _routing_of(), "routed_scale": 2.5}, ValueError, "MoE: router_fn with .*'scale': 2.5"),
+    ],
+)
+def test_option_that_no_gradient_would_see(options, error, match):
+    with pytest.raises(error, match=match):
+        MoE(**SIZES | options, rngs=nnx.Rngs(0))
+
+
+def test_router_weights_of_integers():
+    moe = MoE(**SIZES, router_fn=_routing_of(topk_weights=jnp.ones((6, K), jnp.int32)), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="MoE: router_fn returned weights of int32, expected floating"):
+        moe(jnp.ones((6, H)))
+
+
+def test_one_renormalized_expert_names_the_remedy():
+    moe = MoE(**SIZES | {"num_experts_per_tok": 1}, rngs=nnx.Rngs(0))
+    x = jnp.ones((6, H))
+    assert moe(x)[0].shape == x.shape
+    with pytest.raises(TypeError, match="renormalize=False, here or to MoE"):
+        nnx.grad(lambda moe: moe(x)[0].sum())(moe)

@@ -131,6 +131,7 @@ def test_layers_of_global_arrays_have_names() -> None:
     assert in_scope(names_in(serving.serving_weights, *MATRICES), "jax_ep.serving_weights")
 
 
+@pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 def test_the_flax_layer_has_a_name() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE

@@ -44,6 +44,24 @@ def copies_of(placement: Placement) -> list[set[int]]:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["idle", "one busy", "ties", "skewed", "huge"])
+def test_copies_of_an_expert_are_on_different_ranks(kind: str, rng: np.random.Generator) -> None:
+    for _ in range(60):
+        num_ranks, num_experts = int(rng.integers(1, 9)), int(rng.integers(1, 30))
+        num_slots = num_ranks * (-(-num_experts // num_ranks) + int(rng.integers(0, 4)))
+        loads = {
+            "idle": np.zeros(num_experts),
+            "one busy": np.where(np.arange(num_experts) == rng.integers(num_experts), 1e9, 0),
+            "ties": rng.integers(0, 3, num_experts),
+            "skewed": random_loads(rng, num_experts),
+            "huge": rng.random(num_experts) * np.finfo(np.float64).max,
+        }[kind]
+        placement = plan(loads, num_slots=num_slots, num_ranks=num_ranks)
+        for expert in range(num_experts):
+            on_ranks = (placement.physical_to_logical.reshape(num_ranks, -1) == expert).sum(axis=1)
+            assert on_ranks.max() == 1 or placement.num_copies[expert] > num_ranks, (loads, placement)
+
+
 def test_plans_of_random_loads(rng: np.random.Generator) -> None:
     for _ in range(200):
         num_nodes, num_groups = int(rng.choice([1, 2])), int(rng.choice([1, 2, 4]))

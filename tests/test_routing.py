@@ -495,9 +495,50 @@ def test_identity_experts_leave_tokens_without_experts_alone():
     assert (np.asarray(weight[:4]) > 0).all()
 
 
-def test_bias_of_16_bits_sees_counts_as_they_are():
-    bias = jax_ep.routing.update_router_bias(jnp.zeros(3, jnp.bfloat16), jnp.array([1000, 1001, 1002]), rate=0.5)
-    assert bias.dtype == jnp.bfloat16 and bias.tolist() == [0.5, 0, -0.5]
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float16, bool])
+def test_selection_bias_of_a_dtype_that_rounds_steps_away(dtype):
+    with pytest.raises(TypeError, match=r"update_router_bias: bias has dtype .*, expected float32 or float64"):
+        jax_ep.routing.update_router_bias(jnp.zeros(3, dtype), jnp.array([6, 2, 1]))
+
+
+@pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
+def test_rate_of_a_selection_bias_out_of_range(rate):
+    with pytest.raises(ValueError, match=r"update_router_bias: rate=.*, expected a finite number from 0 on"):
+        jax_ep.routing.update_router_bias(jnp.zeros(3), jnp.array([6, 2, 1]), rate=rate)
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, float("nan"), np.float32("inf")])
+def test_scale_that_silences_all_experts(scale):
+    with pytest.raises(ValueError, match=r"topk_router: scale=.*, expected a finite number other than 0"):
+        topk_router(jnp.zeros((2, 4)), 2, scale=scale)
+
+
+def _weight_gradient(router):
+    return jax.grad(lambda logits: jnp.sum(jnp.sin(router(logits).topk_weights)))(jnp.asarray(_logits("normal", 6, 8)))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_one_renormalized_expert_has_no_gradient(score):
+    """The weight is constant, so differentiating it is an error; inference and the losses work."""
+    with pytest.raises(TypeError, match=r"topk_router: renormalize=True with one expert .*renormalize=False"):
+        _weight_gradient(lambda logits: topk_router(logits, 1, score=score))
+    assert np.abs(_weight_gradient(lambda logits: topk_router(logits, 1, score=score, renormalize=False))).max() > 0
+    logits = jnp.asarray(_logits("normal", 6, 8))
+    np.testing.assert_allclose(jax.jit(lambda x: topk_router(x, 1, scale=2.0).topk_weights)(logits), 2.0, rtol=1e-6)
+
+    def loss(logits):
+        scores = topk_router(logits, 1, score=score).scores
+        return jax_ep.router_z_loss(logits) + jnp.sum(scores**2)
+
+    assert np.abs(jax.grad(loss)(logits)).max() > 0
+    one = _weight_gradient(lambda logits: topk_router(logits[:, :1], 1, score=score))  # there is nothing to choose
+    np.testing.assert_allclose(one, 0, atol=1e-6)
+
+
+def test_sparsemixer_without_rivals_has_no_gradient():
+    with pytest.raises(TypeError, match=r"sparsemixer_router: jitter_eps=0 .*pass a positive jitter_eps"):
+        _weight_gradient(lambda logits: jax_ep.sparsemixer_router(logits, jitter_eps=0))
+    _weight_gradient(jax_ep.sparsemixer_router)
 
 
 @pytest.mark.parametrize(("bias", "load"), [((4,), (3,)), ((4,), (3, 4)), ((2, 4), (4,)), ((4,), (1,))])

@@ -323,3 +323,44 @@ def test_a_tensor_axis_leaves_columns_of_a_callers_function_alone(rng):
 def test_what_is_no_option_of_the_layer(given, match):
     with pytest.raises(TypeError, match=match):
         sharded_moe(num_experts=E, **given)
+
+
+def compilations(call, caplog):
+    """How many programs a second call compiles."""
+    jax.block_until_ready(call())
+    caplog.clear()
+    with jax.log_compiles(True):
+        jax.block_until_ready(call())
+    return sum(record.getMessage().startswith("Compiling") for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_eager_layer_is_compiled_once(kind, rng, caplog):
+    mesh = harness.make_mesh((2, 4), ("data", "expert"), kind)
+    values = place(mesh, arguments(rng), spec_list(moe_specs(batch_axes="data")))
+    options = {"num_experts": E, "batch_axes": "data", "implementation": ["xla"]}
+    assert compilations(lambda: sharded_moe(mesh, **options)(*values), caplog) == 0
+
+
+def test_eager_layer_is_compiled_anew_for_another_mesh(rng):
+    """Of the same sizes and names: with other devices, and with other kinds of axes."""
+    given = arguments(rng)
+    want = jax_ep.fused_moe(*given, implementation="xla")
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        for devices in (jax.devices()[:4], jax.devices()[4:8]):
+            mesh = jax.make_mesh((4,), ("expert",), axis_types=(kind,), devices=devices)
+            with jax.set_mesh(mesh):
+                got = sharded_moe(num_experts=E, implementation="xla")(*place(mesh, given, spec_list(moe_specs())))
+            assert got.sharding.device_set == set(devices)
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_eager_layer_reads_what_a_callers_function_reads(rng):
+    mesh, given, factor = make_mesh((2,), ("expert",)), arguments(rng), [1.0]
+    experts = jax_ep.Experts(lambda h: h[:, :INNER] * h[:, INNER:] * factor[0])
+    first = sharded_moe(mesh, num_experts=E, experts=experts, implementation="xla")(*given)
+    factor[0] = 2.0
+    second = sharded_moe(mesh, num_experts=E, experts=experts, implementation="xla")(*given)
+    np.testing.assert_allclose(second, 2 * np.asarray(first), rtol=1e-5)

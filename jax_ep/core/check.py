@@ -73,6 +73,12 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     ids, weights, scores = value
     if ids.dtype.kind != "i":
         raise TypeError(f"{function}: {name} returned ids of {ids.dtype}, expected integers; cast them with astype.")
+    for field, found in (("weights", weights), ("scores", scores)):
+        if not jnp.issubdtype(found.dtype, jnp.floating):
+            raise TypeError(
+                f"{function}: {name} returned {field} of {found.dtype}, expected floating ones, which have gradients;"
+                " cast them with astype."
+            )
     if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != num_tokens:
         raise ValueError(
             f"{function}: {name} returned ids {ids.shape} and weights {weights.shape}, expected both [{num_tokens}, K],"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import overload
 
-import jax
 import numpy as np
 
-from jax_ep.types import Array
+from jax_ep.types import Array, result_type
 
 EXPERT_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class QuantizedExperts:
     """Matrices of experts in 8 or 4 bits, transposed, with their scales; tokens keep their dtype unless they say else.
@@ -56,7 +55,7 @@ RECIPES = ("bf16", "fp8", "fp8-input-gradient", "fp8-forward")
 """How an expert layer computes, where not in the dtype of its tokens; see `moe`."""
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class Fp8Weights:
     """Matrices of experts in training, quantised once for all products of a step; gradients go to the master alone.
@@ -90,7 +89,7 @@ class Fp8Weights:
         return self.master.dtype
 
 
-@jax.tree_util.register_dataclass
+@result_type
 @dataclasses.dataclass(frozen=True)
 class TrainingWeights:
     """The experts' matrices of a `jax_ep.flax.MoE`, or of stacked ones, quantised once for all products of a step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from types import UnionType
+from typing import Any
 
 import jax
 from jax import lax
@@ -111,6 +112,33 @@ def vary_as[Tree](x: Array, tree: Tree) -> Tree:
         return lax.pcast(leaf, axes, to="varying") if axes else leaf
 
     return jax.tree.map(cast, tree)
+
+
+def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: Any) -> Any:
+    """`function(*arguments)` with the explicit mesh axes around it made automatic; results get `out_specs`.
+
+    For functions of global arrays. Scatters, gathers and `top_k` have no sharding of their own on explicit axes.
+
+    Args:
+      function: positional pytrees of arrays to a pytree of arrays; it closes over no array.
+      out_specs: a spec for each result, on explicit axes alone, such as parts of `spec_of` an argument.
+      *arguments: pytrees of arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arguments))
+        mesh = next((found for found in meshes if not found.empty), mesh)
+    if not mesh.explicit_axes:
+        return function(*arguments)
+    is_spec = lambda spec: isinstance(spec, jax.sharding.PartitionSpec)  # noqa: E731
+    shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), out_specs, is_leaf=is_spec)
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(*arguments)
+
+
+def spec_of(x: Array) -> tuple[Any, ...]:
+    """What the type of an array says of each of its axes: the explicit mesh axes that split it, or None."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
 
 
 def _explicit_part(

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check
 from jax_ep.core.layout import dropless_capacity
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import on_automatic_axes, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import registry
 from jax_ep.types import Array, Options, SortedTokens
@@ -76,7 +77,9 @@ def moe_sort(
         num_tokens = check.token_count(function, num_tokens, topk_idx.shape[0])
     options = registry.options(function, implementation=implementation)
     arrays = vary_alike((topk_weights, topk_idx, num_tokens))
-    return sort_slots(options, first_expert, num_local, block_size, *arrays)
+    specs = SortedTokens(P(), None if topk_weights is None else P(), P(), P(), P())  # type: ignore[arg-type]
+    sort = partial(sort_slots, options, first_expert, num_local, block_size)
+    return on_automatic_axes(sort, specs, *arrays)
 
 
 def _local_experts(num_experts: int, first_expert: int, num_local_experts: int | None) -> tuple[int, int]:

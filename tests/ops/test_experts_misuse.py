@@ -171,6 +171,7 @@ def test_biases_of_global_arrays_are_checked(rng: np.random.Generator) -> None:
             layer(*args, **options)
 
 
+@pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 def test_masked_tokens_spoil_no_gradient() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE

@@ -106,6 +106,7 @@ def test_sharded_moe_hands_it_on() -> None:
         jax.eval_shape(layer, *arrays)
 
 
+@pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_flax_hands_it_on(on_mesh: bool) -> None:
     nnx = pytest.importorskip("flax.nnx")

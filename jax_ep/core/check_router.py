@@ -1,0 +1,147 @@
+"""Argument checks of routers and their losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep.core import check
+from jax_ep.core.mesh_axes import axis_size
+from jax_ep.types import Array, AxisName, Routing
+
+
+def router(
+    logits: Any,
+    k: Any,
+    score: str,
+    bias: Any,
+    num_groups: Any,
+    topk_groups: Any,
+    group_score: str,
+    scale: Any,
+    token_mask: Any,
+) -> None:
+    """Arguments of `topk_router`."""
+    function = "topk_router"
+    num_tokens, num_experts = check.matrix(function, "logits", logits).shape
+    for name, value in (("k", k), ("num_groups", num_groups), ("topk_groups", topk_groups)):
+        check.positive(function, name, value)
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"{function}: score={score!r}, expected 'softmax' or 'sigmoid'; pass one of them.")
+    if group_score not in ("top2_sum", "max"):
+        raise ValueError(f"{function}: group_score={group_score!r}, expected 'top2_sum' or 'max'; pass one of them.")
+    factor(function, "scale", scale)
+    if num_experts % num_groups:
+        raise ValueError(
+            f"{function}: {num_experts} experts do not divide into num_groups={num_groups}; change either."
+        )
+    if topk_groups > num_groups:
+        raise ValueError(f"{function}: topk_groups={topk_groups} exceeds num_groups={num_groups}; lower topk_groups.")
+    selectable = num_experts // num_groups * topk_groups if num_groups > 1 else num_experts
+    if k > selectable:
+        raise ValueError(
+            f"{function}: k={k} exceeds the {selectable} experts that can be chosen; lower k or raise topk_groups."
+        )
+    if bias is not None:
+        bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))
+        check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
+    other_tokens(function, num_tokens, token_mask, None)
+
+
+def number(function: str, name: str, value: Any) -> None:
+    """A number of any kind, traced ones included."""
+    if not isinstance(value, int | float | np.number | jax.Array | np.ndarray) or np.ndim(value) != 0:
+        shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}{shape}, expected a number; pass a float.")
+
+
+def factor(function: str, name: str, value: Any) -> None:
+    """A factor on router weights; with 0, no gradient reaches any expert or the router."""
+    number(function, name, value)
+    if not isinstance(value, jax.Array) and (value == 0 or not math.isfinite(value)):
+        raise ValueError(
+            f"{function}: {name}={value}, expected a finite number other than 0, since it scales all router weights and"
+            " their gradients; pass 1.0 for no factor."
+        )
+
+
+def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
+    """Arguments of `sparsemixer_router`."""
+    function = "sparsemixer_router"
+    num_experts = check.matrix(function, "logits", logits).shape[1]
+    if num_experts < 2:
+        raise ValueError(f"{function}: logits are of {num_experts} experts, expected at least 2; pass [T, E] logits.")
+    number(function, "jitter_eps", jitter_eps)
+    if not isinstance(jitter_eps, jax.Array) and not jitter_eps >= 0:
+        raise ValueError(f"{function}: jitter_eps={jitter_eps}, expected at least 0; pass 0.01, for example.")
+    if key is None:
+        return
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
+        kind = f"array of {key.dtype}, shape {key.shape}" if isinstance(key, jax.Array) else type(key).__name__
+        raise TypeError(f"{function}: key is a {kind}, expected one key, shape (); pass jax.random.key(seed).")
+
+
+def identity_experts(routing: Any, num_experts: Any) -> None:
+    """Arguments of `identity_experts`."""
+    function = "identity_experts"
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"{function}: routing is a {type(routing).__name__}, expected a Routing; pass what topk_router returns."
+        )
+    num_experts, routed = check.positive(function, "num_experts", num_experts), routing.scores.shape[-1]
+    if num_experts > routed:
+        raise ValueError(
+            f"{function}: num_experts={num_experts} exceeds the {routed} experts of the routing; pass the number of"
+            " experts that compute."
+        )
+
+
+def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Arguments of `load_balancing_loss`."""
+    function = "load_balancing_loss"
+    scores = check.matrix(function, "scores", scores)
+    topk_idx = check.array(function, "topk_idx", topk_idx, 2, "[T, K]")
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
+    remedy = "pass the ids of the same tokens"
+    check.size(function, "the number of rows of topk_idx", topk_idx.shape[0], scores.shape[0], remedy)
+    other_tokens(function, scores.shape[0], token_mask, axis_name)
+
+
+def z_loss(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Arguments of `router_z_loss`."""
+    function = "router_z_loss"
+    num_tokens = check.matrix(function, "logits", logits).shape[0]
+    other_tokens(function, num_tokens, token_mask, axis_name)
+
+
+def other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:
+    """Which tokens count, here and on other ranks."""
+    if token_mask is not None:
+        check.token_mask(function, token_mask, (num_tokens,), "[T]")
+    if axis_name is not None:
+        axis_size(axis_name, function=function, of_vmap=True)
+
+
+def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
+    """Arrays of `update_router_bias`: a step of 1e-3 is lost in integers, and in 16 bits from a bias of 0.25 on."""
+    function = "update_router_bias"
+    bias, load = (check.rows(function, name, x, "[..., E]") for name, x in (("bias", bias), ("load", load)))
+    if bias.dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(
+            f"{function}: bias has dtype {bias.dtype}, expected float32 or float64, since others round small steps"
+            " away; cast it with astype."
+        )
+    if bias.shape != load.shape:
+        raise ValueError(
+            f"{function}: load has shape {load.shape}, expected that of bias, {bias.shape}; pass the load of the same"
+            " layers."
+        )
+    number(function, "rate", rate)
+    if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
+        raise ValueError(f"{function}: rate={rate}, expected a finite number from 0 on; pass 1e-3, for example.")
+    return bias, load

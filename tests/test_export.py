@@ -1,0 +1,63 @@
+"""Result types in `jax.export`: each can be serialized, as an argument and as a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_ep
+from jax_ep.core.expert_matrices import TrainingWeights
+from jax_ep.placement import plan
+from jax_ep.quantization import quantize_experts, quantize_master_weights
+from jax_ep.routing import MoEMetrics
+from jax_ep.serving import ServingWeights, serving_weights
+from jax_ep.types import Layout
+
+LAYOUT = Layout(2, 4, 3, 2, 16, axis=("node", "expert"))
+ONE = jnp.ones((2, 3))
+HANDLE = jax_ep.Handle(ONE, ONE, ONE, ONE, None, ONE, ONE, LAYOUT)
+IDS = jnp.zeros((4, 2), jnp.int32)
+W = jnp.ones((2, 128, 128))
+VALUES: dict[str, Callable[[], Any]] = {
+    "Routing": lambda: jax_ep.Routing(IDS, ONE, ONE),
+    "Handle": lambda: HANDLE,
+    "HierarchicalHandle": lambda: jax_ep.HierarchicalHandle(HANDLE, HANDLE, ONE, ONE),
+    "Dispatched": lambda: jax_ep.dispatch(jnp.ones((4, 8)), IDS, num_experts=2, axis_name=()),
+    "DispatchedGemm": lambda: jax_ep.DispatchedGemm(ONE, None, ONE, HANDLE, ONE),
+    "SortedTokens": lambda: jax_ep.SortedTokens(ONE, None, ONE, ONE, ONE),
+    "LowLatencyHandle": lambda: jax_ep.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT),
+    "LowLatencyDispatched": lambda: jax_ep.LowLatencyDispatched(
+        ONE, None, ONE, jax_ep.LowLatencyHandle(ONE, ONE, ONE, ONE, ONE, LAYOUT, own_ids=ONE)
+    ),
+    "QuantizedExperts": lambda: quantize_experts(W, "int8", activations="int8"),
+    "Fp8Weights": lambda: quantize_master_weights(W),
+    "Fp8Weights forward": lambda: quantize_master_weights(W, recipe="fp8-forward"),
+    "TrainingWeights": lambda: TrainingWeights(quantize_master_weights(W), quantize_master_weights(W)),
+    "ServingWeights": lambda: serving_weights(W, W[:, :64]),
+    "ServingWeights mxfp4": lambda: ServingWeights(quantize_experts(W, "mxfp4"), W),
+    "MoEMetrics": lambda: MoEMetrics(load=ONE, load_balancing_loss=ONE, router_z_loss=ONE, dropped=ONE),
+    "Placement": lambda: plan(np.arange(4), num_slots=6, num_ranks=2),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_export_round_trip_of_a_result_type(name: str) -> None:
+    value = VALUES[name]()
+    exported = export.export(jax.jit(lambda value: value))(value)
+    again = export.deserialize(exported.serialize())
+    assert again.in_tree == exported.in_tree and again.out_tree == exported.out_tree
+    got = again.call(value)
+    assert type(got) is type(value) and jax.tree.structure(got) == jax.tree.structure(value)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32)), got, value)
+
+
+def test_every_public_pytree_can_be_exported() -> None:
+    covered = {name.split()[0] for name in VALUES}
+    assert {name for name in jax_ep.__all__ if name in ("Routing", "SortedTokens") or "Dispatched" in name} <= covered
+    assert {name for name in jax_ep.__all__ if "Handle" in name or "Weights" in name or "Quantized" in name} <= covered

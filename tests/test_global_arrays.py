@@ -1,0 +1,197 @@
+"""Helpers in pure JAX on global arrays, on automatic and explicit mesh axes: values, gradients, and shardings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import quantization as q
+from jax_ep.placement import move, plan
+from jax_ep.routing import update_router_bias
+from jax_ep.serving import serving_weights
+
+T, E, K, H, SLOTS = 16, 16, 2, 256, 24
+PLACEMENT = plan(np.arange(1, E + 1), num_slots=SLOTS, num_ranks=4)
+NEXT = plan(np.arange(E, 0, -1), num_slots=SLOTS, num_ranks=4)
+TOKENS, EXPERTS, LOGITS = ("T",), ("E",), ("T", "E")
+KINDS = {
+    "Auto": (AxisType.Auto, AxisType.Auto),
+    "Explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+# Mesh axes of the tokens and of the experts.
+LAYOUTS = {"tokens": {"T": ("data", "expert")}, "both": {"T": "data", "E": "expert"}, "replicated": {}}
+
+
+class Case(NamedTuple):
+    """A function, and for each argument its shape, kind and axes; what the gradient is taken of are floats."""
+
+    function: Callable[..., Any]
+    arguments: tuple[tuple[tuple[int, ...], str, tuple[str, ...]], ...]
+    has_gradient: bool = True
+
+
+def of_logits(router: Callable[..., Any], *more: Any) -> Case:
+    return Case(router, (((T, E), "float", LOGITS), *more))
+
+
+BIAS, MASK = ((E,), "float", EXPERTS), ((T,), "mask", TOKENS)
+MATRICES = ((E, H, 128), "float", EXPERTS)
+DEEPSEEK = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}
+
+
+def balance(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    routing = jax_ep.topk_router(logits, K)
+    return jax_ep.load_balancing_loss(routing.scores, routing.topk_idx, token_mask=mask)
+
+
+def through(quantize: Callable[..., Any], back: Callable[..., Any], *arguments: Any) -> Case:
+    """Both directions: what is quantized has no gradient, but what it stands for must come back."""
+    return Case(lambda *a: (quantized := quantize(*a), back(quantized)), arguments, has_gradient=False)
+
+
+def dequantize(w: q.QuantizedExperts) -> jax.Array:
+    return q.dequantize_experts(w, jnp.float32)
+
+
+CASES = {
+    "topk_router": of_logits(lambda logits: jax_ep.topk_router(logits, K)),
+    "topk_router scale": of_logits(
+        lambda logits, scale: jax_ep.topk_router(logits, K, score="sigmoid", renormalize=False, scale=scale),
+        ((), "float", ()),
+    ),
+    "topk_router bias": of_logits(lambda logits, bias: jax_ep.topk_router(logits, K, bias=bias), BIAS),
+    "topk_router groups": of_logits(lambda logits, bias: jax_ep.topk_router(logits, K, bias=bias, **DEEPSEEK), BIAS),
+    "topk_router max": of_logits(
+        lambda logits: jax_ep.topk_router(logits, 1, renormalize=False, num_groups=8, topk_groups=3, group_score="max")
+    ),
+    "topk_router mask": of_logits(lambda logits, mask: jax_ep.topk_router(logits, E, token_mask=mask), MASK),
+    "topk_router bfloat16": of_logits(lambda logits: jax_ep.topk_router(logits.astype(jnp.bfloat16), K, **DEEPSEEK)),
+    "sparsemixer_router": of_logits(jax_ep.sparsemixer_router),
+    "sparsemixer_router key": of_logits(
+        lambda logits, key: jax_ep.sparsemixer_router(logits, key=jax.random.wrap_key_data(key), jitter_eps=0.4),
+        ((2,), "key", ("",)),
+    ),
+    "identity_experts": of_logits(lambda logits: jax_ep.identity_experts(jax_ep.topk_router(logits, K), 12)),
+    "load_balancing_loss": of_logits(balance),
+    "load_balancing_loss mask": of_logits(balance, MASK),
+    "router_z_loss": of_logits(jax_ep.router_z_loss),
+    "router_z_loss mask": of_logits(lambda logits, mask: jax_ep.router_z_loss(logits, token_mask=mask), MASK),
+    "update_router_bias": Case(update_router_bias, (BIAS, ((E,), "load", EXPERTS))),
+    "Placement.remap": Case(lambda idx: PLACEMENT.remap(idx, axis_name=()), (((T, K), "ids", TOKENS),)),
+    "Placement.remap traced": Case(
+        lambda idx, placement: placement.remap(idx, axis_name=()), (((T, K), "ids", TOKENS), ((), "placement", ()))
+    ),
+    "Placement.expand": Case(
+        lambda w, b: PLACEMENT.expand({"w": w, "b": b}, axis_name=()), (((E, 3), "float", EXPERTS), BIAS)
+    ),
+    "Placement.expand traced": Case(
+        lambda w, placement: placement.expand(w, axis_name=()), (((E, 3), "float", EXPERTS), ((), "placement", ()))
+    ),
+    "Placement.sum_copies": Case(
+        lambda w, n: PLACEMENT.sum_copies((w, n), axis_name=()),
+        (((SLOTS, 3), "float", EXPERTS), ((SLOTS,), "load", EXPERTS)),
+    ),
+    "move": Case(lambda w: move(w, PLACEMENT, NEXT, axis_name=()), (((SLOTS, 3), "float", EXPERTS),)),
+    "moe_sort": Case(
+        lambda idx: jax_ep.moe_sort(idx, num_experts=E, block_size=16), (((T, K), "ids", TOKENS),), has_gradient=False
+    ),
+    "quantize_fp8": through(
+        q.quantize_fp8, lambda pair: q.dequantize_fp8(*pair, jnp.float32), ((T, H), "float", TOKENS)
+    ),
+    "quantize_fp8_weights": through(
+        q.quantize_fp8_weights, lambda pair: q.dequantize_fp8_weights(*pair, jnp.float32), MATRICES
+    ),
+    "quantize_master_weights": Case(lambda w: q.quantize_master_weights(w).master, (MATRICES,)),
+    "serving_weights": through(serving_weights, lambda w: w.w_down[0], MATRICES, ((E, 64, H), "float", EXPERTS)),
+    "smooth": through(
+        lambda w, smooth: q.quantize_experts(w, "int8", activations="int8", smooth=1 + jnp.abs(smooth)),
+        dequantize,
+        MATRICES,
+        ((E, H), "float", EXPERTS),
+    ),
+    **{
+        f"quantize_experts {name}": through(lambda w, name=name: q.quantize_experts(w, name), dequantize, MATRICES)
+        for name in ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
+    },
+    **{
+        f"shuffle_experts {name}": through(
+            lambda w, name=name: q.shuffle_experts(q.quantize_experts(w, name)), q.unshuffle_experts, MATRICES
+        )
+        for name in ("int4", "mxfp4")
+    },
+}
+
+QUICK = [name for name, case in CASES.items() if case.has_gradient and " mask" not in name and " key" not in name]
+
+
+def make(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> Any:
+    if kind == "placement":
+        return PLACEMENT
+    values = {
+        "float": lambda: rng.normal(size=shape).astype(np.float32),
+        "mask": lambda: rng.random(shape) < 0.8,
+        "load": lambda: rng.integers(0, 9, shape, dtype=np.int32),
+        "key": lambda: rng.integers(0, 9, shape, dtype=np.uint32),
+        "ids": lambda: np.argsort(rng.random((shape[0], E)))[:, : shape[1]].astype(np.int32),
+    }
+    return values[kind]()
+
+
+def with_gradient(case: Case) -> Callable[..., Any]:
+    """Results, and the gradient of a sum of all floats in them."""
+    if not case.has_gradient:
+        return case.function
+    wrt = tuple(i for i, (_, kind, _) in enumerate(case.arguments) if kind == "float")
+
+    def loss(*arguments: Any) -> tuple[Any, Any]:
+        results = case.function(*arguments)
+        floats = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return sum((jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in floats), jnp.zeros(())), results
+
+    if not wrt:
+        return case.function
+    return jax.grad(loss, argnums=wrt, has_aux=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow(unless={"kind": ["Explicit"], "name": QUICK})
+def test_helper_on_global_arrays(name: str, kind: str, rng: np.random.Generator) -> None:
+    """Eager, jitted, with and without `jax.set_mesh`: results are those of one device."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    case, mesh = CASES[name], jax.make_mesh((2, 4), ("data", "expert"), axis_types=KINDS[kind])
+    host = [make(shape, kind_of, rng) for shape, kind_of, _ in case.arguments]
+    want = jax.device_get(jax.jit(with_gradient(case))(*host))
+    for layout, axes in LAYOUTS.items():
+        placed = [
+            value
+            if kind_of == "placement"
+            else jax.device_put(value, jax.NamedSharding(mesh, P(*(axes.get(axis) for axis in of))))
+            for value, (_, kind_of, of) in zip(host, case.arguments, strict=True)
+        ]
+        calls = {"jit": (jax.jit(with_gradient(case)), True)}
+        if layout == "both":
+            calls["eager"] = case.function, True
+            calls["eager, no mesh set"] = case.function, False
+        for call, (function, is_set) in calls.items():
+            with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+                got = jax.device_get(function(*placed))
+            wanted = want if function is not case.function or with_gradient(case) is case.function else want[1]
+            jax.tree.map(
+                lambda a, b, where=f"{layout}, {call}": np.testing.assert_allclose(
+                    np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-5, err_msg=where
+                ),
+                got,
+                wanted,
+            )

@@ -39,6 +39,7 @@ from jax import Array, lax
 import jax_ep
 import kernel_times
 from jax_ep.core.expert_matrices import EXPERT_FORMATS
+from jax_ep.ops import registry
 from jax_ep.quantization import quantize_experts, shuffle_experts
 from jax_ep.tools.command import count_or_zero
 from lib import baselines, harness, plots, torch_layer
@@ -277,15 +278,23 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", help="only variants whose names hold one of these")
     parser.add_argument("--kernels", action="store_true", help="profile each variant instead, see kernel_times.py")
     parser.add_argument("--lengths", type=int, nargs=2, help="of chains, where a short call needs longer ones")
-    parser.add_argument("--implementation", help="of jax_ep's variants; default: its choice")
+    parser.add_argument(
+        "--implementation", choices=registry.available(), help="of jax_ep's variants; default: its choice"
+    )
     return parser
 
 
 def main() -> None:
     """Measures all models asked for."""
-    args = harness.parse(options())
+    parser = options()
+    args = harness.parse(parser)
+    if args.lengths and args.lengths[0] >= args.lengths[1]:
+        parser.error(f"--lengths {args.lengths}: expected the shorter one first")
     harness.require_devices("fused_moe", args, num_devices=1)
     models = args.models or ([QUICK] if args.quick else MODELS_BY_DEFAULT)
+    for model in (MODELS[name] for name in models):
+        if model.experts % args.shard or model.intermediate % args.tensor_parallel:
+            parser.error(f"--shard and --tensor-parallel must divide {model.experts} and {model.intermediate}")
     kept = ("rounds", "quick", "routing", "seed", "shard", "tensor_parallel", "formats", "implementation")
     kept += ("graphs", "lengths")
     report = Report(f"fused_moe{args.suffix}", args.out, {name: getattr(args, name) for name in kept})

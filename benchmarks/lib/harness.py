@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,12 @@ def _compile_chains(
         return runs
 
     # Processes must compile, and enlarge what they share, in one order; and no program may run meanwhile.
-    with ThreadPoolExecutor(1 if jax.process_count() > 1 else workers) as pool:
+    pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else workers)
+    try:
         pending = {name: pool.submit(compile_both, name) for name in factories}
+        wait(pending.values())
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is being compiled, not for the others
     compiled = {}
     for name, future in pending.items():
         try:

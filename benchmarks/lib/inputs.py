@@ -57,6 +57,8 @@ def popularity(kind: str, experts: int, rng: np.random.Generator, exponent: floa
 
 def choose(popularity: np.ndarray, num_tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """`[num_tokens, top_k]` different experts per token, one after another by their popularity among the others."""
+    if num_tokens * top_k >= 1 << 31:
+        raise ValueError(f"{num_tokens} tokens of all ranks with {top_k} experts each: more than int32 numbers")
     ids = np.empty((num_tokens, top_k), np.int32)
     for start in range(0, num_tokens, 8192):  # Gumbel top-k
         scores = popularity + rng.gumbel(size=(min(8192, num_tokens - start), len(popularity)))

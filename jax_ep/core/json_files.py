@@ -121,9 +121,11 @@ def read_regular(path: Path, most: int) -> bytes:
       ValueError: it is larger.
     """
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with open(descriptor, "rb") as file:
         return _at_most(file.read(most + 1), most)
 
 

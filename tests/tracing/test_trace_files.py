@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import itertools
 import json
+import operator
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jax_ep import __main__, tracing
 from jax_ep.tracing import KINDS
@@ -158,6 +164,80 @@ def test_other_files_are_refused(content: str, tmp_path: Path, capsys: pytest.Ca
         tracing.Trace.load(path)
     assert __main__.main(["trace", "show", str(path)]) == 2
     assert "no trace of this package" in capsys.readouterr().err
+
+
+_PATHS = (
+    *(("otherData", name) for name in ("format", "is_ordered_only", "begin", "clocks", "num_dropped", "launches")),
+    *(("otherData", "clocks", name) for name in ("offset_ns", "error_ns", "relaxed_ns")),
+    *(("otherData", "launches", 0, name) for name in ("device", "number", "kernel", "identity", "group", "epochs")),
+    *(("traceEvents", -1, name) for name in ("ph", "pid", "tid", "name", "ts", "dur", "args")),
+    *(("traceEvents", -1, "args", name) for name in ("launch", "program", "task", "peer", "block")),
+    *(
+        ("traceEvents",),
+        ("traceEvents", -1),
+        ("otherData",),
+        ("otherData", "launches", 0),
+        ("otherData", "num_dropped", "0"),
+    ),
+)
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(),
+    st.sampled_from(
+        [10**400, 1 << 31, 1 << 61, -(1 << 63), "wait", "member", "../x", "\ud800", [], [0], {}, {"0": 1 << 61}]
+    ),
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(changes=st.lists(st.tuples(st.sampled_from(_PATHS), _VALUES), min_size=1, max_size=3))
+def test_a_changed_file_is_read_or_refused_in_one_line(
+    changes: list[Any], trace: tracing.Trace, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.json"
+    trace.save(path)
+    content = json.loads(path.read_text())
+    for (*where, last), value in changes:
+        with contextlib.suppress(LookupError, TypeError):  # an earlier change has taken the place away
+            functools.reduce(operator.getitem, where, content)[last] = value
+    path.write_text(json.dumps(content))
+    try:
+        found = tracing.Trace.load(path)
+    except ValueError as error:
+        message = str(error)
+    else:
+        found.summary()
+        found.save(path)
+        return
+    assert "\n" not in message and len(message) < 600
+
+
+def test_a_hostile_file_is_refused(tmp_path: Path) -> None:
+    """A FIFO is not waited for, and a compressed file is read up to the limit."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        tracing.Trace.load(tmp_path / "fifo")
+    blanks = gzip.compress(bytes(1 << 20))
+    for name, data in {
+        "bomb": blanks * 257,
+        "deep": b"[" * 200_000,
+        "cut": gzip.compress(b"{}")[:-4],
+        "damaged": b"\x1f\x8b" + bytes(100),
+        "twice": b'{"a": 1, "a": 2}',
+        "digits": b"9" * 10_000,
+        "nan": b'{"otherData": NaN}',
+        "latin": b"\xff",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{name} is no trace of this package: .*; expected"):
+            tracing.Trace.load(tmp_path / name)
+
+
+def test_a_device_without_events_has_no_place_in_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tracing.Trace.of_devices({0: written(0), 1: Written(np.zeros((0,), EVENT), {}, 3)}).plot(tmp_path / "t.png")
 
 
 def test_a_kernel_that_was_not_recorded(trace: tracing.Trace) -> None:

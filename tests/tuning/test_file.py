@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import operator
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import pytest
+from hypothesis import strategies as st
 
 from jax_ep import tuning
 from jax_ep.heap.symmetric import MAX_BLOCKS
@@ -134,7 +139,7 @@ def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.warns(tuning.TuningWarning, match="No such file"):
         assert tuning.current().path is None
     monkeypatch.setenv(file.ENVIRONMENT, str(tmp_path))  # a folder
-    with pytest.warns(tuning.TuningWarning, match="Is a directory"):
+    with pytest.warns(tuning.TuningWarning, match="not a regular file"):
         assert tuning.current().path is None
     monkeypatch.delenv(file.ENVIRONMENT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing yet"))
@@ -185,6 +190,37 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         read.rates = None  # type: ignore[misc]
     with pytest.raises(TypeError):
         read.entries[next(iter(read.entries))]["num_warps"] = 4  # type: ignore[index]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([10**400, "x" * 10**5]),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=5,
+)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    where=st.sampled_from(
+        [
+            *(("format",), ("device_kind",), ("kernels",), ("rates",), ("entries",), ("entries", 0), ("more",)),
+            *(("rates", "memory_bytes_per_s"), ("rates", "more"), ("entries", 0, "operation"), ("entries", 0, "facts")),
+            *(("entries", 0, "settings"), ("entries", 0, "facts", "hidden"), ("entries", 0, "settings", "num_warps")),
+        ]
+    ),
+    value=JSON,
+)
+def test_a_changed_file_is_read_or_left_out_with_one_line(where: tuple[Any, ...], value: Any) -> None:
+    content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": RATES, "entries": [ENTRY]}
+    content = json.loads(json.dumps(content))
+    functools.reduce(operator.getitem, where[:-1], content)[where[-1]] = value
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+        path = Path(folder) / "tuned.json"
+        path.write_text(json.dumps(content))
+        warnings.simplefilter("always")
+        found = file._read_once(path, KIND, True)
+    assert found.path == path if not told else (len(told), found.entries, found.rates) == (1, {}, None)
+    assert all(len(text) <= 200 and "\n" not in text for text in (str(one.message) for one in told))
 
 
 def test_what_is_no_regular_file_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

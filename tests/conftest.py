@@ -12,6 +12,7 @@ import os
 import secrets
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """JAX must know of the other processes before it looks for devices."""
+    for name in ON_KERNELS:
+        file, _, test = name.partition("::")
+        path = Path(__file__).parents[1] / file
+        if not path.is_file() or f"def {test.split('[')[0]}" not in path.read_text():
+            raise pytest.UsageError(f"ON_KERNELS in tests/conftest.py names {name}, which does not exist; remove it.")
     if NUM_PROCESSES > 1:
         process = int(os.environ["JAX_EP_TEST_PROCESS"])
         address = os.environ["JAX_EP_TEST_COORDINATOR"]

@@ -61,3 +61,38 @@ def test_every_public_pytree_can_be_exported() -> None:
     covered = {name.split()[0] for name in VALUES}
     assert {name for name in jax_ep.__all__ if name in ("Routing", "SortedTokens") or "Dispatched" in name} <= covered
     assert {name for name in jax_ep.__all__ if "Handle" in name or "Weights" in name or "Quantized" in name} <= covered
+
+
+def _layer(x: jax.Array, logits: jax.Array, **options: Any) -> jax.Array:
+    weights = jnp.linspace(-0.2, 0.2, 4 * 8 * 12).reshape(4, 8, 12), jnp.linspace(-0.2, 0.2, 4 * 6 * 8).reshape(4, 6, 8)
+    routing = jax_ep.topk_router(logits, 2)
+    return jax_ep.fused_moe(x, routing.topk_idx, routing.topk_weights, *weights, implementation="xla", **options)
+
+
+@pytest.mark.parametrize("constraints", [(), ("n >= 8", "n <= 65536")])
+def test_export_of_a_symbolic_number_of_tokens(constraints: tuple[str, ...], rng: np.random.Generator) -> None:
+    """One program for every batch size: a layer and its gradients."""
+
+    def both(x: jax.Array, logits: jax.Array) -> Any:
+        return _layer(x, logits), jax.grad(lambda *a: jnp.sum(jnp.sin(_layer(*a))), argnums=(0, 1))(x, logits)
+
+    (n,) = export.symbolic_shape("n", constraints=constraints)
+    exported = export.export(jax.jit(both))(*(jax.ShapeDtypeStruct((n, size), jnp.float32) for size in (8, 4)))
+    for size in (8, 33):
+        arrays = [rng.normal(size=(size, columns)).astype(np.float32) for columns in (8, 4)]
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), exported.call(*arrays), both(*arrays)
+        )
+
+
+def test_export_of_a_symbolic_number_of_tokens_in_fp8() -> None:
+    (n,) = export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((n, 128), jnp.float32), jax.ShapeDtypeStruct((n, 4), jnp.float32)
+    w = quantize_experts(jnp.ones((4, 128, 256)), "int8"), quantize_experts(jnp.ones((4, 128, 128)), "int8")
+
+    def layer(x: jax.Array, logits: jax.Array) -> jax.Array:
+        routing = jax_ep.topk_router(logits, 2)
+        return jax_ep.fused_moe(x, routing.topk_idx, routing.topk_weights, *w)
+
+    with pytest.raises(NotImplementedError, match="x has n tokens, a symbolic number, expected a known one"):
+        export.export(jax.jit(layer))(*shapes)

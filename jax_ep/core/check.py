@@ -131,9 +131,18 @@ def at_least(function: str, name: str, value: Any, least: int) -> int:
 
 
 def countable(function: str, what: str, number: int, remedy: str) -> None:
-    """So many rows that int32, by which slots and rows are known, can number them."""
-    if number >= 2**31:
+    """Check that row indices fit in int32; a symbolic number is not known."""
+    if isinstance(number, int) and number >= 2**31:
         raise ValueError(f"{function}: {what} make {number} rows, expected fewer than 2**31; {remedy}.")
+
+
+def known_rows(function: str, what: str, number: int) -> None:
+    """Check that a number of tokens is not symbolic, as in `jax.export` for every batch size."""
+    if not isinstance(number, int):
+        raise NotImplementedError(
+            f"{function}: x has {number} tokens, a symbolic number, expected a known one {what}; export a program for"
+            " each batch size, or one for the largest with num_tokens."
+        )
 
 
 def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantized:

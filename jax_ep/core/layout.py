@@ -28,7 +28,7 @@ def power_of_two(least: int) -> int:
 
 def dropless_capacity(num_slots: int, num_groups: int, alignment: int) -> int:
     """Rows that hold any routing of `num_slots` slots to `num_groups` groups aligned to `alignment` rows."""
-    return round_up(num_slots + min(num_groups, num_slots) * (alignment - 1), alignment)
+    return round_up(num_slots + jax.core.min_dim(num_groups, num_slots) * (alignment - 1), alignment)
 
 
 class SlotOrder(NamedTuple):

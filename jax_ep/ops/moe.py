@@ -168,6 +168,8 @@ def moe(
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
     in_fp8 = check_recipe.is_fp8(recipe)
+    if in_fp8 or isinstance(parts.w_gate_up, QuantizedExperts):
+        check.known_rows("moe", "in FP8 and with quantized experts", x.shape[0])
     if in_fp8:
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)

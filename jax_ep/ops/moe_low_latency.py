@@ -130,6 +130,7 @@ def low_latency_moe(
         )
     options = registry.options(function, axis_name, implementation, None, schedule)
     x = check.plain_tokens(function, x)
+    check.known_rows(function, "in a low-latency layer", x.shape[0])
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)

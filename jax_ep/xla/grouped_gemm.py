@@ -28,6 +28,15 @@ _TILES = {"cpu": (128, 16), "gpu": (512, 128)}
 """Rows of large and small tiles: a GPU needs more rows to be busy, and each step of a loop costs it a round trip."""
 
 
+def _tiles() -> tuple[int, int]:
+    return _TILES.get(jax.default_backend(), _TILES["gpu"])
+
+
+def _with_a_tile(x: Array) -> Array:
+    """`x` with room for a whole tile where its number of rows is symbolic, as `jax.export` has it."""
+    return x if isinstance(x.shape[0], int) else jnp.pad(x, ((0, _tiles()[0]), (0, 0)))
+
+
 class Tile(NamedTuple):
     """Rows `[start, start + len(mask))`, of which those in `mask [rows, 1]` belong to the tile."""
 
@@ -68,7 +77,7 @@ def order_groups(starts: Array, ends: Array) -> Groups:
 def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
     """Groups one after another; negative sizes are empty groups, and none reaches past the last row."""
     sizes = jnp.clip(group_sizes, 0, num_rows)
-    if num_rows * sizes.shape[0] <= jnp.iinfo(jnp.int32).max:
+    if isinstance(num_rows, int) and num_rows * sizes.shape[0] <= jnp.iinfo(jnp.int32).max:
         ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
     else:  # no sum may leave int32, in ten times as many launches
         ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, num_rows - a), sizes)
@@ -79,7 +88,7 @@ def _for_each_tile[Carry](
     body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
 ) -> Carry:
     """Folds `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
-    large, small = (min(tile, num_rows) for tile in _TILES.get(jax.default_backend(), _TILES["gpu"]))
+    large, small = (min(tile, num_rows) if isinstance(num_rows, int) else tile for tile in _tiles())
     num_large = (end - start) // large
     remainder = start + num_large * large
     for rows, base, count in ((large, start, num_large), (small, remainder, -(-(end - remainder) // small))):
@@ -147,6 +156,7 @@ def grouped_gemm(
     if bias is not None:
         run = functools.partial(grouped_gemm, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
         return add_bias(run(lhs, rhs, group_sizes), bias, group_sizes)
+    symbolic_rows, lhs = lhs.shape[0], _with_a_tile(lhs)
     num_rows, num_cols = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros((num_rows, num_cols), out_dtype)))
     if 0 in (*lhs.shape, *rhs.shape):
@@ -156,7 +166,8 @@ def grouped_gemm(
         return lax.dynamic_index_in_dim(rhs, group, keepdims=False)
 
     groups = locate_groups(group_sizes, num_rows)
-    return multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose_rhs=transpose_rhs)
+    product = multiply_groups(groups, lambda tile: tile.rows(lhs), matrix_of, out, transpose_rhs=transpose_rhs)
+    return product if isinstance(num_rows, int) else product[:symbolic_rows]
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))
@@ -172,6 +183,7 @@ def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
     Returns:
       `[G, K, N]`; zero for empty groups.
     """
+    lhs, rhs = _with_a_tile(lhs), _with_a_tile(rhs)
     num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
     if 0 in (num_rows, *shape):

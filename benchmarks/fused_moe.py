@@ -38,9 +38,9 @@ from jax import Array, lax
 
 import jax_ep
 import kernel_times
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
+from jax_ep import formats
 from jax_ep.ops import registry
-from jax_ep.quantization import quantize_experts, shuffle_experts
+from jax_ep.quantization import prepack_experts, quantize_experts
 from jax_ep.tools.command import count_or_zero
 from lib import baselines, harness, plots, torch_layer
 from lib.fused_tiles import candidates, cut, label
@@ -56,9 +56,9 @@ LENGTHS_OF_MANY, QUICK_LENGTHS = (2, 10), (1, 3)
 UNROLL = 8  # calls in a step of a chain's loop, which takes some microseconds in a CUDA graph
 TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
-FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in EXPERT_FORMATS}
+FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in formats.FORMATS}
 FORMATS |= {f"{name}_tokens": {"format": name, "activations": "int8" if name == "int8" else "fp8"} for name in FORMATS}
-FORMATS |= {f"{name}_shuffled": {"format": name} for name in ("int4", "mxfp4")}
+FORMATS |= {f"{name}_prepacked": {"format": name} for name in ("int4", "mxfp4")}
 SEVERAL = jax_ep.Schedule(single_launch=False)
 WAYS = [("fused_moe", None), ("one launch", jax_ep.Schedule(single_launch=True)), ("several launches", SEVERAL)]
 
@@ -182,7 +182,7 @@ def read_memory(args: argparse.Namespace) -> float:
 def stored_as(expert_format: str, w: Array) -> jax_ep.QuantizedExperts:
     """Matrices in one of `FORMATS`."""
     found = quantize_experts(w, **FORMATS[expert_format])
-    return shuffle_experts(found) if expert_format.endswith("_shuffled") else found
+    return prepack_experts(found) if expert_format.endswith("_prepacked") else found
 
 
 def lengths(tokens: int) -> tuple[int, int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_quantized, check_recipe, expert_formats, fp8, shuffled_experts
+from jax_ep import formats
+from jax_ep.core import check, check_recipe, fp8
 from jax_ep.core.check_fp8 import matrices as check_matrices
 from jax_ep.core.check_fp8 import quantized_matrices, whole_blocks_per_device, whole_groups_per_device
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
@@ -17,6 +17,8 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import is_one_device
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.formats import check_quantized
+from jax_ep.formats.base import PREPACKED_K, Format
 from jax_ep.ops import registry
 from jax_ep.types import Array, Quantized
 
@@ -199,7 +201,7 @@ def quantize_experts(
     w: Array,
     format: str,
     *,
-    group_size: int = GROUP_SIZE,
+    block_size: int | None = None,
     activations: str | None = None,
     smooth: Array | None = None,
 ) -> QuantizedExperts:
@@ -210,13 +212,13 @@ def quantize_experts(
       "fp8": a block of 128 by 128, float8_e4m3fn as in DeepSeek-V3;
       "fp8_channel": a column, float8_e4m3fn;
       "int8": a column, integers up to 127;
-      "int4": `group_size` elements of a column, integers up to 7;
+      "int4": `block_size` elements of a column, integers up to 7;
       "mxfp4": 32 elements of a column, a power of two, and values of e2m1, as gpt-oss has them.
 
     Args:
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them.
       format: one of these.
-      group_size: of "int4", even.
+      block_size: elements of a column that share a scale, even; "int4" takes it. None: the format's, 128 in "int4".
       activations: tokens are quantised too where they are multiplied. "int8", with that format: each by its largest
         element, and products are of integers. "fp8", with all other formats: as `quantize_fp8` does, for which K is a
         multiple of 128; with "fp8", products are those of DeepSeek-V3. None: tokens keep their dtype.
@@ -247,28 +249,24 @@ def quantize_experts(
     """
     function = "quantize_experts"
     w = check_matrices(function, "w", w, whole=False)
-    check_quantized.expert_format(function, format)
-    group_size = check.positive(function, "group_size", group_size)
-    if group_size % 2:
-        raise ValueError(f"{function}: {group_size=}, expected an even number: two elements share a byte.")
-    check_quantized.depth(function, "axis -2 of w, K,", format, w.shape[-2], group_size)
-    if format == "fp8":
-        whole_blocks_per_device(function, "w", w)
-    elif (group := check_quantized.group_of(format, group_size)) > 1:
-        whole_groups_per_device(function, "w", w, -2, w.shape[-2], group)
-    smooth = check_quantized.activations(function, format, activations, smooth, w.shape[:-1])
+    wanted = check_quantized.format_named(function, format)
+    block = check_quantized.block_size(function, wanted, block_size)
+    check_quantized.depth(function, "axis -2 of w, K,", wanted, w.shape[-2], block)
+    for axis, size in ((-2, block), (-1, wanted.block_n)):
+        if size > 1:
+            whole_groups_per_device(function, "w", w, axis, w.shape[axis], size)
+    smooth = check_quantized.activations(function, wanted, activations, smooth, w.shape[:-1])
     remedy = "quantize_experts has no gradient: train with the weights as they are."
-    quantize = partial(_quantize_experts, format, group_size, activations)
+    quantize = partial(_quantize_experts, wanted, block, activations)
     return call_without_gradient(remedy, quantize, w, smooth)
 
 
 def _quantize_experts(
-    expert_format: str, group_size: int, activations: str | None, w: Array, smooth: Array | None
+    wanted: Format, block_size: int, activations: str | None, w: Array, smooth: Array | None
 ) -> QuantizedExperts:
     if smooth is not None:
         w = w.astype(jnp.float32) * smooth[..., None]
-    found = expert_formats.quantize(w, expert_format, group_size)
-    return dataclasses.replace(found, smooth=smooth, activations=activations)
+    return QuantizedExperts(*wanted.quantize(w, block_size), wanted.name, smooth, activations)
 
 
 @operation
@@ -296,91 +294,90 @@ def dequantize_experts(w: QuantizedExperts, dtype: DTypeLike) -> Array:
     w = _whole_experts(function, w)
     dtype = check.dtype(function, "dtype", dtype, "one of the result, as jnp.bfloat16")
     if w.smooth is None:
-        return expert_formats.dequantize(w.values, w.scales, w.format, dtype)
-    wide = expert_formats.dequantize(w.values, w.scales, w.format, jnp.float32)
+        return formats.dequantize(w, dtype)
+    wide = formats.dequantize(w, jnp.float32)
     return (wide / w.smooth[..., None, :]).astype(dtype)
 
 
 @operation
-def shuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
-    """Matrices in 4 bits in the order in which the kernels of `triton` need fewest instructions for an element.
+def prepack_experts(w: QuantizedExperts) -> QuantizedExperts:
+    """Puts 4-bit weights into the order in which the kernels of `triton` need fewest instructions per element.
 
-    With tokens in 16 bits these instructions take longer than reading the matrices. Here a word of 32 bits is what one
-    thread multiplies, with each bit where a shift and a mask leave it in place, and the scales that are read together
-    lie side by side. All products and layers that take the one take the other, with the same results up to the order
-    of sums.
+    With tokens in 16 bits these instructions take longer than reading the weights. In this order one uint32 is what one
+    thread multiplies, with each bit where a shift and a mask leave it in place, and scales that are read together are
+    neighbors. Every layer takes both orders, with the same results up to the order of sums.
 
     Args:
       w: of `quantize_experts` in format "int4" or "mxfp4", or of a checkpoint; `K % 32 == 0`; `activations` are None.
 
     Returns:
-      `QuantizedExperts` with values `[..., E, N, K / 8]` uint32, of as many bytes (where K is no multiple of 128, with
-      up to three exponents a column more), which stand for the same matrices; of elements whose scale is NaN only the
-      signs are kept. The arrays have the leading axes of w, so that experts may be sharded. The way back is
-      `unshuffle_experts`.
+      `QuantizedExperts` with values `[..., E, N, K / 8]` uint32, which stand for the same weights in as many bytes (if
+      K is no multiple of 128, with up to three more exponents per column). Elements whose scale is NaN keep only their
+      signs. The arrays have the leading axes of w, so that experts may be sharded. `unprepack_experts` is the inverse.
 
     Raises:
-      ValueError: another format; K is no multiple of 32; activations are not None; w is shuffled already; explicit mesh
-        axes split K where devices hold no whole blocks, of 128 in "mxfp4" and 32 in "int4".
+      ValueError: another format; K is no multiple of 32; activations are not None; w is prepacked already; explicit
+        mesh axes split K where devices hold no whole blocks, of 128 in "mxfp4" and 32 in "int4".
       TypeError: no `QuantizedExperts`, or parts of other dtypes.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jax_ep.quantization import dequantize_experts, quantize_experts, shuffle_experts
-      >>> w = shuffle_experts(quantize_experts(jnp.full((4, 64, 6), 3.0), "mxfp4"))
+      >>> from jax_ep.quantization import dequantize_experts, prepack_experts, quantize_experts
+      >>> w = prepack_experts(quantize_experts(jnp.full((4, 64, 6), 3.0), "mxfp4"))
       >>> w.shape, w.values.shape, w.scales.shape, dequantize_experts(w, jnp.float32)[0, 0, 0].item()
       ((4, 6, 64), (4, 6, 8), (4, 1, 6), 3.0)
     """
-    function = "shuffle_experts"
+    function = "prepack_experts"
     w = _whole_experts(function, w)
-    if w.is_shuffled:
-        raise ValueError(f"{function}: w is shuffled already, expected quantised matrices as they were; pass those.")
-    if w.format not in expert_formats.FOUR_BITS:
+    if w.is_prepacked:
+        raise ValueError(f"{function}: w is prepacked already, expected what quantize_experts returned; pass that.")
+    layout = formats.format_of(w).prepacked
+    if layout is None:
+        names = " or ".join(repr(name) for name, found in formats.FORMATS.items() if found.prepacked)
         raise ValueError(
-            f"{function}: w is in {w.format!r}, expected 'int4' or 'mxfp4', as 8 bits need no order of their own; pass"
-            " w itself to the layer."
+            f"{function}: w is in {w.format!r}, expected {names}, as kernels read 8 bits as they are; pass w itself to"
+            " the layer."
         )
     if w.activations is not None:
         raise ValueError(
             f"{function}: w has activations={w.activations!r}, expected None, as the order is for tokens in 16 bits;"
             " pass w itself to the layer, or dataclasses.replace(w, activations=None) here."
         )
-    if w.shape[-1] % shuffled_experts.GROUP:
+    if w.shape[-1] % PREPACKED_K:
         raise ValueError(
-            f"{function}: K is {w.shape[-1]}, expected a multiple of {shuffled_experts.GROUP}, the elements of four"
-            " words; pad with zeros before quantising, or pass w itself to the layer."
+            f"{function}: K is {w.shape[-1]}, expected a multiple of {PREPACKED_K}, the elements of four packed uint32;"
+            " pad with zeros before quantizing, or pass w itself to the layer."
         )
-    step = shuffled_experts.STEP if w.format == "mxfp4" else shuffled_experts.GROUP
-    whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-1], step)
-    return expert_formats.shuffle(w)
+    whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-1], layout.step)
+    return formats.prepack(w)
 
 
 @operation
-def unshuffle_experts(w: QuantizedExperts) -> QuantizedExperts:
-    """The reverse of `shuffle_experts`, bit for bit.
+def unprepack_experts(w: QuantizedExperts) -> QuantizedExperts:
+    """The inverse of `prepack_experts`, bit for bit.
 
     Args:
-      w: of `shuffle_experts`, values `[..., E, N, K / 8]` uint32.
+      w: of `prepack_experts`, values `[..., E, N, K / 8]` uint32.
 
     Returns:
       What `quantize_experts` returned, values `[..., E, N, K / 2]` uint8, where its scales are no NaN.
 
     Raises:
-      ValueError: w is not shuffled, or its parts do not belong together.
+      ValueError: w is not prepacked, or its parts do not belong together.
       TypeError: no `QuantizedExperts`, or parts of other dtypes.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jax_ep.quantization import quantize_experts, shuffle_experts, unshuffle_experts
+      >>> from jax_ep.quantization import prepack_experts, quantize_experts, unprepack_experts
       >>> w = quantize_experts(jnp.ones((2, 128, 3)), "int4")
-      >>> bool((unshuffle_experts(shuffle_experts(w)).values == w.values).all())
+      >>> bool((unprepack_experts(prepack_experts(w)).values == w.values).all())
       True
     """
-    function = "unshuffle_experts"
+    function = "unprepack_experts"
     w = _whole_experts(function, w)
-    if not w.is_shuffled:
-        raise ValueError(f"{function}: w is not shuffled, expected what shuffle_experts returned; pass that.")
-    return expert_formats.unshuffle(w)
+    if not w.is_prepacked:
+        raise ValueError(f"{function}: w is not prepacked, expected what prepack_experts returned; pass that.")
+    return formats.unprepack(w)
 
 
 def _whole_experts(function: str, w: QuantizedExperts) -> QuantizedExperts:

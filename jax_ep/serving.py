@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ep.core import check, check_fp8, check_quantized
-from jax_ep.core.expert_formats import FOUR_BITS
+from jax_ep.core import check, check_fp8
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.named_scopes import operation
+from jax_ep.formats import check_quantized
 from jax_ep.ops.moe_low_latency import low_latency_moe
-from jax_ep.quantization import quantize_experts, quantize_fp8_weights, shuffle_experts
+from jax_ep.quantization import prepack_experts, quantize_experts, quantize_fp8_weights
 from jax_ep.types import Array, Experts, Quantized, result_type
 
 LOW_LATENCY_TOKENS = 128
@@ -72,8 +72,8 @@ def serving_weights(
       b_down: `[..., E, H]`, or None.
       fp8: quantise them, with tokens and activated rows in FP8 too.
       format: quantise them as `quantize_experts` does, with tokens in their own dtype; then `fp8` counts for nothing.
-        In groups of I, it is padded with zeros, which changes no result. In 4 bits they are in the order of
-        `shuffle_experts`, for which kernels take less time.
+        In groups of I, it is padded with zeros, which changes no result. In 4 bits they are prepacked, see
+        `prepack_experts`, for which kernels take less time.
 
     Returns:
       Both matrices, transposed, and the biases.
@@ -110,9 +110,9 @@ def serving_weights(
     b_down = check.bias(function, "b_down", b_down, (*w_down.shape[:-2], hidden))
     if not fp8 and format is None:
         return ServingWeights(jnp.swapaxes(w_gate_up, -1, -2), jnp.swapaxes(w_down, -1, -2), b_gate_up, b_down)
-    wanted = "fp8" if format is None else check_quantized.expert_format(function, format)
+    wanted = check_quantized.format_named(function, "fp8" if format is None else format)
     check_quantized.depth(function, "H, axis -2 of w_gate_up,", wanted, hidden)
-    missing = -inner % check_quantized.group_of(wanted)
+    missing = -inner % (wanted.block_k or 1)
     if missing:
         if callable(experts.activation):
             check_quantized.depth(function, "I, axis -2 of w_down,", wanted, inner)
@@ -122,8 +122,8 @@ def serving_weights(
     if format is None:
         return ServingWeights(quantize_fp8_weights(w_gate_up), quantize_fp8_weights(w_down), b_gate_up, b_down)
     gate_up, down = quantize_experts(w_gate_up, format), quantize_experts(w_down, format)
-    if wanted in FOUR_BITS:
-        gate_up, down = shuffle_experts(gate_up), shuffle_experts(down)
+    if wanted.prepacked is not None:
+        gate_up, down = prepack_experts(gate_up), prepack_experts(down)
     return ServingWeights(gate_up, down, b_gate_up, b_down)
 
 

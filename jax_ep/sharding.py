@@ -16,10 +16,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import context
-from jax_ep.core import check, check_quantized, check_recipe
+from jax_ep.core import check, check_recipe
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
+from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.types import Array, AxisName, Experts

@@ -22,7 +22,7 @@ nnx = pytest.importorskip("flax.nnx")
 import jax_ep
 from jax_ep import Schedule
 from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
-from jax_ep.quantization import unshuffle_experts
+from jax_ep.quantization import unprepack_experts
 
 # Layers without a mesh are what others are compared with, on machines with several devices too.
 pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
@@ -332,16 +332,16 @@ def test_serving_in_8_and_4_bits(expert_format: str, monkeypatch: pytest.MonkeyP
     assert float(jnp.linalg.norm(few - want) / jnp.linalg.norm(want)) < (0.03 if expert_format == "int8" else 0.3)
 
 
-def test_serving_by_shuffled_matrices() -> None:
+def test_serving_by_prepacked_matrices() -> None:
     """The same numbers in another order."""
     moe, x = serve_layer("Auto")
-    shuffled = moe.serving_weights(format="mxfp4")
-    assert shuffled.w_gate_up.is_shuffled and shuffled.w_down.is_shuffled
+    prepacked = moe.serving_weights(format="mxfp4")
+    assert prepacked.w_gate_up.is_prepacked and prepacked.w_down.is_prepacked
     weights = dataclasses.replace(
-        shuffled, w_gate_up=unshuffle_experts(shuffled.w_gate_up), w_down=unshuffle_experts(shuffled.w_down)
+        prepacked, w_gate_up=unprepack_experts(prepacked.w_gate_up), w_down=unprepack_experts(prepacked.w_down)
     )
     run = nnx.jit(lambda moe, x, weights: moe(x, weights)[0])
-    np.testing.assert_array_equal(run(moe, x, shuffled), run(moe, x, weights))
+    np.testing.assert_array_equal(run(moe, x, prepacked), run(moe, x, weights))
 
 
 def test_serving_in_fp8_whatever_the_schedule_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

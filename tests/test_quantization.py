@@ -18,11 +18,11 @@ from harness import make_mesh
 from jax_ep.quantization import (
     dequantize_fp8,
     dequantize_fp8_weights,
+    prepack_experts,
     quantize_experts,
     quantize_fp8,
     quantize_fp8_weights,
-    shuffle_experts,
-    unshuffle_experts,
+    unprepack_experts,
 )
 from jax_ep.serving import serving_weights
 
@@ -111,10 +111,10 @@ def test_blocks_that_explicit_axes_would_split() -> None:
         quantize_fp8_weights(w)
     with pytest.raises(ValueError, match=r"axis -2 of w is 384, 3 blocks of 128, .* 2 devices of .*reshard"):
         quantize_experts(w, "int4")
-    with pytest.raises(ValueError, match=r"shuffle_experts: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
-        shuffle_experts(quantize_experts(w, "mxfp4"))
-    q = quantize_experts(w, "int4", group_size=32)  # whose scales need no steps of 128
-    assert_same_bits(np.asarray(unshuffle_experts(shuffle_experts(q)).values), np.asarray(q.values))
+    with pytest.raises(ValueError, match=r"prepack_experts: axis -1 of w is 384, 3 blocks of 128, .* 2 devices"):
+        prepack_experts(quantize_experts(w, "mxfp4"))
+    q = quantize_experts(w, "int4", block_size=32)  # whose scales need no steps of 128
+    assert_same_bits(np.asarray(unprepack_experts(prepack_experts(q)).values), np.asarray(q.values))
 
 
 def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.Generator) -> None:
@@ -134,13 +134,13 @@ def test_serving_weights_are_those_of_moe_transposed_and_padded(rng: np.random.G
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "int8"])
-def test_serving_weights_in_4_bits_are_shuffled(format: str, rng: np.random.Generator) -> None:
+def test_serving_weights_in_4_bits_are_prepacked(format: str, rng: np.random.Generator) -> None:
     w_gate_up, w_down = reals(rng, 3, 128, 2 * 128), reals(rng, 3, 128, 128)
     found = serving_weights(w_gate_up, w_down, format=format)
     for got, w in ((found.w_gate_up, w_gate_up), (found.w_down, w_down)):
         want = quantize_experts(w, format)
-        assert got.is_shuffled == (format != "int8")
-        back = unshuffle_experts(got) if got.is_shuffled else got
+        assert got.is_prepacked == (format != "int8")
+        back = unprepack_experts(got) if got.is_prepacked else got
         for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(want), strict=True):
             assert_same_bits(np.asarray(one), np.asarray(other))
 

@@ -15,16 +15,20 @@ import pytest
 import jax_ep
 import oracle_quantized
 from cases import BF16, F32, reals
+from jax_ep import formats
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import dequantize_experts, quantize_experts, shuffle_experts, unshuffle_experts
+from jax_ep.quantization import dequantize_experts, prepack_experts, quantize_experts, unprepack_experts
 
 NUMERICS = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
-FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 
 
 def quantized(w: Any, expert_format: str, **options: Any) -> jax_ep.QuantizedExperts:
     return jax.jit(partial(quantize_experts, format=expert_format, **options))(w)
+
+
+def options_of(expert_format: str, block_size: int) -> dict[str, int]:
+    return {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
 
 
 @FORMATS
@@ -32,18 +36,18 @@ def quantized(w: Any, expert_format: str, **options: Any) -> jax_ep.QuantizedExp
 @pytest.mark.parametrize(("leading", "columns"), [((3,), 200), ((), 1), ((2, 2), 8)])
 @pytest.mark.slow(unless={"dtype": [BF16]})
 def test_error(leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_format: str, rng: Any) -> None:
-    depth, group_size = 256, 64
+    depth, block_size = 256, 64
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
-    q = quantized(w, expert_format, group_size=group_size)
+    q = quantized(w, expert_format, **options_of(expert_format, block_size))
     want = np.swapaxes(w, -1, -2).astype(np.float64)
     assert q.shape == want.shape
     stands_for = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
-    bound = oracle_quantized.largest_error(want, expert_format, group_size)
+    bound = oracle_quantized.largest_error(want, expert_format, block_size)
     assert np.all(np.abs(stands_for - want) <= bound)
     assert np.any(stands_for != want)
     got = jax.jit(partial(dequantize_experts, dtype=jnp.float32))(q)
     np.testing.assert_allclose(got, stands_for, rtol=1e-6)
-    in_bits = {"int4": 4 + 32 / group_size, "mxfp4": 4.25}.get(expert_format)
+    in_bits = {"int4": 4 + 32 / block_size, "mxfp4": 4.25}.get(expert_format)
     if in_bits is not None:
         assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == in_bits * w.size
 
@@ -162,8 +166,10 @@ def test_mistakes() -> None:
     for name in ("int8", "fp8", "fp8_channel", "int4", "mxfp4"):
         with pytest.raises(ValueError, match="K, is 0, expected at least 1"):
             quantize_experts(w[:, :0], name)
-    with pytest.raises(ValueError, match="group_size=3, expected an even number"):
-        quantize_experts(w, "int4", group_size=3)
+    with pytest.raises(ValueError, match="block_size=3, expected an even number"):
+        quantize_experts(w, "int4", block_size=3)
+    with pytest.raises(ValueError, match=r"block_size=32 with format='mxfp4', expected None; only \['int4'\] take it"):
+        quantize_experts(w, "mxfp4", block_size=32)
     with pytest.raises(TypeError, match="no gradient"):
         jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
     with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
@@ -203,43 +209,43 @@ def test_smooth_columns_lose_less(rng: np.random.Generator) -> None:
     assert len(jax.tree.leaves(q)) == 3
 
 
-# --- shuffled ---------------------------------------------------------------------------------------------------------
+# --- prepacked --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("expert_format", "group_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
+@pytest.mark.parametrize(("expert_format", "block_size"), [("mxfp4", 32), ("int4", 128), ("int4", 32), ("int4", 16)])
 @pytest.mark.parametrize("depth", [128, 256, 384])
 @pytest.mark.slow(unless={"depth": [384]})
-def test_shuffled_matrices_come_back_to_the_bit(expert_format: str, group_size: int, depth: int, rng: Any) -> None:
-    q = quantized(reals(rng, 2, 3, depth, 40), expert_format, group_size=group_size)
-    shuffled = jax.jit(shuffle_experts)(q)
-    assert shuffled.is_shuffled
-    assert not q.is_shuffled
-    assert shuffled.shape == q.shape
-    assert sum(x.nbytes for x in jax.tree.leaves(shuffled)) == sum(x.nbytes for x in jax.tree.leaves(q))
-    back = jax.jit(unshuffle_experts)(shuffled)
+def test_prepacked_matrices_come_back_to_the_bit(expert_format: str, block_size: int, depth: int, rng: Any) -> None:
+    q = quantized(reals(rng, 2, 3, depth, 40), expert_format, **options_of(expert_format, block_size))
+    prepacked = jax.jit(prepack_experts)(q)
+    assert prepacked.is_prepacked
+    assert not q.is_prepacked
+    assert prepacked.shape == q.shape
+    assert sum(x.nbytes for x in jax.tree.leaves(prepacked)) == sum(x.nbytes for x in jax.tree.leaves(q))
+    back = jax.jit(unprepack_experts)(prepacked)
     assert (back.format, back.activations, back.smooth) == (q.format, None, None)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
-    dense = (dequantize_experts(w, jnp.float32) for w in (shuffled, q))
+    dense = (dequantize_experts(w, jnp.float32) for w in (prepacked, q))
     np.testing.assert_array_equal(*dense)
 
 
 @pytest.mark.parametrize("depth", [32, 96, 160])
 def test_exponents_behind_a_matrix_are_dropped_again(depth: int, rng: Any) -> None:
     q = quantized(reals(rng, 2, depth, 5), "mxfp4")
-    shuffled = shuffle_experts(q)
-    assert shuffled.scales.shape == (2, -(-depth // 128), 5)
-    back = unshuffle_experts(shuffled)
+    prepacked = prepack_experts(q)
+    assert prepacked.scales.shape == (2, -(-depth // 128), 5)
+    back = unprepack_experts(prepacked)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_where_a_word_has_its_elements(rng: Any) -> None:
     """As the assembler of the kernels takes them out: of MXFP4 sign, exponent and mantissa, of INT4 8 more."""
-    for expert_format, group_size in (("mxfp4", 32), ("int4", 32)):
-        q = quantized(reals(rng, 1, 96, 3), expert_format, group_size=group_size)
-        words = np.asarray(shuffle_experts(q).values).astype(object)
+    for expert_format, block_size in (("mxfp4", 32), ("int4", 32)):
+        q = quantized(reals(rng, 1, 96, 3), expert_format, **options_of(expert_format, block_size))
+        words = np.asarray(prepack_experts(q).values).astype(object)
         codes = oracle_quantized.nibbles(np.asarray(q.values))
         for column, k in np.ndindex(3, 96):
             part, q8, t, second = k // 32, k % 32 // 8, k % 8 // 2, k % 2
@@ -259,38 +265,38 @@ def test_where_a_word_has_its_elements(rng: Any) -> None:
             assert code == codes[0, column, k], (expert_format, column, k)
 
 
-def test_a_scale_that_is_nan_stays_so_when_shuffled(rng: Any) -> None:
+def test_a_scale_that_is_nan_stays_so_when_prepacked(rng: Any) -> None:
     q = quantized(reals(rng, 1, 64, 3), "mxfp4")
     scales = np.asarray(q.scales).copy()
     scales[0, 1, 0] = 255
-    shuffled = shuffle_experts(dataclasses.replace(q, scales=jnp.asarray(scales)))
-    got = np.asarray(dequantize_experts(shuffled, jnp.float32))
+    prepacked = prepack_experts(dataclasses.replace(q, scales=jnp.asarray(scales)))
+    got = np.asarray(dequantize_experts(prepacked, jnp.float32))
     assert np.isnan(got[0, 1, :32]).all()
     assert np.isfinite(np.delete(got.reshape(-1), np.s_[64:96])).all()
 
 
-def test_mistakes_of_shuffling() -> None:
+def test_mistakes_of_prepacking() -> None:
     w = jnp.ones((2, 128, 4))
     q = quantize_experts(w, "mxfp4")
-    shuffled = shuffle_experts(q)
+    prepacked = prepack_experts(q)
     with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
-        shuffle_experts(w)
-    with pytest.raises(ValueError, match="w is shuffled already"):
-        shuffle_experts(shuffled)
+        prepack_experts(w)
+    with pytest.raises(ValueError, match="w is prepacked already"):
+        prepack_experts(prepacked)
     with pytest.raises(ValueError, match="w is in 'int8', expected 'int4' or 'mxfp4'"):
-        shuffle_experts(quantize_experts(w, "int8"))
+        prepack_experts(quantize_experts(w, "int8"))
     with pytest.raises(ValueError, match="w has activations='fp8', expected None"):
-        shuffle_experts(quantize_experts(w, "mxfp4", activations="fp8"))
+        prepack_experts(quantize_experts(w, "mxfp4", activations="fp8"))
     with pytest.raises(ValueError, match="K is 48, expected a multiple of 32"):
-        shuffle_experts(quantize_experts(w[:, :48], "int4", group_size=16))
-    with pytest.raises(ValueError, match="w is not shuffled"):
-        unshuffle_experts(q)
+        prepack_experts(quantize_experts(w[:, :48], "int4", block_size=16))
+    with pytest.raises(ValueError, match="w is not prepacked"):
+        unprepack_experts(q)
     with pytest.raises(ValueError, match="do not belong together"):
-        unshuffle_experts(dataclasses.replace(shuffled, scales=shuffled.scales[..., :3]))
+        unprepack_experts(dataclasses.replace(prepacked, scales=prepacked.scales[..., :3]))
     with pytest.raises(TypeError, match="values of uint32 and scales of uint8, expected uint8 and uint8"):
-        unshuffle_experts(dataclasses.replace(shuffled, scales=q.scales))
-    with pytest.raises(ValueError, match="w is shuffled, with activations='fp8', expected None"):
-        dequantize_experts(dataclasses.replace(shuffled, activations="fp8"), jnp.float32)
+        unprepack_experts(dataclasses.replace(prepacked, scales=q.scales))
+    with pytest.raises(ValueError, match="w is prepacked, with activations='fp8', expected None"):
+        dequantize_experts(dataclasses.replace(prepacked, activations="fp8"), jnp.float32)
 
 
 def test_a_pytree_of_arrays() -> None:

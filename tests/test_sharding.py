@@ -17,7 +17,7 @@ import jax_ep
 from cases import reals
 from harness import make_mesh
 from jax_ep.core.mesh_axes import platform
-from jax_ep.quantization import quantize_experts, quantize_master_weights, shuffle_experts, unshuffle_experts
+from jax_ep.quantization import prepack_experts, quantize_experts, quantize_master_weights, unprepack_experts
 from jax_ep.sharding import moe_specs, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
@@ -252,7 +252,7 @@ def test_quantised_experts_are_checked_as_others_are() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("expert_format", ["int4", "mxfp4"])
 @pytest.mark.slow
-def test_shuffled_experts_stay_where_they_are(expert_format: str, kind: AxisType) -> None:
+def test_prepacked_experts_stay_where_they_are(expert_format: str, kind: AxisType) -> None:
     """On the devices of their experts, from which the layer takes them."""
     mesh = harness.make_mesh((2,), ("expert",), kind)
     sharding = NamedSharding(mesh, P("expert"))
@@ -262,11 +262,11 @@ def test_shuffled_experts_stay_where_they_are(expert_format: str, kind: AxisType
     with jax.set_mesh(mesh):
         held = [jax.device_put(reals(rng, 4, 128, n), sharding) for n in (256, 128)]
         matrices = [quantize_experts(w, expert_format) for w in held]
-        shuffled = [shuffle_experts(w) for w in matrices]
-        for leaf in jax.tree.leaves((shuffled, [unshuffle_experts(w) for w in shuffled])):
+        prepacked = [prepack_experts(w) for w in matrices]
+        for leaf in jax.tree.leaves((prepacked, [unprepack_experts(w) for w in prepacked])):
             assert tuple(leaf.sharding.spec)[:1] == ("expert",)
         call = jax.jit(sharded_moe(mesh, num_experts=4))
-        np.testing.assert_array_equal(call(x, ids, weights, *shuffled), call(x, ids, weights, *matrices))
+        np.testing.assert_array_equal(call(x, ids, weights, *prepacked), call(x, ids, weights, *matrices))
 
 
 def test_fp8_weights_are_split_between_blocks() -> None:

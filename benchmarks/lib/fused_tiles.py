@@ -50,7 +50,7 @@ _FEW_ROWS_IN_FP8 = [
     FusedTiles(16, 128, 128, num_warps=8, num_stages=3, programs=2),
     FusedTiles(32, 128, 128, num_stages=3, programs=2),
 ]
-_FEW_ROWS_SHUFFLED = [
+_FEW_ROWS_PREPACKED = [
     FusedTiles(16, 64, 128, programs=4),
     FusedTiles(16, 64, 128, splits=2, programs=4),
     FusedTiles(16, 64, 128, splits=4, programs=4),
@@ -94,8 +94,8 @@ _MANY_ROWS = [
 def candidates(slots: int, num_experts: int, expert_format: str) -> list[FusedTiles]:
     """Those that may be fastest for so many slots, and that there are with matrices of a format."""
     in_fp8 = expert_format.endswith("_tokens")  # whose groups of 128 columns are of one task
-    if expert_format.endswith("_shuffled") and slots <= 128 * num_experts:
-        return _FEW_ROWS_SHUFFLED
+    if expert_format.endswith("_prepacked") and slots <= 128 * num_experts:
+        return _FEW_ROWS_PREPACKED
     found = _MANY_ROWS if slots > 32 * num_experts else _FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS
     if expert_format == "bfloat16":
         return found

@@ -334,12 +334,12 @@ ONE_DEVICE = {
 }
 FOUR_BITS = {
     "bfloat16": "fused_moe, bfloat16",
-    "INT4": "fused_moe, int4_shuffled",
-    "INT4, several launches": "several launches, int4_shuffled",
-    "INT4, not shuffled": "fused_moe, int4",
-    "MXFP4": "fused_moe, mxfp4_shuffled",
-    "MXFP4, several launches": "several launches, mxfp4_shuffled",
-    "MXFP4, not shuffled": "fused_moe, mxfp4",
+    "INT4": "fused_moe, int4_prepacked",
+    "INT4, several launches": "several launches, int4_prepacked",
+    "INT4, not prepacked": "fused_moe, int4",
+    "MXFP4": "fused_moe, mxfp4_prepacked",
+    "MXFP4, several launches": "several launches, mxfp4_prepacked",
+    "MXFP4, not prepacked": "fused_moe, mxfp4",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
 
@@ -351,7 +351,7 @@ def one_device(reports: Reports) -> list[str]:
 
 def four_bits(reports: Reports) -> list[str]:
     """The layer of one device in 4 bits."""
-    return _one_device(reports, FOUR_BITS, {"fused_moe, mxfp4_shuffled", "fused_moe, mxfp4"})
+    return _one_device(reports, FOUR_BITS, {"fused_moe, mxfp4_prepacked", "fused_moe, mxfp4"})
 
 
 def _one_device(reports: Reports, variants: dict[str, str], needed: set[str]) -> list[str]:

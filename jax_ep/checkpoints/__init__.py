@@ -173,7 +173,7 @@ class Checkpoint:
             in FP8 or MXFP4. Router and biases of the router are float32 in any case.
           quantized: give the experts' matrices as stored: in FP8 as `jax_ep.quantization.quantize_fp8_weights` does,
             pairs of float8_e4m3fn `[E, N, K]` and float32 `[E, ceil(N / 128), K / 128]`; in MXFP4 as
-            `jax_ep.QuantizedExperts`, which GPUs multiply faster once `jax_ep.quantization.shuffle_experts` has them.
+            `jax_ep.QuantizedExperts`, which GPUs multiply faster once `jax_ep.quantization.prepack_experts` has them.
 
         Returns:
           `router [H, E]`, `w_gate_up [E, H, 2I]`, `w_down [E, I, H]`, and where the model has them `b_router [E]`,

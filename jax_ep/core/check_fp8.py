@@ -1,4 +1,4 @@
-"""Argument checks of the masked operations and of FP8 matrices, with the messages of validation.py."""
+"""Argument checks of FP8 operands and of the masked operations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_quantized
+from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple
 from jax_ep.types import Array, Quantized
@@ -154,27 +153,3 @@ def scales(function: str, name: str, value: Any, operand: Array, rows: int) -> A
             f" scale per {GROUP_SIZE} columns and {'row' if rows == 1 else f'{rows} rows'}.{hint}"
         )
     return value
-
-
-def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[int, int]:
-    """The matrices of an expert layer, transposed, after `two_of_a_kind`: columns of hidden rows, and I."""
-    hidden = x.shape[1]
-    values: list[Array | QuantizedExperts] = []
-    for name, w, layout in (("w_gate_up", w_gate_up, "[L, 2 * I, H]"), ("w_down", w_down, "[L, H, I]")):
-        if isinstance(w, QuantizedExperts):
-            values.append(check_quantized.experts(function, name, w, num_local))
-            continue
-        if isinstance(w, tuple) and len(w) != 2:
-            raise ValueError(f"{function}: {name} is a tuple of {len(w)}, expected 2; pass (values, scales).")
-        value = check.array(function, name, w[0] if isinstance(w, tuple) else w, 3, layout)
-        is_pair = isinstance(w, tuple)
-        check.same_dtype(function, name, value, "FP8 pairs" if is_pair else "x", FP8 if is_pair else x.dtype)
-        check.size(function, f"axis 0 of {name}", value.shape[0], num_local, "pass one matrix per local expert")
-        if isinstance(w, tuple):
-            scales(function, f"{name}_scales", w[1], value, GROUP_SIZE)
-        values.append(value)
-    up, down = values
-    remedy = "matrices are transposed here: swap their last two axes, or quantise them, which does"
-    check.size(function, "axis 2 of w_gate_up", up.shape[2], hidden, remedy)
-    check.size(function, "axis 1 of w_down", down.shape[1], hidden, remedy)
-    return up.shape[1], down.shape[2]

@@ -9,8 +9,6 @@ import numpy as np
 
 from jax_ep.types import Array, result_type
 
-EXPERT_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
-
 
 @result_type
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +19,12 @@ class QuantizedExperts:
     `jax_ep.quantization.quantize_experts`, which says what each format is.
 
     Attributes:
-      values: `[..., E, N, K]` float8_e4m3fn or int8; in 4 bits `[..., E, N, K / 2]` uint8, of which the lower half is
-        the element in front, or `[..., E, N, K / 8]` uint32 in the order of `shuffle_experts`.
+      values: `[..., E, N, K]` float8_e4m3fn or int8; in 4 bits `[..., E, N, K / 2]` uint8, whose low half is the first
+        element, or prepacked `[..., E, N, K / 8]` uint32.
       scales: float32 `[..., E, ceil(N / 128), K / 128]` ("fp8"), `[..., E, N]` ("fp8_channel", "int8") or
-        `[..., E, N, K / group]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4"). Beside shuffled values
-        float32 `[..., E, K / group, N]`, or uint32 `[..., E, ceil(K / 128), N]` of four exponents each.
-      format: one of `EXPERT_FORMATS`.
+        `[..., E, N, K / block_size]` ("int4"); uint8 exponents `[..., E, N, K / 32]` ("mxfp4"). Of prepacked values
+        float32 `[..., E, K / block_size, N]`, or uint32 `[..., E, ceil(K / 128), N]` of four exponents each.
+      format: as `quantize_experts` takes it.
       smooth: `[..., E, K]` float32 by which columns of tokens are divided, as the matrices have been multiplied by
         them; None: 1. Only with `activations="int8"`.
       activations: tokens are quantised too, where they are multiplied: "int8", each by its largest element; "fp8", by
@@ -46,8 +44,8 @@ class QuantizedExperts:
         return (*leading, depth * {"uint8": 2, "uint32": 8}.get(self.values.dtype.name, 1))
 
     @property
-    def is_shuffled(self) -> bool:
-        """Whether the arrays are in the order of `shuffle_experts`."""
+    def is_prepacked(self) -> bool:
+        """Whether the arrays are in the order of `prepack_experts`."""
         return self.values.dtype == np.uint32
 
 

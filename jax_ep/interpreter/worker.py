@@ -17,11 +17,10 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
-import importlib.util
-import io
+import importlib.abc
+import importlib.machinery
 import mmap
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -36,7 +35,8 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 128
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
+_PACKAGE = _HERE.parent
 
 
 class Memory:
@@ -94,16 +94,17 @@ def fields(name: str, kind: Any) -> list[str]:
     return [name] if kind is None else [f"{name}.{field}" for field in kind._fields]
 
 
-class Unpickler(pickle.Unpickler):
-    """Finds classes of the package in their files, without importing the package."""
+class Folders(importlib.abc.MetaPathFinder):
+    """Makes folders of the package packages without running their `__init__.py`, which may import jax."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """As kernels of the same folder import it, so that both have the same class."""
-        package = module.partition(".")[0]
-        for folder in _HERE.parents:
-            if folder.name == package:
-                return getattr(load(folder.parent.joinpath(*module.split(".")).with_suffix(".py")), name)
-        return super().find_class(module, name)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        folder = _PACKAGE.parent.joinpath(*name.split("."))
+        if not folder.is_relative_to(_PACKAGE) or not folder.is_dir():
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        return spec
 
 
 class Requests:
@@ -122,7 +123,7 @@ class Requests:
     def _read(self) -> None:
         try:
             while True:
-                request = Unpickler(io.BytesIO(self._connection.recv_bytes())).load()
+                request = self._connection.recv()
                 if request[0] == "abort":
                     self.aborted = max(self.aborted, request[1])
                     continue
@@ -176,7 +177,7 @@ class Runner:
         names = [name for name in kernel.arg_names if name not in constants]
         parameters = launch["parameters"] or [None] * len(names)
         self._is_running = True
-        arguments = load(_HERE.parent / "core" / "kernel.py").regrouped(arguments, parameters)
+        arguments = load(_PACKAGE / "core" / "kernel.py").regrouped(arguments, parameters)
         with np.errstate(all="ignore"):  # as on a GPU
             kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
         self._is_running = False
@@ -208,11 +209,12 @@ class Runner:
 
 
 def load(path: Path) -> types.ModuleType:
-    """The module in the file `path`; its folder becomes a package, so that relative imports between kernels work."""
+    """The module in the file `path`; outside of the package its folder becomes one, for relative imports there."""
     folder = path.resolve().parent
+    if folder.is_relative_to(_PACKAGE):
+        return importlib.import_module(".".join((*folder.relative_to(_PACKAGE.parent).parts, path.stem)))
     package = f"kernels_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     if package not in sys.modules:
-        # Without running the folder's __init__.py, which may import jax.
         module = types.ModuleType(package)
         module.__path__ = [str(folder)]
         sys.modules[package] = module
@@ -241,4 +243,5 @@ def main(descriptor: int, index: int) -> None:
 
 
 if __name__ == "__main__":
+    sys.meta_path.insert(0, Folders())
     main(int(sys.argv[1]), int(sys.argv[2]))

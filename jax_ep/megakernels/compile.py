@@ -12,15 +12,18 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jax_ep.core.files import sources_digest
 from jax_ep.core.kernel import Config, Kernel, element_type, flat
 
 ALIGNMENT = 16
 """Bytes that all addresses are a multiple of, as the widest accesses of a thread need it."""
+_DECODERS = Path(__file__).parents[1] / "formats" / "kernels"
 _MOST_THREADS = 16  # each takes some hundred megabytes
 
 
@@ -151,7 +154,14 @@ def build(
     values = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {path: [["tt.divisibility", ALIGNMENT]] for path in _pointers(signature.values())}
-    source = ASTSource(function, signature, values, aligned)
+
+    class Source(ASTSource):
+        """Its hash covers decoders, which a constant chooses, so that Triton does not see them."""
+
+        def hash(self) -> str:
+            return f"{super().hash()}-{sources_digest(_DECODERS)}"
+
+    source = Source(function, signature, values, aligned)
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     options["maxnreg"] = config.max_registers
     options["enable_fp_fusion"] = True  # chosen here: where nobody chooses, Triton 3.9 warns

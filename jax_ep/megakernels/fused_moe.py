@@ -16,6 +16,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.formats import format_of
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
@@ -91,7 +92,7 @@ def _bits(w_down: Matrices) -> tuple[int, bool]:
     """Of an element, and whether rows are FP8, too."""
     if not isinstance(w_down, QuantizedExperts):
         return 16, False
-    return 8 // storage_of(w_down)[1], w_down.activations == "fp8"
+    return format_of(w_down).bits, w_down.activations == "fp8"
 
 
 def _is_turned(w: Matrices) -> bool:
@@ -103,7 +104,7 @@ def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
     """By which settings are looked up."""
     num_experts, hidden, intermediate = _sizes_of(w_down)
     if isinstance(w_down, QuantizedExperts):
-        kind = w_down.format + ("_tokens" if w_down.activations else "_shuffled" if w_down.is_shuffled else "")
+        kind = w_down.format + ("_tokens" if w_down.activations else "_prepacked" if w_down.is_prepacked else "")
     else:
         kind = str(w_down.dtype)
     sizes = {"num_slots": num_slots, "num_experts": num_experts, "hidden": hidden, "intermediate": intermediate}
@@ -152,7 +153,7 @@ def fused_moe(
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
     tokens, token_scales = x, topk_weights
-    if sizes.gate_up.TOKENS == "fp8":
+    if sizes.gate_up.FP8_TOKENS:
         tokens, token_scales = quantize_rows(x, jnp.full((1,), sizes.T, jnp.int32))
     tensors: tuple[Any, ...] = LayerTensors(tokens, token_scales, gate_up, down, topk_idx, topk_weights)
     if sizes.SORTED:
@@ -173,7 +174,7 @@ def fused_moe(
 
 def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
     """Shapes and dtypes, for tokens of `dtype`."""
-    slots, in_fp8 = sizes.T * sizes.K, sizes.down.TOKENS == "fp8"
+    slots, in_fp8 = sizes.T * sizes.K, sizes.down.FP8_TOKENS
     rows = (slots, sizes.down.SPLITS, sizes.H)
     return LayerScratch(
         jax.ShapeDtypeStruct((slots, sizes.INNER), FP8 if in_fp8 else dtype),
@@ -209,8 +210,8 @@ def fused_sizes(
     num_experts = w_down.shape[0]
     intermediate = w_down.shape[2 if isinstance(w_down, QuantizedExperts) else 1]
     slots = num_tokens * top_k
-    shuffled = [isinstance(w, QuantizedExperts) and w.is_shuffled for w in (w_gate_up, w_down)]
-    halves = shuffled[0] and experts.gated and not experts.interleaved
+    prepacked = [isinstance(w, QuantizedExperts) and w.is_prepacked for w in (w_gate_up, w_down)]
+    halves = prepacked[0] and experts.gated and not experts.interleaved
     wide = 2 if experts.interleaved or halves else 1
     bits, in_fp8 = _bits(w_down)
     turned = any(map(_is_turned, (w_gate_up, w_down)))
@@ -221,9 +222,9 @@ def fused_sizes(
             f"fused_moe: hidden_columns={tiles.hidden_columns} with tokens in FP8, expected a multiple of {GROUP_SIZE},"
             " the columns that share a scale; leave the setting out."
         )
-    if any(shuffled) and tiles.depth not in (128, 256):
+    if any(prepacked) and tiles.depth not in (128, 256):
         raise ValueError(
-            f"fused_moe: depth={tiles.depth} with shuffled matrices, expected 128 or 256; leave the setting out."
+            f"fused_moe: depth={tiles.depth} with prepacked weights, expected 128 or 256; leave the setting out."
         )
     sizes = FusedMoE(
         T=num_tokens,
@@ -248,9 +249,11 @@ def fused_sizes(
 def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedProduct:
     if not isinstance(w, QuantizedExperts):
         tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
-        return FusedProduct(w.shape[2], w.shape[1], "", 1, 0, False, False, "", splits, tile)
+        stored: dict[str, Any] = {"DECODER": "", "PER_BYTE": 1, "BLOCK_SIZE": 0, "PREPACKED": False}
+        return FusedProduct(w.shape[2], w.shape[1], **stored, HALVES=False, FP8_TOKENS=False, SPLITS=splits, tile=tile)
     tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=is_turned(w, tiles.block_m))
-    return FusedProduct(w.shape[1], w.shape[2], *storage_of(w), halves, w.activations or "", splits, tile)
+    sizes: dict[str, Any] = {"N": w.shape[1], "K": w.shape[2], "SPLITS": splits, **storage_of(w)}
+    return FusedProduct(**sizes, HALVES=halves, FP8_TOKENS=w.activations is not None, tile=tile)
 
 
 def fused_tiles(
@@ -266,7 +269,7 @@ def fused_tiles(
     """Tiles for so many slots, of about as many rows of each expert as there are (benchmarks/fused_moe.py --tiles).
 
     Elements of matrices have so many bits. Rows in FP8 share a scale in 128 columns, which are of one task then. Turned
-    are products of shuffled matrices, and those of FP8 in blocks of 32 and 64.
+    are products of prepacked weights, and those of FP8 in blocks of 32 and 64.
     """
     active = num_experts * (1 - (1 - 1 / num_experts) ** slots)  # experts that have rows, if all are chosen alike
     rows = slots / active

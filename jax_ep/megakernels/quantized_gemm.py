@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_formats import FOUR_BITS, MX_GROUP
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.formats import format_of
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
@@ -27,8 +27,8 @@ from jax_ep.xla import quantized_gemm as xla
 _GROUPED = Kernel("quantized_gemm", "quantized_grouped_gemm")
 _MASKED = Kernel("quantized_gemm", "quantized_masked_grouped_gemm")
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
-SHARING = (16, 32, 64, 128)
-"""Elements that may share a scale in the kernels."""
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Elements of K that may share a scale in the kernels, unless all do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class QuantizedTiles:
     programs: int = 2
 
 
-def quantized_tiles(rows_of_group: int, activations: str | None = None, *, shuffled: bool = False) -> QuantizedTiles:
+def quantized_tiles(rows_of_group: int, activations: str | None = None, *, prepacked: bool = False) -> QuantizedTiles:
     """Tiles for groups of about so many rows, which are quantised, too, or not."""
     # Room for twice as many, as counts scatter.
     block_m = min(max(16, power_of_two(2 * rows_of_group)), 128)
-    if shuffled:
+    if prepacked:
         # An element is made once for all rows of a tile, so more of them cost little; accumulators take registers.
         if block_m == 128:
             return QuantizedTiles(block_m, num_warps=8, programs=1)
@@ -74,21 +74,17 @@ def quantized_tiles(rows_of_group: int, activations: str | None = None, *, shuff
 def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedExperts) -> QuantizedTiles:
     groups, columns, depth = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
-    default = quantized_tiles(rows_of_group, rhs.activations, shuffled=rhs.is_shuffled)
-    stored = rhs.format + ("_shuffled" if rhs.is_shuffled else "")
+    default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
+    stored = rhs.format + ("_prepacked" if rhs.is_prepacked else "")
     return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored)
 
 
 def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:
     """What the kernels are compiled for; `num_rows` are those of a block where groups are masked."""
     groups, columns, depth = rhs.shape
-    expert_format, per_byte, sharing, shuffled = storage_of(rhs)
+    sizes: dict[str, Any] = {**common_sizes(num_rows, columns, depth, groups), **storage_of(rhs)}
     return QuantizedGemm(
-        **common_sizes(num_rows, columns, depth, groups),
-        FORMAT=expert_format,
-        PER_BYTE=per_byte,
-        SHARING=sharing,
-        SHUFFLED=shuffled,
+        **sizes,
         TMA_PARTS=0,
         tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=is_turned(rhs, tiles.block_m)),
     )
@@ -103,16 +99,14 @@ def is_turned(rhs: QuantizedExperts, block_m: int) -> bool:
     """
     if rhs.activations is not None:
         return block_m < 64
-    return rhs.is_shuffled or (rhs.values.dtype == FP8 and block_m in (32, 64))
+    return rhs.is_prepacked or (rhs.values.dtype == FP8 and block_m in (32, 64))
 
 
-def storage_of(rhs: QuantizedExperts) -> tuple[str, int, int, bool]:
-    """FORMAT, PER_BYTE, SHARING and SHUFFLED of `QuantizedGemm`: how the kernels find elements and scales."""
-    if rhs.format not in FOUR_BITS:
-        return rhs.format, 1, 0, False
-    if rhs.format == "mxfp4":
-        return rhs.format, 2, MX_GROUP, rhs.is_shuffled
-    return rhs.format, 2, rhs.shape[2] // rhs.scales.shape[1 if rhs.is_shuffled else 2], rhs.is_shuffled
+def storage_of(rhs: QuantizedExperts) -> dict[str, Any]:
+    """How the kernels find elements and scales, see `QuantizedGemm`."""
+    wanted = format_of(rhs)
+    sizes = {"PER_BYTE": 8 // wanted.bits, "BLOCK_SIZE": wanted.block_size(rhs), "PREPACKED": rhs.is_prepacked}
+    return {"DECODER": wanted.decoder, **sizes}
 
 
 def is_readable(rhs: QuantizedExperts) -> bool:
@@ -121,7 +115,7 @@ def is_readable(rhs: QuantizedExperts) -> bool:
         0 not in rhs.shape
         and rhs.shape[0] <= MAX_GROUPS
         and rhs.values.shape[-1] * rhs.values.dtype.itemsize % 16 == 0
-        and storage_of(rhs)[2] in (0, *SHARING)
+        and format_of(rhs).block_size(rhs) in (0, *BLOCK_SIZES)
     )
 
 
@@ -187,7 +181,7 @@ def masked_tiles(most_rows: int, expected_rows: int | None, dtype: jnp.dtype, rh
 def blocks_of(lhs: Array, rhs: QuantizedExperts, tiles: QuantizedTiles) -> tuple[Descriptor, Descriptor]:
     """Rows and matrices as the kernels read them."""
     columns = (1, tiles.block_n, _DEPTH * rhs.values.shape[-1] // rhs.shape[-1])
-    rows = (1, tiles.block_m, _DEPTH // 2 if rhs.is_shuffled else _DEPTH)
+    rows = (1, tiles.block_m, _DEPTH // 2 if rhs.is_prepacked else _DEPTH)
     return Descriptor(lhs, rows), Descriptor(rhs.values, columns)
 
 

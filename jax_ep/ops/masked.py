@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8, check_quantized, fp8
+from jax_ep.core import check, check_fp8, fp8
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
@@ -19,6 +19,7 @@ from jax_ep.core.fp8 import GROUP_SIZE, quantize_rows
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.formats import check_quantized
 from jax_ep.ops import quantized_gemm, registry
 from jax_ep.types import Array, Experts, Options
 

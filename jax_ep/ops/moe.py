@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_quantized, check_recipe
+from jax_ep.core import check, check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
+from jax_ep.formats import check_quantized
 from jax_ep.ops import (
     activation_gemm_combine,
     exchange,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ep.core import check, check_fp8, check_quantized
+from jax_ep.core import check, check_fp8
 from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
@@ -18,6 +18,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.formats import check_quantized
 from jax_ep.ops import hierarchical, quantized_gemm, registry
 from jax_ep.ops.low_latency import (
     check_combine,
@@ -144,7 +145,7 @@ def low_latency_moe(
     w_gate_up, w_down = (
         check_quantized.as_pair(function, n, w) for n, w in (("w_gate_up", w_gate_up), ("w_down", w_down))
     )
-    columns, inner = check_fp8.expert_matrices(function, x, w_gate_up, w_down, num_local)
+    columns, inner = check_quantized.expert_matrices(function, x, w_gate_up, w_down, num_local)
     if experts is None and columns != 2 * inner:
         raise ValueError(
             f"{function}: axis 1 of w_gate_up is {columns}, expected 2 * I = {2 * inner}, twice axis 2 of w_down;"

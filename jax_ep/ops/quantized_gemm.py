@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_formats import quantize_tokens
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import quantize_rows
 from jax_ep.core.layout import row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.core.no_gradient import call_without_gradient
+from jax_ep.formats import format_of
+from jax_ep.formats.int8 import quantize_tokens
 from jax_ep.ops import registry
 from jax_ep.types import Array, Options, Quantized
 
@@ -66,7 +67,7 @@ def fp8_weight_gradient(options: Options, lhs: Array, rhs: Array, groups: int) -
 def _multiply_fp8(
     options: Options, out_dtype: DTypeLike, rows: Quantized, rhs: QuantizedExperts, group_sizes: Array
 ) -> Array:
-    if rhs.format != "fp8":
+    if not format_of(rhs).is_fp8_operand:
         return _kernels(options, FP8).grouped_gemm(rows[0], rhs, group_sizes, rows[1], out_dtype=out_dtype)
     run = fp8_product(options, rows[0], rhs.values)
     return run(rows[0], rhs.values, group_sizes, rows[1], rhs.scales, out_dtype=out_dtype)

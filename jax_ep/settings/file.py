@@ -82,7 +82,7 @@ class Entry:
 
 def kernel_sources() -> str:
     """A hash of the kernels and of what launches them."""
-    return sources_digest(_PACKAGE / "megakernels")
+    return sources_digest(_PACKAGE / "megakernels") + sources_digest(_PACKAGE / "formats" / "kernels")
 
 
 def default_path(device_kind: str) -> Path | None:

@@ -27,7 +27,7 @@ from jax_ep.tools import bench, trace
 from jax_ep.tools.tune_chains import Sizes, is_small
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
-_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4", "int4_shuffled", "mxfp4_shuffled")
+_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4", "int4_prepacked", "mxfp4_prepacked")
 _PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
 _LEAST_S = 20.0  # of a group of operations: less would be compiling
 

@@ -225,10 +225,10 @@ def low_latency(sizes: Sizes) -> Iterator[Case]:
 
 
 def _depths(expert_format: str | None) -> tuple[Setting, ...]:
-    """Steps, which 128 columns that share a scale leave no choice unless they are shuffled."""
+    """Steps, which 128 columns that share a scale leave no choice unless they are prepacked."""
     if expert_format is None:
         return few(64, 128, 256)
-    return few(128, 256) if expert_format.endswith("_shuffled") else (128,)
+    return few(128, 256) if expert_format.endswith("_prepacked") else (128,)
 
 
 def fused_moe(sizes: Sizes, expert_format: str | None = None) -> Iterator[Case]:

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_ep import tuning
 from jax_ep.core.expert_matrices import QuantizedExperts
-from jax_ep.quantization import quantize_experts, shuffle_experts
+from jax_ep.quantization import prepack_experts, quantize_experts
 from jax_ep.settings.operations import Setting
 from jax_ep.tools import bench
 from jax_ep.tools.tune_search import Run, Settings
@@ -59,9 +59,9 @@ class Sizes:
 
 @partial(jax.jit, static_argnums=0)
 def stored_as(expert_format: str, w: Array) -> QuantizedExperts:
-    """Matrices in a format of `quantize_experts`, whose name may end with "_shuffled"."""
-    found = quantize_experts(w, expert_format.removesuffix("_shuffled"))
-    return shuffle_experts(found) if expert_format.endswith("_shuffled") else found
+    """Matrices in a format of `quantize_experts`, whose name may end with "_prepacked"."""
+    found = quantize_experts(w, expert_format.removesuffix("_prepacked"))
+    return prepack_experts(found) if expert_format.endswith("_prepacked") else found
 
 
 def is_small() -> bool:

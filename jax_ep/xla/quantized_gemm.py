@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_formats import matrix_at
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.formats import weight_at
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as loops
 
@@ -77,7 +77,7 @@ def _multiply(
     rows, rhs, groups, row_scales, out = vary_alike((rows, rhs, groups, row_scales, out))
     if 0 in (*rows.shape, *rhs.shape):
         return out
-    matrix_of = functools.partial(matrix_at, rhs, dtype=rows.dtype if row_scales is None else jnp.float32)
+    matrix_of = functools.partial(weight_at, rhs, dtype=rows.dtype if row_scales is None else jnp.float32)
 
     def rows_of(tile: loops.Tile) -> Array:
         if row_scales is None:

@@ -14,7 +14,7 @@ from reports import check_report, run_quickly
 
 import fused_moe
 import jax_ep
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
+from jax_ep import formats
 from jax_ep.megakernels.fused_moe import fused_sizes
 from lib import fused_tiles, plots
 from lib.inputs import MODELS, expert_mesh
@@ -68,7 +68,7 @@ def test_hidden_rows_are_those_of_one_variant_alone() -> None:
 def test_tilings_fit_their_format(slots: int) -> None:
     """What a kernel refuses to compile would end the run."""
     everything = fused_tiles.candidates(slots, 8, "bfloat16")
-    for expert_format in (*EXPERT_FORMATS, "int4_shuffled", "mxfp4_shuffled"):
+    for expert_format in (*formats.FORMATS, "int4_prepacked", "mxfp4_prepacked"):
         fitting = fused_tiles.candidates(slots, 8, expert_format)
         assert 1 < len(fitting) < len(everything)
         w = fused_moe.stored_as(expert_format, jnp.ones((8, 256, 256)))
@@ -76,7 +76,7 @@ def test_tilings_fit_their_format(slots: int) -> None:
             _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
             for product in (sizes.gate_up, sizes.down):
                 assert product.tile.BK % max(1, product.SHARING) == 0
-                assert not product.SHUFFLED or product.tile.BK in (128, 256)
+                assert not product.PREPACKED or product.tile.BK in (128, 256)
                 assert expert_format != "fp8" or (product.tile.BK == 128 and 128 % product.tile.BN == 0)
 
 

@@ -78,12 +78,12 @@ def test_tiles_of_all_sizes(implementation: str, expected_rows: int, expert_mesh
 
 @pytest.mark.parametrize("activations", [None, "int8", "fp8"])
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 shuffled", "int8"], "activations": [None, "int8"]})
+@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked", "int8"], "activations": [None, "int8"]})
 def test_quantised_matrices(
     implementation: str, stored: str, activations: str | None, expert_mesh: Any, rng: np.random.Generator
 ) -> None:
     """As `masked_grouped_gemm` and `low_latency_combine`, to the rounding of sums."""
-    if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("shuffled")):
+    if activations is not None and ((activations == "int8") != (stored == "int8") or stored.endswith("prepacked")):
         pytest.skip("there is no such product")
     shape = Shape(num_tokens=5, top_k=3, num_experts=8, hidden=264, intermediate=256)
     problem = Problem(rng, "duplicates", 2, shape)

@@ -16,13 +16,13 @@ import oracle
 import oracle_quantized
 from cases import BF16, F16, F32, Shape, assert_close, assert_same_bits, reals
 from harness import compiled, to_numpy
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import quantize_experts, quantize_fp8, shuffle_experts, unshuffle_experts
+from jax_ep import formats
+from jax_ep.quantization import prepack_experts, quantize_experts, quantize_fp8, unprepack_experts
 from layers import Layer
 from stored_experts import STORED, stand_for, store
 
 OPERATION = "quantized_gemm"
-FORMATS = pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
+FORMATS = pytest.mark.parametrize("expert_format", formats.FORMATS)
 IN_EVERY_WAY = pytest.mark.parametrize("stored", STORED)
 # Rows, sizes of groups: empty groups, tiles that are cut, rows past the groups.
 GROUPS = {"uneven": (70, [3, 0, 41, 17]), "one": (20, [20]), "none used": (9, [0, 0]), "few": (3, [1, 2])}
@@ -78,11 +78,11 @@ def test_masked(implementation: str, expected_rows: int | None, stored: str, rng
     assert_close(got[real], want[real], tolerance=tolerance(BF16))
 
 
-@pytest.mark.parametrize("stored", ["int4", "int4 shuffled"])
-@pytest.mark.parametrize("group_size", [16, 32, 256])
-def test_groups_of_int4(implementation: str, group_size: int, stored: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("stored", ["int4", "int4 prepacked"])
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_groups_of_int4(implementation: str, block_size: int, stored: str, rng: np.random.Generator) -> None:
     lhs, w = reals(rng, 9, 256, dtype=BF16), reals(rng, 2, 256, 24)
-    q = store(w, stored, group_size=group_size)
+    q = store(w, stored, block_size=block_size)
     sizes = np.array([4, 5], np.int32)
     got = to_numpy(jax_ep.grouped_gemm(lhs, q, sizes, implementation=implementation))
     want = oracle.grouped_gemm(lhs.astype(np.float64), stand_for(q), sizes)
@@ -90,9 +90,9 @@ def test_groups_of_int4(implementation: str, group_size: int, stored: str, rng: 
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("prepacked", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_scales_of_mxfp4(implementation: str, dtype: Any, shuffled: bool, rng: np.random.Generator) -> None:
+def test_scales_of_mxfp4(implementation: str, dtype: Any, prepacked: bool, rng: np.random.Generator) -> None:
     """Far from one, too, of one column each; what is too large is not finite, and NaN stays in its column."""
     exponents = np.array([63, 100, 127, 128, 129, 140, 160, 161, 254, 255], np.uint8)
     lhs, columns = reals(rng, 6, 64, dtype=dtype), len(exponents)
@@ -100,7 +100,7 @@ def test_scales_of_mxfp4(implementation: str, dtype: Any, shuffled: bool, rng: n
     scales = np.broadcast_to(exponents[None, :, None], q.scales.shape)
     q = dataclasses.replace(q, scales=jnp.asarray(scales))
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
-    rhs = shuffle_experts(q) if shuffled else q
+    rhs = prepack_experts(q) if prepacked else q
     got = to_numpy(jax.jit(call)(lhs, rhs, np.array([6], np.int32))).astype(np.float64)
     matrix = oracle_quantized.dequantize(np.asarray(q.values), scales, "mxfp4")[0]
     want = lhs.astype(np.float64) @ matrix.T
@@ -184,7 +184,9 @@ def test_tokens_in_fp8(implementation: str, masked: bool, rng: np.random.Generat
     assert_same_bits(got[real] if masked else got, want[real] if masked else want)
 
 
-FP8_FORMATS = pytest.mark.parametrize("expert_format", [name for name in EXPERT_FORMATS if name not in ("fp8", "int8")])
+FP8_FORMATS = pytest.mark.parametrize(
+    "expert_format", [name for name in formats.FORMATS if name not in ("fp8", "int8")]
+)
 
 
 def in_fp8(rows: np.ndarray) -> np.ndarray:
@@ -195,17 +197,17 @@ def in_fp8(rows: np.ndarray) -> np.ndarray:
 
 @FP8_FORMATS
 @pytest.mark.parametrize("given", ["rows", "masked", "masked in FP8"])
-@pytest.mark.parametrize("group_size", [128, 32])
-@pytest.mark.slow(unless={"given": ["masked in FP8"], "group_size": [128]})
+@pytest.mark.parametrize("block_size", [128, 32])
+@pytest.mark.slow(unless={"given": ["masked in FP8"], "block_size": [128]})
 def test_fp8_tokens_of_other_formats(
-    implementation: str, given: str, group_size: int, expert_format: str, rng: np.random.Generator
+    implementation: str, given: str, block_size: int, expert_format: str, rng: np.random.Generator
 ) -> None:
     """Sums of products of what is left of the rows and what the matrices stand for: their elements are not rounded."""
     sizes, depth = np.array([5, 0, 30], np.int32), 256
     w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 1, 40)).repeat(32, 1).reshape(
         3, depth, 40
     )
-    options: Any = {"group_size": group_size} if expert_format == "int4" else {}
+    options: Any = {"block_size": block_size} if expert_format == "int4" else {}
     q = quantize_experts(jnp.asarray(w, F32), expert_format, activations="fp8", **options)
     matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
     rows = reals(rng, 35, depth, dtype=BF16)
@@ -224,7 +226,7 @@ def test_fp8_tokens_of_other_formats(
             got = to_numpy(call(values, q, sizes, lhs_scales=scales))[real]
     # Tensor cores of Hopper add products of FP8 in about 14 bits, until 128 are scaled and added in float32.
     in_float32 = 2e-3 if jax.default_backend() == "gpu" else 2e-5
-    exact = expert_format != "int4" or group_size == 128 or implementation == "xla"
+    exact = expert_format != "int4" or block_size == 128 or implementation == "xla"
     assert_close(got, want, tolerance=in_float32 if exact else 1e-2)
 
 
@@ -305,7 +307,7 @@ def stands_for(layer: Layer, stored: str, dtype: Any) -> Layer:
 
 @IN_EVERY_WAY
 @pytest.mark.parametrize("which", ["moe", "low latency"])
-@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 shuffled"]})
+@pytest.mark.slow(unless={"stored": ["mxfp4", "mxfp4 prepacked"]})
 def test_layers(implementation: str, which: str, stored: str, expert_mesh: Any, rng: Any) -> None:
     shape = Shape(num_tokens=5, hidden=128, intermediate=128)
     layer = Layer(rng, "duplicates" if which == "moe" else "uniform", 2, shape, BF16)
@@ -336,18 +338,18 @@ def test_biases_capacity_and_counts(implementation: str, rng: np.random.Generato
     assert not np.any(got[4:])
 
 
-def test_shuffled_matrices_go_with_tokens_in_16_bits(implementation: str) -> None:
-    w = store(jnp.ones((2, 128, 256)), "mxfp4 shuffled")
+def test_prepacked_matrices_go_with_tokens_in_16_bits(implementation: str) -> None:
+    w = store(jnp.ones((2, 128, 256)), "mxfp4 prepacked")
     in_fp8 = dataclasses.replace(w, activations="fp8")
     gemm = partial(jax_ep.grouped_gemm, implementation=implementation)
-    with pytest.raises(ValueError, match="rhs is shuffled, with activations='fp8', expected None"):
+    with pytest.raises(ValueError, match="rhs is prepacked, with activations='fp8', expected None"):
         gemm(jnp.ones((3, 128)), in_fp8, jnp.array([1, 2]))
-    down = store(jnp.ones((2, 128, 128)), "mxfp4 shuffled")
+    down = store(jnp.ones((2, 128, 128)), "mxfp4 prepacked")
     operands = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
-    with pytest.raises(ValueError, match="w_gate_up is shuffled, with activations='fp8'"):
+    with pytest.raises(ValueError, match="w_gate_up is prepacked, with activations='fp8'"):
         jax_ep.fused_moe(*operands, in_fp8, down, implementation=implementation)
     both = to_numpy(jax_ep.fused_moe(*operands, w, down, implementation=implementation))
-    apart = to_numpy(jax_ep.fused_moe(*operands, *map(unshuffle_experts, (w, down)), implementation=implementation))
+    apart = to_numpy(jax_ep.fused_moe(*operands, *map(unprepack_experts, (w, down)), implementation=implementation))
     assert_close(both, apart.astype(np.float64))
 
 

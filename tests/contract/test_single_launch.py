@@ -37,7 +37,7 @@ EXPERTS = {
     "weights on the input": jax_ep.Experts(weight_on="input"),
 }
 
-FEW = [name for name in STORED if name not in ("int4", "mxfp4")]  # serving has these shuffled
+FEW = [name for name in STORED if name not in ("int4", "mxfp4")]  # serving has these prepacked
 
 
 def call(implementation: str, **options: Any) -> Any:
@@ -98,9 +98,9 @@ def test_quantised(implementation: str, stored: str, kind: str, dtype: Any, rng:
         jax.grad(lambda x: call(implementation, experts=experts)(x, *operands[1:], *matrices).sum())(operands[0])
 
 
-@pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" shuffled")])
+@pytest.mark.parametrize("stored", [name for name in STORED if name.endswith(" prepacked")])
 @pytest.mark.slow
-def test_steps_of_shuffled_matrices(implementation: str, stored: str, rng: np.random.Generator) -> None:
+def test_steps_of_prepacked_matrices(implementation: str, stored: str, rng: np.random.Generator) -> None:
     """Of two pieces or of four, the last of which may lie behind the matrix."""
     shape = Shape(num_tokens=13, top_k=3, num_experts=6, hidden=384, intermediate=640)
     layer = Layer(rng, "some_without_expert", 1, shape, BF16)
@@ -247,10 +247,10 @@ def test_what_it_does_not_take(implementation: str, rng: np.random.Generator) ->
     with pytest.raises(ValueError, match="there is no such launch with capacity"):
         partial(jax_ep.moe, schedule=ONE, num_experts=6, axis_name=(), capacity=4)(*operands)
     if implementation == "triton":
-        pair = [store(jnp.ones(shape), "mxfp4 shuffled") for shape in ((6, 128, 256), (6, 128, 128))]
+        pair = [store(jnp.ones(shape), "mxfp4 prepacked") for shape in ((6, 128, 256), (6, 128, 128))]
         with (
             jax_ep.tuning.override("fused_moe", depth=64),
-            pytest.raises(ValueError, match="depth=64 with shuffled matrices, expected 128 or 256"),
+            pytest.raises(ValueError, match="depth=64 with prepacked weights, expected 128 or 256"),
         ):
             call(implementation)(jnp.ones((13, 128), BF16), *operands[1:3], *pair)
     with pytest.raises(NotImplementedError, match="xla: it has no fused_moe"):

@@ -44,7 +44,7 @@ def in_float32(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any) -> A
 
 
 @pytest.mark.parametrize("one", [True, False], ids=["one launch", "several launches"])
-@pytest.mark.parametrize("stored", [None, "fp8", "int4", "mxfp4", "int4 shuffled", "mxfp4 shuffled"])
+@pytest.mark.parametrize("stored", [None, "fp8", "int4", "mxfp4", "int4 prepacked", "mxfp4 prepacked"])
 @pytest.mark.parametrize("num_experts", [8, 512] if ON_GPU else [8])
 @pytest.mark.slow
 def test_layer(one_process: None, num_experts: int, stored: str | None, one: bool) -> None:

@@ -31,9 +31,9 @@ def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np
     return numbers * scales.repeat(numbers.shape[-1] // scales.shape[-1], -1)
 
 
-def largest_error(w: np.ndarray, expert_format: str, group_size: int) -> np.ndarray:
+def largest_error(w: np.ndarray, expert_format: str, block_size: int) -> np.ndarray:
     """Bound of |dequantised - w| by element, of `w [..., N, K]` in float64: what `quantize_experts` says."""
-    size = {"fp8": 128, "int4": group_size, "mxfp4": 32}.get(expert_format, w.shape[-1])
+    size = {"fp8": 128, "int4": block_size, "mxfp4": 32}.get(expert_format, w.shape[-1])
     *leading, columns, depth = w.shape
     largest = np.abs(w).reshape(*leading, columns, depth // size, size).max(-1)
     if expert_format == "fp8":

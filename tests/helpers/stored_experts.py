@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import oracle_quantized
-from jax_ep import QuantizedExperts
-from jax_ep.core.expert_matrices import EXPERT_FORMATS
-from jax_ep.quantization import quantize_experts, shuffle_experts, unshuffle_experts
+from jax_ep import QuantizedExperts, formats
+from jax_ep.quantization import prepack_experts, quantize_experts, unprepack_experts
 
-STORED = (*EXPERT_FORMATS, "int4 shuffled", "mxfp4 shuffled")
+STORED = (*formats.FORMATS, "int4 prepacked", "mxfp4 prepacked")
 
 
 def store(w: Any, name: str, **options: Any) -> QuantizedExperts:
@@ -22,12 +21,12 @@ def store(w: Any, name: str, **options: Any) -> QuantizedExperts:
     @jax.jit
     def run(w: Any) -> QuantizedExperts:
         found = quantize_experts(w, name.split()[0], **options)
-        return shuffle_experts(found) if name.endswith(" shuffled") else found
+        return prepack_experts(found) if name.endswith(" prepacked") else found
 
     return run(jnp.asarray(w))
 
 
 def stand_for(q: QuantizedExperts) -> np.ndarray:
     """The matrices `[..., K, N]` in float64."""
-    q = unshuffle_experts(q) if q.is_shuffled else q
+    q = unprepack_experts(q) if q.is_prepacked else q
     return np.swapaxes(oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), q.format), -1, -2)

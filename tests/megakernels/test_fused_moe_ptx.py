@@ -16,7 +16,7 @@ from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.kernels.structs_serving import LayerScratch, LayerTensors, SortedLayerTensors
-from jax_ep.quantization import quantize_experts, shuffle_experts
+from jax_ep.quantization import prepack_experts, quantize_experts
 from oracle_experts import GPT_OSS
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor
@@ -59,18 +59,18 @@ CASES = [
     (16, *MIXTRAL, Experts(), "mxfp4_tokens"),
     (16, *MIXTRAL, Experts(), "int4_tokens"),
     (4096, *QWEN3, Experts(), "fp8_tokens"),
-    (1, *QWEN3, Experts(), "mxfp4_shuffled"),
-    (1, *QWEN3, Experts(), "int4_shuffled"),
-    (16, *QWEN3, Experts(), "mxfp4_shuffled"),
-    (16, *MIXTRAL, Experts(), "mxfp4_shuffled"),
-    (16, *MIXTRAL, Experts(), "int4_shuffled"),
-    (64, *MIXTRAL, Experts(), "mxfp4_shuffled"),
-    (64, *MIXTRAL, Experts(), "int4_shuffled"),
-    (160, *MIXTRAL, Experts(), "mxfp4_shuffled"),
-    (160, *MIXTRAL, Experts(), "int4_shuffled"),
-    (4096, *QWEN3, Experts(), "mxfp4_shuffled"),
-    (4096, *QWEN3, Experts(), "int4_shuffled"),
-    (32, *GPT, GPT_OSS, "mxfp4_shuffled"),
+    (1, *QWEN3, Experts(), "mxfp4_prepacked"),
+    (1, *QWEN3, Experts(), "int4_prepacked"),
+    (16, *QWEN3, Experts(), "mxfp4_prepacked"),
+    (16, *MIXTRAL, Experts(), "mxfp4_prepacked"),
+    (16, *MIXTRAL, Experts(), "int4_prepacked"),
+    (64, *MIXTRAL, Experts(), "mxfp4_prepacked"),
+    (64, *MIXTRAL, Experts(), "int4_prepacked"),
+    (160, *MIXTRAL, Experts(), "mxfp4_prepacked"),
+    (160, *MIXTRAL, Experts(), "int4_prepacked"),
+    (4096, *QWEN3, Experts(), "mxfp4_prepacked"),
+    (4096, *QWEN3, Experts(), "int4_prepacked"),
+    (32, *GPT, GPT_OSS, "mxfp4_prepacked"),
 ]
 
 
@@ -82,11 +82,11 @@ def compile_layer(
     matrices: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     in_fp8 = expert_format is not None and expert_format.endswith("_tokens")
     if expert_format:
-        name = expert_format.removesuffix("_tokens").removesuffix("_shuffled")
+        name = expert_format.removesuffix("_tokens").removesuffix("_prepacked")
         options = {"format": name, "activations": "fp8" if in_fp8 else None}
         matrices = [jax.eval_shape(partial(quantize_experts, **options), w) for w in matrices]
-        if expert_format.endswith("_shuffled"):
-            matrices = [jax.eval_shape(shuffle_experts, w) for w in matrices]
+        if expert_format.endswith("_prepacked"):
+            matrices = [jax.eval_shape(prepack_experts, w) for w in matrices]
     config, sizes = fused_moe.fused_sizes(experts, (tokens, hidden), top_k, *matrices)
     described, types, constants = [], dict[str, Any](), {"KIND": kind_of(experts), "S": sizes}
     for name, w, product in zip(("gate_up", "down"), matrices, (sizes.gate_up, sizes.down), strict=True):
@@ -132,7 +132,7 @@ def steps_of(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "w_down", "experts", "expert_format"), CASES)
-@pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens", "mxfp4_shuffled"], "tokens": [1, 32]})
+@pytest.mark.slow(unless={"expert_format": [None, "mxfp4", "mxfp4_tokens", "mxfp4_prepacked"], "tokens": [1, 32]})
 def test_layer(
     tokens: int,
     top_k: int,
@@ -154,10 +154,10 @@ def test_layer(
     turned_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.SWAP
     if turned_fp8:
         most = 96
-    if shuffled := expert_format is not None and expert_format.endswith("_shuffled"):
+    if prepacked := expert_format is not None and expert_format.endswith("_prepacked"):
         assert "serialized" not in built["report"], "each product is waited for"
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", built["report"]))) <= most, built["report"]
-    if shuffled or turned_fp8 or not config.max_registers:
+    if prepacked or turned_fp8 or not config.max_registers:
         assert not any(re.search(r"\b(STL|LDL)\b", line) for line in steps_of(built["code"])), "spills in each step"
     programs = config.num_programs // 132
     assert programs * (built["shared"] + 1024) <= SHARED_BYTES + 1024  # 1 KB of each program is the driver's
@@ -207,11 +207,13 @@ def test_scales_of_int4() -> None:
 
 @pytest.mark.parametrize("expert_format", ["mxfp4", "int4"])
 @pytest.mark.slow(unless={"expert_format": ["mxfp4"]})
-def test_elements_of_shuffled_matrices_stay_where_they_are(expert_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elements_of_prepacked_matrices_stay_where_they_are(
+    expert_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the registers of the thread that multiplies them, and with fewer instructions than bytes need."""
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     counts = dict[str, int]()
-    for stored in (expert_format, f"{expert_format}_shuffled"):
+    for stored in (expert_format, f"{expert_format}_prepacked"):
         built, _, sizes = compile_layer(16, *QWEN3, Experts(), stored)
         steps = steps_of(built["code"])
         elements = 2 * sizes.gate_up.tile.BN if stored == expert_format else sizes.gate_up.tile.BN

@@ -14,7 +14,7 @@ from compiling import build
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import quantized_gemm
-from jax_ep.quantization import quantize_experts, shuffle_experts
+from jax_ep.quantization import prepack_experts, quantize_experts
 from stored_experts import STORED
 
 G, M, K, N = 128, 4096, 2048, 1536
@@ -24,11 +24,11 @@ SHARED_BYTES = 227 << 10  # of a multiprocessor
 def matrices(stored: str, activations: str | None = None) -> QuantizedExperts:
     quantize = partial(quantize_experts, format=stored.split()[0], activations=activations)
     found = jax.eval_shape(quantize, jax.ShapeDtypeStruct((G, K, N), jnp.float32))
-    return jax.eval_shape(shuffle_experts, found) if stored.endswith(" shuffled") else found
+    return jax.eval_shape(prepack_experts, found) if stored.endswith(" prepacked") else found
 
 
 def compile_gemm(function: str, rhs: QuantizedExperts, rows: int) -> tuple[dict, quantized_gemm.QuantizedTiles]:
-    tiles = quantized_gemm.quantized_tiles(rows, rhs.activations, shuffled=rhs.is_shuffled)
+    tiles = quantized_gemm.quantized_tiles(rows, rhs.activations, prepacked=rhs.is_prepacked)
     sizes = quantized_gemm.sizes_of(M, rhs, tiles)
     types: dict[str, Any] = {"sizes_ptr": "*i32", "out_ptr": "*bf16"}
     constants: dict[str, Any] = {"S": sizes}
@@ -54,11 +54,11 @@ def test_rows_in_int8(rows: int) -> None:
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rows", [4, 16, 32, 64])
 @pytest.mark.parametrize("function", ["quantized_grouped_gemm", "quantized_masked_grouped_gemm"])
-@pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "stored": ["mxfp4", "mxfp4 shuffled"]})
+@pytest.mark.slow(unless={"function": ["quantized_masked_grouped_gemm"], "stored": ["mxfp4", "mxfp4 prepacked"]})
 def test_kernels(function: str, rows: int, stored: str) -> None:
     built, tiles = compile_gemm(function, matrices(stored), rows)
     # Those of 64 rows and more are for many; registers hold operands of others in a way that takes fewer instructions.
-    wide = rows > 48 or stored.endswith(" shuffled") or (stored.startswith("fp8") and rows > 8)
+    wide = rows > 48 or stored.endswith(" prepacked") or (stored.startswith("fp8") and rows > 8)
     assert ("wgmma.mma_async" if wide else "mma.sync") in built["ptx"], "the tensor cores are not used"
     assert "serialized" not in built["report"], built["report"]
     assert re.search(r"cp\.async\.bulk\.tensor\.3d\.shared", built["ptx"]), "not read by TMA"

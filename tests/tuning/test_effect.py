@@ -197,15 +197,15 @@ def test_what_is_tuned_of_products_is_what_launches_look_up(
 
 
 @pytest.mark.parametrize("make", [tune_products.quantized_gemm, tune_cases.fused_moe])
-def test_shuffled_matrices_are_tuned_by_a_name_of_their_own(
+def test_prepacked_matrices_are_tuned_by_a_name_of_their_own(
     make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
 ) -> None:
     sizes = tune_chains.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
     heights = dict[str, set[int]]()
-    for expert_format in ("mxfp4", "mxfp4_shuffled"):
+    for expert_format in ("mxfp4", "mxfp4_prepacked"):
         (case,) = make(sizes, expert_format)
         assert case.facts["format"] == expert_format
-        if expert_format == "mxfp4_shuffled":
+        if expert_format == "mxfp4_prepacked":
             facts = {name: bucket(name, value) for name, value in case.facts.items()}
             tuning.use(make_file(entry(case.operation, facts, block_m=64)))
         case.make_chain(case.start)(1)
@@ -213,7 +213,7 @@ def test_shuffled_matrices_are_tuned_by_a_name_of_their_own(
         products = (found.gate_up, found.down) if case.operation == "fused_moe" else (found,)
         heights[expert_format] = {product.tile.BM for product in products}
         launched.clear()
-    assert heights["mxfp4_shuffled"] == {64} != heights["mxfp4"]
+    assert heights["mxfp4_prepacked"] == {64} != heights["mxfp4"]
 
 
 def test_sizes_without_whole_blocks_have_no_products_in_fp8() -> None:

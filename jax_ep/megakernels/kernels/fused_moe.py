@@ -17,11 +17,18 @@ Source: one launch with a queue of tasks and flags between two products, as in C
 import triton
 import triton.language as tl
 
+from jax_ep.formats.kernels.prepacked import PIECE
+from jax_ep.formats.kernels.quantized import (
+    add_fp8_product,
+    add_prepacked_product,
+    add_product,
+    load_packed,
+    load_scales,
+    scale_columns,
+)
+
 from .activation import activate, factor_of, limit_gate
-from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
-from .fp8_tokens import add_fp8_product
 from .quantization import GROUP, quantize, scale_offsets
-from .shuffled_experts import PIECE, add_shuffled_product
 
 TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
@@ -84,8 +91,8 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
-    """`[BM, BK]` of rows of `[., WIDTH]`, of a step; where matrices are shuffled, each piece of it."""
-    if S.SHUFFLED:
+    """`[BM, BK]` of rows of `[., WIDTH]`, of a step; with prepacked weights, each piece of it."""
+    if S.PREPACKED:
         first = load_rows(x_ptr, rows, exist, k, WIDTH, PIECE)
         second = load_rows(x_ptr, rows, exist, k + PIECE, WIDTH, PIECE)
         if S.tile.BK == 2 * PIECE:
@@ -103,7 +110,7 @@ def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
 def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
     """`[BM]` scales of rows of `[., K / 128]` at a step, of those in FP8; else anything."""
     scales = exist
-    if S.TOKENS == "fp8":
+    if S.FP8_TOKENS:
         scales = tl.load(scales_ptr + rows.to(tl.int64) * (S.K // GROUP) + k // GROUP, mask=exist, other=0.0)
     return scales
 
@@ -111,17 +118,17 @@ def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
 @triton.jit
 def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
     """`total` and the product of rows of `load_step` with the block of an expert's matrix at (k, column)."""
-    if S.FORMAT == "":
+    if S.DECODER == "":
         block = tl.reshape(matrix.load([expert, k, column]), (S.tile.BK, S.tile.BN))
         total = tl.dot(rows, block, total)
-    elif S.SHUFFLED:
-        total = add_shuffled_product(total, rows, matrix, scales_ptr, expert, column, k, S)
+    elif S.PREPACKED:
+        total = add_prepacked_product(total, rows, matrix, scales_ptr, expert, column, k, S)
     else:
-        block = load_bytes(matrix, expert, column, k, S)
-        if S.TOKENS == "fp8":
-            total = add_fp8_product(total, rows, row_scales, block, scales, scales_ptr, expert, column, k, S)
+        packed = load_packed(matrix, expert, column, k, S)
+        if S.FP8_TOKENS:
+            total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, expert, column, k, S)
         else:
-            total = add_product(total, rows, block, scales, scales_ptr, expert, column, k, S)
+            total = add_product(total, rows, packed, scales, scales_ptr, expert, column, k, S)
     return total
 
 
@@ -143,7 +150,7 @@ def whole_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: t
 def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl.constexpr, S: tl.constexpr):
     """float32 `[BM, BN]` gates and what they multiply, of columns of I from `column` on; twice the same without.
 
-    Where gates and what they multiply lie in two halves, these are two products, or of shuffled matrices one of both.
+    Where gates and what they multiply lie in two halves, these are two products, or of prepacked weights one of both.
     """
     P: tl.constexpr = S.gate_up
     BM: tl.constexpr = P.tile.BM
@@ -153,16 +160,16 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
     if KIND.INTERLEAVED:
         column *= 2
     first, second = no_sums(P), no_sums(P)
-    ahead = load_group_scales(scales_ptr, expert, column, 0, P)
-    ahead_second = load_group_scales(scales_ptr, expert, S.INNER + column, 0, P)
+    ahead = load_scales(scales_ptr, expert, column, 0, P)
+    ahead_second = load_scales(scales_ptr, expert, S.INNER + column, 0, P)
     for k in range(0, S.H, BK):
         rows = load_step(tensors.x_ptr, tokens, exist, k, S.H, P)
         row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, P)
-        scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
+        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BK, P)
         first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, P)
         if TWICE:
             up = S.INNER + column
-            scales, ahead_second = ahead_second, load_group_scales(scales_ptr, expert, up, k + BK, P)
+            scales, ahead_second = ahead_second, load_scales(scales_ptr, expert, up, k + BK, P)
             second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, P)
     first = whole_sums(first, scales_ptr, expert, column, dtype, P)
     if KIND.INTERLEAVED:
@@ -208,7 +215,7 @@ def make_hidden(
         values *= factor_of(up, KIND)
     if not KIND.ON_INPUT:
         values *= weights
-    if S.down.TOKENS == "fp8":
+    if S.down.FP8_TOKENS:
         values, scales = quantize(values, S.down.tile.BM, S.BN)
         offsets, inside = scale_offsets(slots, column, S.INNER, S.BN)
         tl.store(scratch.hidden_scales_ptr + offsets, scales, mask=exist[:, None] & inside)
@@ -225,11 +232,11 @@ def multiply_part(tensors, scales_ptr, scratch, slots, exist, expert, column, pa
     DEPTH: tl.constexpr = (P.K + P.SPLITS * BK - 1) // (P.SPLITS * BK) * BK
     start = part * DEPTH
     total = no_sums(P)
-    ahead = load_group_scales(scales_ptr, expert, column, start, P)
+    ahead = load_scales(scales_ptr, expert, column, start, P)
     for k in range(start, tl.minimum(start + DEPTH, P.K), BK):
         rows = load_step(scratch.hidden_ptr, slots, exist, k, P.K, P)
         row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, P)
-        scales, ahead = ahead, load_group_scales(scales_ptr, expert, column, k + BK, P)
+        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BK, P)
         total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, P)
     return whole_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, P)
 

@@ -1,19 +1,25 @@
-"""Products of rows and matrices in 8 or 4 bits, which are dequantised in registers (expert_formats.py, fp8_tokens.py).
+"""GEMMs of rows and quantized weights, which are decoded in registers (jax_ep/formats/kernels).
 
-As in masked.py, the loop over tiles and K is one, and blocks come by TMA, in 8 or 4 bits. Few rows are multiplied by
-instructions of a warp, whose operands, the dequantised ones too, are in registers; with few rows in FP8 or int8, of
-which Hopper's tensor cores take 64 at the least, the product is turned, as it is with all shuffled matrices
-(shuffled_experts.py).
+As in masked.py there is one loop over tiles and K, and blocks come by TMA as they are stored. Few rows are multiplied
+by instructions of a warp, whose operands are in registers, the decoded ones too. Few rows in FP8 or int8 are swapped
+with the weights, since Hopper's tensor cores take at least 64 rows of the first operand; so are prepacked weights.
 """
 
 import triton
 import triton.language as tl
 
-from .expert_formats import add_product, load_bytes, load_group_scales, scale_columns
-from .fp8_tokens import add_fp8_product
+from jax_ep.formats.kernels.common import FP8_BLOCK
+from jax_ep.formats.kernels.prepacked import PIECE
+from jax_ep.formats.kernels.quantized import (
+    add_fp8_product,
+    add_prepacked_product,
+    add_product,
+    load_packed,
+    load_scales,
+    scale_columns,
+)
+
 from .masked import find_masked_tile, number_masked_tasks
-from .quantization import GROUP
-from .shuffled_experts import PIECE, add_shuffled_product
 from .tiles import (
     find_tile,
     locate_groups,
@@ -37,23 +43,23 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
     BK: tl.constexpr = S.tile.BK
     SWAP: tl.constexpr = S.tile.SWAP
     total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.int32 if lhs.dtype == tl.int8 else tl.float32)
-    ahead = load_group_scales(scales_ptr, group, column, 0, S)
+    ahead = load_scales(scales_ptr, group, column, 0, S)
     # Rows of other groups, and behind the last, are multiplied, too, and not stored.
     scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
     for k in range(0, S.K, BK):
-        if S.SHUFFLED:
+        if S.PREPACKED:
             first = tl.reshape(lhs.load([block, row, k]), (BM, PIECE))
             second = tl.reshape(lhs.load([block, row, k + PIECE]), (BM, PIECE))
-            total = add_shuffled_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
+            total = add_prepacked_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
         else:
             rows = tl.reshape(lhs.load([block, row, k]), (BM, BK))
-            stored = load_bytes(rhs, group, column, k, S)
-            scales, ahead = ahead, load_group_scales(scales_ptr, group, column, k + BK, S)
+            packed = load_packed(rhs, group, column, k, S)
+            scales, ahead = ahead, load_scales(scales_ptr, group, column, k + BK, S)
             if lhs.dtype == tl.float8e4nv:
-                row_scales = tl.load(row_scales_ptr + scaled * (S.K // GROUP) + k // GROUP)
-                total = add_fp8_product(total, rows, row_scales, stored, scales, scales_ptr, group, column, k, S)
+                row_scales = tl.load(row_scales_ptr + scaled * (S.K // FP8_BLOCK) + k // FP8_BLOCK)
+                total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, group, column, k, S)
             else:
-                total = add_product(total, rows, stored, scales, scales_ptr, group, column, k, S)
+                total = add_product(total, rows, packed, scales, scales_ptr, group, column, k, S)
     total = scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, lhs.dtype, S)
     if lhs.dtype == tl.int8:
         total *= tl.load(row_scales_ptr + scaled)[:, None]

@@ -61,18 +61,18 @@ class QuantizedGemm(Product):
     """Static sizes of a product with quantised matrices, `[., M, K]` times `[G, N, K]`.
 
     Attributes:
-      FORMAT: of the matrices, as `jax_ep.QuantizedExperts` names it.
+      DECODER: the module of jax_ep/formats/kernels that decodes the weights.
       PER_BYTE: elements in a byte.
-      SHARING: elements of a column that share a scale, which is a factor of each; 0: scales are factors of sums.
-      SHUFFLED: elements are in the order of shuffled_experts.py, eight in a word.
+      BLOCK_SIZE: elements of a column that share a scale; 0: all.
+      PREPACKED: elements are in the order of `prepack_experts`, eight in a uint32.
       TMA_PARTS: 0, as tiles are stored through a pointer.
       tile: blocks.
     """
 
-    FORMAT: str
+    DECODER: str
     PER_BYTE: int
-    SHARING: int
-    SHUFFLED: bool
+    BLOCK_SIZE: int
+    PREPACKED: bool
     TMA_PARTS: int
     tile: QuantizedTile
 

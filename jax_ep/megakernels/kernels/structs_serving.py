@@ -353,23 +353,23 @@ class FusedProduct:
     Attributes:
       N: columns of a matrix.
       K: its depth.
-      FORMAT: as `jax_ep.QuantizedExperts` names it; "": matrices are `[E, K, N]` in the dtype of tokens.
+      DECODER: see `QuantizedGemm`; "": weights are `[E, K, N]` in the dtype of tokens.
       PER_BYTE: elements in a byte, of `[E, N, K]`.
-      SHARING, SHUFFLED: see `QuantizedGemm`.
-      HALVES: blocks of a shuffled matrix have half of their columns in its first half, of gates, half in its second.
-      TOKENS: "fp8": rows are FP8, with a scale for each 128 columns; "": of the dtype of tokens.
+      BLOCK_SIZE, PREPACKED: see `QuantizedGemm`.
+      HALVES: blocks of prepacked weights have half of their columns in the first half, of gates, half in the second.
+      FP8_TOKENS: rows are FP8, with a scale for each 128 columns; else of the dtype of tokens.
       SPLITS: parts of the depth that are tasks of their own.
       tile: blocks.
     """
 
     N: int
     K: int
-    FORMAT: str
+    DECODER: str
     PER_BYTE: int
-    SHARING: int
-    SHUFFLED: bool
+    BLOCK_SIZE: int
+    PREPACKED: bool
     HALVES: bool
-    TOKENS: str
+    FP8_TOKENS: bool
     SPLITS: int
     tile: FusedTile
 

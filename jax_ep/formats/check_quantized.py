@@ -1,69 +1,65 @@
-"""Argument checks of `QuantizedExperts`."""
+"""Argument checks of quantized weights."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.core import check
+from jax_ep.core import check, check_fp8
 from jax_ep.core.dtypes import FP8
-from jax_ep.core.expert_formats import MX_GROUP
-from jax_ep.core.expert_matrices import EXPERT_FORMATS, Fp8Weights, QuantizedExperts
+from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.shuffled_experts import GROUP, STEP
+from jax_ep.formats import FORMATS, Format, format_of
+from jax_ep.formats.base import PREPACKED_DTYPE
 from jax_ep.types import Array, Options
 
 _REMEDY = "make it with jax_ep.quantization.quantize_experts"
-# Of values and scales, as quantised and as shuffled.
-_DTYPES = {
-    "fp8": (jnp.dtype(FP8), jnp.dtype(jnp.float32)),
-    "fp8_channel": (jnp.dtype(FP8), jnp.dtype(jnp.float32)),
-    "int8": (jnp.dtype(jnp.int8), jnp.dtype(jnp.float32)),
-    "int4": (jnp.dtype(jnp.uint8), jnp.dtype(jnp.float32)),
-    "mxfp4": (jnp.dtype(jnp.uint8), jnp.dtype(jnp.uint8)),
-}
-_SHUFFLED = {
-    "int4": (jnp.dtype(jnp.uint32), jnp.dtype(jnp.float32)),
-    "mxfp4": (jnp.dtype(jnp.uint32), jnp.dtype(jnp.uint32)),
-}
 
 
-def expert_format(function: str, name: Any) -> str:
+def format_named(function: str, name: Any) -> Format:
     """A format by its name."""
-    if name not in EXPERT_FORMATS:
-        raise ValueError(f"{function}: format={name!r}, expected one of {EXPERT_FORMATS}; pass one of them.")
-    return name
+    if name not in FORMATS:
+        raise ValueError(f"{function}: format={name!r}, expected one of {tuple(FORMATS)}; pass one of them.")
+    return FORMATS[name]
 
 
-def group_of(expert_format: str, group_size: int = GROUP_SIZE) -> int:
-    """Elements along K that share a scale; 1 where all do."""
-    return {"fp8": GROUP_SIZE, "mxfp4": MX_GROUP, "int4": group_size}.get(expert_format, 1)
+def block_size(function: str, wanted: Format, size: Any) -> int:
+    """Elements of K that share a scale: those of the format, or what the caller chose; 1: all of K."""
+    if size is None:
+        return wanted.block_k or 1
+    if not wanted.takes_block_size:
+        takers = [name for name, found in FORMATS.items() if found.takes_block_size]
+        raise ValueError(
+            f"{function}: block_size={size!r} with format={wanted.name!r}, expected None; only {takers} take it."
+        )
+    if check.positive(function, "block_size", size) % 2:
+        raise ValueError(f"{function}: block_size={size}, expected an even number: two elements share a byte.")
+    return int(size)
 
 
-def depth(function: str, name: str, expert_format: str, size: int, group_size: int = GROUP_SIZE) -> None:
-    """Whether K elements of a row make whole groups, one at least."""
+def depth(function: str, name: str, wanted: Format, size: int, block: int | None = None) -> None:
+    """K is at least one, and a multiple of the elements that share a scale."""
     if size < 1:
         raise ValueError(f"{function}: {name} is {size}, expected at least 1; pass matrices with elements.")
-    group = group_of(expert_format, group_size)
-    if size % group:
+    block = block or wanted.block_k or 1
+    if size % block:
         raise ValueError(
-            f"{function}: {name} is {size}, expected a multiple of {group}, the elements that share a scale of"
-            f" {expert_format!r}; pad with zeros, or choose another format."
+            f"{function}: {name} is {size}, expected a multiple of {block}, the elements that share a scale of"
+            f" {wanted.name!r}; pad with zeros, or choose another format."
         )
 
 
-def activations(function: str, expert_format: str, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
-    """Checks how tokens are quantised; what their columns are divided by, `[..., E, K]` as `shape`, or None."""
-    if kind not in (None, "int8", "fp8"):
+def activations(function: str, wanted: Format, kind: Any, smooth: Any, shape: tuple[int, ...]) -> Array | None:
+    """Checks how tokens are quantized; what their columns are divided by, `[..., E, K]` as `shape`, or None."""
+    if kind not in (None, *(found.activations for found in FORMATS.values())):
         raise ValueError(f"{function}: activations={kind!r}, expected 'int8', 'fp8' or None; pass one of them.")
-    if (kind == "int8") != (expert_format == "int8") and kind is not None:
+    if kind not in (None, wanted.activations):
         raise ValueError(
-            f"{function}: activations={kind!r} with format={expert_format!r}, but tensor cores multiply int8 with int8"
+            f"{function}: activations={kind!r} with format={wanted.name!r}, but tensor cores multiply int8 with int8"
             " alone, and tokens in FP8 go with all other formats; leave activations None."
         )
     if kind == "fp8" and shape[-1] % GROUP_SIZE:
@@ -82,13 +78,15 @@ def activations(function: str, expert_format: str, kind: Any, smooth: Any, shape
 
 
 def experts(function: str, name: str, value: QuantizedExperts, leading: int | None = None) -> QuantizedExperts:
-    """Quantised matrices whose parts fit together, of rank 3 with `leading` experts unless that is None."""
-    expert_format(function, value.format)
-    for part, array in (("values", value.values), ("scales", value.scales)):
-        if not isinstance(array, jax.Array | np.ndarray):
-            raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
-    dtypes, expected = (value.values.dtype, value.scales.dtype), _DTYPES[value.format]
-    if dtypes not in (expected, _SHUFFLED.get(value.format)):
+    """Quantized weights whose parts fit together, of rank 3 with `leading` experts unless that is None."""
+    wanted = format_named(function, value.format)
+    for part in ("values", "scales"):
+        for array in jax.tree.leaves(getattr(value, part), is_leaf=lambda x: x is None):
+            if not isinstance(array, jax.Array | np.ndarray):
+                raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
+    dtypes = value.values.dtype, jax.tree.map(lambda x: x.dtype, value.scales)
+    expected, layout = (wanted.dtype, wanted.scale_dtype), wanted.prepacked
+    if dtypes != expected and (layout is None or dtypes != (PREPACKED_DTYPE, layout.scale_dtype)):
         raise TypeError(
             f"{function}: {name} in {value.format!r} has values of {dtypes[0]} and scales of {dtypes[1]}, expected"
             f" {expected[0]} and {expected[1]}; {_REMEDY}."
@@ -98,42 +96,22 @@ def experts(function: str, name: str, value: QuantizedExperts, leading: int | No
             f"{function}: {name} stands for matrices {value.shape}, expected [{'...' if leading is None else leading},"
             f" N, K]; {_REMEDY}, of one layer."
         )
-    if not _scales_fit(value):
+    shapes = jax.tree.map(lambda x: x.shape, value.scales)
+    if shapes != wanted.scale_shape(value):
         raise ValueError(
-            f"{function}: {name} in {value.format!r} has values {value.values.shape} and scales {value.scales.shape},"
-            f" which do not belong together; {_REMEDY}."
+            f"{function}: {name} in {value.format!r} has values {value.values.shape} and scales {shapes}, which do not"
+            f" belong together; {_REMEDY}."
         )
     if leading is not None:
         check.size(function, f"axis 0 of {name}", value.shape[0], leading, "pass one matrix per local expert")
-    smooth = activations(function, value.format, value.activations, value.smooth, _rows_of(value.shape))
-    if value.is_shuffled and value.activations is not None:
+    smooth = activations(function, wanted, value.activations, value.smooth, (*value.shape[:-2], value.shape[-1]))
+    if value.is_prepacked and value.activations is not None:
         raise ValueError(
-            f"{function}: {name} is shuffled, with activations={value.activations!r}, expected None, as the order is"
-            " for tokens in 16 bits; pass unshuffle_experts(...) of it, or leave activations None."
+            f"{function}: {name} is prepacked, with activations={value.activations!r}, expected None, as the order is"
+            " for tokens in 16 bits; pass unprepack_experts(...) of it, or leave activations None."
         )
-    return dataclasses.replace(value, values=jnp.asarray(value.values), scales=jnp.asarray(value.scales), smooth=smooth)
-
-
-def _rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`[..., E, N, K]` without N."""
-    return (*shape[:-2], shape[-1])
-
-
-def _scales_fit(value: QuantizedExperts) -> bool:
-    *leading, columns, size = value.shape
-    shape = value.scales.shape
-    if value.is_shuffled and value.format == "mxfp4":
-        return size % GROUP == 0 and shape == (*leading, -(-size // STEP), columns)
-    if value.is_shuffled:
-        groups = math.prod(shape[-2:-1])
-        return size % GROUP == 0 and shape == (*leading, groups, columns) and groups > 0 and size % groups == 0
-    if value.format == "fp8":
-        return size % GROUP_SIZE == 0 and shape == (*leading, -(-columns // GROUP_SIZE), size // GROUP_SIZE)
-    if value.format in ("fp8_channel", "int8"):
-        return shape == (*leading, columns)
-    if value.format == "mxfp4":
-        return size % MX_GROUP == 0 and shape == (*leading, columns, size // MX_GROUP)
-    return shape[:-1] == (*leading, columns) and shape[-1] > 0 and size % shape[-1] == 0
+    values, scales = jax.tree.map(jnp.asarray, (value.values, value.scales))
+    return dataclasses.replace(value, values=values, scales=scales, smooth=smooth)
 
 
 def operands(function: str, lhs: Any, rhs: QuantizedExperts, group_sizes: Any) -> tuple[Any, QuantizedExperts, Any]:
@@ -184,7 +162,7 @@ def takes_fp8(w: Any) -> bool:
 
 def as_pair(function: str, name: str, w: Any) -> Any:
     """Matrices in FP8 that tokens in FP8 multiply by blocks, as values and scales; others as they are."""
-    if not isinstance(w, QuantizedExperts) or w.activations != "fp8" or w.format != "fp8":
+    if not isinstance(w, QuantizedExperts) or w.activations != "fp8" or not format_of(w).is_fp8_operand:
         return w
     w = experts(function, name, w)
     return w.values, w.scales
@@ -200,3 +178,27 @@ def nothing_fused(options: Options) -> None:
             f"{options.function}: {what} with QuantizedExperts, whose products have launches of their own; leave it"
             " None in the schedule, or pass matrices in the dtype of x."
         )
+
+
+def expert_matrices(function: str, x: Array, w_gate_up: Any, w_down: Any, num_local: int) -> tuple[int, int]:
+    """The matrices of an expert layer, transposed, after `two_of_a_kind`: columns of hidden rows, and I."""
+    hidden = x.shape[1]
+    values: list[Array | QuantizedExperts] = []
+    for name, w, layout in (("w_gate_up", w_gate_up, "[L, 2 * I, H]"), ("w_down", w_down, "[L, H, I]")):
+        if isinstance(w, QuantizedExperts):
+            values.append(experts(function, name, w, num_local))
+            continue
+        if isinstance(w, tuple) and len(w) != 2:
+            raise ValueError(f"{function}: {name} is a tuple of {len(w)}, expected 2; pass (values, scales).")
+        value = check.array(function, name, w[0] if isinstance(w, tuple) else w, 3, layout)
+        is_pair = isinstance(w, tuple)
+        check.same_dtype(function, name, value, "FP8 pairs" if is_pair else "x", FP8 if is_pair else x.dtype)
+        check.size(function, f"axis 0 of {name}", value.shape[0], num_local, "pass one matrix per local expert")
+        if isinstance(w, tuple):
+            check_fp8.scales(function, f"{name}_scales", w[1], value, GROUP_SIZE)
+        values.append(value)
+    up, down = values
+    remedy = "matrices are transposed here: swap their last two axes, or quantise them, which does"
+    check.size(function, "axis 2 of w_gate_up", up.shape[2], hidden, remedy)
+    check.size(function, "axis 1 of w_down", down.shape[1], hidden, remedy)
+    return up.shape[1], down.shape[2]

@@ -1,0 +1,55 @@
+"""INT4, symmetric, up to 7, with one float32 scale per `block_size` elements of a column. Nibbles store 8 more."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ep.core import fp8
+from jax_ep.formats import nibbles
+from jax_ep.formats.base import Format, Prepacked, blocks_of, scale_to, transposed
+from jax_ep.types import Array, Quantized
+
+_MAX, _OFFSET = 7.0, 8
+BIT_PLACES: nibbles.BitPlaces = ((3, 4, 5, 6), (7, 8, 9, 10), (11, 12, 13, 14), (31, 0, 1, 2))
+
+
+def _quantize(w: Array, block_size: int) -> Quantized:
+    rows = transposed(w)
+    values, scales = scale_to(blocks_of(rows, block_size), _MAX)
+    stored = (jnp.round(values).astype(jnp.int8) + _OFFSET).astype(jnp.uint8)
+    return nibbles.pack(stored.reshape(rows.shape)), scales
+
+
+def _dequantize(values: Array, scales: Array, dtype: DTypeLike) -> Array:
+    return fp8.dequantize_rows(nibbles.unpack(values).astype(jnp.float32) - _OFFSET, scales, dtype)
+
+
+def _prepack(values: Array, scales: Array) -> Quantized:
+    return nibbles.prepack(nibbles.unpack(values), BIT_PLACES), jnp.swapaxes(scales, -1, -2)
+
+
+def _unprepack(packed: Array, scales: Array) -> Quantized:
+    return nibbles.pack(nibbles.unprepack(packed, BIT_PLACES)), jnp.swapaxes(scales, -1, -2)
+
+
+FORMAT = Format(
+    name="int4",
+    bits=4,
+    dtype=np.dtype("uint8"),
+    scale_dtype=np.dtype("float32"),
+    block_n=1,
+    block_k=fp8.GROUP_SIZE,
+    takes_block_size=True,
+    decoder="int4",
+    quantize=_quantize,
+    dequantize=_dequantize,
+    prepacked=Prepacked(
+        scale_dtype=np.dtype("float32"),
+        step=32,
+        scale_shape=lambda shape, block_size: (*shape[:-2], shape[-1] // block_size, shape[-2]),
+        pack=_prepack,
+        unpack=_unprepack,
+    ),
+)

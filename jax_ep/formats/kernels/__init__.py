@@ -1,0 +1,1 @@
+"""Triton functions that decode quantized weights, for the kernels of every implementation. Nothing here imports jax."""

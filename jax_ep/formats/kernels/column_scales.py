@@ -1,0 +1,32 @@
+"""8-bit weights with one scale per column (`fp8_channel`, `int8`): the scale multiplies the sum of all of K."""
+
+import triton
+import triton.language as tl
+
+from .common import multiply, to_float
+
+
+@triton.jit
+def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
+    """Nothing: see `scale_columns`."""
+    return column
+
+
+@triton.jit
+def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py."""
+    return multiply(rows, to_float(packed, rows.dtype), total, S)
+
+
+@triton.jit
+def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py."""
+    return total + multiply(rows, packed, tl.zeros(total.shape, tl.float32), S) * factors
+
+
+@triton.jit
+def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
+    """Multiply by the scale of each column."""
+    columns = column + tl.arange(0, S.tile.BN)
+    scales = tl.load(scales_ptr + group.to(tl.int64) * S.N + columns, mask=columns < S.N, other=0.0)
+    return total * scales[None, :]

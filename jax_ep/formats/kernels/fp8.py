@@ -1,0 +1,50 @@
+"""FP8 weights with one scale per block of 128 by 128, which multiplies the sum of each step of 128."""
+
+import triton
+import triton.language as tl
+
+from .common import FP8_BLOCK, broadcast_columns, multiply, to_float
+
+
+@triton.jit
+def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
+    """Nothing: a step has one scale, which is loaded behind its product."""
+    return column
+
+
+@triton.jit
+def locate_scales(scales_ptr, group, column, k, S: tl.constexpr):
+    """The scale of the block at (column, k), and how many blocks of columns there are."""
+    column_blocks: tl.constexpr = (S.N + FP8_BLOCK - 1) // FP8_BLOCK
+    row = group.to(tl.int64) * column_blocks + column // FP8_BLOCK
+    return scales_ptr + row * (S.K // FP8_BLOCK) + k // FP8_BLOCK, column_blocks
+
+
+@triton.jit
+def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py."""
+    tl.static_assert(S.tile.BK == FP8_BLOCK and FP8_BLOCK % S.tile.BN == 0, "a tile has one scale in a step")
+    source, _ = locate_scales(scales_ptr, group, column, k, S)
+    part = multiply(rows, to_float(packed, rows.dtype), tl.zeros(total.shape, tl.float32), S)
+    return total + part * tl.load(source)
+
+
+@triton.jit
+def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py; tiles may have several scales in a step."""
+    part = multiply(rows, packed, tl.zeros(total.shape, tl.float32), S)
+    BN: tl.constexpr = S.tile.BN
+    source, column_blocks = locate_scales(scales_ptr, group, column, k, S)
+    if BN > FP8_BLOCK:
+        blocks = tl.arange(0, BN) // FP8_BLOCK
+        inside = column // FP8_BLOCK + blocks < column_blocks
+        factors *= broadcast_columns(tl.load(source + blocks * (S.K // FP8_BLOCK), mask=inside, other=0.0), S)
+    else:
+        factors *= tl.load(source)
+    return total + part * factors
+
+
+@triton.jit
+def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
+    """Nothing: each step is scaled."""
+    return total

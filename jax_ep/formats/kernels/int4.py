@@ -1,0 +1,183 @@
+"""INT4 weights: nibbles that store 8 more than their value, two per byte, with one float32 scale per block of K."""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    FP8_BLOCK,
+    bf16x2,
+    broadcast_columns,
+    e4m3_bytes,
+    load_block_scales,
+    multiply,
+    repeat,
+    repeat_per_byte,
+    split_even_odd,
+    split_fours,
+    to_float,
+)
+from .prepacked import PIECE, unpack_piece
+
+# Four bytes in $4 to the low nibbles of all, $0 and $1, and the high ones, $2 and $3, in bfloat16.
+#   bfloat16  0 10000110 000nnnn  = 128 + n: OR the nibble n into the mantissa of 128, whose last bit is 1,
+# then subtract 136: 128, and the 8 that nibbles store on top.
+_TO_BF16 = tl.constexpr(f"""{{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    mov.b32 c, {bf16x2(136.0)};
+    lop3.b32 d, a, 0x000F000F, {bf16x2(128.0)}, 0xEA;
+    sub.bf16x2 $0, d, c;
+    lop3.b32 d, b, 0x000F000F, {bf16x2(128.0)}, 0xEA;
+    sub.bf16x2 $1, d, c;
+    shr.b32 a, a, 4;
+    lop3.b32 d, a, 0x000F000F, {bf16x2(128.0)}, 0xEA;
+    sub.bf16x2 $2, d, c;
+    shr.b32 b, b, 4;
+    lop3.b32 d, b, 0x000F000F, {bf16x2(128.0)}, 0xEA;
+    sub.bf16x2 $3, d, c;
+}}""")
+
+# Eight prepacked nibbles in $4 to four pairs of bfloat16. Each pair has its nibbles in bits 3 to 6 of both halves after
+# a shift or rotation (BIT_PLACES in ../int4.py):
+#   bfloat16  0 10000011 nnnn000  = 16 + n: OR into the mantissa of 16, then subtract 24.
+_PREPACKED_TO_BF16 = tl.constexpr(f"""{{
+    .reg .b32 a, c, w;
+    mov.b32 w, $4;
+    mov.b32 c, {bf16x2(24.0)};
+    lop3.b32 a, w, 0x00780078, {bf16x2(16.0)}, 0xEA;
+    sub.bf16x2 $0, a, c;
+    shr.b32 a, w, 4;
+    lop3.b32 a, a, 0x00780078, {bf16x2(16.0)}, 0xEA;
+    sub.bf16x2 $1, a, c;
+    shr.b32 a, w, 8;
+    lop3.b32 a, a, 0x00780078, {bf16x2(16.0)}, 0xEA;
+    sub.bf16x2 $2, a, c;
+    shf.l.wrap.b32 a, w, w, 4;
+    lop3.b32 a, a, 0x00780078, {bf16x2(16.0)}, 0xEA;
+    sub.bf16x2 $3, a, c;
+}}""")
+
+# Eight nibbles in $2 to FP8, four at a time: the low three bits of a nibble select a byte of a table of negative values
+# (n) and one of the others (p), and bit 3 selects the table (k).
+_NEGATIVE = f"0x{e4m3_bytes(-4, -3, -2, -1):08X}, 0x{e4m3_bytes(-8, -7, -6, -5):08X}".split(", ")
+_NOT_NEGATIVE = f"0x{e4m3_bytes(0, 1, 2, 3):08X}, 0x{e4m3_bytes(4, 5, 6, 7):08X}".split(", ")
+_TO_FP8 = tl.constexpr(f"""{{
+    .reg .b32 m, s, n, p, k;
+    and.b32 m, $2, 0x77777777;
+    shr.b32 s, $2, 3;
+    and.b32 s, s, 0x11111111;
+    prmt.b32 n, {_NEGATIVE[1]}, {_NEGATIVE[0]}, m;
+    prmt.b32 p, {_NOT_NEGATIVE[0]}, {_NOT_NEGATIVE[1]}, m;
+    prmt.b32 k, 0x0000FF00, 0, s;
+    lop3.b32 $0, k, p, n, 0xCA;
+    shr.b32 m, m, 16;
+    shr.b32 s, s, 16;
+    prmt.b32 n, {_NEGATIVE[1]}, {_NEGATIVE[0]}, m;
+    prmt.b32 p, {_NOT_NEGATIVE[0]}, {_NOT_NEGATIVE[1]}, m;
+    prmt.b32 k, 0x0000FF00, 0, s;
+    lop3.b32 $1, k, p, n, 0xCA;
+}}""")
+
+
+@triton.jit
+def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py."""
+    return load_block_scales(scales_ptr, group, column, k, S)
+
+
+@triton.jit
+def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py."""
+    even, odd = split_even_odd(rows, S)
+    return add_even_odd(total, even, odd, packed, scales, S)
+
+
+@triton.jit
+def add_even_odd(total, even, odd, packed, scales, S: tl.constexpr):
+    """Add the product of the even and odd columns of rows with the low and high nibbles.
+
+    A scale for the whole step multiplies its sum, if registers hold two sums; other scales multiply the elements.
+    """
+    dtype: tl.constexpr = even.dtype
+    low, high = tl.inline_asm_elementwise(
+        _TO_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+    low, high = low.to(dtype), high.to(dtype)
+    if S.BLOCK_SIZE == S.tile.BK and S.tile.BM <= 32:
+        part = multiply(odd, high, multiply(even, low, tl.zeros(total.shape, tl.float32), S), S)
+        total += part * broadcast_columns(tl.reshape(scales, (S.tile.BN,)), S)
+    else:
+        factors = repeat_per_byte(scales, S)
+        low, high = (low * factors).to(dtype), (high * factors).to(dtype)
+        total = multiply(odd, high, multiply(even, low, total, S), S)
+    return total
+
+
+@triton.jit
+def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
+    """See quantized.py; scales of blocks below 128 multiply the elements, which are bfloat16 then."""
+    part = tl.zeros(total.shape, tl.float32)
+    if S.BLOCK_SIZE == FP8_BLOCK:
+        # Of eight elements `first` has four and `second` the other four.
+        first, second = tl.inline_asm_elementwise(
+            _TO_FP8, "=r,=r,r", [packed], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
+        first_rows, second_rows = split_fours(rows, S)
+        part = multiply(second_rows, second, multiply(first_rows, first, part, S), S)
+        part *= broadcast_columns(tl.reshape(scales, (S.tile.BN,)), S)
+    else:
+        even, odd = split_even_odd(rows, S)
+        part = add_even_odd(part, to_float(even, tl.bfloat16), to_float(odd, tl.bfloat16), packed, scales, S)
+    return total + part * factors
+
+
+@triton.jit
+def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
+    """Nothing: each step is scaled."""
+    return total
+
+
+@triton.jit
+def add_prepacked_pair(
+    total, first_rows, second_rows, first, second, scales_ptr, group, columns, inside, k, S: tl.constexpr
+):
+    """See `add_prepacked_product` of quantized.py."""
+    dtype: tl.constexpr = first_rows.dtype
+    if S.BLOCK_SIZE == 2 * PIECE:  # one scale for both pieces, which multiplies their sum
+        first, second = unpack_prepacked(first, S).to(dtype), unpack_prepacked(second, S).to(dtype)
+        scales = load_prepacked_scales(scales_ptr, group, columns, inside, k, 1, S)
+        part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
+        total += multiply(second_rows, second, part, S) * scales
+    else:
+        NUM: tl.constexpr = PIECE // S.BLOCK_SIZE
+        of_first = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k, NUM, S), S.BLOCK_SIZE)
+        of_second = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k + PIECE, NUM, S), S.BLOCK_SIZE)
+        first = (unpack_prepacked(first, S) * of_first).to(dtype)
+        second = (unpack_prepacked(second, S) * of_second).to(dtype)
+        part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
+        total += multiply(second_rows, second, part, S)
+    return total
+
+
+@triton.jit
+def unpack_prepacked(packed, S: tl.constexpr):
+    """`[BN, PIECE / 8]` packed uint32 to bfloat16 `[BN, PIECE]`, not yet scaled."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        _PREPACKED_TO_BF16,
+        "=r,=r,=r,=r,r",
+        [packed],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return unpack_piece(a, b, c, d, S)
+
+
+@triton.jit
+def load_prepacked_scales(scales_ptr, group, columns, inside, k, NUM: tl.constexpr, S: tl.constexpr):
+    """`[BN, NUM]` scales of each column from element k on, of `[., K / BLOCK_SIZE, N]`."""
+    BLOCKS: tl.constexpr = S.K // S.BLOCK_SIZE
+    blocks = k // S.BLOCK_SIZE + tl.arange(0, NUM)[None, :]
+    source = scales_ptr + (group.to(tl.int64) * BLOCKS + blocks) * S.N + columns[:, None]
+    return tl.load(source, mask=inside[:, None] & (blocks < BLOCKS), other=0.0)

@@ -1,0 +1,75 @@
+"""Prepacked 4-bit weights (`jax_ep.quantization.prepack_experts`): the order of fewest instructions for kernels.
+
+The product is swapped: columns of the weights are the rows of the first operand, which the tensor cores take from
+registers, and tokens stay in shared memory. A uint32 holds the eight nibbles that one thread multiplies in 32 of a
+column. A shift and a mask make two elements, so no element moves between registers or through shared memory.
+
+Scales are loaded in the step that needs them. Loaded ahead they would stop the compiler from finding a layout that
+moves no elements.
+"""
+
+import triton
+import triton.language as tl
+
+PIECE = tl.constexpr(64)
+"""Elements of K that are decoded at a time; two pieces of MXFP4 have their exponents in one uint32."""
+
+
+@triton.jit
+def join_2x2(a, b, c, d):
+    """Join four tensors `[...]` to `[..., 2, 2]`."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def unpack_bf16x2(packed):
+    """Unpack two bfloat16 of a register, `[...]` to `[..., 2]`."""
+    first = packed.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(first, (packed >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def unpack_piece(a, b, c, d, S: tl.constexpr):
+    """Four pairs of bfloat16 per packed uint32, `[BN, PIECE / 8]` each, to `[BN, PIECE]` in the order of K."""
+    BN: tl.constexpr = S.tile.BN
+    pairs = join_2x2(unpack_bf16x2(a), unpack_bf16x2(b), unpack_bf16x2(c), unpack_bf16x2(d))
+    pairs = tl.reshape(pairs, (BN, PIECE // 32, 4, 2, 2, 2))  # ., 32 of K, thread, which of the pair, pair
+    return tl.reshape(tl.permute(pairs, (0, 1, 4, 5, 2, 3)), (BN, PIECE))
+
+
+@triton.jit
+def load_pieces(weights, group, column, k, S: tl.constexpr):
+    """Load the packed uint32 `[BN, PIECE / 8]` of each piece of a step.
+
+    A descriptor of four axes, `[., 2, N / 2, .]`, loads the same columns of both halves: of gates and of what they
+    multiply.
+    """
+    BN: tl.constexpr = S.tile.BN
+    if len(weights.block_shape) == 4:
+        packed = weights.load([group, 0, column, k // 8])
+    else:
+        packed = weights.load([group, column, k // 8])
+    packed = tl.permute(tl.reshape(packed, (BN, S.tile.BK // PIECE, PIECE // 8)), (0, 2, 1))
+    if S.tile.BK == 2 * PIECE:
+        pieces = tl.split(packed)
+    else:
+        tl.static_assert(S.tile.BK == 4 * PIECE, "a step has two or four pieces")
+        even, odd = tl.split(tl.reshape(packed, (BN, PIECE // 8, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        pieces = first, second, third, fourth
+    return pieces
+
+
+@triton.jit
+def locate_columns(weights, column, S: tl.constexpr):
+    """`[BN]` columns of `load_pieces`, and which of them exist."""
+    columns = tl.arange(0, S.tile.BN)
+    if len(weights.block_shape) == 4:
+        HALF: tl.constexpr = S.tile.BN // 2
+        inside = column + columns % HALF < S.N // 2
+        columns = columns // HALF * (S.N // 2) + column + columns % HALF
+    else:
+        columns += column
+        inside = columns < S.N
+    return columns, inside

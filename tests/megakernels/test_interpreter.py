@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import importlib
+import pkgutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton.language as tl
 from jax import lax
 from jax.sharding import Mesh
 from kernel_calls import BASES, H, W, exchange, heap_tables, kernel, ranks, run_one
@@ -17,6 +18,7 @@ import harness
 from jax_ep import interpreter
 from jax_ep.core.kernel import Config
 from jax_ep.ffi.status import StatusRecord
+from jax_ep.formats import kernels as formats_kernels
 from jax_ep.megakernels import kernels
 from jax_ep.megakernels.launch import launch
 
@@ -59,15 +61,18 @@ def test_conversions_round_to_nearest_even_as_on_a_gpu(pool, rng, name):
 def test_assembler_reads_its_arguments_before_it_writes_results():
     """Compilers may keep a result in the register of an argument, unless they are told that it is written early."""
     found = 0
-    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
-        for code in re.findall(r'"""\{(.*?)\}"""', path.read_text(), re.DOTALL):
-            lines = [line.split(maxsplit=1)[1].rstrip(";").split(", ") for line in code.strip().splitlines()]
-            results = {target for target, *_ in lines if target.startswith("$")}
-            assert results, code
-            first = min(i for i, (target, *_) in enumerate(lines) if target in results)
-            late = {x for line in lines[first + 1 :] for x in line[1:] if x.startswith("$")}
-            assert late <= results, f"{path.name}: {late} behind {lines[first][0]}: {code}"
-            found += 1
+    names = [f"{p.__name__}.{m.name}" for p in (kernels, formats_kernels) for m in pkgutil.iter_modules(p.__path__)]
+    constants = ((name, x) for name in names for x in vars(importlib.import_module(name)).values())
+    for name, code in ((name, x.value) for name, x in constants if isinstance(x, tl.constexpr)):
+        if not isinstance(code, str) or not code.startswith("{"):
+            continue
+        lines = [line.split(maxsplit=1)[1].rstrip(";").split(", ") for line in code.strip("{} \n").splitlines()]
+        results = {target for target, *_ in lines if target.startswith("$")}
+        assert results, code
+        first = min(i for i, (target, *_) in enumerate(lines) if target in results)
+        late = {x for line in lines[first + 1 :] for x in line[1:] if x.startswith("$")}
+        assert late <= results, f"{name}: {late} behind {lines[first][0]}: {code}"
+        found += 1
     assert found >= 7
 
 

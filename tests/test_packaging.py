@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 FIND_PYTHON = ROOT / "tools" / "find_python.sh"
@@ -231,6 +232,12 @@ def test_dependencies_are_jax_and_numpy_alone(project):
     names = {re.match(r"[\w-]+", requirement).group() for requirement in project["project"]["dependencies"]}
     assert names == {"jax", "numpy"}
     assert project["project"]["requires-python"] == ">=3.12"
+    # On an older Python, pip must name requires-python before it looks for a JAX that does not exist there.
+    needed = (*project["build-system"]["requires"], *project["project"]["dependencies"])
+    requirements = [Requirement(text) for text in needed if text.startswith("jax")]
+    assert len(requirements) == 2
+    assert not any(r.marker and r.marker.evaluate({"python_version": "3.11"}) for r in requirements)
+    assert all(r.marker and r.marker.evaluate({"python_version": "3.12"}) for r in requirements)
 
 
 def test_what_the_package_reaches_into_has_upper_bounds(project):

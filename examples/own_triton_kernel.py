@@ -1,6 +1,6 @@
 """An expert function as a Triton kernel of one's own, called by jax-triton between `dispatch` and `combine`.
 
-python examples/own_triton_kernel.py    # on NVIDIA GPUs, after pip install 'jax-ep[cuda13,jax-triton]'
+python examples/own_triton_kernel.py    # on NVIDIA GPUs, after pip install '.[cuda13,jax-triton]'
 
 The layer is trained. Its experts are gated, and each learns the slope of its activation. Products and exchange are
 jax_ep's; the activation and its gradient are the kernels of `own_kernels/learned_swish.py`, joined by `jax.custom_vjp`.

@@ -39,7 +39,7 @@ PLUGIN_ALONE = $(if $(findstring cuda,$(EXTRAS)),,$(filter test,$(subst $(comma)
 comma := ,
 COMPILED := CMakeLists.txt $(wildcard jax_ep/ffi/csrc/*)
 
-.PHONY: help env lock ffi demo test test-rest test-all test-gpu evidence tables lint docs wheel bench clean
+.PHONY: help env lock ffi demo test test-rest test-all test-maxtext test-gpu evidence tables lint docs wheel bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -87,6 +87,18 @@ test-all: ## both
 test test-rest test-all: $(INSTALLED)
 	$(PYTEST) $(WHICH) --seconds build/$@_seconds.json $(PYTEST_ARGS)
 
+# MaxText has many dependencies that nothing else needs, so its tests have an environment of their own.
+WITH_MAXTEXT := $(VENV)-maxtext
+$(WITH_MAXTEXT)/.installed: tests/maxtext/requirements.txt $(CONSTRAINTS)
+	@$(MAKE) --no-print-directory '$(abspath $(WITH_MAXTEXT))/bin/python' VENV='$(WITH_MAXTEXT)'
+	@PIP_NO_COMPILE=1 tools/with_clock.sh 'installing MaxText into $(WITH_MAXTEXT)' '$(WITH_MAXTEXT)/bin/python' \
+	  -m pip install --disable-pip-version-check -qq -r $< $(CONSTRAINTS:%=-c %)
+	@touch $@
+
+test-maxtext: $(WITH_MAXTEXT)/.installed ## the integration of MaxText, against its wheel
+	JAX_EP_TESTS_OF=maxtext PYTHONPATH='$(CURDIR)' '$(WITH_MAXTEXT)/bin/python' -m pytest -q -c /dev/null --rootdir . \
+	  -p no:cacheprovider -W ignore --confcutdir tests/maxtext --durations=5 $(PYTEST_ARGS) tests/maxtext
+
 test-gpu: $(INSTALLED) ## the tests, on this machine's NVIDIA GPUs; the outcome goes to RESULTS
 	RESULTS='$(RESULTS)' PYTEST_ARGS='$(PYTEST_ARGS)' tools/test_gpu.sh "$(BIN)/python" $(PARTS)
 
@@ -113,5 +125,5 @@ bench: $(INSTALLED) ## every benchmark, one after another, but the comparison wi
 	for script in $(filter-out benchmarks/compare.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; "$(BIN)/python" "$$script" || echo "exit status $$?"; done
 
 clean: ## remove what these tasks have made, the environment included
-	rm -rf '$(VENV)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf '$(VENV)' '$(WITH_MAXTEXT)' build dist runs jax_ep/ffi/libjax_ep_ffi.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

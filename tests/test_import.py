@@ -19,7 +19,7 @@ ISOLATED = r"""
 import ctypes, importlib.machinery, json, os, sys, threading, warnings
 warnings.simplefilter("error")
 
-BLOCKED = {"triton", "flax", "optax", "nvshmem", "cupy", "torch", "safetensors", "huggingface_hub"}
+BLOCKED = {"triton", "flax", "maxtext", "optax", "nvshmem", "cupy", "torch", "safetensors", "huggingface_hub"}
 PACKAGE = sys.argv[1]
 
 class Finder:
@@ -128,7 +128,13 @@ LEVELS = [
     {"ops"},  # loads implementations by name
     {"routing", "quantization", "placement", "tuning"},
     {"sharding", "serving", "tracing"},
-    {"flax", "checkpoints", "tools", "__init__"},  # `__init__` is for users: nothing of the package imports it
+    {
+        "flax",
+        "integrations",
+        "checkpoints",
+        "tools",
+        "__init__",
+    },  # `__init__` is for users: nothing of the package imports it
     {"__main__"},
 ]
 MOST_LEVELS, MOST_ROOT_FILES = 11, 11

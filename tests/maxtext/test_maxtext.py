@@ -1,0 +1,286 @@
+"""`RoutedMoE` of the MaxText wheel, with and without `use()`. `make test-maxtext` runs it in its own environment."""
+
+import contextlib
+import os
+
+import pytest
+
+if "maxtext" not in os.environ.get("JAX_EP_TESTS_OF", ""):
+    pytest.skip("runs in the environment of `make test-maxtext`", allow_module_level=True)
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+
+import jax
+import jax.numpy as jnp
+import maxtext
+import numpy as np
+from flax import nnx
+from flax.linen import logical_axis_rules
+from jax.sharding import AxisType, Mesh
+from maxtext.configs import pyconfig
+from maxtext.layers import initializers, moe
+
+from jax_ep.integrations.maxtext import use
+
+BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+TOLERANCE = 1e-6  # of float32 results, relative to the norm
+MIXTRAL = {"model_name": "mixtral-8x7b"}
+DEEPSEEK = {
+    "model_name": "deepseek3-671b",
+    "num_experts": 16,
+    "n_routing_groups": 4,
+    "topk_routing_group": 2,
+    "routed_bias_update_rate": 0.01,
+}
+BLOCKS = {
+    "mixtral": MIXTRAL,
+    "deepseek": DEEPSEEK,
+    "deepseek2": {"model_name": "deepseek2-16b", "num_experts": 8},
+    "qwen3_moe": {"model_name": "qwen3-30b-a3b", "num_experts": 16},
+    "gpt_oss": {"model_name": "gpt-oss-20b", "num_experts": 8, "base_num_decoder_layers": 2},
+    "llama4": {"model_name": "llama4-17b-16e", "num_experts": 8},
+    "gemma4": {"model_name": "gemma4-26b", "num_experts": 16},
+}
+DENSE = {"sparse_matmul": False}
+RING = {"use_ring_of_experts": True, "megablox": True, "ici_expert_parallelism": 4}  # runs on several CPU devices
+
+
+def configuration(**options):
+    defaults = {
+        "run_name": "test",
+        "hardware": "cpu",
+        "enable_checkpointing": False,
+        "log_config": False,
+        "skip_jax_distributed_system": True,
+        "override_model_config": True,
+        "attention": "dot_product",
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "per_device_batch_size": 1,
+        "max_target_length": 16,
+        "base_emb_dim": 32,
+        "base_mlp_dim": 16,
+        "base_moe_mlp_dim": 16,
+        "vocab_size": 64,
+        "megablox": False,
+        "load_balance_loss_weight": 0.01,
+        "ici_fsdp_parallelism": 1,
+    }
+    return pyconfig.initialize([None, BASE], **(defaults | options))
+
+
+def mesh_of(config, **axes):
+    shape = [axes.get(name, 1) for name in config.mesh_axes]
+    kind = AxisType.Explicit if config.shard_mode.value == "explicit" else AxisType.Auto
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, config.mesh_axes, axis_types=(kind,) * len(shape))
+
+
+class Changed:
+    """A configuration with other values."""
+
+    def __init__(self, config, **values):
+        self.__dict__.update(values, _config=config)
+
+    def __getattr__(self, name):
+        return getattr(self._config, name)
+
+
+def make_layer(config, mesh, **options):
+    layer = moe.RoutedMoE(
+        config=config,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        mesh=mesh,
+        kernel_init=initializers.nd_dense_init(1.0, "fan_in", "truncated_normal"),
+        kernel_axes=("embed", None),
+        intermediate_dim=config.moe_mlp_dim,
+        dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
+        rngs=nnx.Rngs(0),
+        **options,
+    )
+    for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(layer))):
+        if "bias" in str(path[-1]) or "scale" in str(path[-1]):
+            variable[...] += 0.3 * jax.random.normal(jax.random.key(i), variable.shape, variable.dtype)
+    return layer
+
+
+@contextlib.contextmanager
+def rules(config, mesh):
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        yield
+
+
+def results(config, mesh, x, replaced, *, layer=None, **inputs):
+    """Output, loss, update of the router bias, and gradients of parameters and tokens."""
+    with rules(config, mesh), use() if replaced else contextlib.nullcontext():
+        graph, parameters, rest = nnx.split(make_layer(config, mesh, **(layer or {})), nnx.Param, ...)
+
+        def objective(parameters, x):
+            y, loss, update = nnx.merge(graph, parameters, rest)(x, **inputs)
+            return jnp.sum(jnp.sin(y)) + (0.0 if loss is None else 10 * loss), (y, loss, update)
+
+        (_, outputs), gradients = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(parameters, x)
+    return outputs, gradients
+
+
+def tokens(config, batch=4, length=8):
+    return jax.random.normal(jax.random.key(1), (batch, length, config.emb_dim))
+
+
+def assert_same(config, mesh, x, **inputs):
+    got = results(config, mesh, x, True, **inputs)
+    want = results(config, mesh, x, False, **inputs)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        error = np.linalg.norm(np.float64(a) - np.float64(b)) / max(np.linalg.norm(np.float64(b)), 1e-30)
+        assert error < TOLERANCE, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_on_one_device(block):
+    config = configuration(**BLOCKS[block])
+    assert_same(config, mesh_of(config), tokens(config))
+
+
+@pytest.mark.parametrize("block", ["mixtral", "deepseek", "qwen3_moe", "gpt_oss"])
+def test_block_on_four_devices(block):
+    config = configuration(**BLOCKS[block], **DENSE)
+    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
+
+
+@pytest.mark.parametrize(
+    ("block", "axes"),
+    [
+        ("mixtral", {"expert": 4}),
+        ("deepseek", {"fsdp": 2, "expert": 2}),
+        ("gpt_oss", {"tensor": 2, "expert": 2}),
+        ("gpt_oss", {"fsdp": 2, "tensor": 2}),
+        ("mixtral", {"context": 2, "expert": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_mesh_axes(block, axes):
+    config = configuration(**BLOCKS[block], **DENSE)
+    assert_same(config, mesh_of(config, **axes), tokens(config))
+
+
+def test_ring_of_experts():
+    config = configuration(**DEEPSEEK, **RING)
+    assert_same(config, mesh_of(config, expert=4), tokens(config))
+
+
+def test_explicit_axes():
+    config = configuration(**MIXTRAL, **DENSE, shard_mode="explicit")
+    assert_same(config, mesh_of(config, fsdp=2, expert=2), tokens(config))
+
+
+@pytest.mark.parametrize("block", ["mixtral", "deepseek"])
+def test_forced_routed_experts(block):
+    config = configuration(**BLOCKS[block], **DENSE)
+    shape = (4, 8, config.num_experts)
+    forced = jax.lax.top_k(jax.random.normal(jax.random.key(2), shape), config.num_experts_per_tok)[1]
+    unused = jax.random.bernoulli(jax.random.key(3), 0.2, forced.shape)
+    forced = jnp.where(unused, -1, forced)
+    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config), forced_routed_experts=forced)
+
+
+def test_decoding_of_one_sequence():
+    config = configuration(**BLOCKS["gpt_oss"], **DENSE)
+    assert_same(config, mesh_of(config, tensor=2, expert=2), tokens(config, batch=1, length=1))
+
+
+def test_prefused_weights_and_limit():
+    config = configuration(**DEEPSEEK, **DENSE, prefuse_moe_weights=True, mlp_activations_limit=0.5)
+    assert_same(config, mesh_of(config, tensor=2, expert=2), tokens(config))
+
+
+def test_activation_without_a_name_in_jax_ep():
+    config = configuration(**MIXTRAL, **DENSE, mlp_activations=["tanh", "linear"])
+    assert_same(config, mesh_of(config, tensor=2, expert=2), tokens(config))
+
+
+def test_sequence_loss_of_megatron():
+    config = configuration(**DEEPSEEK, **DENSE, moe_use_megatron_seq_aux_loss=True)
+    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
+
+
+def test_gradient_accumulation_returns_counts():
+    config = configuration(**DEEPSEEK, **DENSE, gradient_accumulation_steps=2)
+    assert_same(config, mesh_of(config, data=2, expert=2), tokens(config))
+
+
+UNSUPPORTED = {
+    "quantization": "fp8",
+    "te_moe_block": True,
+    "use_batch_split_schedule": True,
+    "use_random_routing": True,
+    "moe_quantize_combine_bwd_method": "absmax",
+    "moe_log_max_load_ratio": True,
+    "defer_small_all_reduces": True,
+    "log_required_ragged_buffer_factor": True,
+    "attention": "vllm_rpa",
+    "num_moe_token_chunks": 2,
+    "ragged_buffer_factor": 1.5,
+    "eval_ragged_buffer_factor": 2.0,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_value_is_named(name):
+    config = configuration(**MIXTRAL)
+    mesh, x = mesh_of(config), tokens(config)
+    with rules(config, mesh):
+        layer = make_layer(config, mesh)
+        layer.config = Changed(config, **{name: UNSUPPORTED[name]})
+        with use(), pytest.raises(NotImplementedError, match=rf"use: {name}={UNSUPPORTED[name]!r} of MaxText's"):
+            layer(x)
+
+
+@pytest.mark.parametrize(("name", "value"), [("capacity_factor", 1.0), ("matmul_precision", "highest")])
+def test_unsupported_value_of_the_dense_path(name, value):
+    config = Changed(configuration(**MIXTRAL, **DENSE), **{name: value})
+    mesh = mesh_of(config)
+    with rules(config, mesh), use(), pytest.raises(NotImplementedError, match=f"{name}={value!r}"):
+        make_layer(config, mesh)
+
+
+@pytest.mark.parametrize(("axis", "name"), [("stage", "pipeline"), ("tensor_sequence", "tensor_sequence")])
+def test_unsupported_mesh_axis(axis, name):
+    config = configuration(**MIXTRAL)
+    mesh = mesh_of(config, **{axis: 2})
+    with rules(config, mesh), use(), pytest.raises(NotImplementedError, match=f"ici_{name}_parallelism=2"):
+        make_layer(config, mesh)(tokens(config))
+
+
+def test_sizes_that_the_mesh_does_not_divide():
+    config = configuration(**MIXTRAL)
+    mesh = mesh_of(config, expert=4)
+    with (
+        rules(config, mesh),
+        use(),
+        pytest.raises(ValueError, match="batch size=3, expected a multiple of the 4 ranks"),
+    ):
+        make_layer(config, mesh)(tokens(config, batch=3))
+
+
+def test_options_reach_the_layer():
+    config = configuration(**MIXTRAL)
+    mesh = mesh_of(config)
+    with rules(config, mesh), use(implementation="none"), pytest.raises(ValueError, match="'none'"):
+        make_layer(config, mesh)(tokens(config))
+
+
+def test_leaving_restores_maxtext():
+    before = {name: getattr(moe.RoutedMoE, name) for name in ("__init__", "__call__", "sparse_matmul", "dense_matmul")}
+    with use():
+        assert all(getattr(moe.RoutedMoE, name) is not method for name, method in before.items())
+    assert {name: getattr(moe.RoutedMoE, name) for name in before} == before
+
+
+def test_other_signature_is_refused(monkeypatch):
+    monkeypatch.setattr(moe.RoutedMoE, "dense_matmul", lambda self, inputs: inputs)
+    with pytest.raises(ImportError, match=r"dense_matmul has the parameters \('self', 'inputs'\)"):
+        use()

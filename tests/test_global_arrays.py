@@ -124,8 +124,8 @@ CASES = {
         for name in ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
     },
     **{
-        f"shuffle_experts {name}": through(
-            lambda w, name=name: q.shuffle_experts(q.quantize_experts(w, name)), q.unshuffle_experts, MATRICES
+        f"prepack_experts {name}": through(
+            lambda w, name=name: q.prepack_experts(q.quantize_experts(w, name)), q.unprepack_experts, MATRICES
         )
         for name in ("int4", "mxfp4")
     },

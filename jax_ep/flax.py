@@ -23,6 +23,7 @@ from jax_ep.core.activations import activate_tokens
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
+from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.ops.moe import fused_moe
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.routing import (
@@ -157,13 +158,14 @@ class MoE(nnx.Module):
         if shared_intermediate_size is not None:
             check.positive("MoE", "shared_intermediate_size", shared_intermediate_size)
             check.positive("MoE", "num_shared_experts", num_shared_experts)
+        check.positive("MoE", "hidden_size", hidden_size)
         all_experts = num_experts + num_identity_experts
         if not 1 <= num_experts_per_tok <= all_experts:
             names = "num_experts + num_identity_experts" if num_identity_experts else "num_experts"
-            raise ValueError(f"{num_experts_per_tok=} must be between 1 and {names}={all_experts}")
+            raise ValueError(f"MoE: {num_experts_per_tok=} must be between 1 and {names}={all_experts}")
         if score == "sparsemixer" and (num_experts_per_tok, bias_routing, routed_scale, num_groups) != (2, False, 1, 1):
             asked = f"{num_experts_per_tok=}, {bias_routing=}, {routed_scale=}, {num_groups=}"
-            raise ValueError(f"score='sparsemixer' with {asked}: it chooses 2 of all, without a bias or a factor")
+            raise ValueError(f"MoE: score='sparsemixer' with {asked}: it chooses 2 of all, without a bias or a factor")
         check_router.factor("MoE", "routed_scale", routed_scale)
         for name, value in (
             ("dtype", dtype),
@@ -207,7 +209,7 @@ class MoE(nnx.Module):
         self.topology = axis_name if isinstance(axis_name, Topology) else None
         if self.topology is not None and self.topology.node_capacity is not None:
             raise ValueError(
-                f"node_capacity={self.topology.node_capacity} of the Topology, expected None: the metrics of this layer"
+                f"MoE: node_capacity={self.topology.node_capacity} of the Topology, expected None: the layer's metrics"
                 " count what `capacity` drops alone; leave node_capacity out, or call jax_ep.moe."
             )
         self.batch_axes = _axes(batch_axes)
@@ -282,7 +284,7 @@ class MoE(nnx.Module):
                 " serving_weights() or training_weights()"
             )
         if x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
+            raise ValueError(f"MoE: x has shape {x.shape}, but this MoE takes [..., hidden_size={self.hidden_size}]")
         if token_mask is not None:
             check.token_mask("MoE", token_mask, x.shape[:-1], "the shape of x without its last axis")
         mesh = self._active_mesh()
@@ -300,7 +302,7 @@ class MoE(nnx.Module):
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
         """Moves the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
         if self.router_bias is None:
-            raise ValueError("this MoE has no router bias; construct it with bias_routing=True")
+            raise ValueError("MoE: this MoE has no router bias; construct it with bias_routing=True")
         self.router_bias[...] = update_router_bias(self.router_bias[...], load, rate=rate)
 
     def _columns(self, intermediate_size: int) -> int:
@@ -323,18 +325,18 @@ class MoE(nnx.Module):
         if mesh.empty:
             if self.capacity is not None:
                 raise ValueError(
-                    f"capacity={self.capacity} limits the rows per rank of {self.axis_name}, but there is no mesh:"
+                    f"MoE: capacity={self.capacity} limits the rows per rank of {self.axis_name}, but there is no mesh:"
                     " pass mesh=, call jax.set_mesh, or leave capacity out"
                 )
             return None
         axes = (*self.batch_axes, *self.axis_name, *(() if self.tensor_axis is None else (self.tensor_axis,)))
         missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing:
-            raise ValueError(f"MoE uses the mesh axes {missing}, but the mesh has {mesh.axis_names}")
+            raise ValueError(f"MoE: it uses the mesh axes {missing}, but the mesh has {mesh.axis_names}")
         ranks = _size(mesh, self.axis_name)
         if self.num_experts % ranks:
             raise ValueError(
-                f"num_experts={self.num_experts} is not a multiple of the {ranks} ranks of {self.axis_name}"
+                f"MoE: num_experts={self.num_experts} is not a multiple of the {ranks} ranks of {self.axis_name}"
             )
         return mesh
 
@@ -364,7 +366,7 @@ class MoE(nnx.Module):
         They are in FP8, in a format of `jax_ep.quantization.quantize_experts`, or in `dtype`.
         """
         if self.capacity is not None:
-            raise ValueError(f"capacity={self.capacity}: serving drops nothing, and needs capacity=None")
+            raise ValueError(f"MoE: capacity={self.capacity}: serving drops nothing, and needs capacity=None")
         # Quantisation begins at the parameters: a rounding to `dtype` before it would add to its error.
         parameters, biases = self._parameters(), self._biases()
         w_gate_up, w_down = self._whole(parameters["w_gate_up"], 2), self._whole(parameters["w_down"])
@@ -407,7 +409,7 @@ class MoE(nnx.Module):
     def _parameters(self) -> dict[str, Array]:
         """The experts' matrices."""
         if self.w_gate_up is None or self.w_down is None:
-            raise ValueError("this MoE serves only: ask the one that it was made of")
+            raise ValueError("MoE: this MoE serves only: ask the one that it was made of")
         return {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
 
     def _matrices(self) -> dict[str, Array]:
@@ -447,7 +449,7 @@ class MoE(nnx.Module):
 
     def _router_weights(self) -> RouterWeights:
         if self.router is None:
-            raise ValueError("this MoE has a router_fn, and no router of its own")
+            raise ValueError("MoE: this MoE has a router_fn, and no router of its own")
         biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
         return RouterWeights(self.router[...], *biases)
 
@@ -474,13 +476,15 @@ class MoE(nnx.Module):
         mask = None if token_mask is None else token_mask.reshape(-1)
         routed = route(tokens, mask, self._router(tokens), options=self.router_options, axes=())
         if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
-            y = serve(tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(()))
+            y = errors_begin_with("MoE")(serve)(
+                tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(())
+            )
         else:
             made_of = self._weights(weights)
             if self.w_gate_up is not None and self.tensor_axis is not None:
                 for name in ("w_gate_up", "b_gate_up"):
                     made_of[name] = None if made_of[name] is None else with_one_axis_of_columns(made_of[name])
-            y = fused_moe(
+            y = errors_begin_with("MoE")(fused_moe)(
                 tokens,
                 routed.topk_idx,
                 routed.topk_weights,
@@ -524,10 +528,10 @@ class MoE(nnx.Module):
             in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)
             options = self._low_latency(self.topology or self.axis_name)
             run = run_sharded(serve, options, self.mesh, in_specs, specs.tokens)
-            y = run(all_tokens, topk_idx, topk_weights, weights)
+            y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, weights)
         else:
             made_of = self._weights(weights)
-            run = sharded_moe(
+            run = errors_begin_with("MoE")(sharded_moe)(
                 self.mesh,
                 num_experts=self.num_experts,
                 axis_name=self.topology or self.axis_name,
@@ -541,7 +545,7 @@ class MoE(nnx.Module):
                 implementation=self.implementation,
                 **self._products_of(made_of),
             )
-            y = run(all_tokens, topk_idx, topk_weights, **made_of)
+            y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, **made_of)
         y = rearrange(lambda v: v[:num_tokens], mesh, token_spec)(y) if padding else y
         y = _with_identity(y, routed, tokens)
         y = rearrange(lambda v: v.reshape(x.shape), mesh, jax.typeof(x).sharding.spec)(y)

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.core import check, relayout
 from jax_ep.core.mesh_axes import axis_size, axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.named_scopes import operation
-from jax_ep.types import Array, AxisName, result_type
+from jax_ep.types import Array, AxisName, result_type, type_name
 
 __all__ = ["Placement", "move", "plan"]
 _ARRAYS = ("physical_to_logical", "logical_to_physical", "num_copies")
@@ -353,7 +353,7 @@ def move(tree: Any, old: Placement, new: Placement, *, axis_name: AxisName = "ex
     """
     for placement in (old, new):
         if not isinstance(placement, Placement):
-            raise TypeError(f"move: got a {type(placement).__name__}, expected a Placement; pass the old and the new.")
+            raise TypeError(f"move: got {type_name(placement)}, expected a Placement; pass the old and the new.")
         placement._check_one_layer("move")
         _known("move", "the placement", placement.physical_to_logical)
     check.size("move", "the number of experts of new", new.num_experts, old.num_experts, "plan() for the same experts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -20,7 +21,7 @@ from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
 from jax_ep.formats.base import PREPACKED_K, Format
 from jax_ep.ops import registry
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Quantized, type_name
 
 
 @operation
@@ -191,7 +192,7 @@ def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:
         return values, jnp.swapaxes(values, -1, -2), scales
     options = registry.options("quantize_master_weights")
     run = registry.get("activation", registry.choose(options, "activation", w.dtype)).quantize_masters
-    found = run(w.reshape(-1, *w.shape[-2:]))
+    found = run(w.reshape(math.prod(w.shape[:-2]), *w.shape[-2:]))
     values, transposed, scales = (a.reshape(*w.shape[:-2], *a.shape[1:]) for a in found)
     return values, transposed, scales
 
@@ -382,5 +383,5 @@ def unprepack_experts(w: QuantizedExperts) -> QuantizedExperts:
 
 def _whole_experts(function: str, w: QuantizedExperts) -> QuantizedExperts:
     if not isinstance(w, QuantizedExperts):
-        raise TypeError(f"{function}: w is a {type(w).__name__}, expected QuantizedExperts; see quantize_experts.")
+        raise TypeError(f"{function}: w is {type_name(w)}, expected QuantizedExperts; see quantize_experts.")
     return check_quantized.experts(function, "w", w)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.core import check_router
+from jax_ep.core import check, check_router
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.named_scopes import operation
@@ -146,6 +146,7 @@ def _choose(
         selection = _keep_best_groups(selection, num_groups, topk_groups, group_score)
     topk_idx = lax.top_k(selection, k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, topk_idx, axis=-1)
+    check.flag("topk_router", "renormalize", renormalize)
     if renormalize:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _SMALLEST_SUM)
     if token_mask is not None:

@@ -20,6 +20,7 @@ from jax_ep.core import check, check_recipe
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
+from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
 from jax_ep.quantization import quantize_master_weights
@@ -160,6 +161,7 @@ def sharded_moe(
     options = dict(moe_kwargs, num_experts=num_experts, axis_name=axis_name)
     options |= {"specs": specs, "tensor_axis": tensor_axis, "fsdp_axis": fsdp_axis}
 
+    @errors_begin_with(_FUNCTION)
     @jax.named_scope("jax_ep.sharded_moe")
     def apply(
         x: Array,

@@ -20,6 +20,7 @@ import jax
 from jax_ep import context
 from jax_ep.settings import file, operations
 from jax_ep.settings.file import Rates, Tuning, TuningWarning
+from jax_ep.types import type_name
 
 __all__ = ["Rates", "Tuning", "TuningWarning", "current", "override", "use"]
 
@@ -46,9 +47,7 @@ def use(path: str | os.PathLike[str] | None) -> None:
       0
     """
     if path is not None and not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"use: path is a {type(path).__name__}, expected a path, or None for no file; pass one of them."
-        )
+        raise TypeError(f"use: path is {type_name(path)}, expected a path, or None for no file; pass one of them.")
     kind = jax.local_devices()[0].device_kind
     context.set_tuning(Tuning(kind) if path is None else file.read(Path(path), kind))
 

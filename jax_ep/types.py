@@ -56,6 +56,14 @@ def _layout(fields: dict[str, Any]) -> Layout:
     return Layout(**fields | {"axis": tuple(fields["axis"])})
 
 
+def type_name(value: object) -> str:
+    """The type of a value with its article, as errors give it: "an int"."""
+    if isinstance(value, jax.Array):
+        return "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Mesh axes of the experts of which one is slow: tokens cross it once per node, and spread inside the node.
@@ -95,7 +103,7 @@ class Topology:
             names = (value,) if isinstance(value, str) else value
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
                 raise TypeError(
-                    f"Topology: {field}={value!r} is a {type(value).__name__}, expected the name of a mesh axis, a str,"
+                    f"Topology: {field}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str,"
                     " or a tuple of names; pass e.g. Topology(node='node', local='expert')."
                 )
             if not names:
@@ -113,7 +121,7 @@ class Topology:
             if value is None and field == "node_capacity":
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Topology: {field}={value!r} is a {type(value).__name__}, expected an int; pass one.")
+                raise TypeError(f"Topology: {field}={value!r} is {type_name(value)}, expected an int; pass one.")
             if value < 1:
                 raise ValueError(f"Topology: {field}={value}, expected 1 or more; pass a positive number.")
 
@@ -208,7 +216,7 @@ class Schedule:
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise TypeError(
-                    f"Schedule: {name}={value!r} is a {type(value).__name__}, expected True, False, or None for the"
+                    f"Schedule: {name}={value!r} is {type_name(value)}, expected True, False, or None for the"
                     " package's choice."
                 )
         for name in ("num_communicating_programs", "num_combining_programs", "num_summing_programs"):
@@ -223,7 +231,7 @@ class Schedule:
             return
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(
-                f"Schedule: {name}={value!r} is a {type(value).__name__}, expected an int, or None for the default."
+                f"Schedule: {name}={value!r} is {type_name(value)}, expected an int, or None for the default."
             )
         if not least <= value <= most or (power_of_two and value & (value - 1)):
             kind = "a power of two" if power_of_two else "a number"
@@ -282,7 +290,7 @@ class Experts:
             )
         if not isinstance(self.activation, str) and not callable(self.activation):
             raise TypeError(
-                f"Experts: activation is a {type(self.activation).__name__}, expected one of {ACTIVATIONS}, or a JAX"
+                f"Experts: activation is {type_name(self.activation)}, expected one of {ACTIVATIONS}, or a JAX"
                 " function of the hidden rows."
             )
         if self.weight_on not in ("output", "input"):
@@ -290,7 +298,7 @@ class Experts:
         for name in ("gated", "interleaved"):
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
-                raise TypeError(f"Experts: {name}={value!r} is a {type(value).__name__}, expected True or False.")
+                raise TypeError(f"Experts: {name}={value!r} is {type_name(value)}, expected True or False.")
         for name in ("alpha", "clamp", "up_offset"):
             self._check_number(name)
         self._check_fields()
@@ -300,7 +308,7 @@ class Experts:
         if name == "clamp" and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-            raise TypeError(f"Experts: {name}={value!r} is a {type(value).__name__}, expected a number; pass a float.")
+            raise TypeError(f"Experts: {name}={value!r} is {type_name(value)}, expected a number; pass a float.")
         try:
             value = float(value)
         except OverflowError:

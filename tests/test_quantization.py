@@ -176,7 +176,7 @@ def test_serving_weights_of_different_dtypes() -> None:
         (lambda: quantize_fp8([1.0]), "quantize_fp8: x is a list, expected a JAX or NumPy array"),
         (lambda: quantize_fp8(jnp.float32(1)), r"quantize_fp8: x has shape \(\), expected a JAX or NumPy array"),
         (lambda: dequantize_fp8(None, None, jnp.float32), "dequantize_fp8: values is a NoneType, expected"),
-        (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is no dtype"),
+        (lambda: dequantize_fp8(*quantize_fp8(jnp.ones((1, 128))), "number"), "dtype='number' is not a dtype"),
     ],
 )
 def test_what_is_no_array_or_dtype(call: Any, message: str) -> None:

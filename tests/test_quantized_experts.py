@@ -172,7 +172,7 @@ def test_mistakes() -> None:
         quantize_experts(w, "mxfp4", block_size=32)
     with pytest.raises(TypeError, match="no gradient"):
         jax.grad(lambda w: jnp.sum(quantize_experts(w, "int8").scales))(w)
-    with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
+    with pytest.raises(TypeError, match="w is an array, expected QuantizedExperts"):
         dequantize_experts(w, jnp.float32)
     with pytest.raises(
         ValueError, match="activations='int8' with format='mxfp4', but tensor cores multiply int8 with int8"
@@ -279,7 +279,7 @@ def test_mistakes_of_prepacking() -> None:
     w = jnp.ones((2, 128, 4))
     q = quantize_experts(w, "mxfp4")
     prepacked = prepack_experts(q)
-    with pytest.raises(TypeError, match="w is a ArrayImpl, expected QuantizedExperts"):
+    with pytest.raises(TypeError, match="w is an array, expected QuantizedExperts"):
         prepack_experts(w)
     with pytest.raises(ValueError, match="w is prepacked already"):
         prepack_experts(prepacked)

@@ -278,7 +278,7 @@ def test_gradient_in_the_logits_ignores_the_bias_values():
 
 @pytest.mark.parametrize("scale", [None, "2", jnp.ones(3), [1.0]], ids=str)
 def test_scale_is_a_number(scale):
-    with pytest.raises(TypeError, match=r"topk_router: scale is a .*, expected a number"):
+    with pytest.raises(TypeError, match=r"topk_router: scale is an? .*, expected a number"):
         jax_ep.topk_router(jnp.ones((2, 4)), 2, scale=scale)
 
 

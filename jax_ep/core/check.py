@@ -22,15 +22,14 @@ from jax_ep.types import (
     Quantized,
     Routing,
     Tokens,
+    type_name,
 )
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
     """`value` as a JAX array of that rank; `shape` describes it to the user."""
     if not isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{function}: {name} is a {type(value).__name__}, not an array; pass a JAX or NumPy array {shape}."
-        )
+        raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
     if value.ndim != rank:
         raise ValueError(f"{function}: {name} has shape {value.shape}, expected rank {rank}, {shape}; reshape it.")
     return jnp.asarray(value)
@@ -39,7 +38,7 @@ def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
 def rows(function: str, name: str, value: Any, shape: str) -> Array:
     """`value` as a JAX array with a last axis, whatever comes before."""
     if not isinstance(value, jax.Array | np.ndarray):
-        what = f"is a {type(value).__name__}"
+        what = f"is {type_name(value)}"
     elif value.ndim < 1:
         what = f"has shape {value.shape}"
     else:
@@ -65,7 +64,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     """What a router of the caller's has returned."""
     if not isinstance(value, Routing):
         raise TypeError(
-            f"{function}: {name} returned a {type(value).__name__}, expected a jax_ep.Routing; return one of ids"
+            f"{function}: {name} returned {type_name(value)}, expected a jax_ep.Routing; return one of ids"
             f" [N, K], weights [N, K] and scores [N, {num_experts}]."
         )
     for field, found in value._asdict().items():
@@ -96,17 +95,19 @@ def same_dtype(function: str, name: str, value: Array, other_name: str, other: D
     """Two operands of one product."""
     if value.dtype != other:
         raise TypeError(
-            f"{function}: {name} has dtype {value.dtype} but {other_name} has {jnp.dtype(other)}; cast one of them with"
-            " astype."
+            f"{function}: {name} has dtype {value.dtype}, expected {jnp.dtype(other)}, the dtype of {other_name}; cast"
+            " one of them with astype."
         )
 
 
 def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
     """What is, or names, a dtype."""
     try:
-        return jnp.dtype(value)
+        if value is not None:  # to NumPy float64
+            return jnp.dtype(value)
     except TypeError:
-        raise TypeError(f"{function}: {name}={value!r} is no dtype, expected {examples}; pass one of them.") from None
+        pass
+    raise TypeError(f"{function}: {name}={value!r} is not a dtype, expected {examples}; pass one of them.")
 
 
 def size(function: str, what: str, actual: int, expected: int, remedy: str) -> None:
@@ -123,11 +124,17 @@ def positive(function: str, name: str, value: Any) -> int:
 def at_least(function: str, name: str, value: Any, least: int) -> int:
     """A static integer from `least` on."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected a Python int; it must be static.")
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected a Python int; it must be static.")
     if not least <= value < 2**31:
         remedy = f"pass a positive {name}" if least == 1 else "pass such a number"
         raise ValueError(f"{function}: {name}={value}, expected at least {least} and below 2**31; {remedy}.")
     return int(value)
+
+
+def flag(function: str, name: str, value: Any) -> None:
+    """A static bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected True or False; it must be static.")
 
 
 def countable(function: str, what: str, number: int, remedy: str) -> None:
@@ -275,7 +282,7 @@ def wire(function: str, wire_dtype: DTypeLike | None, x: Tokens | jax.ShapeDtype
         wanted = jnp.dtype(wire_dtype)
     except TypeError:
         raise TypeError(
-            f"{function}: wire_dtype={wire_dtype!r} is no dtype, expected float8_e4m3fn or None; pass"
+            f"{function}: wire_dtype={wire_dtype!r} is not a dtype, expected float8_e4m3fn or None; pass"
             " jnp.float8_e4m3fn."
         ) from None
     if wanted == dtype:
@@ -317,8 +324,7 @@ def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHa
     """A handle of the right kind, made on the ranks of this axis."""
     if not isinstance(value, expected):
         raise TypeError(
-            f"{function}: handle is a {type(value).__name__}, expected the {expected.__name__} of the matching"
-            " dispatch."
+            f"{function}: handle is {type_name(value)}, expected the {expected.__name__} of the matching dispatch."
         )
     num_ranks = axis_size(axis_name, function=function)
     remedy = f"use the axis_name of the dispatch that made the handle, not {axis_name!r}"
@@ -370,9 +376,7 @@ def expert_function(function: str, experts: Any, activation: str, columns: int, 
             )
         return Experts(activation, gated=columns == 2 * intermediate)
     if not isinstance(experts, Experts):
-        raise TypeError(
-            f"{function}: experts is a {type(experts).__name__}, expected a jax_ep.Experts; pass one, or None."
-        )
+        raise TypeError(f"{function}: experts is {type_name(experts)}, expected a jax_ep.Experts; pass one, or None.")
     if activation != "silu":
         raise ValueError(
             f"{function}: activation={activation!r} beside experts={experts}, which names one; leave activation out."

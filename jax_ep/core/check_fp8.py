@@ -14,13 +14,13 @@ from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.mesh_axes import axis_tuple
-from jax_ep.types import Array, Quantized
+from jax_ep.types import Array, Quantized, type_name
 
 
 def matrices(function: str, name: str, value: Any, *, whole: bool = True) -> Array:
     """Floating `[..., K, N]`, with whole blocks along K if `whole`."""
     if not isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(f"{function}: {name} is a {type(value).__name__}, not an array; pass a JAX or NumPy array.")
+        raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array.")
     if value.ndim < 2:
         raise ValueError(f"{function}: {name} has shape {value.shape}, expected [..., K, N]; reshape it.")
     value = check.floating(function, name, jnp.asarray(value))
@@ -62,7 +62,7 @@ def quantized_matrices(function: str, values: Any, scales: Any) -> Quantized:
     """FP8 values `[..., N, K]` with float32 scales of blocks."""
     for name, value in (("values", values), ("scales", scales)):
         if not isinstance(value, jax.Array | np.ndarray):
-            raise TypeError(f"{function}: {name} is a {type(value).__name__}, not an array; pass a JAX or NumPy array.")
+            raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array.")
     if values.dtype != FP8 or scales.dtype != jnp.float32:
         raise TypeError(
             f"{function}: (values, scales) have dtypes ({values.dtype}, {scales.dtype}), expected (float8_e4m3fn,"

@@ -14,7 +14,7 @@ from jax_ep.core import check
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import RECIPES, Fp8Weights
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.types import Array
+from jax_ep.types import Array, type_name
 
 _BOTH_WAYS = ("fp8", "fp8-input-gradient")
 IN_FP8 = (*_BOTH_WAYS, "fp8-forward")
@@ -25,7 +25,7 @@ def recipe(function: str, value: Any, tokens: DTypeLike) -> str | None:
     """A recipe by name that takes tokens of a dtype, or None."""
     if value is not None and not isinstance(value, str):
         raise TypeError(
-            f"{function}: recipe={value!r} is a {type(value).__name__}, expected one of {RECIPES} or None; pass a name."
+            f"{function}: recipe={value!r} is {type_name(value)}, expected one of {RECIPES} or None; pass a name."
         )
     if value is not None and value not in RECIPES:
         raise ValueError(
@@ -114,7 +114,7 @@ def fp8_weights(function: str, name: str, value: Fp8Weights, rank: int = 3) -> F
         if array is None and part == "transposed":
             continue
         if not isinstance(array, jax.Array | np.ndarray):
-            raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
+            raise TypeError(f"{function}: {name}.{part} is {type_name(array)}, not an array; {_REMEDY}.")
         parts[part] = jnp.asarray(array)
     shape = parts["master"].shape
     if len(shape) != rank or shape[1] % GROUP_SIZE or shape[-1] % GROUP_SIZE:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_size
-from jax_ep.types import Array, AxisName, Routing
+from jax_ep.types import Array, AxisName, Routing, type_name
 
 
 def router(
@@ -56,7 +56,7 @@ def number(function: str, name: str, value: Any) -> None:
     """A number of any kind, traced ones included."""
     if not isinstance(value, int | float | np.number | jax.Array | np.ndarray) or np.ndim(value) != 0:
         shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
-        raise TypeError(f"{function}: {name} is a {type(value).__name__}{shape}, expected a number; pass a float.")
+        raise TypeError(f"{function}: {name} is {type_name(value)}{shape}, expected a number; pass a float.")
 
 
 def factor(function: str, name: str, value: Any) -> None:
@@ -81,8 +81,8 @@ def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
     if key is None:
         return
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
-        kind = f"array of {key.dtype}, shape {key.shape}" if isinstance(key, jax.Array) else type(key).__name__
-        raise TypeError(f"{function}: key is a {kind}, expected one key, shape (); pass jax.random.key(seed).")
+        what = f"an array of {key.dtype}, shape {key.shape}" if isinstance(key, jax.Array) else type_name(key)
+        raise TypeError(f"{function}: key is {what}, expected one key, shape (); pass jax.random.key(seed).")
 
 
 def identity_experts(routing: Any, num_experts: Any) -> None:
@@ -90,7 +90,7 @@ def identity_experts(routing: Any, num_experts: Any) -> None:
     function = "identity_experts"
     if not isinstance(routing, Routing):
         raise TypeError(
-            f"{function}: routing is a {type(routing).__name__}, expected a Routing; pass what topk_router returns."
+            f"{function}: routing is {type_name(routing)}, expected a Routing; pass what topk_router returns."
         )
     num_experts, routed = check.positive(function, "num_experts", num_experts), routing.scores.shape[-1]
     if num_experts > routed:
@@ -104,6 +104,7 @@ def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisN
     """Arguments of `load_balancing_loss`."""
     function = "load_balancing_loss"
     scores = check.matrix(function, "scores", scores)
+    _some_experts(function, "scores", scores)
     topk_idx = check.array(function, "topk_idx", topk_idx, 2, "[T, K]")
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
@@ -115,8 +116,14 @@ def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisN
 def z_loss(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
     """Arguments of `router_z_loss`."""
     function = "router_z_loss"
-    num_tokens = check.matrix(function, "logits", logits).shape[0]
-    other_tokens(function, num_tokens, token_mask, axis_name)
+    logits = check.matrix(function, "logits", logits)
+    _some_experts(function, "logits", logits)
+    other_tokens(function, logits.shape[0], token_mask, axis_name)
+
+
+def _some_experts(function: str, name: str, value: Array) -> None:
+    if value.shape[1] < 1:
+        raise ValueError(f"{function}: {name} has shape {value.shape}, expected E >= 1; pass one column per expert.")
 
 
 def other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:

@@ -51,4 +51,4 @@ def quantize_columns(x: Array, group_sizes: Array) -> Quantized:
     rows = blocks.starts[:, None] + jnp.arange(GROUP_SIZE, dtype=jnp.int32)[None]
     index = jnp.where(rows < jnp.minimum(blocks.ends, x.shape[0])[:, None], rows, -1)
     values, scales = fp8.quantize(gather_rows(x, index), (1,))
-    return values.reshape(-1, x.shape[1]).T, scales
+    return values.reshape(index.size, x.shape[1]).T, scales

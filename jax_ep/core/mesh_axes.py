@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_ep.types import Array, AxisName, Topology
+from jax_ep.types import Array, AxisName, Topology, type_name
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
@@ -20,7 +20,7 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"axis_name={axis_name!r} is a {type(axis_name).__name__}, expected the name of a mesh axis, a str,"
+            f"axis_name={axis_name!r} is {type_name(axis_name)}, expected the name of a mesh axis, a str,"
             " or a tuple"
             " of names; pass e.g. 'expert'."
         )
@@ -35,7 +35,7 @@ def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
     """A mesh of one of these kinds."""
     if not isinstance(mesh, kinds):
         raise TypeError(
-            f"{function}: mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
+            f"{function}: mesh is {type_name(mesh)}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
         )
 
 

@@ -15,7 +15,7 @@ from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.formats import FORMATS, Format, format_of
 from jax_ep.formats.base import PREPACKED_DTYPE
-from jax_ep.types import Array, Options
+from jax_ep.types import Array, Options, type_name
 
 _REMEDY = "make it with jax_ep.quantization.quantize_experts"
 
@@ -83,7 +83,7 @@ def experts(function: str, name: str, value: QuantizedExperts, leading: int | No
     for part in ("values", "scales"):
         for array in jax.tree.leaves(getattr(value, part), is_leaf=lambda x: x is None):
             if not isinstance(array, jax.Array | np.ndarray):
-                raise TypeError(f"{function}: {name}.{part} is a {type(array).__name__}, not an array; {_REMEDY}.")
+                raise TypeError(f"{function}: {name}.{part} is {type_name(array)}, not an array; {_REMEDY}.")
     dtypes = value.values.dtype, jax.tree.map(lambda x: x.dtype, value.scales)
     expected, layout = (wanted.dtype, wanted.scale_dtype), wanted.prepacked
     if dtypes != expected and (layout is None or dtypes != (PREPACKED_DTYPE, layout.scale_dtype)):

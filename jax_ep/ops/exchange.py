@@ -39,6 +39,7 @@ from jax_ep.types import (
     Schedule,
     Tokens,
     Topology,
+    type_name,
 )
 
 _NO_GRADIENT_OF_PAIRS = (
@@ -236,8 +237,7 @@ def row_experts(handle: Handle | HierarchicalHandle) -> Array:
     handle = handle.local if isinstance(handle, HierarchicalHandle) else handle
     if not isinstance(handle, Handle):
         raise TypeError(
-            f"row_experts: handle is a {type(handle).__name__}, expected the Handle of a dispatch; pass"
-            " Dispatched.handle."
+            f"row_experts: handle is {type_name(handle)}, expected the Handle of a dispatch; pass Dispatched.handle."
         )
     if handle.row_slot.ndim != 1:
         raise ValueError(

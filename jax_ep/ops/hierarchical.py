@@ -24,7 +24,7 @@ from jax_ep.core.layout import count_invalid, gather_rows, row_tokens
 from jax_ep.core.mesh_axes import axis_size, spread_axes, vary_alike
 from jax_ep.core.transposes import transposes
 from jax_ep.ops import registry
-from jax_ep.types import Array, Dispatched, Handle, HierarchicalHandle, Layout, Options, Tokens, Topology
+from jax_ep.types import Array, Dispatched, Handle, HierarchicalHandle, Layout, Options, Tokens, Topology, type_name
 
 _exchange = partial(registry.get, "exchange", "xla")  # XLA's collectives reach other machines
 
@@ -168,7 +168,7 @@ def checked_handle(function: str, handle: Any, topology: Topology, num_tokens: i
     """K of a handle of these axes, for so many tokens."""
     if not isinstance(handle, HierarchicalHandle):
         raise TypeError(
-            f"{function}: handle is a {type(handle).__name__}, expected the HierarchicalHandle of the matching"
+            f"{function}: handle is {type_name(handle)}, expected the HierarchicalHandle of the matching"
             f" dispatch; pass that of a dispatch with axis_name={topology!r}."
         )
     layout = check.handle(function, handle.node, Handle, topology.node)

@@ -88,6 +88,7 @@ def low_latency_dispatch(
     Source: the low-latency kernels of DeepEP define this layout.
     """
     function = "low_latency_dispatch"
+    check.flag(function, "quantize", quantize)
     x = check.tokens(function, x)
     num_experts, _ = check.experts(function, num_experts, axis_name)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape

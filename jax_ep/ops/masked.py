@@ -146,6 +146,7 @@ def masked_gated_activation(
       ((2, 4, 128), (2, 4, 1), 4.0)
     """
     function = "masked_gated_activation"
+    check.flag(function, "quantize", quantize)
     hidden = check.floating(function, "hidden", check.array(function, "hidden", hidden, 3, "[L, M, 2 * I]"))
     check.countable(function, f"hidden of shape {hidden.shape}", hidden.shape[0] * hidden.shape[1], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
@@ -226,7 +227,7 @@ def _by_own_function(
     """All rows, whether they count or not, by a function of the caller's, which takes them as `moe` passes them."""
     if bias is not None:
         hidden = add_bias_of_blocks(hidden, bias)
-    flat = hidden.reshape(-1, hidden.shape[2])
+    flat = hidden.reshape(hidden.shape[0] * hidden.shape[1], hidden.shape[2])
     rows = check.own_rows(options.function, own(flat), flat, inner).reshape(*hidden.shape[:2], -1)
     if not quantize:
         return rows.astype(hidden.dtype), None

@@ -36,9 +36,12 @@ from jax_ep.ops.grouped_gemm import bias_gradient, multiply, sum_groups, weight_
 from jax_ep.ops.quantized_gemm import fp8_kernels, fp8_product, fp8_weight_gradient
 from jax_ep.types import TOKENS_NAME, Array, Experts, Handle, Options, Quantized, Tokens
 
-_REMEDY = "an expert layer with an FP8 recipe has first derivatives only: for second ones, leave recipe=None."
 Weights = Array | Fp8Weights
 """Of one product, as the caller has them or quantised before."""
+
+
+def _no_second(options: Options) -> str:
+    return f"{options.function}: an FP8 recipe has first derivatives only; for second ones, leave recipe=None."
 
 
 def check_layer(options: Options, experts: Experts, b_gate_up: Array | None, w: Any) -> None:
@@ -140,18 +143,24 @@ def _as_fp8(saved: Tokens) -> Tokens:
 
 
 def _dispatch_forward(options: Options, x: Array, weights: Array, w: Weights, handle: Handle) -> Any:
-    saved, row_weights = call_without_gradient(_REMEDY, partial(_dispatch, options), x, weights, handle)
+    saved, row_weights = call_without_gradient(_no_second(options), partial(_dispatch, options), x, weights, handle)
     saved = checkpoint_name(saved, TOKENS_NAME)
 
     def run(saved: Tokens, w: Weights, handle: Handle) -> Array:
         return _multiply(options, _as_fp8(saved), w, handle, x.dtype)
 
-    return (call_without_gradient(_REMEDY, run, saved, w, handle), row_weights), (saved, _saved_matrices(w), handle)
+    return (call_without_gradient(_no_second(options), run, saved, w, handle), row_weights), (
+        saved,
+        _saved_matrices(w),
+        handle,
+    )
 
 
 def _dispatch_backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
     if check_recipe.differentiates_in_fp8(options.recipe):
-        return call_without_gradient(_REMEDY, partial(_dispatch_backward_in_fp8, options), residuals, cotangents)
+        return call_without_gradient(
+            _no_second(options), partial(_dispatch_backward_in_fp8, options), residuals, cotangents
+        )
     saved, saved_w, handle = residuals
     w = _matrices(saved_w)
     d_hidden, d_row_weights = cotangents
@@ -216,7 +225,7 @@ def _combine_forward(options: Options, experts: Experts, between: Between, w: We
         y = _multiply(options, quantized, w, handle, between.hidden.dtype)
         return _combine(options, y, between, handle), rows
 
-    sums, rows = call_without_gradient(_REMEDY, run, between, w, handle)
+    sums, rows = call_without_gradient(_no_second(options), run, between, w, handle)
     return sums, (between, rows, _saved_matrices(w), handle)
 
 
@@ -224,7 +233,7 @@ def _combine_backward(options: Options, experts: Experts, residuals: Any, d_sums
     options = options.transposed
     if check_recipe.differentiates_in_fp8(options.recipe):
         run = partial(_combine_backward_in_fp8, options, experts)
-        return call_without_gradient(_REMEDY, run, residuals, d_sums)
+        return call_without_gradient(_no_second(options), run, residuals, d_sums)
     between, rows, saved_w, handle = residuals
     w = _matrices(saved_w)
     sizes, dtype = handle.group_sizes, between.hidden.dtype

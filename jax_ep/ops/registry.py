@@ -21,7 +21,8 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jax_ep.core.mesh_axes import axis_tuple, platform
-from jax_ep.types import AxisName, Options, Schedule, Topology
+from jax_ep.core.named_scopes import called
+from jax_ep.types import AxisName, Options, Schedule, Topology, type_name
 
 _log = logging.getLogger("jax_ep")
 
@@ -64,18 +65,17 @@ def options(
         )
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(
-            f"{function}: schedule is a {type(schedule).__name__}, expected a jax_ep.Schedule, or None for the"
-            " package's choice."
+            f"{function}: schedule is {type_name(schedule)}, expected a jax_ep.Schedule, or None; pass one."
         )
     names = None if implementation is None else _names(function, implementation)
-    return Options(function, axis_tuple(axis_name), names, wire_dtype, schedule or Schedule())
+    return Options(called(function), axis_tuple(axis_name), names, wire_dtype, schedule or Schedule())
 
 
 def _names(function: str, implementation: Any) -> tuple[str, ...]:
     names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence):
         raise TypeError(
-            f"{function}: implementation={implementation!r} is a {type(implementation).__name__}, expected a name, a"
+            f"{function}: implementation={implementation!r} is {type_name(implementation)}, expected a name, a"
             f" sequence of names, or None; choose from {available()}."
         )
     unknown = [name for name in names if not isinstance(name, str) or name not in _PACKAGES]

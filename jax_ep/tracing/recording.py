@@ -11,6 +11,7 @@ import numpy as np
 from jax_ep import context
 from jax_ep.tracing import events
 from jax_ep.tracing.trace import Trace
+from jax_ep.types import type_name
 
 _EVENTS_PER_PROGRAM = 512
 _PROGRAMS_PER_MULTIPROCESSOR, _PROGRAMS_IN_INTERPRETER = 8, 16
@@ -91,7 +92,7 @@ def record(*, events_per_program: int = _EVENTS_PER_PROGRAM) -> Iterator[Recordi
 def _check(events_per_program: object) -> None:
     if isinstance(events_per_program, bool) or not isinstance(events_per_program, int | np.integer):
         raise TypeError(
-            f"record: events_per_program is a {type(events_per_program).__name__}, expected an int; pass how many"
+            f"record: events_per_program is {type_name(events_per_program)}, expected an int; pass how many"
             " events of a program are kept."
         )
     if events_per_program < 1:

@@ -123,11 +123,6 @@ def function(name):
     return getattr(jax_ep, name, None) or getattr(quantization, name)
 
 
-def speaker(name):
-    """The function that messages begin with: `fused_moe` is `moe` without an axis, whose words they are."""
-    return {"fused_moe": "moe"}.get(name, name)
-
-
 def is_array(value):
     leaves = jax.tree.leaves(value)
     return bool(leaves) and all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)

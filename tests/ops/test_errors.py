@@ -32,7 +32,6 @@ from mistakes import (
     rank,
     shape,
     size,
-    speaker,
     trace,
     value,
 )
@@ -577,6 +576,6 @@ def test_messages_begin_with_the_function_that_was_called(name):
             if called == name:
                 trace(name, **changes)
         except (TypeError, ValueError) as error:  # whether it raises at all is what the test above is about
-            if not str(error).startswith(f"{speaker(name)}: "):
+            if not str(error).startswith(f"{name}: "):
                 elsewhere[case.id] = str(error)
     assert not elsewhere

@@ -144,7 +144,7 @@ def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv(file.ENVIRONMENT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing yet"))
     assert tuning.current().path is None  # nobody asked for it: no warning
-    with pytest.raises(TypeError, match="use: path is a int, expected a path, or None"):
+    with pytest.raises(TypeError, match="use: path is an int, expected a path, or None"):
         tuning.use(3)  # type: ignore[arg-type]
 
 

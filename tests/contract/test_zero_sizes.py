@@ -1,0 +1,144 @@
+"""Sizes of zero: an empty result, zeros, or an error that names the size, in every operation and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from jax_ep import quantization, sharding
+
+BF16 = jnp.dtype(jnp.bfloat16)
+FORMATS = ("fp8", "int8", "int4", "mxfp4")
+PRODUCTS = [(0, 0, 128, 128), (2, 0, 128, 128), (2, 16, 0, 128), (2, 16, 128, 0)]  # G, M, K, N
+
+
+def ones(*shape: int) -> jax.Array:
+    return jnp.ones(shape, BF16)
+
+
+def check_zero(result: Any, *shapes: tuple[int, ...]) -> None:
+    leaves = jax.tree.leaves(result)
+    assert [leaf.shape for leaf in leaves] == list(shapes)
+    for leaf in leaves:
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0)
+
+
+def matrices(layout: str, shape: tuple[int, int, int]) -> Any:
+    if layout in FORMATS:
+        return quantization.quantize_experts(ones(*shape), format=layout)
+    if layout.startswith("prepacked "):
+        return quantization.prepack_experts(matrices(layout.removeprefix("prepacked "), shape))
+    return ones(*shape)
+
+
+LAYOUTS = ("plain", *FORMATS, "prepacked int4", "prepacked mxfp4")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
+def test_grouped_gemm(layout: str, sizes: tuple[int, int, int, int], implementation: str) -> None:
+    G, M, K, N = sizes
+    if K == 0 and layout != "plain":
+        with pytest.raises(ValueError, match=r"^quantize_experts: axis -2 of w, K, is 0, expected at least 1"):
+            matrices(layout, (G, K, N))
+        return
+    w, group_sizes = matrices(layout, (G, K, N)), jnp.full((G,), M // max(G, 1), jnp.int32)
+    result = jax_ep.grouped_gemm(ones(M, K), w, group_sizes, implementation=implementation)
+    check_zero(result, (M, N))
+    transposed = jnp.swapaxes(w, 1, 2) if layout == "plain" else w
+    result = jax_ep.masked_grouped_gemm(ones(G, M, K), transposed, group_sizes, implementation=implementation)
+    check_zero(result, (G, M, N))
+
+
+@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
+def test_gradients_of_grouped_gemm(sizes: tuple[int, int, int, int], implementation: str) -> None:
+    G, M, K, N = sizes
+    group_sizes = jnp.full((G,), M // max(G, 1), jnp.int32)
+
+    def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return jax_ep.grouped_gemm(lhs, rhs, group_sizes, implementation=implementation).sum()
+
+    check_zero(jax.grad(loss, (0, 1))(ones(M, K), ones(G, K, N)), (M, K), (G, K, N))
+
+
+def layer_of(T: int, K: int, E: int, H: int, inner: int) -> tuple[jax.Array, ...]:
+    ids, weights = jnp.zeros((T, K), jnp.int32), jnp.ones((T, K))
+    return ones(T, H), ids, weights, ones(E, H, 2 * inner), ones(E, inner, H)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8", "fp8-input-gradient", "fp8-forward"])
+@pytest.mark.parametrize("sizes", [(0, 2, 4, 128, 128), (4, 2, 4, 128, 0)], ids=str)
+def test_layers_of_nothing(sizes: tuple[int, ...], recipe: str | None, implementation: str) -> None:
+    """No tokens, or experts without hidden columns: forward and gradient."""
+    x, ids, weights, w_gate_up, w_down = layer_of(*sizes)
+    options: dict[str, Any] = {"recipe": recipe, "implementation": implementation}
+
+    def layer(x: jax.Array, *w: jax.Array) -> jax.Array:
+        return jax_ep.fused_moe(x, ids, weights, *w, **options)
+
+    check_zero(layer(x, w_gate_up, w_down), x.shape)
+    gradients = jax.grad(lambda *args: layer(*args).sum(), (0, 1, 2))(x, w_gate_up, w_down)
+    check_zero(gradients, x.shape, w_gate_up.shape, w_down.shape)
+
+
+def low_latency(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> jax.Array:
+    options |= {"num_experts": w_down.shape[0], "axis_name": ()}
+    return jax_ep.low_latency_moe(x, ids, weights, w_gate_up.mT, w_down.mT, **options)
+
+
+def sorted_tokens(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> Any:
+    return jax_ep.moe_sort(ids, weights, num_experts=w_down.shape[0], block_size=16, **options)
+
+
+def dispatched(x: Any, ids: Any, weights: Any, w_gate_up: Any, w_down: Any, **options: Any) -> Any:
+    return jax_ep.dispatch(x, ids, num_experts=w_down.shape[0], axis_name=(), **options).tokens
+
+
+def over_a_mesh(*arrays: Any, **options: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    return sharding.sharded_moe(mesh, num_experts=arrays[4].shape[0], **options)(*arrays)
+
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    "fused_moe": jax_ep.fused_moe,
+    "low_latency_moe": low_latency,
+    "moe_sort": sorted_tokens,
+    "dispatch": dispatched,
+    "sharded_moe": over_a_mesh,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4, 0, 4, 128, 128), "topk_idx has shape (4, 0), expected K >= 1"),
+        ((4, 2, 0, 128, 128), "num_experts=0, expected at least 1"),
+        ((4, 2, 4, 0, 128), "x has shape (4, 0), expected H >= 1"),
+    ],
+    ids=["K", "E", "H"],
+)
+def test_sizes_that_a_layer_needs(name: str, sizes: tuple[int, ...], words: str, implementation: str) -> None:
+    if name == "moe_sort" and sizes[3] == 0:
+        pytest.skip("it takes no tokens")
+    with pytest.raises(ValueError) as caught:
+        LAYERS[name](*layer_of(*sizes), implementation=implementation)
+    assert str(caught.value).startswith(f"{name}: {words}")
+
+
+@pytest.mark.parametrize("name", ["low_latency_moe", "dispatch", "sharded_moe"])
+def test_no_tokens(name: str, implementation: str) -> None:
+    check_zero(LAYERS[name](*layer_of(0, 2, 4, 128, 128), implementation=implementation), (0, 128))
+
+
+@pytest.mark.parametrize("name", ["router_z_loss", "load_balancing_loss"])
+def test_losses_of_no_experts(name: str) -> None:
+    ids = [] if name == "router_z_loss" else [jnp.zeros((4, 1), jnp.int32)]
+    with pytest.raises(ValueError, match=rf"^{name}: .* has shape \(4, 0\), expected E >= 1"):
+        getattr(jax_ep, name)(jnp.ones((4, 0)), *ids)

@@ -1,0 +1,121 @@
+"""Errors begin with the function that the user called, whatever the mistake and whichever function finds it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import sharding
+from mistakes import GOOD, INNER, E, H, K, T, array, f32, function, i32, trace
+
+BAD = {
+    "None": None,
+    "text": "text",
+    "list": [1, 2],
+    "negative": -1,
+    "huge": 2**40,
+    "vector": f32(3),
+    "four axes": f32(3, 2, 5, 7),
+    "integers": array(jnp.int8, T, H),
+    "empty": f32(0, 0),
+    "strings": np.array(["a"]),
+}
+QUICK = ("text", "four axes")
+OURS = (TypeError, ValueError, NotImplementedError, OverflowError)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in BAD])
+@pytest.mark.parametrize("name", GOOD)
+def test_every_argument_of_every_function(name: str, kind: str) -> None:
+    """Each argument in turn; what is taken is no error."""
+    wrong = {}
+    for argument in inspect.signature(function(name)).parameters:
+        try:
+            trace(name, **{argument: BAD[kind]})
+        except OURS as error:
+            message = str(error)
+            if not message.startswith(f"{name}: ") or re.search(r"\ba [aeiou]\w*, ", message, re.IGNORECASE):
+                wrong[argument] = message
+    assert not wrong
+
+
+GLOBAL = (f32(8, H), i32(8, K), f32(8, K), f32(E, H, 2 * INNER), f32(E, INNER, H))
+CHANGES: dict[str, tuple[int, Any]] = {
+    "tokens of integers": (0, i32(8, H)),
+    "tokens of another dtype": (0, array(jnp.bfloat16, 8, H)),
+    "ids of floats": (1, f32(8, K)),
+    "fewer ids": (1, i32(4, K)),
+    "other weights": (2, f32(8, K + 1)),
+    "matrices of other tokens": (3, f32(E, H + 1, 2 * INNER)),
+    "fewer experts": (3, f32(E - 4, H, 2 * INNER)),
+    "other columns": (3, f32(E, H, 3 * INNER)),
+    "a matrix too few": (4, f32(E - 4, INNER, H)),
+    "other results": (4, f32(E, INNER, H + 1)),
+    "no array": (4, None),
+}
+OPTIONS: dict[str, Any] = {
+    "implementation": "numpy",
+    "recipe": "int2",
+    "activation": "swish",
+    "preferred_element_type": "float7",
+    "schedule": 3,
+    "experts": "silu",
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
+def test_arrays_of_a_layer(name: str, kind: str) -> None:
+    position, value = CHANGES[kind]
+    arrays = list(GLOBAL)
+    arrays[position] = value
+    check(name, arrays)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
+def test_options_of_a_layer(name: str, option: str) -> None:
+    check(name, list(GLOBAL), **{option: OPTIONS[option]})
+
+
+def check(name: str, arrays: list[Any], **options: Any) -> None:
+    """Calls a layer by this name, and looks at the beginning of its error."""
+    if name == "sharded_moe":
+        mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+        call = lambda *arrays: sharding.sharded_moe(mesh, num_experts=E, **options)(*arrays)  # noqa: E731
+    elif name == "fused_moe":
+        call = partial(jax_ep.fused_moe, **options)
+    else:
+        mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        topology = jax_ep.Topology("node", "local")
+        spec = P(("node", "local"))
+        layer = partial(jax_ep.moe, num_experts=E, axis_name=topology, **options)
+        call = lambda *arrays: jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)  # noqa: E731
+    with pytest.raises(OURS, match=f"^{name.split()[0]}: "):
+        jax.eval_shape(call, *arrays)
+
+
+def test_a_derivative_that_there_is_not() -> None:
+    """Found in the backward pass, where the call has ended."""
+    layer = partial(jax_ep.fused_moe, recipe="fp8")
+    x, idx, weights = jnp.ones((4, 128)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
+    w_gate_up, w_down = jnp.ones((1, 128, 256)), jnp.ones((1, 128, 128))
+    first = jax.grad(lambda x: layer(x, idx, weights, w_gate_up, w_down).sum())
+    with pytest.raises(TypeError, match=r"^fused_moe\b"):
+        jax.eval_shape(jax.grad(lambda x: first(x).sum()), x)
+
+
+def test_the_name_is_that_of_the_last_call() -> None:
+    with pytest.raises(ValueError, match=r"^dispatch: "):
+        trace("dispatch", num_experts=0)
+    with pytest.raises(ValueError, match=r"^moe: num_experts=0"):
+        trace("moe", num_experts=0)

@@ -162,6 +162,7 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
             f"process {jax.process_index()} has {jax.local_device_count()} of {devices} devices, expected the same"
             f" number in each of the {nodes} processes"
         )
+    # Automatic: arguments are moved to where the layer needs them.
     automatic = jax.sharding.AxisType.Auto
     if args.nodes:
         return jax.make_mesh((nodes, devices // nodes), ("node", "expert"), axis_types=(automatic,) * 2)

@@ -156,6 +156,7 @@ def main() -> None:
     if (reason := missing()) is not None:
         sys.exit(f"own_triton_kernel.py: {reason}.")
     jax.config.update("jax_default_matmul_precision", "highest")
+    # Automatic: arguments are moved to where the layer needs them.
     mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     arguments = jax.device_put(make_inputs(jax.random.key(0)), jax.NamedSharding(mesh, P("expert")))
     layer = on_all_devices(mesh)

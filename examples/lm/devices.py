@@ -48,5 +48,6 @@ def make_mesh(*, max_devices: int | None, num_experts: int, expert_parallel: int
         )
     shape = (len(devices) // expert_parallel, expert_parallel)
     # Automatic axes: the compiler places everything but the experts, and the layer's own regions place those.
+    # Automatic: the models gather embeddings and caches, which have no sharding rule on explicit axes.
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh(shape, ("data", "expert"), axis_types=axis_types, devices=devices)

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 
 import jax_ep
-from jax_ep.core.expert_matrices import RECIPES
 from lib import harness
 from lib.harness import Report, Timing
 from lib.inputs import DEFAULT, MODELS, QUICK, Model, expert_mesh
@@ -115,7 +114,7 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     parser = harness.parser(__doc__ or "", rounds=3, tokens="4096")
     parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {DEFAULT} and qwen3-30b")
-    parser.add_argument("--recipe", choices=RECIPES, help="of the layer; default: none")
+    parser.add_argument("--recipe", choices=["fp8"], help="of the layer; default: none")
     parser.add_argument(
         "--here", choices=PROGRAMS, help="measure this program once in this process, and print JSON alone"
     )

@@ -17,10 +17,10 @@ lib/baselines.py. The capacity of `jax_ep.moe` and of the ragged baseline is the
 any routing, and does the same work with W times the rows. `--layers scatter serial` is the layer in each mode of
 GEMM + combine, "fused dispatch" and "serial dispatch" in those of dispatch + GEMM, and "fused gradients" and "gradients
 apart" with `fuse_weight_gradients`, and "kept" with `keep_tokens`: beside "moe" it shows what it costs to send tokens
-again, and how much each keeps for the backward pass, without matrices. `--layers moe wire fp8-forward fp8 "fp8 once"
-xla` compares the layer in bfloat16 with those that send in FP8, multiply forward in FP8, and do all in FP8; the
-quantisation of the matrices is in their time, but for "fp8 once", whose matrices were quantised before; likewise
-"fp8-input-gradient", whose weight gradients are in bfloat16. The other baseline drops, and the report says how much.
+again, and how much each keeps for the backward pass, without matrices. `--layers moe wire fp8 "fp8 once" xla` compares
+the layer in bfloat16 with those that send in FP8, and send and multiply in FP8; the quantisation of the matrices is in
+their time, but for "fp8 once", whose matrices were quantised before. The other baseline drops, and the report says how
+much.
 TFLOP/s are those of a GPU on average and count real rows only, with three times the forward's for both ways.
 
 The parts of a case take turns with each other, and so do its layers. The ragged baseline comes last, by itself: it is

@@ -54,11 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--balance", choices=["loss", "bias"], default="loss", help="auxiliary loss, or DeepSeek-V3's selection bias")
     add("--dropout", type=float, default=0.0)
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation; weights are float32")
-    add(
-        "--recipe",
-        choices=["bf16", "fp8", "fp8-input-gradient", "fp8-forward"],
-        help="of the experts; default: they compute in --dtype",
-    )
+    add("--recipe", choices=["fp8"], help="of the experts; default: they compute in --dtype")
     add("--capacity", type=int, help="rows per expert rank; default: nothing is dropped")
     add("--remat", choices=["none", "full", "keep-experts"], default="none", help="what the backward pass recomputes")
     add("--implementation", help="jax_ep implementation, e.g. xla; default: the best that fits")

@@ -88,11 +88,10 @@ class MoE(nnx.Module):
       gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`; likewise.
       capacity: rows each rank can take over all its experts; None never drops.
       wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
-      recipe: how the experts compute, see `jax_ep.moe`: "fp8", "fp8-input-gradient", "fp8-forward" or "bf16"; None:
-        in `dtype`.
+      recipe: how the experts compute, see `jax_ep.moe`: "fp8"; None: in `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
-      param_dtype: dtype of the parameters, cast to `dtype` in the forward pass, but for the experts' matrices in an FP8
-        recipe without `fsdp_axis`, which are rounded once.
+      param_dtype: dtype of the parameters, cast to `dtype` in the forward pass, but for the experts' matrices with
+        `recipe="fp8"` and no `fsdp_axis`, which are rounded once.
       preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
         and that of the tokens for the result.
       mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
@@ -200,7 +199,7 @@ class MoE(nnx.Module):
             self.experts = dataclasses.replace(self.experts, interleaved=False)
         self.capacity = capacity
         self.wire_dtype = wire_dtype
-        self.recipe = check_recipe.recipe("MoE", recipe, dtype)
+        self.recipe = check_recipe.recipe("MoE", recipe)
         check_recipe.wire("MoE", recipe, wire_dtype)
         self.dtype = dtype
         self.preferred_element_type = preferred_element_type
@@ -275,7 +274,7 @@ class MoE(nnx.Module):
 
         `weights` are the experts' matrices in another form. Those of `serving_weights` are for inference: where a
         device has at most `jax_ep.serving.LOW_LATENCY_TOKENS` tokens, the path is `jax_ep.low_latency_moe`. Those of
-        `training_weights` change neither the result nor a gradient, and spare an FP8 recipe quantising matrices.
+        `training_weights` change neither the result nor a gradient, and spare `recipe="fp8"` quantising matrices.
         """
         x = check.floating("MoE", "x", check.rows("MoE", "x", x, "[..., hidden_size]"))
         if not isinstance(weights, ServingWeights | TrainingWeights | None):
@@ -343,21 +342,21 @@ class MoE(nnx.Module):
     def training_weights(self) -> TrainingWeights:
         """The experts' matrices in FP8, for all microbatches of a step: `moe(x, moe.training_weights())`.
 
-        For layers with an FP8 recipe, also stacked by `nnx.vmap`. It may be called in or outside of what is
+        For layers with `recipe="fp8"`, also stacked by `nnx.vmap`. It may be called in or outside of what is
         differentiated: gradients are those of the parameters of the layer that is called, in their dtype, and the same
         bits as without. After an update of the parameters these are the matrices from before it.
         """
-        if not check_recipe.is_fp8(self.recipe):
+        if self.recipe is None:
             raise ValueError(
-                f"training_weights: recipe={self.recipe!r} rounds no matrices, expected one of {check_recipe.IN_FP8};"
-                " construct the layer with one, or call it without weights"
+                "training_weights: recipe=None rounds no matrices, expected recipe='fp8'; construct the layer with"
+                " that, or call it without weights"
             )
-        matrices, mesh, recipe = self._matrices(), self._active_mesh(), str(self.recipe)
+        matrices, mesh = self._matrices(), self._active_mesh()
         if mesh is None:
-            return TrainingWeights(*(quantize_master_weights(w, recipe=recipe) for w in matrices.values()))
+            return TrainingWeights(*map(quantize_master_weights, matrices.values()))
         specs, shape = self._specs(), matrices["w_down"].shape
         check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.tensor_axis, self.fsdp_axis)
-        quantize = partial(quantize_per_device, self.mesh, recipe=recipe, num_leading=len(shape) - 3)
+        quantize = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
         return TrainingWeights(*(quantize(getattr(specs, name), w) for name, w in matrices.items()))
 
     def serving_weights(self, *, fp8: bool = True, format: str | None = None) -> ServingWeights:
@@ -413,9 +412,9 @@ class MoE(nnx.Module):
         return {"w_gate_up": self.w_gate_up[...], "w_down": self.w_down[...]}
 
     def _matrices(self) -> dict[str, Array]:
-        """Those that are multiplied, in `dtype`, or as an FP8 recipe rounds them."""
+        """Those that are multiplied, in `dtype`, or as `recipe="fp8"` rounds them."""
         matrices = self._parameters()
-        if not check_recipe.is_fp8(self.recipe) or self.fsdp_axis is not None:  # less to bring together
+        if self.recipe is None or self.fsdp_axis is not None:  # less to bring together
             matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
         return matrices
 

@@ -139,7 +139,7 @@ def dequantize_fp8_weights(values: Array, scales: Array, dtype: DTypeLike) -> Ar
 
 
 @operation
-def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
+def quantize_master_weights(w: Array) -> Fp8Weights:
     """Expert matrices in FP8 for all products of a training step, with their master, which gets the gradient.
 
     `moe` quantises matrices in each call. Those of several microbatches are the same: quantise them once per step, and
@@ -150,14 +150,12 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them, such as those of all layers,
         stacked; K and N are multiples of 128. Or `[..., E, K, 2, N]`, or with 1 in place of 2: w_gate_up as `moe_specs`
         splits it over a tensor axis.
-      recipe: "fp8", "fp8-input-gradient", or "fp8-forward", whose backward pass needs half of it.
 
     Returns:
-      `Fp8Weights`: two bytes for each element, or one, beside w. An infinity or NaN spoils its block of 128 by 128.
+      `Fp8Weights`: w, and two bytes for each of its elements. An infinity or NaN makes its block of 128 by 128 NaN.
 
     Raises:
-      ValueError: another recipe; sizes that are no multiples of 128; on explicit mesh axes, devices hold no whole
-        blocks.
+      ValueError: sizes that are no multiples of 128; on explicit mesh axes, devices hold no whole blocks.
       TypeError: w is not floating.
 
     Example:
@@ -175,7 +173,6 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
     """
     function = "quantize_master_weights"
     w = matrices = check_matrices(function, "w", w, whole=False)
-    check_recipe.in_fp8(function, recipe)
     if has_kinds := w.ndim > 3 and w.shape[-2] in (1, 2):
         matrices = jnp.moveaxis(w, -2, -3)
     check_recipe.whole_matrices(function, "w", matrices)
@@ -183,7 +180,7 @@ def quantize_master_weights(w: Array, *, recipe: str = "fp8") -> Fp8Weights:
     values, transposed, scales = _quantize_masters(jax.lax.stop_gradient(matrices))
     if has_kinds:
         transposed = jnp.moveaxis(transposed, -3, -2)
-    return Fp8Weights(w, values, transposed if check_recipe.differentiates_in_fp8(recipe) else None, scales)
+    return Fp8Weights(w, values, transposed, scales)
 
 
 def _quantize_masters(w: Array) -> tuple[Array, Array, Array]:

@@ -255,9 +255,7 @@ def _is_hashable(key: Any) -> bool:
     return True
 
 
-def quantize_per_device(
-    mesh: Mesh | AbstractMesh | None, spec: P, w: Array, recipe: str, *, num_leading: int = 0
-) -> Fp8Weights:
+def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0) -> Fp8Weights:
     """`quantize_master_weights` of matrices that lie on a mesh, by each device for itself.
 
     So no device needs memory for more than what it keeps, and the kernels of its GPU round.
@@ -266,7 +264,6 @@ def quantize_per_device(
       mesh: where they lie; None: the mesh of the context.
       spec: of one layer, `moe_specs(...).w_gate_up` or `.w_down`.
       w: `[..., E, K, N]`, or `[..., E, K, 2, N]` with a tensor axis, float.
-      recipe: "fp8", "fp8-input-gradient" or "fp8-forward".
       num_leading: axes of w before those of a layer, such as that of stacked layers.
 
     Returns:
@@ -280,19 +277,18 @@ def quantize_per_device(
       >>> from jax_ep.sharding import moe_specs, quantize_per_device
       >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> w = jnp.ones((jax.device_count(), 128, 256))
-      >>> quantize_per_device(mesh, moe_specs().w_gate_up, w, "fp8").values.shape[1:]
+      >>> quantize_per_device(mesh, moe_specs().w_gate_up, w).values.shape[1:]
       (256, 128)
     """
     leading = (None,) * num_leading
     straight, turned = (P(*leading, *part) for part in (spec, _turned(spec, w.ndim - num_leading)))
 
-    out_specs = turned, straight if check_recipe.differentiates_in_fp8(recipe) else None, turned
-    run = run_sharded(_numbers, {"recipe": recipe}, mesh, (straight,), out_specs)
+    run = run_sharded(_numbers, {}, mesh, (straight,), (turned, straight, turned))
     return Fp8Weights(w, *run(lax.stop_gradient(w)))
 
 
-def _numbers(w: Array, *, recipe: str) -> tuple[Array, Array | None, Array]:
-    found = quantize_master_weights(w, recipe=recipe)
+def _numbers(w: Array) -> tuple[Array, Array, Array]:
+    found = quantize_master_weights(w)
     return found.values, found.transposed, found.scales
 
 
@@ -309,7 +305,7 @@ def _specs_of_parts(spec: P, argument: Any) -> Any:
     if not isinstance(argument, Fp8Weights):
         return spec
     turned = _turned(spec, argument.master.ndim)
-    return Fp8Weights(spec, turned, None if argument.transposed is None else spec, turned)  # type: ignore[arg-type]
+    return Fp8Weights(spec, turned, spec, turned)  # type: ignore[arg-type]
 
 
 def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[str, Any]:

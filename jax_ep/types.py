@@ -346,7 +346,7 @@ class Options:
       schedule: how launches share the GPU.
       sum_dtype: of the sums that combine returns, or None for that of the rows that it adds. Their transposes take and
         return what the rows are made of, see `transposed`.
-      recipe: a name, see core/expert_matrices.py, or None for products in the dtype of the tokens.
+      recipe: "fp8", or None for products in the dtype of the tokens.
     """
 
     function: str

@@ -93,7 +93,7 @@ _LAYERS = {
         *("forward_and_gradients[scatter-triton-2]", "forward_and_gradients[serial-triton-4]"),
         *("capacity", "dispatch_modes[triton-2-serial]"),
     ),
-    "moe_fp8": ("forward", "capacity", "fused_moe", "nan_stays_with_its_token"),
+    "moe_recipe": ("capacity", "fused_moe", "nan_stays_with_its_token"),
 }
 ON_KERNELS = {
     *map(_CONTRACT.format, _WHOLE),

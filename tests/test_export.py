@@ -37,7 +37,6 @@ VALUES: dict[str, Callable[[], Any]] = {
     ),
     "QuantizedExperts": lambda: quantize_experts(W, "int8", activations="int8"),
     "Fp8Weights": lambda: quantize_master_weights(W),
-    "Fp8Weights forward": lambda: quantize_master_weights(W, recipe="fp8-forward"),
     "TrainingWeights": lambda: TrainingWeights(quantize_master_weights(W), quantize_master_weights(W)),
     "ServingWeights": lambda: serving_weights(W, W[:, :64]),
     "ServingWeights mxfp4": lambda: ServingWeights(quantize_experts(W, "mxfp4"), W),

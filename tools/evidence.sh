@@ -56,7 +56,7 @@ if ((gpus > 1)); then
   beside="--graphs $many --ragged-tokens 4096 32768"
   bench exchange-graphs 80 "exchange.py $beside --ranks $gpus --suffix '${suffix}_graphs'"
   bench low-latency 150 "low_latency.py --suffix '$suffix' --parts exchange layer --ranks $gpus"
-  recipes="--layers moe fp8 'fp8 once' 'fp8-input-gradient once' capacity"
+  recipes="--layers moe fp8 'fp8 once' capacity"
   bench layer-recipes 80 "layer.py --models deepseek-v3 --tokens 4096 --routing uniform --parts $recipes --suffix '${suffix}_recipes'"
   bench layer-mixtral 150 "layer.py --models mixtral-8x7b $layers --suffix '${suffix}_mixtral'"
   tests processes 200

@@ -100,7 +100,6 @@ def operations(mesh: jax.sharding.Mesh, name: str, tokens: int, decoded_tokens: 
         "moe": Operation(moe, layer),
         "moe, gradients": Operation(moe_gradients, layer),
         "moe, FP8, gradients": Operation(partial(moe_gradients, recipe="fp8"), layer),
-        "moe, FP8 forward": Operation(lambda *a: moe(*a, recipe="fp8-forward"), layer),
         "low_latency_dispatch, low_latency_combine": Operation(low_latency, few),
         "low_latency_moe, FP8": Operation(low_latency_moe, (*few, served.w_gate_up, served.w_down)),
         "masked_grouped_gemm, FP8": Operation(

@@ -149,7 +149,7 @@ class Trainer:
         """Those of a step, one microbatch after another, and its metrics."""
         count = self.config.microbatches
         # Experts that compute in FP8 are rounded once for all microbatches.
-        weights = model.blocks.moe.training_weights() if (self.model.recipe or "").startswith("fp8") else None
+        weights = model.blocks.moe.training_weights() if self.model.recipe else None
 
         @nnx.scan(in_axes=(nnx.Carry, None, None, 0, 0), out_axes=(nnx.Carry, 0))
         def add(total: Any, model: LanguageModel, weights: Any, windows: Array, key: Array) -> tuple[Any, Any]:

@@ -49,10 +49,6 @@ class QuantizedExperts:
         return self.values.dtype == np.uint32
 
 
-RECIPES = ("bf16", "fp8", "fp8-input-gradient", "fp8-forward")
-"""How an expert layer computes, where not in the dtype of its tokens; see `moe`."""
-
-
 @result_type
 @dataclasses.dataclass(frozen=True)
 class Fp8Weights:
@@ -62,18 +58,17 @@ class Fp8Weights:
     `jax_ep.quantization.quantize_master_weights`. Blocks of 128 by 128 share a scale.
 
     Attributes:
-      master: `[..., E, K, N]`, as `moe` takes matrices: of it products read nothing but the dtype of its gradient, and
-        with "fp8-forward" the backward pass reads it. Or `[..., E, K, 2, N]`, as a tensor axis splits columns, of 2 or
-        1 kinds: then values are `[..., E, 2, N, K]` and scales `[..., E, 2, N / 128, K / 128]`.
+      master: `[..., E, K, N]`, as `moe` takes matrices: products read nothing of it but the dtype of its gradient. Or
+        `[..., E, K, 2, N]`, as a tensor axis splits columns, of 2 or 1 kinds: then values are `[..., E, 2, N, K]` and
+        scales `[..., E, 2, N / 128, K / 128]`.
       values: `[..., E, N, K]` float8_e4m3fn, for the products of the forward pass.
-      transposed: float8_e4m3fn of the shape of the master, the same numbers for the gradients of tokens; None: for
-        "fp8-forward", which needs none.
+      transposed: float8_e4m3fn of the shape of the master, the same numbers for the gradients of tokens.
       scales: `[..., E, N / 128, K / 128]` float32, of both.
     """
 
     master: Array
     values: Array
-    transposed: Array | None
+    transposed: Array
     scales: Array
 
     @property
@@ -116,5 +111,4 @@ def with_one_axis_of_columns(w: Array | Fp8Weights) -> Array | Fp8Weights:
     if not isinstance(w, Fp8Weights):
         return w.reshape(*w.shape[:-2], -1)
     values, scales = (part.reshape(*part.shape[:-3], -1, part.shape[-1]) for part in (w.values, w.scales))
-    transposed = None if w.transposed is None else with_one_axis_of_columns(w.transposed)
-    return Fp8Weights(with_one_axis_of_columns(w.master), values, transposed, scales)
+    return Fp8Weights(with_one_axis_of_columns(w.master), values, with_one_axis_of_columns(w.transposed), scales)

@@ -153,21 +153,21 @@ def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: 
     return launch(_DEQUANTIZE_ROWS, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
+@functools.partial(jax.jit, static_argnums=0)
 def activate_quantized(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, *, keep: bool
-) -> tuple[Array, Array, Array | None]:
-    """Activated and weighted rows in FP8, `[R, I]` and `[R, I / 128]`, and, with `keep`, as `activate` makes them."""
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Quantized:
+    """Activated and weighted rows in FP8, `[R, I]` and `[R, I / 128]`."""
     if hidden.dtype == jnp.float64 or weights.dtype != jnp.float32 or 0 in (*hidden.shape, *group_sizes.shape):
-        return xla.activate_quantized(experts, hidden, weights, bias, group_sizes, keep=keep)
+        return xla.activate_quantized(experts, hidden, weights, bias, group_sizes)
     shape = (hidden.shape[0], _columns(experts, hidden))
     hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
     sizes = sizes_of(shape, group_sizes)
     operands, constants = _with_bias((hidden, weights, group_sizes), bias)
-    constants |= {"S": sizes, "KIND": kind_of(experts), "KEEP": keep}
-    results = (_quantized(shape), jax.ShapeDtypeStruct(shape if keep else (1,), hidden.dtype))
-    quantized, rows = launch(_ACTIVATE_QUANTIZED, operands, results, pass_config(num_blocks(sizes)), constants)
-    return quantized.values_ptr, quantized.scales_ptr, rows if keep else None
+    constants |= {"S": sizes, "KIND": kind_of(experts)}
+    results, config = (_quantized(shape),), pass_config(num_blocks(sizes))
+    (rows,) = launch(_ACTIVATE_QUANTIZED, operands, results, config, constants)
+    return rows.values_ptr, rows.scales_ptr
 
 
 @functools.partial(jax.jit, static_argnames="transpose")

@@ -67,8 +67,8 @@ def activate_to_fp8(
 ) -> Quantized:
     """`activate` to FP8 rows and their scales, rounded once, where `is_one_pass`; without a gradient."""
     run = registry.get("activation", registry.choose(options, "activation", hidden.dtype)).activate_quantized
-    values, scales, _ = run(experts, hidden, weights, bias, group_sizes, keep=False)
-    return values, scales
+    rows: Quantized = run(experts, hidden, weights, bias, group_sizes)
+    return rows
 
 
 def _same(hidden: Array) -> Array:

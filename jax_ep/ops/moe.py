@@ -75,8 +75,8 @@ def moe(
       w_gate_up: `[L, H, 2 * I]`, gate in the first I columns and up in the last; or `[L, H, I]` for experts without a
         gate, whose hidden rows are `act(x @ w)`. For a function of the caller's, any number of columns. Or
         `QuantizedExperts` of them, multiplied as matrices of the dtype of x, or as their `activations` say: for
-        inference, without a gradient. With "fp8" tokens travel in FP8 too, which then loses nothing. With an FP8
-        recipe in any floating dtype, or `Fp8Weights`, whose gradient is in `master`.
+        inference, without a gradient. With "fp8" tokens travel in FP8 too, which then loses nothing. With
+        `recipe="fp8"` in any floating dtype, or `Fp8Weights`, whose gradient is in `master`.
       w_down: `[L, I, H]`, or `Fp8Weights` or `QuantizedExperts` of them.
       num_experts: E over all ranks.
       experts: what an expert computes, see `Experts`; None: `activation`, gated where w_gate_up has 2 * I columns.
@@ -87,19 +87,15 @@ def moe(
         cross once per node, and sums of them once, to the layer over its local axis.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
       num_tokens: see `dispatch`.
-      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, both ways, forward and backward; the recipes "fp8" and
-        "fp8-input-gradient" have no other.
-      recipe: how the layer computes. None: in the dtype of x. "bf16": likewise, of which x must be. "fp8": all products
-        of both passes are in FP8, and what travels is: each operand is rounded to it with one scale for 128 elements
-        along the axis that is summed over, matrices with one for a block of 128 by 128. "fp8-input-gradient": the same
-        but for weight gradients, which are products in the dtype of x. "fp8-forward": the products of the forward pass
-        alone; the backward pass is that of the layer without it, at the hidden rows of the forward pass. Rounding
-        counts as the identity, sums run in float32, and gradients have the dtypes of the parameters. Matrices are
-        quantised in each call, but for `Fp8Weights`; tokens that travel in FP8 are quantised once.
+      wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, forward and backward; `recipe="fp8"` has no other.
+      recipe: how the layer computes. None: in the dtype of x. "fp8": the products of both passes are in FP8, and so is
+        what travels. Each operand is rounded to FP8 with one scale for 128 elements along the axis that is summed over;
+        matrices have one for a block of 128 by 128. Rounding counts as the identity, sums run in float32, and gradients
+        have the dtypes of the parameters. Matrices are quantised in each call, but for `Fp8Weights`; tokens once.
       preferred_element_type: dtype of the result, such as float32 for sums of bfloat16 experts that are not rounded
         again; products, and what travels, stay in the dtype of x. None: that of x.
       schedule: how launches share the GPU, see `Schedule`: its modes count for both products and their gradients;
-        `fuse_weight_gradients` for the first product, and not with an FP8 recipe. None: the package's choice.
+        `fuse_weight_gradients` for the first product, and not with `recipe="fp8"`. None: the package's choice.
       implementation: see `dispatch`.
 
     Returns:
@@ -107,9 +103,9 @@ def moe(
 
     Raises:
       ValueError: shapes, sizes, axes or an activation that do not fit; `fuse_weight_gradients=True` in the schedule
-        where there is no such launch; an unknown recipe; with an FP8 recipe, H or I is not a multiple of 128, a
+        where there is no such launch; an unknown recipe; with `recipe="fp8"`, H or I is not a multiple of 128, a
         function of the caller's as activation, or another wire dtype.
-      TypeError: unsupported or different dtypes; by the second derivative with an FP8 recipe.
+      TypeError: unsupported or different dtypes; by the second derivative with `recipe="fp8"`.
       NotImplementedError: none of the implementations asked for can serve the call.
 
     Example:
@@ -126,7 +122,7 @@ def moe(
     DeepSeek-V3 (arXiv:2412.19437, section 3.3); what is kept is as in SonicMoE (arXiv:2512.14080).
     """
     x = check.matrix("moe", "x", x, "[T, H]")
-    recipe = check_recipe.recipe("moe", recipe, x.dtype)
+    recipe = check_recipe.recipe("moe", recipe)
     wire_dtype = check_recipe.wire("moe", recipe, wire_dtype)
     if isinstance(axis_name, Topology):
         if topk_weights is None:
@@ -168,13 +164,12 @@ def moe(
     experts, parts = _check_experts(options, x, parts, num_experts, experts, activation)
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
-    in_fp8 = check_recipe.is_fp8(recipe)
-    if in_fp8 or isinstance(parts.w_gate_up, QuantizedExperts):
+    if recipe is not None or isinstance(parts.w_gate_up, QuantizedExperts):
         check.known_rows("moe", "in FP8 and with quantized experts", x.shape[0])
-    if in_fp8:
+    if recipe is not None:
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
-    kept = {"recipe": recipe if in_fp8 else None, "wire_dtype": wire_dtype, "capacity": capacity}
+    kept = {"recipe": recipe, "wire_dtype": wire_dtype, "capacity": capacity}
     if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts[:2], kept):
         return _in_one_launch(options, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)
     columns = parts.w_gate_up.shape[1 if isinstance(parts.w_gate_up, QuantizedExperts) else 2]
@@ -197,7 +192,7 @@ def moe(
     tokens, row_weights, handle, parts = vary_alike((*prepared, parts), over=options.axis)
     if isinstance(parts.w_gate_up, QuantizedExperts):
         return _by_quantized(options, back, experts, tokens, row_weights, handle, parts)
-    if in_fp8:
+    if recipe is not None:
         hidden, row_weights = moe_fp8.dispatch_and_multiply(options, tokens, row_weights, parts.w_gate_up, handle)
         bias = _bias_of_result(experts, parts, row_weights)
         between = Between(checkpoint_name(hidden, HIDDEN_NAME), row_weights, parts.b_gate_up, bias)

@@ -73,9 +73,9 @@ def activate_columns(
 
 
 def activate_quantized(
-    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array, *, keep: bool
-) -> tuple[Array, Array, Array | None]:
-    """Activated and weighted rows, rounded once: in FP8, and with `keep` also in the dtype of `hidden`.
+    experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
+) -> Quantized:
+    """Activate, weight and quantize rows to FP8, rounding once.
 
     Args:
       experts: what they compute.
@@ -83,10 +83,8 @@ def activate_quantized(
       weights: `[R]`.
       bias: `[L, N]` of the hidden rows, or None.
       group_sizes: `[L]` int32.
-      keep: return the rows too.
 
     Returns:
-      values `[R, I]`, scales `[R, I / 128]`, and rows `[R, I]` or None.
+      Values `[R, I]` and scales `[R, I / 128]`.
     """
-    rows = activations.weighted_wide(experts, hidden, weights, bias, group_sizes)
-    return *fp8.quantize_rows(rows), rows.astype(hidden.dtype) if keep else None
+    return fp8.quantize_rows(activations.weighted_wide(experts, hidden, weights, bias, group_sizes))

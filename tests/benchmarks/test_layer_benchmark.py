@@ -170,9 +170,7 @@ def test_kept_bytes_are_those_of_one_rank(case):
 
 @pytest.mark.slow
 def test_layers_in_fp8_are_near_the_others(case):
-    variants = layer_variants.layers(
-        case, ["moe", "wire", "fp8-forward", "fp8-forward and wire", "fp8", "fp8 once"], backward=True
-    )
+    variants = layer_variants.layers(case, ["moe", "wire", "fp8", "fp8 once"], backward=True)
     found = [layer_chains.chain(case, variant)(2) for variant in variants.values()]
     expected, *others = (fn(*arguments) for fn, arguments in found)
     for variant, got in zip(list(variants.values())[1:], others, strict=True):
@@ -181,7 +179,7 @@ def test_layers_in_fp8_are_near_the_others(case):
 
 @pytest.mark.slow
 def test_weights_are_quantised_in_each_call_and_not_copied(case):
-    variant = layer_variants.layers(case, ["fp8-forward"], backward=False)[layer_variants.LAYERS["fp8-forward"]]
+    variant = layer_variants.layers(case, ["fp8"], backward=False)[layer_variants.LAYERS["fp8"]]
     fn, arguments = layer_chains.chain(case, variant)(2)
     text = fn.lower(*arguments).compile().as_text()
     loop = text[: text.index("ENTRY")]

@@ -138,11 +138,11 @@ def test_dropped_rows_have_no_bias(implementation: str, expert_mesh: Any, rng: A
 def test_fp8_products(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """About as far from the exact layer as one without biases; limits would make the derivatives jump."""
     inputs = Inputs(rng, dataclasses.replace(GPT_OSS, clamp=None), True, 2, WIDE, BF16)
-    call = moe(implementation, inputs, recipe="fp8-forward")
+    call = moe(implementation, inputs, recipe="fp8")
     y, gradients = run(with_gradients(call), expert_mesh(2), *inputs.args, inputs.d_out)
     want, wanted = inputs.answer()
     for g, w in zip((y, *gradients), (want, *wanted), strict=True):
-        assert np.linalg.norm(g.astype(np.float64) - w) < 0.12 * np.linalg.norm(w)
+        assert np.linalg.norm(g.astype(np.float64) - w) < 0.15 * np.linalg.norm(w)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

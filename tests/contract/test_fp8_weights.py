@@ -33,10 +33,9 @@ def test_what_they_are(rng: Any) -> None:
     error = np.abs(got - want)
     assert (error > 1e-6 * np.abs(want)).mean() < 0.01 and (error <= np.abs(want) / 8 + scales * 2.0**-9).all()
     assert_same_bits(np.asarray(found.transposed), np.swapaxes(np.asarray(found.values), -1, -2))
-    forward = quantize_master_weights(jnp.asarray(w[1]), recipe="fp8-forward")
-    assert forward.transposed is None
-    for part in ("master", "values", "scales"):
-        assert_same_bits(np.asarray(getattr(forward, part)), np.asarray(getattr(found, part)[1]), part)
+    one = quantize_master_weights(jnp.asarray(w[1]))
+    for part in ("master", "values", "transposed", "scales"):
+        assert_same_bits(np.asarray(getattr(one, part)), np.asarray(getattr(found, part)[1]), part)
 
 
 @pytest.mark.parametrize("kinds", [1, 2])
@@ -58,18 +57,17 @@ def activates_by_xla(implementation: str) -> bool:
     return implementation == "pallas" and jax.default_backend() == "gpu"
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-input-gradient", "fp8-forward"])
 @pytest.mark.slow
-def test_same_bits_as_masters(implementation: str, recipe: str, expert_mesh: Any, rng: Any) -> None:
+def test_same_bits_as_masters(implementation: str, expert_mesh: Any, rng: Any) -> None:
     """In a mesh, with masters and gradients in float32 beside tokens in bfloat16."""
     layer = Layer(rng, "duplicates", 2, dtype=BF16)
     matrices = [layer.per_rank(reals(rng, *w.shape) / 16) for w in (layer.w_gate_up, layer.w_down)]
-    plain = with_gradients(implementation=implementation, recipe=recipe)
+    plain = with_gradients(implementation=implementation)
 
     def quantised(x, topk_idx, topk_weights, w_gate_up, w_down, probe):
         def layer(x, weights, up, down):
-            up, down = (quantize_master_weights(w, recipe=recipe) for w in (up, down))
-            options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "recipe": recipe}
+            up, down = (quantize_master_weights(w) for w in (up, down))
+            options = {"num_experts": SHAPE.num_experts, "implementation": implementation, "recipe": "fp8"}
             return jax_ep.moe(x, topk_idx, weights, up, down, **options)
 
         y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
@@ -86,9 +84,9 @@ def test_same_bits_as_masters(implementation: str, recipe: str, expert_mesh: Any
     assert [a.dtype for a in got] == [BF16, BF16, F32, F32, F32]
 
 
-def steps(recipe: str, implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | None) -> Any:
+def steps(implementation: str, ids: Any, weights: Any, saved: tuple[str, ...] | None) -> Any:
     """Gradients of stacked masters, added up over microbatches: with masters, and with `Fp8Weights` in three ways."""
-    layer = functools.partial(jax_ep.fused_moe, recipe=recipe, implementation=implementation)
+    layer = functools.partial(jax_ep.fused_moe, recipe="fp8", implementation=implementation)
 
     def loss(matrices, x):
         def block(x, matrices):
@@ -108,11 +106,11 @@ def steps(recipe: str, implementation: str, ids: Any, weights: Any, saved: tuple
         return accumulate(lambda x: jax.grad(loss)(masters, x), masters, microbatches)
 
     def of_all_parts(masters, microbatches):
-        quantised = tuple(quantize_master_weights(w, recipe=recipe) for w in masters)
+        quantised = tuple(quantize_master_weights(w) for w in masters)
         return accumulate(lambda x: tuple(g.master for g in jax.grad(loss)(quantised, x)), masters, microbatches)
 
     def of_masters(masters, microbatches):
-        quantised = tuple(quantize_master_weights(w, recipe=recipe) for w in masters)
+        quantised = tuple(quantize_master_weights(w) for w in masters)
 
         def beside(masters, x):
             return loss(tuple(dataclasses.replace(q, master=w) for q, w in zip(quantised, masters, strict=True)), x)
@@ -121,7 +119,7 @@ def steps(recipe: str, implementation: str, ids: Any, weights: Any, saved: tuple
 
     def through(masters, microbatches):
         def total(masters):
-            quantised = tuple(quantize_master_weights(w, recipe=recipe) for w in masters)
+            quantised = tuple(quantize_master_weights(w) for w in masters)
             return sum(loss(quantised, x) for x in microbatches)
 
         return jax.grad(total)(masters)
@@ -132,12 +130,11 @@ def steps(recipe: str, implementation: str, ids: Any, weights: Any, saved: tuple
 KEPT = ("jax_ep.tokens", "jax_ep.hidden")
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-forward"])
 @pytest.mark.parametrize("saved", [None, KEPT, ()], ids=["no remat", "experts kept", "nothing kept"])
 @pytest.mark.parametrize("way", ["of all parts", "of masters", "through"])
-@pytest.mark.slow(unless={"saved": [KEPT], "way": ["of all parts"], "recipe": ["fp8"]})
+@pytest.mark.slow(unless={"saved": [KEPT], "way": ["of all parts"]})
 def test_scan_over_layers_with_gradient_accumulation(
-    implementation: str, recipe: str, saved: tuple[str, ...] | None, way: str, rng: Any
+    implementation: str, saved: tuple[str, ...] | None, way: str, rng: Any
 ) -> None:
     if implementation == "triton" and jax.default_backend() == "cpu":
         pytest.skip("in the interpreter, launches that do not depend on each other may wait for each other")
@@ -145,7 +142,7 @@ def test_scan_over_layers_with_gradient_accumulation(
     masters = tuple(np.stack([getattr(layer, name) for layer in layers]) for name in ("w_gate_up", "w_down"))
     microbatches = reals(rng, 2, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
     ids, weights = layers[0].topk_idx[0], probabilities(rng, SHAPE.num_tokens, SHAPE.top_k)
-    functions = steps(recipe, implementation, ids, weights, saved)
+    functions = steps(implementation, ids, weights, saved)
     want = to_numpy(jax.jit(functions["plain"])(masters, microbatches))
     got = to_numpy(jax.jit(functions[way])(masters, microbatches))
     # Where there are several GPUs, matrices outside of a mesh are quantised by XLA, whose division there is not exact:
@@ -215,9 +212,11 @@ def whole(**parts: Any) -> Fp8Weights:
 
 MISTAKES = {
     "another recipe": (ValueError, {"recipe": None}, {}, r"w_gate_up is Fp8Weights with recipe=None.*master"),
-    "made for the forward pass": (
-        *(ValueError, {}, {"transposed": None}),
-        r"w_gate_up is Fp8Weights of recipe 'fp8-forward', expected those of 'fp8'",
+    "a part that is missing": (
+        TypeError,
+        {},
+        {"transposed": None},
+        r"w_gate_up.transposed is a NoneType, not an array",
     ),
     "parts of others": (
         *(ValueError, {}, {"scales": jnp.ones((2, 1, 1))}),
@@ -247,27 +246,22 @@ def test_mistakes(name: str) -> None:
 def test_mistakes_of_making_them() -> None:
     with pytest.raises(ValueError, match=r"axis -1 of w is 100, expected a multiple of 128"):
         quantize_master_weights(jnp.ones((2, 128, 100)))
-    with pytest.raises(
-        ValueError, match=r"recipe='bf16', expected one of \('fp8', 'fp8-input-gradient', 'fp8-forward'\)"
-    ):
-        quantize_master_weights(jnp.ones((2, 128, 128)), recipe="bf16")
     x, ids, weights = jnp.ones((3, 128)), jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1))
     with pytest.raises(TypeError, match=r"w_gate_up is Fp8Weights and w_down is an array, expected two of a kind"):
         jax_ep.fused_moe(x, ids, weights, whole(), jnp.ones((2, 128, 128)), recipe="fp8")
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-input-gradient", "fp8-forward"])
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable"])
-@pytest.mark.slow(unless={"policy": ["everything_saveable"], "recipe": ["fp8"]})
-def test_quantised_in_layers_that_are_made_again(recipe: str, policy: str, rng: Any) -> None:
+@pytest.mark.slow(unless={"policy": ["everything_saveable"]})
+def test_quantised_in_layers_that_are_made_again(policy: str, rng: Any) -> None:
     """Of a scan on the CPU, whose FP8 values are lost where such layers save them."""
     stacked = [jnp.asarray(reals(rng, 2, 2, *shape, dtype=F32)) / 12 for shape in ((128, 256), (128, 128))]
     x, ids = jnp.asarray(reals(rng, 6, 128, dtype=F32)), jnp.arange(6, dtype=jnp.int32)[:, None] % 2
 
     def gradients(policy: str | None) -> Any:
         def layer(x: Any, masters: Any) -> Any:
-            w = [quantize_master_weights(master, recipe=recipe) for master in masters]
-            return x + jax_ep.fused_moe(x, ids, jnp.ones((6, 1)), *w, recipe=recipe, implementation="xla"), None
+            w = [quantize_master_weights(master) for master in masters]
+            return x + jax_ep.fused_moe(x, ids, jnp.ones((6, 1)), *w, recipe="fp8", implementation="xla"), None
 
         if policy is not None:
             layer = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))

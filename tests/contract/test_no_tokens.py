@@ -56,8 +56,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "moe": (jax_ep.moe, {}),
     "moe with a capacity": (jax_ep.moe, {"capacity": 16}),
     "moe, FP8 on the wire": (jax_ep.moe, {"wire_dtype": FP8}),
-    "moe, FP8 products": (jax_ep.moe, {"recipe": "fp8-forward"}),
-    "moe, FP8 both ways": (jax_ep.moe, {"recipe": "fp8"}),
+    "moe, FP8 products": (jax_ep.moe, {"recipe": "fp8"}),
     "low latency": (low_latency, {}),
 }
 

@@ -262,7 +262,7 @@ def test_layers_of_fp8_tokens(implementation: str, which: str, expert_format: st
 @pytest.mark.parametrize("kind", ["silu", "weights on the input", "function"])
 @pytest.mark.slow(unless={"kind": ["silu"]})
 def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, expert_mesh: Any, rng: Any) -> None:
-    """To the bit what the layer computes that quantises its matrices in each call, where there is one."""
+    """What the layer computes that quantises its matrices in each call, but for sums in FP8, where there is one."""
     layer = Layer(rng, "duplicates", num_ranks, Shape(num_tokens=9, hidden=128, intermediate=128), BF16)
     own = jax_ep.Experts(lambda hidden: jnp.maximum(hidden[..., :128], 0) * hidden[..., 128:])
     experts = {"silu": jax_ep.Experts(), "weights on the input": jax_ep.Experts(weight_on="input"), "function": own}[
@@ -275,7 +275,7 @@ def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, exp
         return jax_ep.moe(x, ids, weights, *quantised, **options)
 
     def in_each_call(*operands):
-        return jax_ep.moe(*operands, recipe="fp8-forward", **options)
+        return jax_ep.moe(*operands, recipe="fp8", **options)
 
     got = compiled(stored, expert_mesh(num_ranks))(*layer.args)
     assert got.dtype == BF16
@@ -285,7 +285,8 @@ def test_layer_of_fp8_tokens(implementation: str, kind: str, num_ranks: int, exp
         want = layer.oracle("relu").forward()
         assert np.linalg.norm(to_numpy(got).astype(np.float64) - want) < 0.08 * np.linalg.norm(want)
     else:
-        assert_same_bits(to_numpy(got), to_numpy(compiled(in_each_call, expert_mesh(num_ranks))(*layer.args)))
+        want = to_numpy(compiled(in_each_call, expert_mesh(num_ranks))(*layer.args)).astype(np.float64)
+        assert np.linalg.norm(to_numpy(got).astype(np.float64) - want) < 0.05 * np.linalg.norm(want)
 
 
 def test_low_latency_layer_of_fp8_tokens(implementation: str, rng: np.random.Generator) -> None:
@@ -363,7 +364,7 @@ def test_mistakes(implementation: str) -> None:
     with pytest.raises(ValueError, match=r"mode='fused' with QuantizedExperts"):
         layer(x, ids, weights, q, down, schedule=jax_ep.Schedule(dispatch_mode="fused"))
     with pytest.raises(ValueError, match="with QuantizedExperts, which say how products run"):
-        layer(x, ids, weights, q, down, recipe="fp8-forward")
+        layer(x, ids, weights, q, down, recipe="fp8")
     with pytest.raises(TypeError, match="with QuantizedExperts has no gradient"):
         jax.grad(lambda x: layer(x, ids, weights, q, down).sum())(x)
     both = (quantize_experts(jnp.ones(shape), "fp8", activations="fp8") for shape in ((2, 128, 256), (2, 128, 128)))

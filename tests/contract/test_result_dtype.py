@@ -22,8 +22,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "dropping": {"capacity": 20},
     "biased": {"biased": True},
     "fp8 wire": {"wire_dtype": jnp.float8_e4m3fn},
-    "fp8 forward": {"recipe": "fp8-forward"},
-    "fp8 both ways": {"recipe": "fp8"},
+    "fp8 products": {"recipe": "fp8"},
 }
 
 

@@ -72,7 +72,7 @@ def layer_of(T: int, K: int, E: int, H: int, inner: int) -> tuple[jax.Array, ...
     return ones(T, H), ids, weights, ones(E, H, 2 * inner), ones(E, inner, H)
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8", "fp8-input-gradient", "fp8-forward"])
+@pytest.mark.parametrize("recipe", [None, "fp8"])
 @pytest.mark.parametrize("sizes", [(0, 2, 4, 128, 128), (4, 2, 4, 128, 0)], ids=str)
 def test_layers_of_nothing(sizes: tuple[int, ...], recipe: str | None, implementation: str) -> None:
     """No tokens, or experts without hidden columns: forward and gradient."""

@@ -1,8 +1,8 @@
-"""The expert layer with FP8 recipes in float64, with its roundings to FP8 and to the dtype of its tokens.
+"""The expert layer with recipe "fp8" in float64, with its roundings to FP8 and to the dtype of its tokens.
 
 Written a second time, as loops over rows: forward, and the gradients for a cotangent. Everything is rounded where it
 travels or is multiplied: rows for 128 columns, matrices for blocks of 128 by 128, and both operands of a weight
-gradient for a column of 128 rows of the expert, counted from its first; with "fp8-input-gradient" these are not.
+gradient for a column of 128 rows of the expert, counted from its first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def weight_gradient(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -
     return out
 
 
-def layer(inputs: object, d_out: np.ndarray, activation: str = "silu", recipe: str = "fp8") -> tuple[np.ndarray, ...]:
+def layer(inputs: object, d_out: np.ndarray, activation: str = "silu") -> tuple[np.ndarray, ...]:
     """Of a `layers.Layer`: its result, and the cotangents of x, router weights and both matrices for `d_out`."""
     dtype, lay = inputs.x.dtype, oracle.layout(inputs.topk_idx, len(inputs.w_down))
 
@@ -72,9 +72,6 @@ def layer(inputs: object, d_out: np.ndarray, activation: str = "silu", recipe: s
                 d_x[rank, row] = rounded(quantised_rows(d_z) @ up[expert].T)
                 parts.append((x[source, token], d_z, weight * hidden, cotangents[source, token]))
             tokens, d_zs, activated, arrived = (np.stack(part) for part in zip(*parts, strict=True))
-            if recipe == "fp8-input-gradient":
-                d_up[expert], d_down[expert] = tokens.T @ d_zs, rounded(activated).T @ arrived
-                continue
             size = np.array([len(parts)])
             d_up[expert] = weight_gradient(tokens, d_zs, size)[0]
             d_down[expert] = weight_gradient(activated, arrived, size)[0]

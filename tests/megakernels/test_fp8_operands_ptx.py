@@ -50,14 +50,13 @@ def test_rows(pass_config: Any, kernel: Any, hidden: int, capability: int) -> No
     check(kernel, FP8 | {other: "*bf16"}, constants, pass_config, capability)
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-@pytest.mark.slow(unless={"activation": ["silu"], "keep": [True]})
-def test_activation(pass_config: Any, activation: str, gated: bool, keep: bool) -> None:
+@pytest.mark.slow(unless={"activation": ["silu"]})
+def test_activation(pass_config: Any, activation: str, gated: bool) -> None:
     sizes, kind = kernels.sizes_of((ROWS, INNER), np.zeros(GROUPS, np.int32)), Experts(activation, gated=gated)
-    constants = {"S": sizes, "KIND": kernels.kind_of(kind), "KEEP": keep, "bias": None}
-    types = FP8 | {"hidden_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32"}
+    constants = {"S": sizes, "KIND": kernels.kind_of(kind), "bias": None}
+    types = FP8 | {"hidden_ptr": "*bf16", "weights_ptr": "*fp32"}
     check(kernels._ACTIVATE_QUANTIZED, types, constants, pass_config)
 
 

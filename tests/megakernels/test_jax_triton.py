@@ -42,7 +42,6 @@ PRODUCTS = {"grouped_gemm.grouped_gemm", "grouped_gemm.weight_gradient"}
 ACTIVATION = {"activation.weighted_activation", "activation.weighted_activation_gradient"}
 SENDS = {"send_order.send_order_count", "send_order.send_order_place", "exchange_gemm.dispatch_gemm"}
 FP8_ROWS = {"activation.activate_quantized", "grouped_gemm.grouped_gemm_fp8"}
-FP8_OPERANDS = FP8_ROWS | {"activation.quantize_rows", "fp8_matrices.quantize_matrices"}
 FP8_COLUMNS = {"fp8_columns.quantize_columns", "fp8_columns.activate_columns", "grouped_gemm.weight_gradient_fp8"}
 LOW_LATENCY = {"low_latency.low_latency_dispatch", "masked.masked_gated_activation"}
 MASKED = {"masked.masked_grouped_gemm"}
@@ -84,7 +83,6 @@ def quantized(expert_format: str, **options: Any) -> Callable[..., Any]:
 FUSED = Schedule(dispatch_mode="fused", combine_mode="scatter", fuse_weight_gradients=True)
 BESIDE = Schedule(dispatch_mode="fused", combine_mode="serial", fuse_weight_gradients=True)
 SERIAL = Schedule(dispatch_mode="serial", combine_mode="serial", fuse_weight_gradients=False)
-IN_FP8 = {"wire_dtype": FP8, "recipe": "fp8-forward"}
 ONE_LAUNCH = Schedule(single_launch=True)
 
 # name: (function of one rank, its arguments, kernels among those that it launches)
@@ -101,16 +99,20 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
         TOKENS[:2],
         {"small_exchange.all_gather_i32", "dispatch.dispatch"},
     ),
-    "FP8": (gradient(moe(recipe="fp8-forward"), 0, 2, 3, 4), layer(), FP8_OPERANDS),
-    "FP8 both ways": (
+    "FP8": (
         gradient(moe(recipe="fp8"), 0, 2, 3, 4),
         layer(),
         FP8_ROWS | {"fp8_matrices.quantize_matrices"} | FP8_COLUMNS,
     ),
-    "FP8 on the wire": (
-        gradient(moe(recipe="fp8-forward", wire_dtype=FP8), 0, 2, 3, 4),
-        layer(),
+    "FP8, biased": (
+        gradient(lambda *args: moe(recipe="fp8")(*args[:-1], b_down=args[-1]), 5),
+        (*layer(), Array((E // 2, H), BF16)),
         FP8_ROWS | {"activation.dequantize_rows"},
+    ),
+    "FP8 rows": (
+        partial(jax_ep.grouped_gemm, **TRITON),
+        (TOKENS[0], jax.eval_shape(quantized("fp8", activations="fp8"), layer()[3]), Array((E // 2,), I32)),
+        {"activation.quantize_rows", "grouped_gemm.grouped_gemm_fp8"},
     ),
     "quantised": (moe(), layer(quantized("int8")), {"quantized_gemm.quantized_grouped_gemm"}),
     "low latency": (low_latency, layer(lambda w: w.mT), LOW_LATENCY | MASKED | SUMS_IN_PRODUCT),

@@ -47,7 +47,7 @@ CALLS = {
     "moe": moe(),
     "moe, fused": moe(schedule=jax_ep.Schedule(dispatch_mode="fused", combine_mode="scatter")),
     "moe, serial": moe(schedule=jax_ep.Schedule(dispatch_mode="serial", combine_mode="serial")),
-    "moe in FP8": moe(wire_dtype=FP8, recipe="fp8-forward"),
+    "moe in FP8": moe(recipe="fp8"),
 }
 
 

@@ -263,16 +263,12 @@ def activate_quantized(
     sizes_ptr,
     bias,
     quantized,
-    rows_ptr,
     KIND: tl.constexpr,
-    KEEP: tl.constexpr,
     S: tl.constexpr,
 ):
-    """The weighted activation to FP8 `[R, H]` and, with KEEP, also to `rows` as `weighted_activation` has it."""
+    """Store the weighted activation in FP8, `[R, H]`."""
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
-        rows, column, columns, mask = block_of_task(task, used, S)
+        rows, column, _, _ = block_of_task(task, used, S)
         values = activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND, S)
-        if KEEP:
-            store_block(rows_ptr, rows, columns, values, mask, S.H)
         store_quantized(quantized, rows, column, values, used, S)

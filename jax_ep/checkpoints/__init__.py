@@ -87,14 +87,21 @@ class Checkpoint:
         with files.open_file(function, path / CONFIG) as file:
             opened = os.fstat(file.fileno())
             self.config: dict[str, Any] = files.read_json(function, file)
-            self._files = TensorFiles(function, path, self.config)
-            files.check_unchanged(function, path / CONFIG, opened)
+            try:
+                self._files = TensorFiles(function, path, self.config)
+            finally:
+                files.check_unchanged(function, path / CONFIG, opened)
         self.names: tuple[str, ...] = self._files.names
+        self._folder = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Open the folder again where the checkpoint is unpickled."""
+        return Checkpoint, (self._folder,)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Which decoder layers are MoE."""
-        return families.moe_layers("Checkpoint.moe_layers", self.config)
+        return families.Model("Checkpoint.moe_layers", self.config).moe_layers
 
     def moe_options(self) -> dict[str, Any]:
         """Keyword arguments of `jax_ep.flax.MoE` for this model's layers; mesh, axes, dtypes and `rngs` are not in it.
@@ -103,7 +110,7 @@ class Checkpoint:
           ValueError: an unknown `model_type`, or a value that `config.json` lacks.
           NotImplementedError: a router or an activation that the package does not have.
         """
-        return families.moe_options("Checkpoint.moe_options", self.config)
+        return families.Model("Checkpoint.moe_options", self.config).moe_options()
 
     def read(
         self,
@@ -188,13 +195,13 @@ class Checkpoint:
           NotImplementedError: this model has weights that `jax_ep.flax.MoE` has not.
         """
         function = "Checkpoint.moe_weights"
-        shapes = families.shapes(function, self.config)
-        layers = self.moe_layers
+        model = families.Model(function, self.config)
+        shapes, layers = model.shapes(), model.moe_layers
         if not isinstance(layer, int | np.integer) or isinstance(layer, bool) or layer not in layers:
             raise ValueError(f"{function}: layer={layer!r} is not MoE, expected one of {layers}; pass one of them.")
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
         to = None if dtype is None else _checked(function, dtype)
-        form = reading.form_of(self._files, families.find(function, self.config), layer)
+        form = reading.form_of(self._files, model.family, layer)
         plans: dict[str, tuple[reading.Plan, ...]] = {}
         for name, shape in shapes.items():
             if quantized and name in _QUANTIZED:

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jax_ep.checkpoints.files import short
 from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, number, shown
 from jax_ep.types import Experts
 
 ACTIVATIONS = {
@@ -28,33 +28,6 @@ ACTIVATIONS = {
 REQUIRED = object()
 
 
-class Rule(NamedTuple):
-    """What a field of `config.json` may hold: values of these types; numbers, also those of a list, in a range."""
-
-    kind: str
-    types: tuple[type, ...]
-    least: float = 0
-    most: float = 0
-
-    def allows(self, value: Any) -> bool:
-        """Whether the value keeps the rule."""
-        if self.types == (list,):
-            each = self._replace(types=(int,))
-            return type(value) is list and all(map(each.allows, value)) and len(set(value)) == len(value)
-        return type(value) in self.types and (not self.most or self.least <= value <= self.most)
-
-    def __str__(self) -> str:
-        return f"{self.kind} from {self.least} to {self.most}" if self.most else self.kind
-
-
-def _int(least: int, most: int) -> Rule:
-    return Rule("an int", (int,), least, most)
-
-
-def _number(least: float, most: float) -> Rule:
-    return Rule("a number", (int, float), least, most)
-
-
 _MAX_LAYERS, _MAX_SIZE, _MAX_EXPERTS, _MAX_FACTOR = 10_000, 1 << 24, 1 << 16, 1 << 20
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_group", "topk_group")
@@ -62,19 +35,19 @@ _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index")
 _STEPS = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "moe_layer_freq")
 _EXTRA_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "zero_expert_num")
 _FACTORS = ("routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
-SCHEMA: Mapping[str, Rule] = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", *_FIRST_LAYERS), _int(0, _MAX_LAYERS)),
-    "moe_layer_end_index": _int(-1, _MAX_LAYERS),
-    **dict.fromkeys(_STEPS, _int(1, _MAX_LAYERS)),
-    **dict.fromkeys(("mlp_only_layers", "moe_layers"), Rule("a list of different ints", (list,), 0, _MAX_LAYERS)),
-    **dict.fromkeys((*_SIZES, "shared_expert_intermediate_size"), _int(1, _MAX_SIZE)),
-    **dict.fromkeys((*_COUNTS, "num_experts_per_tok", "moe_k", "moe_topk"), _int(1, _MAX_EXPERTS)),
-    **dict.fromkeys(_EXTRA_EXPERTS, _int(0, _MAX_EXPERTS)),
-    **dict.fromkeys(_FACTORS, _number(1 / _MAX_FACTOR, _MAX_FACTOR)),
-    "router_jitter_noise": _number(0, 1),
-    **dict.fromkeys(("norm_topk_prob", "mlp_bias", "use_bias", "router_bias"), Rule("true or false", (bool,))),
-    **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), Rule("text", (str,))),
-    **dict.fromkeys(("text_config", "quantization_config"), Rule("an object", (dict,))),
+SCHEMA: Mapping[str, Schema] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", *_FIRST_LAYERS), integer(0, _MAX_LAYERS)),
+    "moe_layer_end_index": integer(-1, _MAX_LAYERS),
+    **dict.fromkeys(_STEPS, integer(1, _MAX_LAYERS)),
+    **dict.fromkeys(("mlp_only_layers", "moe_layers"), integers(0, _MAX_LAYERS)),
+    **dict.fromkeys((*_SIZES, "shared_expert_intermediate_size"), integer(1, _MAX_SIZE)),
+    **dict.fromkeys((*_COUNTS, "num_experts_per_tok", "moe_k", "moe_topk"), integer(1, _MAX_EXPERTS)),
+    **dict.fromkeys(_EXTRA_EXPERTS, integer(0, _MAX_EXPERTS)),
+    **dict.fromkeys(_FACTORS, number(1 / _MAX_FACTOR, _MAX_FACTOR)),
+    "router_jitter_noise": number(0, 1),
+    **dict.fromkeys(("norm_topk_prob", "mlp_bias", "use_bias", "router_bias"), BOOLEAN),
+    **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), TEXT),
+    **dict.fromkeys(("text_config", "quantization_config"), OBJECT),
 }
 """Every field of `config.json` that is read, for all families: numbers are bounded before anything depends on them."""
 
@@ -85,6 +58,9 @@ class Key(NamedTuple):
     names: tuple[str, ...]
     default: Any = REQUIRED
     only_if: tuple[str, Any] | None = None  # another name and its value; else the default
+
+    def __str__(self) -> str:
+        return " or ".join(map(repr, self.names))
 
 
 def key(*names: str, default: Any = REQUIRED, only_if: tuple[str, Any] | None = None) -> Key:
@@ -203,6 +179,11 @@ def _fused(block: str, *, suffix: str = "", transposed: bool = True) -> Form:
     }
 
 
+def _both(others: Form) -> tuple[Form, Form]:
+    """Experts of `mlp` in three tensors each, or in two for all of them."""
+    return others | _each("mlp"), others | _fused("mlp")
+
+
 def _shared(name: str) -> Form:
     """Three tensors for all shared experts."""
     return {
@@ -252,10 +233,7 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
 _DEEPSEEK_LAYERS = Layers(first=key("first_k_dense_replace", default=0))
 _EVERY_LAYER = Refused("moe_layer_freq", (1,), "dense layers between MoE layers are not known here", "weights")
 _SIGMOID = Refused("scoring_func", ("sigmoid",), "the router of this family is known with sigmoid scores alone")
-_DEEPSEEK_V3_FORMS = tuple(
-    _router("mlp.gate") | _bias("mlp.gate.") | experts | _shared("mlp.shared_experts")
-    for experts in (_each("mlp"), _fused("mlp"))
-)
+_DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
 _MIXTRAL_EACH = _router("block_sparse_moe.gate") | _each("block_sparse_moe", "w1", "w3", "w2")
 _GPT_OSS = (
     _router("mlp.router")
@@ -277,12 +255,10 @@ _LLAMA4 = Family(
 FAMILIES: Mapping[str, Family] = {
     "mixtral": Family((_MIXTRAL_EACH, _router("mlp.gate") | _fused("mlp")), _LOCAL),
     "qwen2_moe": Family(
-        forms=tuple(
+        forms=_both(
             _router("mlp.gate")
-            | experts
             | _shared("mlp.shared_expert")
             | {"shared_gate": Stored(("mlp.shared_expert_gate.weight",))}
-            for experts in (_each("mlp"), _fused("mlp"))
         ),
         options=_QWEN
         | {
@@ -293,18 +269,16 @@ FAMILIES: Mapping[str, Family] = {
         layers=_QWEN_LAYERS,
     ),
     "qwen3_moe": Family(
-        forms=tuple(_router("mlp.gate") | experts for experts in (_each("mlp"), _fused("mlp"))),
+        forms=_both(_router("mlp.gate")),
         options=_QWEN,
         layers=_QWEN_LAYERS,
     ),
     "olmoe": Family(
-        forms=tuple(_router("mlp.gate") | experts for experts in (_each("mlp"), _fused("mlp"))),
+        forms=_both(_router("mlp.gate")),
         options=_QWEN | {"intermediate_size": key("intermediate_size")},
     ),
     "deepseek_v2": Family(
-        forms=tuple(
-            _router("mlp.gate") | experts | _shared("mlp.shared_experts") for experts in (_each("mlp"), _fused("mlp"))
-        ),
+        forms=_both(_router("mlp.gate") | _shared("mlp.shared_experts")),
         options=_DEEPSEEK
         | {
             "renormalize": False,
@@ -337,15 +311,12 @@ FAMILIES: Mapping[str, Family] = {
         refused=(_SIGMOID,),
     ),
     "ernie4_5_moe": Family(
-        forms=(
-            _router("mlp.gate")
-            | _bias("mlp.moe_statics.", leading_one=True)
-            | _each("mlp")
-            | _shared("mlp.shared_experts"),
-            _router("mlp.gate")
-            | _bias("mlp.gate.moe_statics.", leading_one=True)
-            | _fused("mlp")
-            | _shared("mlp.shared_experts"),
+        forms=tuple(
+            _router("mlp.gate") | _bias(statics, leading_one=True) | experts | _shared("mlp.shared_experts")
+            for statics, experts in (
+                ("mlp.moe_statics.", _each("mlp")),
+                ("mlp.gate.moe_statics.", _fused("mlp")),
+            )
         ),
         options={
             "intermediate_size": key("moe_intermediate_size"),
@@ -382,10 +353,7 @@ FAMILIES: Mapping[str, Family] = {
         refused=(Refused("router_jitter_noise", (0.01,), "sparsemixer_router takes another, flax.MoE does not"),),
     ),
     "longcat_flash": Family(
-        forms=tuple(
-            _router("mlp.router.classifier") | _bias("mlp.router.") | experts
-            for experts in (_each("mlp"), _fused("mlp"))
-        ),
+        forms=_both(_router("mlp.router.classifier") | _bias("mlp.router.")),
         options={
             "intermediate_size": key("expert_ffn_hidden_size", "moe_intermediate_size"),
             "num_experts": key("n_routed_experts", "num_local_experts"),
@@ -404,166 +372,148 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def find(function: str, config: Mapping[str, Any]) -> Family:
-    """The row of a parsed `config.json`."""
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(
-            f"{function}: model_type is {short(name)}, expected one of {', '.join(sorted(FAMILIES))}; Checkpoint.read"
-            " reads tensors of other models by their names."
+class Model:
+    """The MoE layers of a model, from its parsed `config.json`. Errors begin with the function; see `FAMILIES`.
+
+    Raises:
+      ValueError: an unknown `model_type`, or a value beyond its range.
+      NotImplementedError: the model has weights that `jax_ep.flax.MoE` has not.
+    """
+
+    def __init__(self, function: str, config: Mapping[str, Any]) -> None:
+        self._function = function
+        name = config.get("model_type")
+        if not isinstance(name, str) or name not in FAMILIES:
+            raise ValueError(
+                f"{function}: model_type is {shown(name)}, expected one of {', '.join(sorted(FAMILIES))};"
+                " Checkpoint.read reads tensors of other models by their names."
+            )
+        check_quantization(function, config)
+        self.family = FAMILIES[name]
+        self._config = config
+        if self.family.section is not None:
+            section = _field(function, config, self.family.section)
+            if section is None:
+                raise self._error(f"no {self.family.section!r}", "the options of the decoder in it")
+            self._config = section
+        self._refuse("weights", "read them with Checkpoint.read")
+
+    def _error(self, got: str, expected: str) -> ValueError:
+        return _error(self._function, got, expected)
+
+    def _refuse(self, of: str, remedy: str) -> None:
+        """Raise for what the package does not have."""
+        for name, allowed, why, about in self.family.refused:
+            value = _field(self._function, self._config, name)
+            if about == of and value is not None and value not in allowed:
+                raise NotImplementedError(
+                    f"{self._function}: config.json has {name}={shown(value)}, expected"
+                    f" {' or '.join(map(repr, allowed))}: {why}; {remedy}."
+                )
+
+    def _value(self, wanted: Any) -> Any:
+        """A constant, or what the config has for a `Key`."""
+        if not isinstance(wanted, Key):
+            return wanted
+        names = wanted.names
+        if wanted.only_if and _field(self._function, self._config, wanted.only_if[0]) != wanted.only_if[1]:
+            names = ()
+        found = {name: _field(self._function, self._config, name) for name in names}
+        values = {name: value for name, value in found.items() if value is not None}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            raise self._error(shown(values), "one value")
+        if not values and wanted.default is REQUIRED:
+            raise self._error(f"no {wanted}", "it for this model_type")
+        return next(iter(values.values()), wanted.default)
+
+    def moe_options(self) -> dict[str, Any]:
+        """Keyword arguments of `jax_ep.flax.MoE`."""
+        self._refuse(
+            "routing", "read the parameters with Checkpoint.moe_weights and route in your own code, before jax_ep.moe"
         )
-    return FAMILIES[name]
+        activation = self._value(key("hidden_act", default="silu"))
+        if activation not in ACTIVATIONS:
+            raise NotImplementedError(
+                f"{self._function}: config.json has hidden_act={shown(activation)}, expected one of"
+                f" {', '.join(ACTIVATIONS)}; pass a JAX function as the activation of jax_ep.Experts yourself."
+            )
+        fields = {name: self._value(wanted) for name, wanted in self.family.experts.items()}
+        return self._options() | {"experts": Experts(ACTIVATIONS[activation], **fields)}
+
+    def _options(self) -> dict[str, Any]:
+        """The options but for the experts."""
+        wanted = _OF_ALL | dict(self.family.options)
+        options = {name: self._value(value) for name, value in wanted.items()}
+        experts = options["num_experts"] + options.get("num_identity_experts", 0)
+        groups, chosen_groups = options.get("num_groups", 1), options.get("topk_groups", 1)
+        limits = {
+            "num_groups": (experts, "experts"),
+            "topk_groups": (groups, "groups of experts"),
+            "num_experts_per_tok": (experts // groups * chosen_groups, "experts in the chosen groups"),
+        }
+        for name, (most, what) in limits.items():
+            if options.get(name, 1) > most:
+                raise self._error(f"{options[name]} for {wanted[name]}", f"at most the {most} {what}")
+        if experts % groups:
+            raise self._error(f"{groups} for {wanted['num_groups']}", f"a divisor of the {experts} experts")
+        return options
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Which decoder layers are MoE."""
+        count, first, last, step, dense, listed = map(self._value, self.family.layers)
+        if listed is None:
+            end = count if last == -1 else min(last + 1, count)
+            return tuple(layer for layer in range(first, end) if (layer + 1) % step == 0 and layer not in dense)
+        if any(layer >= count for layer in listed):
+            raise self._error(
+                f"{shown(listed)} for {self.family.layers.listed}", f"layers below the number of layers, {count}"
+            )
+        return tuple(listed)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that a MoE layer of this model has, and their shapes."""
+        options = self._options()
+        experts, hidden, width = (options[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
+        columns = experts + options.get("num_identity_experts", 0)  # the others have no matrices
+        shared = options.get("num_shared_experts", 0) * options.get("shared_intermediate_size", width)
+        found = {
+            "router": (hidden, columns),
+            "w_gate_up": (experts, hidden, 2 * width),
+            "w_down": (experts, width, hidden),
+            "b_router": (columns,) if options.get("router_use_bias") else None,
+            "router_bias": (columns,) if options.get("bias_routing") else None,
+            "b_gate_up": (experts, 2 * width) if options.get("use_bias") else None,
+            "b_down": (experts, hidden) if options.get("use_bias") else None,
+            "shared_gate_up": (hidden, 2 * shared) if shared else None,
+            "shared_down": (shared, hidden) if shared else None,
+            "shared_gate": (hidden, 1) if shared and options.get("shared_expert_gate") else None,
+        }
+        return {name: shape for name, shape in found.items() if shape is not None}
 
 
-def field(function: str, config: Mapping[str, Any], name: str) -> Any:
+def _error(function: str, got: str, expected: str) -> ValueError:
+    return ValueError(f"{function}: config.json has {got}, expected {expected}; use the config.json of the checkpoint.")
+
+
+def _field(function: str, config: Mapping[str, Any], name: str) -> Any:
     """What `config` has for a name of `SCHEMA`; None where it is missing or null."""
-    value, rule = config.get(name), SCHEMA[name]
-    if value is not None and not rule.allows(value):
-        raise ValueError(
-            f"{function}: config.json has {name}={short(value)}, expected {rule}; use the config.json of the"
-            " checkpoint."
-        )
+    value = config.get(name)
+    if value is not None:
+        try:
+            SCHEMA[name](value, name)
+        except ValueError as error:
+            raise ValueError(f"{function}: config.json has {error}; use the config.json of the checkpoint.") from error
     return value
 
 
 def check_quantization(function: str, config: Mapping[str, Any]) -> None:
     """Check `quantization_config`: matrices in FP8 have a scale per block of 128 by 128."""
-    quantization = field(function, config, "quantization_config") or {}
-    field(function, quantization, "quant_method")
+    quantization = _field(function, config, "quantization_config") or {}
+    _field(function, quantization, "quant_method")
     size = quantization.get("weight_block_size")
     if size is not None and size != [GROUP_SIZE, GROUP_SIZE]:
         raise ValueError(
-            f"{function}: quantization_config has weight_block_size={short(size)}, expected [{GROUP_SIZE},"
+            f"{function}: quantization_config has weight_block_size={shown(size)}, expected [{GROUP_SIZE},"
             f" {GROUP_SIZE}]; convert checkpoints with other blocks, or read tensors as they are with Checkpoint.read."
         )
-
-
-def _decoder(function: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    """The row, and the part of `config` that describes the decoder."""
-    family = find(function, config)
-    check_quantization(function, config)
-    inner = config if family.section is None else field(function, config, family.section)
-    if inner is None:
-        raise ValueError(
-            f"{function}: config.json of a {config['model_type']} has no object {family.section!r}, expected the"
-            " decoder's options in it; use the config.json of the checkpoint."
-        )
-    return family, inner
-
-
-def _value(function: str, wanted: Any, config: Mapping[str, Any]) -> Any:
-    """A constant, or what `config` has for a `Key`."""
-    if not isinstance(wanted, Key):
-        return wanted
-    values: dict[str, Any] = {}
-    if wanted.only_if is None or field(function, config, wanted.only_if[0]) == wanted.only_if[1]:
-        values = {name: field(function, config, name) for name in wanted.names if config.get(name) is not None}
-    different = [value for value in values.values() if value != next(iter(values.values()))]
-    if different:
-        raise ValueError(
-            f"{function}: config.json has {short(values)}, expected one value; use the config.json of the checkpoint."
-        )
-    if values:
-        return next(iter(values.values()))
-    if wanted.default is REQUIRED:
-        raise ValueError(
-            f"{function}: config.json has no {_names(wanted)}, which this model_type needs; use the config.json of the"
-            " checkpoint."
-        )
-    return wanted.default
-
-
-def _names(wanted: Any) -> str:
-    return " or ".join(map(repr, wanted.names)) if isinstance(wanted, Key) else repr(wanted)
-
-
-def refuse(function: str, config: Mapping[str, Any], *, of: str) -> None:
-    """Raises for what the package does not have: of its "routing", or of its "weights"."""
-    family, inner = _decoder(function, config)
-    for name, allowed, why, about in family.refused:
-        value = field(function, inner, name)
-        if about == of and value is not None and value not in allowed:
-            expected = f", expected {' or '.join(repr(v) for v in allowed)}" if allowed else ""
-            remedy = (
-                "read them with Checkpoint.read"
-                if of == "weights"
-                else "read the parameters with Checkpoint.moe_weights and route in your own code, before jax_ep.moe"
-            )
-            raise NotImplementedError(f"{function}: config.json has {name}={short(value)}{expected}: {why}; {remedy}.")
-
-
-def moe_options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `jax_ep.flax.MoE`."""
-    refuse(function, config, of="weights")
-    refuse(function, config, of="routing")
-    family, inner = _decoder(function, config)
-    activation = _value(function, key("hidden_act", default="silu"), inner)
-    if activation not in ACTIVATIONS:
-        raise NotImplementedError(
-            f"{function}: config.json has hidden_act={short(activation)}, expected one of {', '.join(ACTIVATIONS)};"
-            " pass a JAX function as the activation of jax_ep.Experts yourself."
-        )
-    fields = {name: _value(function, wanted, inner) for name, wanted in family.experts.items()}
-    return _options(function, config) | {"experts": Experts(ACTIVATIONS[activation], **fields)}
-
-
-def _options(function: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    family, inner = _decoder(function, config)
-    wanted = _OF_ALL | dict(family.options)
-    options = {name: _value(function, value, inner) for name, value in wanted.items()}
-    experts = options["num_experts"] + options.get("num_identity_experts", 0)
-    groups, chosen_groups = options.get("num_groups", 1), options.get("topk_groups", 1)
-    limits = {
-        "num_groups": (experts, "experts"),
-        "topk_groups": (groups, "groups of experts"),
-        "num_experts_per_tok": (experts // groups * chosen_groups, "experts in the chosen groups"),
-    }
-    for name, (most, what) in limits.items():
-        if options.get(name, 1) > most:
-            raise ValueError(
-                f"{function}: config.json has {options[name]} for {_names(wanted[name])}, expected at most the {most}"
-                f" {what}; use the config.json of the checkpoint."
-            )
-    if experts % groups:
-        raise ValueError(
-            f"{function}: config.json has {groups} for {_names(wanted['num_groups'])}, expected a divisor of the"
-            f" {experts} experts; use the config.json of the checkpoint."
-        )
-    return options
-
-
-def moe_layers(function: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Which decoder layers are MoE."""
-    refuse(function, config, of="weights")
-    family, inner = _decoder(function, config)
-    count, first, last, step, dense, listed = (_value(function, wanted, inner) for wanted in family.layers)
-    if listed is not None:
-        if any(layer >= count for layer in listed):
-            raise ValueError(
-                f"{function}: config.json has {short(listed)} for {_names(family.layers.listed)}, expected layers below"
-                f" the number of layers, {count}; use the config.json of the checkpoint."
-            )
-        return tuple(listed)
-    end = count if last == -1 else min(last + 1, count)
-    return tuple(layer for layer in range(first, end) if (layer + 1) % step == 0 and layer not in dense)
-
-
-def shapes(function: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The parameters that a MoE layer of this model has, and their shapes."""
-    refuse(function, config, of="weights")
-    options = _options(function, config)
-    experts, hidden, width = (options[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
-    columns = experts + options.get("num_identity_experts", 0)  # the others have no matrices
-    found = {"router": (hidden, columns), "w_gate_up": (experts, hidden, 2 * width), "w_down": (experts, width, hidden)}
-    if options.get("router_use_bias"):
-        found["b_router"] = (columns,)
-    if options.get("bias_routing"):
-        found["router_bias"] = (columns,)
-    if options.get("use_bias"):
-        found |= {"b_gate_up": (experts, 2 * width), "b_down": (experts, hidden)}
-    shared = options.get("num_shared_experts", 0) * options.get("shared_intermediate_size", width)
-    if shared:
-        found |= {"shared_gate_up": (hidden, 2 * shared), "shared_down": (shared, hidden)}
-        if options.get("shared_expert_gate"):
-            found["shared_gate"] = (hidden, 1)
-    return found

@@ -11,18 +11,16 @@ import contextlib
 import difflib
 import functools
 import importlib
-import json
-import math
 import os
-import reprlib
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from jax_ep.core import json_files
+from jax_ep.core.json_files import OBJECT, TEXT, Schema, mapping, record, shown, value_of
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -43,14 +41,19 @@ DTYPES = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
+MAX_JSON_BYTES = 1 << 26
 _LENGTH_BYTES = 8
-_MAX_JSON_BYTES = 1 << 26
-_MAX_NAME_BYTES = 255
 _OPEN_FILES = 64  # at most: each has a file descriptor
 _NEIGHBORS = 100  # in alphabetical order, among which similar names are looked for
 
-short = reprlib.Repr(maxstring=200, maxother=200).repr
-"""`repr`, cut to a length that fits an error: files may hold values of any size."""
+
+def _is_shard(name: Any) -> bool:
+    plain = isinstance(name, str) and name.isprintable() and "/" not in name
+    return plain and name.endswith(".safetensors") and len(name.encode()) <= 255
+
+
+_SHARD = value_of("the name of a .safetensors file in the same folder", _is_shard)
+_INDEX = record({"metadata": OBJECT, "weight_map": mapping(_SHARD, TEXT)}, more=True, fewer=("metadata",))
 
 
 def optional(function: str, module: str) -> ModuleType:
@@ -66,96 +69,57 @@ def folder_path(function: str, folder: Any) -> Path:
     """The `Path` of a caller's folder."""
     if not isinstance(folder, str | os.PathLike) or isinstance(os.fspath(folder), bytes):
         raise TypeError(f"{function}: folder is a {type(folder).__name__}, expected a str or a Path; pass one.")
-    if "\0" in os.fspath(folder):
-        raise ValueError(f"{function}: folder is {short(folder)}, expected a path without NUL; pass another one.")
-    return Path(folder)
-
-
-@contextlib.contextmanager
-def open_file(function: str, path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; a FIFO or a device is an error, not a wait."""
-    expected = "expected a regular file of a Hugging Face checkpoint"
-    remedy = "check the path, or download it with jax_ep.checkpoints.download"
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError(f"{function}: {path} is a FIFO, socket or device, {expected}; {remedy}.")
-            yield file
+        if b"\0" in os.fsencode(folder):
+            raise ValueError("a NUL")
+        return Path(folder).absolute()  # the caller may change the current folder
+    except (OSError, ValueError) as error:
+        kind = type(error) if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"{function}: folder is {shown(folder)} ({error}), expected a path that this system has; pass another one."
+        ) from error
+
+
+def open_file(function: str, path: Path) -> BinaryIO:
+    """Open a regular file of a checkpoint."""
+    try:
+        return json_files.open_regular(path)
     except OSError as error:
-        if error.errno is None:  # an error of this package, raised while the file was open
-            raise
-        what = f"{path} does not exist" if isinstance(error, FileNotFoundError) else f"cannot read {path}: {error}"
-        raise type(error)(f"{function}: {what}, {expected}; {remedy}.") from error
+        raise type(error)(
+            f"{function}: cannot open {path} ({error.strerror}), expected a regular file of a Hugging Face checkpoint;"
+            " check the path, or download it with jax_ep.checkpoints.download."
+        ) from error
 
 
 def check_unchanged(function: str, path: Path, opened: os.stat_result) -> None:
     """Check that a path still leads to the file that was opened, and that no save moved it meanwhile."""
-    now = os.stat(path) if path.exists() else None
-    if now is None or not os.path.samestat(opened, now) or opened.st_ctime_ns != now.st_ctime_ns:
-        raise FileNotFoundError(
-            f"{function}: {path} was replaced while the checkpoint was opened, expected no save at that time; open it"
-            " again."
-        )
+    with contextlib.suppress(OSError):
+        now = os.stat(path)
+        if os.path.samestat(opened, now) and opened.st_ctime_ns == now.st_ctime_ns:
+            return
+    raise FileNotFoundError(
+        f"{function}: {path} was replaced while the checkpoint was opened, expected no save meanwhile; open it again."
+    )
 
 
-def read_json(function: str, file: BinaryIO) -> dict[str, Any]:
-    """The JSON object in an open file."""
-    return parse_json(f"{function}: {file.name}", file.read(_MAX_JSON_BYTES + 1))
+def read_json(function: str, file: BinaryIO, schema: Schema = OBJECT) -> dict[str, Any]:
+    """The JSON in an open file, checked."""
+    return _parsed(f"{function}: {file.name}", file.read(MAX_JSON_BYTES + 1), schema)
 
 
-def parse_json(what: str, data: bytes) -> dict[str, Any]:
-    """A JSON object as the standard has it: UTF-8, finite numbers, each key once."""
-    if len(data) > _MAX_JSON_BYTES:
-        raise ValueError(f"{what} is longer than {_MAX_JSON_BYTES} bytes, expected a JSON object; get the file again.")
-    hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite, "object_pairs_hook": _unique}
+def _parsed(what: str, data: bytes, schema: Schema = OBJECT) -> dict[str, Any]:
     try:
-        value = json.loads(data.decode(), **hooks)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not valid JSON ({error}), expected a JSON object; get the file again.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is no JSON object but a {type(value).__name__}; get the file again.")
+        value = json_files.parse(data, MAX_JSON_BYTES)
+        schema(value, "")
+    except ValueError as error:
+        raise ValueError(f"{what} is not valid ({error}), expected a JSON object; download it again.") from error
     return value
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{short(text)} is no finite number")
-    return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {short(twice)} is there twice")
-    return result
 
 
 def read_index(function: str, folder: Path) -> dict[str, str]:
     """The file of each tensor, by the index; all of them are plain names of safetensors files in this folder."""
     with open_file(function, folder / INDEX) as file:
-        index = read_json(function, file)
-    what = f"{function}: {folder / INDEX}"
-    file_of = index.get("weight_map")
-    if not isinstance(file_of, dict) or not isinstance(index.get("metadata", {}), dict):
-        raise ValueError(
-            f"{what} has no object 'weight_map', or a 'metadata' that is none, expected the file of each tensor; get"
-            " the file again."
-        )
-    for name, shard in file_of.items():
-        if not _is_shard(shard):
-            raise ValueError(
-                f"{what} places {short(name)} in {short(shard)}, expected the name of a .safetensors file in the same"
-                " folder; get the file again."
-            )
-    return file_of
-
-
-def _is_shard(name: Any) -> bool:
-    plain = isinstance(name, str) and name.isprintable() and "/" not in name
-    return plain and name.endswith(".safetensors") and len(name.encode()) <= _MAX_NAME_BYTES
+        return read_json(function, file, _INDEX)["weight_map"]
 
 
 class _Header(NamedTuple):
@@ -181,7 +145,7 @@ def _read_header(function: str, path: Path) -> _Header:
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{broken} ({str(error)[:300]}), expected one; download it again.") from error
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        tensors = parse_json(f"{broken}: its header", file.read(min(length, _MAX_JSON_BYTES + 1)))
+        tensors = _parsed(f"{broken}: its header", file.read(min(length, MAX_JSON_BYTES + 1)))
         tensors.pop("__metadata__", None)
         return _Header(_stamp(file), _LENGTH_BYTES + length, tensors)
 
@@ -198,48 +162,36 @@ class TensorFiles:
         self.config = config
         self._open = functools.lru_cache(_OPEN_FILES)(self._map)
         there = [name for name in (SINGLE, INDEX) if os.path.lexists(folder / name)]
-        if not there:
-            raise FileNotFoundError(
-                f"{function}: {folder} has neither {SINGLE} nor {INDEX}, expected one of them; convert checkpoints of"
-                " another format to safetensors."
-            )
-        if len(there) == 2:
-            raise ValueError(
-                f"{function}: {folder} has both {SINGLE} and {INDEX}, expected one of them; remove the one that is not"
-                " of this checkpoint."
+        if len(there) != 1:
+            raise (ValueError if there else FileNotFoundError)(
+                f"{function}: {folder} has {' and '.join(there) or 'no tensors'}, expected either {SINGLE} or {INDEX};"
+                " convert other formats to safetensors, or remove the file of another checkpoint."
             )
         if there == [SINGLE]:
             self._headers = {SINGLE: _read_header(function, folder / SINGLE)}
             self._file_of = dict.fromkeys(self._headers[SINGLE].tensors, SINGLE)
         else:
             self._file_of = read_index(function, folder)
-            self._headers = self._read_shards()
+            shards = dict.fromkeys(self._file_of.values())
+            self._headers = {shard: _read_header(function, folder / shard) for shard in shards}
+            self._check_index()
         self.names = tuple(self._file_of)
 
-    def _read_shards(self) -> dict[str, _Header]:
-        """The headers of the files that the index names, which have its tensors, each in one file."""
-        shards = list(dict.fromkeys(self._file_of.values()))
-        missing = sorted(shard for shard in shards if not os.path.exists(self._folder / shard))
-        if missing:
-            raise FileNotFoundError(
-                f"{self._function}: {INDEX} names {', '.join(missing[:5])}, which {self._folder} lacks"
-                f" ({len(missing)} in all), expected every file; download what is missing."
-            )
-        headers = {shard: _read_header(self._function, self._folder / shard) for shard in shards}
+    def _check_index(self) -> None:
+        """Check that the files have the tensors of the index, each in one file."""
         for name, shard in self._file_of.items():
-            if name not in headers[shard].tensors:
+            if name not in self._headers[shard].tensors:
                 raise ValueError(
-                    f"{self._function}: {self._folder / INDEX} places {short(name)} in {shard}, which has no such"
+                    f"{self._function}: {self._folder / INDEX} places {shown(name)} in {shard}, which has no such"
                     " tensor; download both again."
                 )
-        for shard, header in headers.items():
+        for shard, header in self._headers.items():
             for name in header.tensors:
                 if self._file_of.get(name, shard) != shard:
                     raise ValueError(
-                        f"{self._function}: {self._folder} has {short(name)} in {shard} and in {self._file_of[name]},"
+                        f"{self._function}: {self._folder} has {shown(name)} in {shard} and in {self._file_of[name]},"
                         " expected each tensor once; download the checkpoint again."
                     )
-        return headers
 
     def _map(self, shard: str) -> np.memmap:
         with open_file(self._function, self._folder / shard) as file:
@@ -261,16 +213,16 @@ class TensorFiles:
             ordered = sorted(self.names)
             place = bisect.bisect(ordered, name)
             close = difflib.get_close_matches(name, ordered[max(0, place - _NEIGHBORS) : place + _NEIGHBORS], 3)
-            near = f" (similar: {', '.join(map(short, close))})" if close else ""
+            near = f" (similar: {', '.join(map(shown, close))})" if close else ""
             raise ValueError(
-                f"{self._function}: {self._folder} has no tensor {short(name)}{near}; Checkpoint.names lists what it"
+                f"{self._function}: {self._folder} has no tensor {shown(name)}{near}; Checkpoint.names lists what it"
                 " has."
             )
         header = self._headers[shard]
         tensor = header.tensors[name]
         if tensor["dtype"] not in DTYPES:
             raise NotImplementedError(
-                f"{self._function}: {short(name)} has dtype {tensor['dtype']}, expected one of {', '.join(DTYPES)};"
+                f"{self._function}: {shown(name)} has dtype {tensor['dtype']}, expected one of {', '.join(DTYPES)};"
                 " convert it first."
             )
         data, first_byte = self._open(shard), header.first_byte + tensor["data_offsets"][0]
@@ -278,6 +230,6 @@ class TensorFiles:
             return np.ndarray(tensor["shape"], DTYPES[tensor["dtype"]], data, first_byte)
         except (ValueError, OverflowError) as error:
             raise ValueError(
-                f"{self._function}: {short(name)} has shape {short(tensor['shape'])}, expected one that NumPy has"
+                f"{self._function}: {shown(name)} has shape {shown(tensor['shape'])}, expected one that NumPy has"
                 f" ({error}); convert it first."
             ) from error

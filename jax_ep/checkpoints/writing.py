@@ -15,8 +15,10 @@ from jax_ep.checkpoints.decoded import FP8, SCALES, blocks, num_blocks
 from jax_ep.checkpoints.families import Stored
 from jax_ep.checkpoints.files import SINGLE
 from jax_ep.checkpoints.shards import HostCopy, Region, swapped, whole
+from jax_ep.core import json_files
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.core.json_files import shown
 from jax_ep.types import Array, Quantized
 
 
@@ -42,9 +44,8 @@ def tensors_of(
     others: Mapping[str, Array],
 ) -> list[Tensor]:
     """All tensors of a checkpoint, checked: those of the layers, in order, then the others."""
-    family = families.find(function, config)
-    shapes = families.shapes(function, config)
-    expected = families.moe_layers(function, config)
+    model = families.Model(function, config)
+    family, shapes, expected = model.family, model.shapes(), model.moe_layers
     _check_dict(function, "layers", layers, "{number: parameters}")
     _check_dict(function, "others", others, "{name: array}")
     if set(layers) != set(expected):
@@ -66,13 +67,13 @@ def tensors_of(
     names = {tensor.name for tensor in tensors}
     for name, array in others.items():
         if name in names:
-            raise ValueError(f"{function}: others has {name!r}, which a layer of layers has too; take it out.")
+            raise ValueError(f"{function}: others has {shown(name)}, which a layer of layers has too; take it out.")
         if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
             raise ValueError(
-                f"{function}: others has {name!r}, expected a str of printable characters other than '__metadata__';"
-                " rename it."
+                f"{function}: others has {shown(name)}, expected a str of printable characters other than"
+                " '__metadata__'; rename it."
             )
-        _check_array(function, f"others[{name!r}]", array, np.shape(array))
+        _check_array(function, f"others[{shown(name)}]", array, np.shape(array))
         tensors.append(Tensor(name, array, whole(array.shape), array.shape))
     _check_quantization(function, config, tensors)
     return tensors
@@ -126,10 +127,10 @@ def _of_pair(
 
 def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -> None:
     """An array of this shape, all of whose values this process has."""
-    if not isinstance(array, jax.Array | np.ndarray):
+    if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; of a Flax variable"
-            " pass variable.get_value()."
+            " pass variable.get_value(), and call it outside of jax.jit."
         )
     if array.dtype not in files.DTYPES.values():
         names = ", ".join(np.dtype(dtype).name for dtype in files.DTYPES.values())
@@ -167,14 +168,13 @@ def checked_config(function: str, config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise TypeError(f"{function}: config is a {type(config).__name__}, expected a dict; pass that of config.json.")
     try:
-        text = json.dumps(dict(config), allow_nan=False)
+        return json_files.parse(json.dumps(dict(config), allow_nan=False).encode(), files.MAX_JSON_BYTES)
     except (TypeError, ValueError, RecursionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
             f"{function}: config cannot be written as JSON ({error}), expected dicts, lists, str, finite numbers, bool"
             " and None; convert its values."
         ) from error
-    return files.parse_json(f"{function}: config", text.encode())
 
 
 def index_of(shards: Mapping[str, list[Tensor]]) -> dict[str, Any]:

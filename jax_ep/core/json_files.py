@@ -6,26 +6,27 @@ A schema is a function of a value and of the name under which errors mention it,
 
 from __future__ import annotations
 
+import collections
 import errno
 import io
 import json
+import math
 import os
 import reprlib
 import stat
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO
 
 Schema = Callable[[Any, str], None]
 _GZIP = b"\x1f\x8b"
-_SHOWN = 40
-_shorten = reprlib.Repr()
-_shorten.maxlevel = 2
+_SHOWN = 100
+_shorten = reprlib.Repr(maxlevel=2, maxstring=_SHOWN, maxother=_SHOWN)
 
 
 def shown(value: object) -> str:
-    """The value in at most 40 printable characters."""
+    """The value in at most 100 printable characters."""
     return cut(_shorten.repr(value), _SHOWN)
 
 
@@ -41,7 +42,7 @@ def value_of(expected: str, is_valid: Callable[[Any], object]) -> Schema:
 
     def check(value: Any, name: str) -> None:
         if not is_valid(value):
-            raise ValueError(f"{name or 'the file'}={shown(value)}, expected {expected}")
+            raise ValueError(f"{f'{name}=' if name else 'the file has '}{shown(value)}, expected {expected}")
 
     return check
 
@@ -85,6 +86,18 @@ def array(item: Schema) -> Schema:
     return check
 
 
+def integers(least: int, most: int) -> Schema:
+    """An array of different ints of this range."""
+    item = integer(least, most)
+    different = value_of("different integers", lambda value: len(set(value)) == len(value))
+
+    def check(value: Any, name: str) -> None:
+        array(item)(value, name)
+        different(value, name)
+
+    return check
+
+
 def mapping(item: Schema, key: Schema) -> Schema:
     """An object with any names that `key` allows."""
 
@@ -97,12 +110,12 @@ def mapping(item: Schema, key: Schema) -> Schema:
     return check
 
 
-def record(fields: Mapping[str, Schema], *, more: bool = False, fewer: bool = False) -> Schema:
-    """An object with these fields: `more` allows others beside them, `fewer` that some are missing."""
+def record(fields: Mapping[str, Schema], *, more: bool = False, fewer: Collection[str] = ()) -> Schema:
+    """An object with these fields: those of `fewer` may be missing, and `more` allows other ones."""
 
     def check(value: Any, name: str) -> None:
         OBJECT(value, name)
-        if not fewer and (missing := [field for field in fields if field not in value]):
+        if missing := [field for field in fields if field not in value and field not in fewer]:
             raise ValueError(f"{name or 'the file'} lacks {missing[0]!r}")
         if not more and (unknown := value.keys() - fields.keys()):
             raise ValueError(f"{name or 'the file'} has an unknown field {shown(min(unknown))}")
@@ -113,19 +126,31 @@ def record(fields: Mapping[str, Schema], *, more: bool = False, fewer: bool = Fa
     return check
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+      OSError: it cannot be read, or is no regular file: a FIFO or a device may never end.
+    """
+    return open(path, "rb", opener=_regular)
+
+
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # without it, opening a FIFO waits for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
 def read_regular(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes.
 
     Raises:
-      OSError: it cannot be read, or is no regular file: a FIFO or a device may never end.
+      OSError: it cannot be read, or is no regular file.
       ValueError: it is larger.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with open(descriptor, "rb") as file:
+    with open_regular(path) as file:
         return _at_most(file.read(most + 1), most)
 
 
@@ -137,15 +162,26 @@ def read(path: Path, most: int) -> Any:
       ValueError: it is larger, or damaged.
     """
     data = read_regular(path, most)
-    try:
-        if data.startswith(_GZIP):
-            import gzip
+    if data.startswith(_GZIP):
+        import gzip
 
+        try:
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-                data = _at_most(file.read(most + 1), most)
-        return json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"damaged gzip data, {error}") from error
+                data = file.read(most + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"damaged gzip data, {error}") from error
+    return parse(data, most)
+
+
+def parse(data: bytes, most: int) -> Any:
+    """JSON as the standard has it, of at most `most` bytes: UTF-8, finite numbers, and each name of an object once.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite, "object_pairs_hook": _unique}
+    try:
+        return json.loads(_at_most(data, most).decode(), **hooks)
     except UnicodeDecodeError as error:
         raise ValueError(f"no UTF-8 text, byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -160,12 +196,16 @@ def _at_most(data: bytes, most: int) -> bytes:
     return data
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{cut(text, _SHOWN)} is no finite number")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in an object")
+        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{shown(twice)} occurs twice in an object")
     return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")

@@ -152,7 +152,7 @@ _ENTRIES = {
             "facts": record({fact: _fact(fact) for fact in operation.facts}),
             "settings": record(
                 {name: value_of(str(values), values.__contains__) for name, values in operation.settings.items()},
-                fewer=True,
+                fewer=operation.settings,
             ),
             "measured": OBJECT,
         }

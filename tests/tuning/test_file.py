@@ -76,7 +76,11 @@ BAD = {
     "a rate that is none": ([], {"rates": RATES | {"memory_bytes_per_s": "fast"}}, "memory_bytes_per_s='fast'"),
     "a rate below zero": ([], {"rates": RATES | {"memory_bytes_per_s": -1.0}}, "expected a number from 1 to 1e+30"),
     "a rate beyond float": ([], {"rates": RATES | {"memory_bytes_per_s": 10**400}}, "expected a number from 1 to"),
-    "a rate that is no number": ([], {"rates": RATES | {"memory_bytes_per_s": float("nan")}}, "NaN is no number"),
+    "a rate that is no number": (
+        [],
+        {"rates": RATES | {"memory_bytes_per_s": float("nan")}},
+        "NaN is no finite number",
+    ),
     "a long name": ([], {"device_kind": "x" * 10**6}, "device_kind='xxx"),
     "many lines": ([], {"device_kind": "a\n" * 100}, "device_kind='a"),
     "a long field": ([], {"x" * 10**6: 1}, "unknown field 'xxx"),

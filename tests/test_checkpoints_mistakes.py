@@ -176,7 +176,7 @@ MISTAKES = {
     "no dtype": (
         reading(KEEP, lambda c: c.read("other", dtype="half-ish")),
         TypeError,
-        "no dtype, expected None or one",
+        "is not a dtype, expected None or one",
     ),
     "quantized": (reading(KEEP, lambda c: load(c, quantized=True)), ValueError, "not stored in FP8.*serving_weights"),
     "mesh": (reading(KEEP, lambda c: load(c, mesh="gpu")), TypeError, "mesh is a str"),

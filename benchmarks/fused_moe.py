@@ -57,8 +57,8 @@ UNROLL = 8  # calls in a step of a chain's loop, which takes some microseconds i
 TORCH = "PyTorch, _grouped_mm"
 READ, READ_BYTES, QUICK_READ_BYTES = "read of memory", 4 << 30, 1 << 20
 FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in formats.FORMATS}
-FORMATS |= {f"{name}_tokens": {"format": name, "activations": "int8" if name == "int8" else "fp8"} for name in FORMATS}
-FORMATS |= {f"{name}_prepacked": {"format": name} for name in ("int4", "mxfp4")}
+FORMATS |= {f"{name}_tokens": {"format": name, "activations": formats.FORMATS[name].activations} for name in FORMATS}
+FORMATS |= {name: {"format": name.removesuffix("_prepacked")} for name in formats.STORED}
 SEVERAL = jax_ep.Schedule(single_launch=False)
 WAYS = [("fused_moe", None), ("one launch", jax_ep.Schedule(single_launch=True)), ("several launches", SEVERAL)]
 

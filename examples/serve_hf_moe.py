@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_ep.formats import FORMATS
 from jax_ep.tools.command import Parser, count_or_zero, run
 from lm.devices import make_mesh, prepare_cpu_devices
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from hf.generation import Generated, Generator
     from hf.model import Decoder
 
-EXPERTS = ("off", "same", "fp8", "fp8_channel", "int8", "int4", "mxfp4")
+EXPERTS = ("off", "same", *FORMATS)
 PROMPTS = ["The capital of France is", "Once upon a time"]
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import quantization as q
+from jax_ep.formats import FORMATS
 from jax_ep.placement import move, plan
 from jax_ep.routing import update_router_bias
 from jax_ep.serving import serving_weights
@@ -121,13 +122,14 @@ CASES = {
     ),
     **{
         f"quantize_experts {name}": through(lambda w, name=name: q.quantize_experts(w, name), dequantize, MATRICES)
-        for name in ("fp8", "fp8_channel", "int8", "int4", "mxfp4")
+        for name in FORMATS
     },
     **{
         f"prepack_experts {name}": through(
             lambda w, name=name: q.prepack_experts(q.quantize_experts(w, name)), q.unprepack_experts, MATRICES
         )
-        for name in ("int4", "mxfp4")
+        for name in FORMATS
+        if FORMATS[name].prepacked
     },
 }
 

@@ -36,20 +36,19 @@ def options_of(expert_format: str, block_size: int) -> dict[str, int]:
 @pytest.mark.parametrize(("leading", "columns"), [((3,), 200), ((), 1), ((2, 2), 8)])
 @pytest.mark.slow(unless={"dtype": [BF16]})
 def test_error(leading: tuple[int, ...], columns: int, dtype: np.dtype, expert_format: str, rng: Any) -> None:
-    depth, block_size = 256, 64
+    depth, options = 256, options_of(expert_format, 64)
     w = (reals(rng, *leading, depth, columns) * 10.0 ** rng.uniform(-4, 0, (*leading, depth, columns))).astype(dtype)
-    q = quantized(w, expert_format, **options_of(expert_format, block_size))
+    q = quantized(w, expert_format, **options)
     want = np.swapaxes(w, -1, -2).astype(np.float64)
     assert q.shape == want.shape
     stands_for = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
-    bound = oracle_quantized.largest_error(want, expert_format, block_size)
+    bound = oracle_quantized.largest_error(want, expert_format, **options)
     assert np.all(np.abs(stands_for - want) <= bound)
     assert np.any(stands_for != want)
     got = jax.jit(partial(dequantize_experts, dtype=jnp.float32))(q)
     np.testing.assert_allclose(got, stands_for, rtol=1e-6)
-    in_bits = {"int4": 4 + 32 / block_size, "mxfp4": 4.25}.get(expert_format)
-    if in_bits is not None:
-        assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == in_bits * w.size
+    if (stored_bits := oracle_quantized.FORMATS[expert_format].stored_bits) is not None:
+        assert 8 * sum(x.nbytes for x in jax.tree.leaves(q)) == stored_bits(64) * w.size
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**100])
@@ -82,9 +81,9 @@ def test_what_is_not_finite_spoils_what_shares_its_scale(expert_format: str, bad
     w = reals(rng, 256, 256)
     w[3, 5] = bad
     got = np.asarray(dequantize_experts(quantized(w, expert_format), jnp.float32))
-    rows, depth = {"fp8": (128, 128), "int4": (1, 128), "mxfp4": (1, 32)}.get(expert_format, (1, 256))
+    rows, depth = oracle_quantized.FORMATS[expert_format].block
     spoilt = np.zeros(got.shape, bool)
-    spoilt[5 // rows * rows : (5 // rows + 1) * rows, :depth] = True
+    spoilt[5 // rows * rows : (5 // rows + 1) * rows, : depth or 256] = True
     np.testing.assert_array_equal(~np.isfinite(got), spoilt)
 
 
@@ -163,7 +162,7 @@ def test_mistakes() -> None:
         quantize_experts(w, "int4")
     with pytest.raises(ValueError, match="K, is 48, expected a multiple of 32"):
         quantize_experts(w[:, :48], "mxfp4")
-    for name in ("int8", "fp8", "fp8_channel", "int4", "mxfp4"):
+    for name in formats.FORMATS:
         with pytest.raises(ValueError, match="K, is 0, expected at least 1"):
             quantize_experts(w[:, :0], name)
     with pytest.raises(ValueError, match="block_size=3, expected an even number"):

@@ -28,6 +28,7 @@ from jax_ep.core import check
 from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
+from jax_ep.formats import mxfp4
 from jax_ep.sharding import moe_specs
 from jax_ep.types import Array, AxisName, Quantized
 
@@ -228,7 +229,7 @@ def _together(arrays: tuple[Array, ...]) -> Any:
     if len(arrays) == 1:
         return arrays[0]
     values, scales = arrays
-    return arrays if values.dtype == FP8 else QuantizedExperts(values, scales, "mxfp4")
+    return arrays if values.dtype == FP8 else QuantizedExperts(values, scales, mxfp4.FORMAT.name)
 
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:

@@ -10,20 +10,18 @@ import ml_dtypes
 import numpy as np
 
 from jax_ep.core.fp8 import GROUP_SIZE
+from jax_ep.formats.mxfp4 import BLOCK, E2M1_MAGNITUDES, E8M0_BIAS, E8M0_NAN
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-MXFP4_BYTES = 16
+MXFP4_BYTES = BLOCK // 2
 """Of the values that share a scale."""
 SCALES = "_scale_inv"
 """What the name of the scales has behind that of the values."""
-_MXFP4_GROUP = 2 * MXFP4_BYTES
 _E4M3 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
-# One sign bit, two of the exponent, one of the mantissa.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_E2M1 = np.array([*E2M1_MAGNITUDES, *(-x for x in E2M1_MAGNITUDES)], np.float32)
 # Both values of a byte: the low half comes first.
 _E2M1_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1)
-_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,16 +69,16 @@ class MXFP4:
 
     def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
         self.blocks, self.scales = blocks, scales
-        self.shape = (*scales.shape[:-1], _MXFP4_GROUP * scales.shape[-1])
+        self.shape = (*scales.shape[:-1], BLOCK * scales.shape[-1])
         self.ndim = scales.ndim
 
     def __getitem__(self, index: int | tuple[slice, slice]) -> MXFP4 | np.ndarray:
         if isinstance(index, int):
             return MXFP4(self.blocks[index], self.scales[index])
         rows, columns = index
-        groups = slice(columns.start // _MXFP4_GROUP, -(-columns.stop // _MXFP4_GROUP))
+        groups = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
         values = dequantize_mxfp4(self.blocks[rows, groups], self.scales[rows, groups])
-        skipped = columns.start - groups.start * _MXFP4_GROUP
+        skipped = columns.start - groups.start * BLOCK
         return values[:, skipped : skipped + columns.stop - columns.start]
 
 
@@ -91,9 +89,9 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """
     scales = scales.view(np.uint8).astype(np.int32)
     with np.errstate(over="ignore"):
-        factors = np.ldexp(np.float32(1), scales - _E8M0_BIAS)
-    factors[scales == _E8M0_NAN] = np.nan
-    values = _E2M1_PAIRS[blocks].reshape(*scales.shape, _MXFP4_GROUP)
+        factors = np.ldexp(np.float32(1), scales - E8M0_BIAS)
+    factors[scales == E8M0_NAN] = np.nan
+    values = _E2M1_PAIRS[blocks].reshape(*scales.shape, BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):
         values *= factors[..., None]
-    return values.reshape(*scales.shape[:-1], _MXFP4_GROUP * scales.shape[-1])
+    return values.reshape(*scales.shape[:-1], BLOCK * scales.shape[-1])

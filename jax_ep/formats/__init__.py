@@ -13,7 +13,18 @@ from jax_ep.formats import fp8, fp8_channel, int4, int8, mxfp4
 from jax_ep.formats.base import Format, Prepacked
 from jax_ep.types import Array
 
-__all__ = ["FORMATS", "Format", "Prepacked", "dequantize", "format_of", "prepack", "unprepack", "weight_at"]
+__all__ = [
+    "FORMATS",
+    "STORED",
+    "Format",
+    "Prepacked",
+    "dequantize",
+    "format_of",
+    "prepack",
+    "stored_name",
+    "unprepack",
+    "weight_at",
+]
 
 FORMATS = {
     found.name: found
@@ -26,11 +37,18 @@ FORMATS = {
     )
 }
 """All formats, by their names."""
+STORED = (*FORMATS, *(f"{name}_prepacked" for name, found in FORMATS.items() if found.prepacked))
+"""Names of all ways to store weights, as `stored_name` has them."""
 
 
 def format_of(w: QuantizedExperts) -> Format:
     """The format of quantized weights."""
     return FORMATS[w.format]
+
+
+def stored_name(w: QuantizedExperts) -> str:
+    """By which the settings of kernels are looked up."""
+    return w.format + ("_prepacked" if w.is_prepacked else "")
 
 
 def layout_of(w: QuantizedExperts) -> Prepacked:

@@ -16,7 +16,7 @@ from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.kernel import Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.formats import format_of
+from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
@@ -104,7 +104,7 @@ def _facts(num_slots: int, w_down: Matrices) -> dict[str, Any]:
     """By which settings are looked up."""
     num_experts, hidden, intermediate = _sizes_of(w_down)
     if isinstance(w_down, QuantizedExperts):
-        kind = w_down.format + ("_tokens" if w_down.activations else "_prepacked" if w_down.is_prepacked else "")
+        kind = stored_name(w_down) + ("_tokens" if w_down.activations else "")
     else:
         kind = str(w_down.dtype)
     sizes = {"num_slots": num_slots, "num_experts": num_experts, "hidden": hidden, "intermediate": intermediate}

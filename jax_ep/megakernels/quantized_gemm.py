@@ -15,7 +15,7 @@ from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.kernel import BOUND, Config, Descriptor, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.formats import format_of
+from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
@@ -75,8 +75,7 @@ def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedExperts) ->
     groups, columns, depth = rhs.shape
     sizes = {"rows_of_group": rows_of_group, "depth": depth, "columns": columns, "groups": groups}
     default = quantized_tiles(rows_of_group, rhs.activations, prepacked=rhs.is_prepacked)
-    stored = rhs.format + ("_prepacked" if rhs.is_prepacked else "")
-    return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored)
+    return tuned.tiles(default, "quantized_gemm", **sizes, dtype=dtype, format=stored_name(rhs))
 
 
 def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> QuantizedGemm:

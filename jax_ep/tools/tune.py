@@ -21,13 +21,13 @@ from jax_ep import context, tuning
 from jax_ep.core import json_files
 from jax_ep.core.files import check_writable
 from jax_ep.core.json_files import shown
+from jax_ep.formats import STORED
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
 from jax_ep.tools import bench, trace
 from jax_ep.tools.tune_chains import Sizes, is_small
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
-_FORMATS = ("fp8", "fp8_channel", "int8", "int4", "mxfp4", "int4_prepacked", "mxfp4_prepacked")
 _PROGRAM_SETTINGS = ("num_communicating_programs", "num_combining_programs")
 _LEAST_S = 20.0  # of a group of operations: less would be compiling
 
@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--ranks", type=int, help="devices that share the experts (default: all)")
     parser.add_argument("--routing", choices=["uniform", "zipf"], default="uniform")
-    parser.add_argument("--formats", nargs="*", choices=_FORMATS, default=[], help="of quantised matrices, to tune too")
+    parser.add_argument("--formats", nargs="*", choices=STORED, default=[], help="of quantised matrices, to tune too")
     parser.add_argument("--seconds", type=float, default=600.0, help="at most about so long (default: 600)")
     parser.add_argument("--out", type=Path, help="the file (default: where operations look for it)")
     parser.set_defaults(run=run)

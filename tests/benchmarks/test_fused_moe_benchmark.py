@@ -68,14 +68,14 @@ def test_hidden_rows_are_those_of_one_variant_alone() -> None:
 def test_tilings_fit_their_format(slots: int) -> None:
     """What a kernel refuses to compile would end the run."""
     everything = fused_tiles.candidates(slots, 8, "bfloat16")
-    for expert_format in (*formats.FORMATS, "int4_prepacked", "mxfp4_prepacked"):
+    for expert_format in formats.STORED:
         fitting = fused_tiles.candidates(slots, 8, expert_format)
         assert 1 < len(fitting) < len(everything)
         w = fused_moe.stored_as(expert_format, jnp.ones((8, 256, 256)))
         for tiles in fitting:
             _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
             for product in (sizes.gate_up, sizes.down):
-                assert product.tile.BK % max(1, product.SHARING) == 0
+                assert product.tile.BK % max(1, product.BLOCK_SIZE) == 0
                 assert not product.PREPACKED or product.tile.BK in (128, 256)
                 assert expert_format != "fp8" or (product.tile.BK == 128 and 128 % product.tile.BN == 0)
 

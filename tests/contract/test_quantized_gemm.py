@@ -54,7 +54,7 @@ def tolerance(dtype: Any) -> float | None:
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.slow(unless={"groups": ["uneven"], "dtype": [BF16]})
 def test_grouped_gemm(implementation: str, groups: str, dtype: Any, stored: str, rng: Any) -> None:
-    depth = 256 if stored.split()[0] in ("fp8", "int4") else 160
+    depth = 256 if oracle_quantized.FORMATS[stored.split()[0]].block[1] == 128 else 160
     problem = Problem(rng, groups, stored, dtype, depth, columns=72)
     call = partial(jax_ep.grouped_gemm, preferred_element_type=jnp.float32, implementation=implementation)
     got = to_numpy(jax.jit(call)(problem.lhs, problem.rhs, problem.sizes))
@@ -185,7 +185,8 @@ def test_tokens_in_fp8(implementation: str, masked: bool, rng: np.random.Generat
 
 
 FP8_FORMATS = pytest.mark.parametrize(
-    "expert_format", [name for name in formats.FORMATS if name not in ("fp8", "int8")]
+    "expert_format",
+    [name for name, found in formats.FORMATS.items() if found.activations == "fp8" and not found.is_fp8_operand],
 )
 
 
@@ -207,12 +208,12 @@ def test_fp8_tokens_of_other_formats(
     w = reals(rng, 3, depth, 40) * 2.0 ** rng.integers(-9, 1, (3, depth // 32, 1, 40)).repeat(32, 1).reshape(
         3, depth, 40
     )
-    options: Any = {"block_size": block_size} if expert_format == "int4" else {}
-    q = quantize_experts(jnp.asarray(w, F32), expert_format, activations="fp8", **options)
+    sizes_of_blocks = {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
+    q = quantize_experts(jnp.asarray(w, F32), expert_format, activations="fp8", **sizes_of_blocks)
     matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
     rows = reals(rng, 35, depth, dtype=BF16)
     want = oracle.grouped_gemm(in_fp8(rows), np.swapaxes(matrices, -1, -2), sizes)
-    options = {"preferred_element_type": jnp.float32, "implementation": implementation}
+    options: Any = {"preferred_element_type": jnp.float32, "implementation": implementation}
     if given == "rows":
         got = to_numpy(jax.jit(partial(jax_ep.grouped_gemm, **options))(rows, q, sizes))
     else:
@@ -226,7 +227,7 @@ def test_fp8_tokens_of_other_formats(
             got = to_numpy(call(values, q, sizes, lhs_scales=scales))[real]
     # Tensor cores of Hopper add products of FP8 in about 14 bits, until 128 are scaled and added in float32.
     in_float32 = 2e-3 if jax.default_backend() == "gpu" else 2e-5
-    exact = expert_format != "int4" or block_size == 128 or implementation == "xla"
+    exact = not sizes_of_blocks or block_size == 128 or implementation == "xla"
     assert_close(got, want, tolerance=in_float32 if exact else 1e-2)
 
 

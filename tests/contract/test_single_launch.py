@@ -18,6 +18,7 @@ from jax_ep.megakernels import fused_moe
 from jax_ep.quantization import dequantize_experts, quantize_experts
 from layers import Layer
 from oracle_experts import GPT_OSS
+from oracle_quantized import FORMATS
 from routings import ROUTINGS
 from stored_experts import STORED, store
 
@@ -170,7 +171,7 @@ def test_random_sizes(implementation: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_experts, top_k = int(rng.integers(1, 24)), int(rng.integers(1, 7))
     stored = rng.choice([None, *STORED])
-    unit = 8 if stored is None else 32 if stored.startswith("mxfp4") else 128
+    unit = 8 if stored is None else FORMATS[stored.split()[0]].block[1] or 128
     hidden, inner = (int(unit * rng.integers(1, 20 if unit == 8 else 512 // unit)) for _ in range(2))
     shape = Shape(int(rng.integers(1, 90)), top_k, num_experts, hidden, inner)
     dtype = (BF16, F16)[rng.integers(2)]

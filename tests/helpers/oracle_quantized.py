@@ -1,51 +1,85 @@
-"""What `QuantizedExperts` stand for, in float64, by the definitions of the formats and in plain NumPy."""
+"""What `QuantizedExperts` stand for, in float64, by the definitions of the formats and in plain NumPy.
+
+`FORMATS` is the table of all formats: the tests of every format take what they expect from it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+SLACK = 1 + 1e-6  # of float32
 
 
 def nibbles(values: np.ndarray) -> np.ndarray:
-    """Bytes `[..., K / 2]` to codes `[..., K]`, the lower half first."""
+    """Bytes `[..., K / 2]` to nibbles `[..., K]`, the lower half first."""
     out = np.empty((*values.shape[:-1], 2 * values.shape[-1]), np.int64)
     out[..., 0::2], out[..., 1::2] = values % 16, values // 16
     return out
 
 
+def to_float64(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64)
+
+
+def fp8_error(w: np.ndarray, largest: np.ndarray) -> np.ndarray:
+    return SLACK * np.maximum(np.abs(w) * 2.0**-4, largest / 448 * 2.0**-10)
+
+
+def e2m1_error(w: np.ndarray, largest: np.ndarray) -> np.ndarray:
+    """A quarter of the element, but for what lies between 6 and 8 times the scale, and half of the smallest step."""
+    step = 2.0 ** (np.floor(np.log2(np.maximum(largest, 1e-300))) - 2)
+    return SLACK * np.maximum(np.maximum(np.abs(w) / 4, np.abs(w) - 6 * step), step / 4)
+
+
+def integer_error(limit: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Half a step. A product of the float32 inverse is off by some units of 127."""
+    return lambda w, largest: (1 + 1e-4) * largest / limit / 2
+
+
+class Format(NamedTuple):
+    """Columns and elements of K that share a scale (None: all), the bound of an error, and what is stored."""
+
+    block: tuple[int, int | None]
+    error: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    numbers: Callable[[np.ndarray], np.ndarray] = to_float64
+    scales: Callable[[np.ndarray], np.ndarray] = to_float64
+    stored_bits: Callable[[int], float] | None = None  # of an element, by the block size
+
+
+FORMATS = {
+    "fp8": Format((128, 128), fp8_error),
+    "fp8_channel": Format((1, None), fp8_error),
+    "int8": Format((1, None), integer_error(127)),
+    "int4": Format((1, 128), integer_error(7), lambda x: nibbles(x) - 8.0, stored_bits=lambda size: 4 + 32 / size),
+    "mxfp4": Format(
+        (1, 32),
+        e2m1_error,
+        lambda x: E2M1[nibbles(x)],
+        lambda x: np.where(x == 255, np.nan, 2.0 ** (x.astype(np.float64) - 127)),
+        lambda _: 4.25,
+    ),
+}
+
+
 def dequantize(values: np.ndarray, scales: np.ndarray, expert_format: str) -> np.ndarray:
     """`[..., N, K]` float64."""
-    if expert_format in ("int4", "mxfp4"):
-        codes = nibbles(values)
-        numbers = codes - 8.0 if expert_format == "int4" else E2M1[codes]
-        if expert_format == "mxfp4":
-            scales = np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
-    else:
-        numbers = values.astype(np.float64)
-    scales = scales.astype(np.float64)
-    if expert_format == "fp8":
-        scales = scales.repeat(128, -2)[..., : numbers.shape[-2], :]
-    if expert_format in ("fp8_channel", "int8"):
-        scales = scales[..., None]
+    found = FORMATS[expert_format]
+    numbers, scales = found.numbers(values), found.scales(scales)
+    columns, depth = found.block
+    scales = scales[..., None] if depth is None else scales
+    scales = scales.repeat(columns, -2)[..., : numbers.shape[-2], :]
     return numbers * scales.repeat(numbers.shape[-1] // scales.shape[-1], -1)
 
 
-def largest_error(w: np.ndarray, expert_format: str, block_size: int) -> np.ndarray:
+def largest_error(w: np.ndarray, expert_format: str, block_size: int | None = None) -> np.ndarray:
     """Bound of |dequantised - w| by element, of `w [..., N, K]` in float64: what `quantize_experts` says."""
-    size = {"fp8": 128, "int4": block_size, "mxfp4": 32}.get(expert_format, w.shape[-1])
-    *leading, columns, depth = w.shape
+    found, (*leading, columns, depth) = FORMATS[expert_format], w.shape
+    rows, size = found.block[0], block_size or found.block[1] or depth
     largest = np.abs(w).reshape(*leading, columns, depth // size, size).max(-1)
-    if expert_format == "fp8":
-        blocks = [largest[..., i : i + 128, :].max(-2, keepdims=True) for i in range(0, columns, 128)]
-        largest = np.concatenate([b.repeat(128, -2) for b in blocks], -2)[..., :columns, :]
-    largest = largest.repeat(size, -1)
-    slack = 1 + 1e-6  # of float32
-    if expert_format in ("fp8", "fp8_channel"):
-        return slack * np.maximum(np.abs(w) * 2.0**-4, largest / 448 * 2.0**-10)
-    if expert_format in ("int8", "int4"):
-        # A product of the float32 inverse is off by some units of 127.
-        return (1 + 1e-4) * largest / (127 if expert_format == "int8" else 7) / 2
-    # A quarter of the element, but for what lies between 6 and 8 times the scale, and half of the smallest step.
-    step = 2.0 ** (np.floor(np.log2(np.maximum(largest, 1e-300))) - 2)
-    return slack * np.maximum(np.maximum(np.abs(w) / 4, np.abs(w) - 6 * step), step / 4)
+    blocks = [largest[..., i : i + rows, :].max(-2, keepdims=True).repeat(rows, -2) for i in range(0, columns, rows)]
+    largest = np.concatenate(blocks, -2)[..., :columns, :].repeat(size, -1)
+    return found.error(w, largest)

@@ -12,7 +12,7 @@ import oracle_quantized
 from jax_ep import QuantizedExperts, formats
 from jax_ep.quantization import prepack_experts, quantize_experts, unprepack_experts
 
-STORED = (*formats.FORMATS, "int4 prepacked", "mxfp4 prepacked")
+STORED = tuple(name.replace("_prepacked", " prepacked") for name in formats.STORED)
 
 
 def store(w: Any, name: str, **options: Any) -> QuantizedExperts:

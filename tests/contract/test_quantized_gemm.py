@@ -210,7 +210,7 @@ def test_fp8_tokens_of_other_formats(
     )
     sizes_of_blocks = {"block_size": block_size} if formats.FORMATS[expert_format].takes_block_size else {}
     q = quantize_experts(jnp.asarray(w, F32), expert_format, activations="fp8", **sizes_of_blocks)
-    matrices = oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format)
+    matrices = np.swapaxes(stand_for(q), -1, -2)
     rows = reals(rng, 35, depth, dtype=BF16)
     want = oracle.grouped_gemm(in_fp8(rows), np.swapaxes(matrices, -1, -2), sizes)
     options: Any = {"preferred_element_type": jnp.float32, "implementation": implementation}
@@ -238,7 +238,7 @@ def test_layers_of_fp8_tokens(implementation: str, which: str, expert_format: st
     layer = Layer(rng, "uniform", 1, Shape(num_tokens=9, hidden=256, intermediate=128), BF16)
     x, ids, weights = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     pair = [quantize_experts(jnp.asarray(w), expert_format, activations="fp8") for w in (layer.w_gate_up, layer.w_down)]
-    matrices = [oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), expert_format) for q in pair]
+    matrices = [np.swapaxes(stand_for(q), -1, -2) for q in pair]
     want = np.zeros(x.shape)
     tokens = in_fp8(x)
     for token, slot in np.ndindex(*ids.shape):

@@ -29,4 +29,5 @@ def store(w: Any, name: str, **options: Any) -> QuantizedExperts:
 def stand_for(q: QuantizedExperts) -> np.ndarray:
     """The matrices `[..., K, N]` in float64."""
     q = unprepack_experts(q) if q.is_prepacked else q
-    return np.swapaxes(oracle_quantized.dequantize(np.asarray(q.values), np.asarray(q.scales), q.format), -1, -2)
+    values, scales = jax.tree.map(np.asarray, (q.values, q.scales))
+    return np.swapaxes(oracle_quantized.dequantize(values, scales, q.format), -1, -2)

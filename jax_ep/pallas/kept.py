@@ -100,6 +100,8 @@ def _write(path: Path, content: bytes) -> None:
         if len(content) > limit:
             return
         _make_room(path.parent, limit - len(content))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.unlink()  # a pipe or a device under the name of a file of this cache
     write_atomically(path, content)
 
 

@@ -209,6 +209,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "device": lambda path: path.symlink_to("/dev/zero"),
     "loop": lambda path: path.symlink_to(path),
     "nowhere": lambda path: path.symlink_to("/nowhere"),
+    "input error": lambda path: path.symlink_to("/proc/self/mem"),
 }
 
 
@@ -232,11 +233,24 @@ def tensors(value: float) -> dict[str, np.ndarray]:
     return {name: np.full(4, value, np.float32) for name in "ab"}
 
 
-def test_file_replaced_after_the_checkpoint_was_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_file_replaced_after_the_checkpoint_was_opened(is_mapped: bool, tmp_path: Path) -> None:
     save(tmp_path, CONFIG, {}, tensors(1), max_shard_bytes=16)
     checkpoint = Checkpoint(tmp_path)
+    if is_mapped:
+        checkpoint.read("a")
     save(tmp_path, CONFIG, {}, tensors(2), max_shard_bytes=16, overwrite=True)
     with pytest.raises(ValueError, match=r"00001-of-00002.safetensors has been replaced.*open Checkpoint again"):
+        checkpoint.read("a")
+
+
+def test_file_cut_after_a_tensor_was_read(folder: Path) -> None:
+    """A read behind the end of a mapped file would end the process."""
+    write_file(folder / SINGLE, tensor())
+    checkpoint = Checkpoint(folder)
+    checkpoint.read("a")
+    os.truncate(folder / SINGLE, 8)
+    with pytest.raises(ValueError, match="has been replaced"):
         checkpoint.read("a")
 
 

@@ -60,12 +60,12 @@ def load(checkpoint: Checkpoint, **options: Any) -> Any:
 KEEP = lambda folder: None  # noqa: E731
 EXPERT = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
 MISTAKES = {
-    "folder": (lambda folder: Checkpoint(folder / "nowhere"), FileNotFoundError, "nowhere is no folder"),
+    "folder": (lambda folder: Checkpoint(folder / "nowhere"), FileNotFoundError, "cannot read .*nowhere/config.json"),
     "kind of folder": (lambda folder: Checkpoint(None), TypeError, "Checkpoint: folder is a NoneType, expected a str"),
     "config": (
         reading(lambda folder: (folder / "config.json").unlink()),
         FileNotFoundError,
-        "cannot open .*config.json .*No such file",
+        "cannot read .*config.json .*No such file",
     ),
     "json": (
         reading(lambda folder: (folder / "config.json").write_text("{")),
@@ -90,7 +90,7 @@ MISTAKES = {
     "file": (
         reading(lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()),
         FileNotFoundError,
-        r"cannot open .*model-00002-of-00002.safetensors .No such file",
+        r"cannot read .*model-00002-of-00002.safetensors .No such file",
     ),
     "cut": (reading(cut, load), ValueError, "not a whole safetensors file .*file not fully covered"),
     "no file": (

@@ -80,10 +80,6 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         function = "Checkpoint"
         path = files.folder_path(function, folder)
-        if not os.path.isdir(path):
-            raise FileNotFoundError(
-                f"{function}: {path} is no folder, expected one with {CONFIG} and safetensors files; check the path."
-            )
         transaction.check_ended(function, path)
         with files.open_file(function, path / CONFIG) as file:
             opened = os.fstat(file.fileno())

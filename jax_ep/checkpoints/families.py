@@ -52,20 +52,17 @@ SCHEMA: Mapping[str, Schema] = {
 """Every field of `config.json` that is read, for all families: numbers are bounded before anything depends on them."""
 
 
-class Key(NamedTuple):
-    """A value of `config.json`: the names it may have there, and what a missing or empty one means."""
+class Key:
+    """A value of `config.json`: the names it may have there, and what a missing or empty one means.
 
-    names: tuple[str, ...]
-    default: Any = REQUIRED
-    only_if: tuple[str, Any] | None = None  # another name and its value; else the default
+    `only_if` is another name and its value; where it is something else, the default holds.
+    """
+
+    def __init__(self, *names: str, default: Any = REQUIRED, only_if: tuple[str, Any] | None = None) -> None:
+        self.names, self.default, self.only_if = names, default, only_if
 
     def __str__(self) -> str:
         return " or ".join(map(repr, self.names))
-
-
-def key(*names: str, default: Any = REQUIRED, only_if: tuple[str, Any] | None = None) -> Key:
-    """A `Key` of these names."""
-    return Key(names, default, only_if)
 
 
 class Stored(NamedTuple):
@@ -111,7 +108,7 @@ class Stored(NamedTuple):
 class Layers(NamedTuple):
     """Which decoder layers are MoE: those of `first` to `last` at every `step`, but for `dense`; or those `listed`."""
 
-    count: Any = key("num_hidden_layers")
+    count: Any = Key("num_hidden_layers")
     first: Any = 0
     last: Any = -1
     step: Any = 1
@@ -201,36 +198,31 @@ def _router(name: str) -> Form:
     return {"router": Stored((f"{name}.weight",))}
 
 
-_OF_ALL: dict[str, Any] = {"hidden_size": key("hidden_size"), "score": "softmax", "renormalize": True}
-_TOP_K = key("num_experts_per_tok")
-_LOCAL: dict[str, Any] = {
-    "intermediate_size": key("intermediate_size"),
-    "num_experts": key("num_local_experts", "num_experts"),
-    "num_experts_per_tok": _TOP_K,
-}
-_QWEN: dict[str, Any] = {
-    "intermediate_size": key("moe_intermediate_size"),
-    "num_experts": key("num_experts", "num_local_experts"),
-    "num_experts_per_tok": _TOP_K,
-    "renormalize": key("norm_topk_prob", default=False),
-}
-_QWEN_LAYERS = Layers(step=key("decoder_sparse_step", default=1), dense=key("mlp_only_layers", default=()))
-_DEEPSEEK: dict[str, Any] = {
-    "intermediate_size": key("moe_intermediate_size"),
-    "num_experts": key("n_routed_experts", "num_local_experts", "num_experts"),
-    "num_experts_per_tok": _TOP_K,
-    "num_shared_experts": key("n_shared_experts", default=0),
-    "routed_scale": key("routed_scaling_factor", default=1.0),
+_OF_ALL: dict[str, Any] = {"hidden_size": Key("hidden_size"), "score": "softmax", "renormalize": True}
+
+
+def _sizes(width: Key, experts: Key, chosen: Key = Key("num_experts_per_tok")) -> dict[str, Any]:  # noqa: B008
+    return {"intermediate_size": width, "num_experts": experts, "num_experts_per_tok": chosen}
+
+
+_LOCAL = _sizes(Key("intermediate_size"), Key("num_local_experts", "num_experts"))
+_QWEN = _sizes(Key("moe_intermediate_size"), Key("num_experts", "num_local_experts"))
+_QWEN |= {"renormalize": Key("norm_topk_prob", default=False)}
+_QWEN_LAYERS = Layers(step=Key("decoder_sparse_step", default=1), dense=Key("mlp_only_layers", default=()))
+_DEEPSEEK = _sizes(Key("moe_intermediate_size"), Key("n_routed_experts", "num_local_experts", "num_experts"))
+_DEEPSEEK |= {
+    "num_shared_experts": Key("n_shared_experts", default=0),
+    "routed_scale": Key("routed_scaling_factor", default=1.0),
 }
 _DEEPSEEK_V3 = _DEEPSEEK | {
     "score": "sigmoid",
-    "renormalize": key("norm_topk_prob", default=True),
-    "num_groups": key("n_group", default=1),
-    "topk_groups": key("topk_group", default=1),
+    "renormalize": Key("norm_topk_prob", default=True),
+    "num_groups": Key("n_group", default=1),
+    "topk_groups": Key("topk_group", default=1),
     "group_score": "top2_sum",
     "bias_routing": True,
 }
-_DEEPSEEK_LAYERS = Layers(first=key("first_k_dense_replace", default=0))
+_DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
 _EVERY_LAYER = Refused("moe_layer_freq", (1,), "dense layers between MoE layers are not known here", "weights")
 _SIGMOID = Refused("scoring_func", ("sigmoid",), "the router of this family is known with sigmoid scores alone")
 _DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
@@ -249,7 +241,7 @@ _LLAMA4 = Family(
     ),
     options=_LOCAL | {"score": "sigmoid", "renormalize": False, "num_shared_experts": 1},
     experts={"weight_on": "input"},
-    layers=Layers(step=key("interleave_moe_layer_step", default=1), listed=key("moe_layers", default=None)),
+    layers=Layers(step=Key("interleave_moe_layer_step", default=1), listed=Key("moe_layers", default=None)),
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -263,27 +255,20 @@ FAMILIES: Mapping[str, Family] = {
         options=_QWEN
         | {
             "num_shared_experts": 1,
-            "shared_intermediate_size": key("shared_expert_intermediate_size"),
+            "shared_intermediate_size": Key("shared_expert_intermediate_size"),
             "shared_expert_gate": True,
         },
         layers=_QWEN_LAYERS,
     ),
-    "qwen3_moe": Family(
-        forms=_both(_router("mlp.gate")),
-        options=_QWEN,
-        layers=_QWEN_LAYERS,
-    ),
-    "olmoe": Family(
-        forms=_both(_router("mlp.gate")),
-        options=_QWEN | {"intermediate_size": key("intermediate_size")},
-    ),
+    "qwen3_moe": Family(_both(_router("mlp.gate")), _QWEN, layers=_QWEN_LAYERS),
+    "olmoe": Family(_both(_router("mlp.gate")), _QWEN | {"intermediate_size": Key("intermediate_size")}),
     "deepseek_v2": Family(
         forms=_both(_router("mlp.gate") | _shared("mlp.shared_experts")),
         options=_DEEPSEEK
         | {
             "renormalize": False,
-            "num_groups": key("n_group", default=1, only_if=("topk_method", "group_limited_greedy")),
-            "topk_groups": key("topk_group", default=1, only_if=("topk_method", "group_limited_greedy")),
+            "num_groups": Key("n_group", default=1, only_if=("topk_method", "group_limited_greedy")),
+            "topk_groups": Key("topk_group", default=1, only_if=("topk_method", "group_limited_greedy")),
             "group_score": "max",
         },
         layers=_DEEPSEEK_LAYERS,
@@ -303,32 +288,26 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe": Family(forms=_DEEPSEEK_V3_FORMS, options=_DEEPSEEK_V3, layers=_DEEPSEEK_LAYERS),
     "minimax_m2": Family(
-        forms=(
-            _MIXTRAL_EACH | _bias("block_sparse_moe."),
-            _router("mlp.gate") | _fused("mlp") | _bias("mlp."),
-        ),
+        forms=(_MIXTRAL_EACH | _bias("block_sparse_moe."), _router("mlp.gate") | _fused("mlp") | _bias("mlp.")),
         options=_LOCAL | {"score": "sigmoid", "bias_routing": True},
         refused=(_SIGMOID,),
     ),
     "ernie4_5_moe": Family(
         forms=tuple(
             _router("mlp.gate") | _bias(statics, leading_one=True) | experts | _shared("mlp.shared_experts")
-            for statics, experts in (
-                ("mlp.moe_statics.", _each("mlp")),
-                ("mlp.gate.moe_statics.", _fused("mlp")),
-            )
+            for statics, experts in (("mlp.moe_statics.", _each("mlp")), ("mlp.gate.moe_statics.", _fused("mlp")))
         ),
-        options={
-            "intermediate_size": key("moe_intermediate_size"),
-            "num_experts": key("moe_num_experts", "num_experts"),
-            "num_experts_per_tok": key("moe_k", "num_experts_per_tok"),
-            "num_shared_experts": key("moe_num_shared_experts", default=0),
+        options=_sizes(
+            Key("moe_intermediate_size"), Key("moe_num_experts", "num_experts"), Key("moe_k", "num_experts_per_tok")
+        )
+        | {
+            "num_shared_experts": Key("moe_num_shared_experts", default=0),
             "bias_routing": True,
         },
         layers=Layers(
-            first=key("moe_layer_start_index", default=0),
-            last=key("moe_layer_end_index", default=-1),
-            step=key("moe_layer_interval", default=1),
+            first=Key("moe_layer_start_index", default=0),
+            last=Key("moe_layer_end_index", default=-1),
+            step=Key("moe_layer_interval", default=1),
         ),
         refused=(Refused("use_bias", (False,), "shared experts have no biases here", "weights"),),
     ),
@@ -340,8 +319,8 @@ FAMILIES: Mapping[str, Family] = {
         options=_LOCAL | {"use_bias": True, "router_use_bias": True},
         experts={
             "interleaved": True,
-            "alpha": key("swiglu_alpha", default=1.702),
-            "clamp": key("swiglu_limit", default=7.0),
+            "alpha": Key("swiglu_alpha", default=1.702),
+            "clamp": Key("swiglu_limit", default=7.0),
             "up_offset": 1.0,
         },
     ),
@@ -354,16 +333,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "longcat_flash": Family(
         forms=_both(_router("mlp.router.classifier") | _bias("mlp.router.")),
-        options={
-            "intermediate_size": key("expert_ffn_hidden_size", "moe_intermediate_size"),
-            "num_experts": key("n_routed_experts", "num_local_experts"),
-            "num_experts_per_tok": key("moe_topk", "num_experts_per_tok"),
+        options=_sizes(
+            Key("expert_ffn_hidden_size", "moe_intermediate_size"),
+            Key("n_routed_experts", "num_local_experts"),
+            Key("moe_topk", "num_experts_per_tok"),
+        )
+        | {
             "renormalize": False,
-            "routed_scale": key("routed_scaling_factor", default=1.0),
+            "routed_scale": Key("routed_scaling_factor", default=1.0),
             "bias_routing": True,
-            "num_identity_experts": key("zero_expert_num", default=0),
+            "num_identity_experts": Key("zero_expert_num", default=0),
         },
-        layers=Layers(count=key("num_layers")),
+        layers=Layers(count=Key("num_layers")),
         refused=(
             Refused("norm_topk_prob", (False,), "published models of this family do not renormalise"),
             Refused("router_bias", (False,), "the bias of its router is used by no published code", "weights"),
@@ -399,7 +380,9 @@ class Model:
         self._refuse("weights", "read them with Checkpoint.read")
 
     def _error(self, got: str, expected: str) -> ValueError:
-        return _error(self._function, got, expected)
+        return ValueError(
+            f"{self._function}: config.json has {got}, expected {expected}; use the config.json of the checkpoint."
+        )
 
     def _refuse(self, of: str, remedy: str) -> None:
         """Raise for what the package does not have."""
@@ -431,7 +414,7 @@ class Model:
         self._refuse(
             "routing", "read the parameters with Checkpoint.moe_weights and route in your own code, before jax_ep.moe"
         )
-        activation = self._value(key("hidden_act", default="silu"))
+        activation = self._value(Key("hidden_act", default="silu"))
         if activation not in ACTIVATIONS:
             raise NotImplementedError(
                 f"{self._function}: config.json has hidden_act={shown(activation)}, expected one of"
@@ -490,10 +473,6 @@ class Model:
             "shared_gate": (hidden, 1) if shared and options.get("shared_expert_gate") else None,
         }
         return {name: shape for name, shape in found.items() if shape is not None}
-
-
-def _error(function: str, got: str, expected: str) -> ValueError:
-    return ValueError(f"{function}: config.json has {got}, expected {expected}; use the config.json of the checkpoint.")
 
 
 def _field(function: str, config: Mapping[str, Any], name: str) -> Any:

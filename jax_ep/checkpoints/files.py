@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
@@ -43,7 +44,7 @@ DTYPES = {
 }
 MAX_JSON_BYTES = 1 << 26
 _LENGTH_BYTES = 8
-_OPEN_FILES = 64  # at most: each has a file descriptor
+_MAPPED_FILES = 64  # at most: each has a file descriptor
 _NEIGHBORS = 100  # in alphabetical order, among which similar names are looked for
 
 
@@ -80,15 +81,22 @@ def folder_path(function: str, folder: Any) -> Path:
         ) from error
 
 
-def open_file(function: str, path: Path) -> BinaryIO:
-    """Open a regular file of a checkpoint."""
+@contextlib.contextmanager
+def _system_errors(function: str, path: str | Path) -> Iterator[None]:
+    """Say which file the system cannot read."""
     try:
-        return json_files.open_regular(path)
+        yield
     except OSError as error:
         raise type(error)(
-            f"{function}: cannot open {path} ({error.strerror}), expected a regular file of a Hugging Face checkpoint;"
+            f"{function}: cannot read {path} ({error.strerror}), expected a regular file of a Hugging Face checkpoint;"
             " check the path, or download it with jax_ep.checkpoints.download."
         ) from error
+
+
+def open_file(function: str, path: Path) -> BinaryIO:
+    """Open a regular file of a checkpoint."""
+    with _system_errors(function, path):
+        return json_files.open_regular(path)
 
 
 def check_unchanged(function: str, path: Path, opened: os.stat_result) -> None:
@@ -104,7 +112,9 @@ def check_unchanged(function: str, path: Path, opened: os.stat_result) -> None:
 
 def read_json(function: str, file: BinaryIO, schema: Schema = OBJECT) -> dict[str, Any]:
     """The JSON in an open file, checked."""
-    return _parsed(f"{function}: {file.name}", file.read(MAX_JSON_BYTES + 1), schema)
+    with _system_errors(function, file.name):
+        data = file.read(MAX_JSON_BYTES + 1) or b""  # None: a file of /proc that has nothing yet
+    return _parsed(f"{function}: {file.name}", data, schema)
 
 
 def _parsed(what: str, data: bytes, schema: Schema = OBJECT) -> dict[str, Any]:
@@ -144,8 +154,10 @@ def _read_header(function: str, path: Path) -> _Header:
                 pass
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{broken} ({str(error)[:300]}), expected one; download it again.") from error
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        tensors = _parsed(f"{broken}: its header", file.read(min(length, MAX_JSON_BYTES + 1)))
+        with _system_errors(function, path):
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            data = file.read(min(length, MAX_JSON_BYTES + 1))
+        tensors = _parsed(f"{broken}: its header", data)
         tensors.pop("__metadata__", None)
         return _Header(_stamp(file), _LENGTH_BYTES + length, tensors)
 
@@ -160,7 +172,7 @@ class TensorFiles:
         self._function = function
         self._folder = folder
         self.config = config
-        self._open = functools.lru_cache(_OPEN_FILES)(self._map)
+        self._mapped = functools.lru_cache(_MAPPED_FILES)(self._map)
         there = [name for name in (SINGLE, INDEX) if os.path.lexists(folder / name)]
         if len(there) != 1:
             raise (ValueError if there else FileNotFoundError)(
@@ -193,13 +205,19 @@ class TensorFiles:
                         " expected each tensor once; download the checkpoint again."
                     )
 
+    def _opened(self, shard: str) -> BinaryIO:
+        """The file whose header was read: what has replaced it is an error, also where the old one is mapped."""
+        file = open_file(self._function, self._folder / shard)
+        if _stamp(file) != self._headers[shard].stamp:
+            file.close()
+            raise ValueError(
+                f"{self._function}: {self._folder / shard} has been replaced, expected the file that was there when the"
+                " checkpoint was opened; open Checkpoint again."
+            )
+        return file
+
     def _map(self, shard: str) -> np.memmap:
-        with open_file(self._function, self._folder / shard) as file:
-            if _stamp(file) != self._headers[shard].stamp:
-                raise ValueError(
-                    f"{self._function}: {self._folder / shard} has been replaced, expected the file that was there when"
-                    " the checkpoint was opened; open Checkpoint again."
-                )
+        with self._opened(shard) as file, _system_errors(self._function, file.name):
             return np.memmap(file, np.uint8, "r")
 
     def __contains__(self, name: str) -> bool:
@@ -225,7 +243,8 @@ class TensorFiles:
                 f"{self._function}: {shown(name)} has dtype {tensor['dtype']}, expected one of {', '.join(DTYPES)};"
                 " convert it first."
             )
-        data, first_byte = self._open(shard), header.first_byte + tensor["data_offsets"][0]
+        self._opened(shard).close()
+        data, first_byte = self._mapped(shard), header.first_byte + tensor["data_offsets"][0]
         try:
             return np.ndarray(tensor["shape"], DTYPES[tensor["dtype"]], data, first_byte)
         except (ValueError, OverflowError) as error:

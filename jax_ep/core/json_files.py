@@ -151,7 +151,7 @@ def read_regular(path: Path, most: int) -> bytes:
       ValueError: it is larger.
     """
     with open_regular(path) as file:
-        return _at_most(file.read(most + 1), most)
+        return _at_most(file.read(most + 1) or b"", most)  # None: a file of /proc that has nothing yet
 
 
 def read(path: Path, most: int) -> Any:

@@ -81,4 +81,4 @@ def report(args: argparse.Namespace, sizes: tuple[str, int, int], samples: dict[
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

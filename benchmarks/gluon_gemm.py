@@ -12,7 +12,6 @@ matrices by blocks, and its time includes the kernel that lists its tiles.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -38,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import jax_ep
 from jax_ep.quantization import quantize_fp8, quantize_fp8_weights
+from jax_ep.tools import command
 
 SHAPES = ((32768, 64, 7168, 4096), (32768, 64, 2048, 7168))  # rows, groups, K, N
 ROUTINGS = ("equal", "multinomial", "zipf")
@@ -183,7 +183,7 @@ def measure(operands: Operands, routing: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of gluon_gemm.json")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
@@ -204,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("gluon_gemm.py", main)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -155,8 +156,7 @@ def main() -> None:
     """Profiles what the command line asks for and writes the report."""
     args = harness.parse(options())
     if jax.default_backend() != "gpu":
-        print("kernel_times: needs GPUs; nothing measured")
-        return
+        sys.exit("kernel_times: needs GPUs; nothing measured")
     mesh = expert_mesh(args.ranks or jax.device_count())
     jax_ep.init(mesh)
     args.model = args.model or (QUICK if args.quick else DEFAULT)
@@ -173,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

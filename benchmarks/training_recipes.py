@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ep.tools import command
 from lib import harness, plots
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -81,7 +82,7 @@ def draw(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 def main() -> None:
     """Trains with each recipe and each seed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2, help="at least 2")
     parser.add_argument("--devices", type=int, default=1)
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

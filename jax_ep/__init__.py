@@ -12,8 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 if Path(sys.argv[0]).name == "jax-ep" or (sys.argv[0] == "-m" and "jax_ep" in sys.orig_argv):
-    # This is the command, whose Ctrl-C must not end in a traceback of the imports: JAX's take a second.
+    # This is the command. Its imports, which take a second, must end in no traceback: neither by Ctrl-C, nor where JAX
+    # does not accept an environment variable.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    sys.excepthook = lambda _, error, __: print(f"jax-ep: {' '.join(str(error).split())}", file=sys.stderr)
 
 from jax_ep import placement as placement
 from jax_ep import quantization as quantization

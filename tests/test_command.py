@@ -15,6 +15,7 @@ import pytest
 
 import harness
 from jax_ep import __main__, __version__
+from jax_ep.core.files import check_writable, write_atomically
 from jax_ep.tools import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,3 +110,136 @@ def test_ctrl_c_is_silent(seconds: float, tmp_path: Path) -> None:
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     assert (process.communicate()[1], process.returncode) == (b"", 130)
+
+
+def interrupted(body: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that raises its own SIGINT."""
+    program = f"""
+import signal, sys, time
+from jax_ep.tools import command
+command._GRACE_S = 0.1
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+{body}
+command.run("tool", main)
+"""
+    arguments = [*harness.STRICT_PYTHON, "-c", program]
+    return subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+# As XLA makes a RuntimeError of it, as Python drops it, and as a compiler does not see it.
+INTERRUPTED = {
+    "raised": "def main(): interrupt()",
+    "an error": """
+def main():
+    try:
+        interrupt()
+    except KeyboardInterrupt as error:
+        raise RuntimeError("callback failed") from error
+""",
+    "an error that does not end the command": """
+def main():
+    try:
+        try:
+            interrupt()
+        except KeyboardInterrupt as error:
+            raise RuntimeError("callback failed") from error
+    except RuntimeError as error:
+        command.raise_if_interrupted(error)
+        print("went on")
+""",
+    "an exit": """
+def main():
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        sys.exit("nothing measured")
+""",
+    "in a destructor": """
+class Dropped:
+    def __del__(self): interrupt()
+def main():
+    Dropped()
+    time.sleep(10**6)
+""",
+    "swallowed": """
+def main():
+    while True:
+        try:
+            interrupt()
+            time.sleep(10**6)
+        except BaseException:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+""",
+}
+
+
+@pytest.mark.parametrize("body", INTERRUPTED.values(), ids=INTERRUPTED.keys())
+def test_ctrl_c_at_any_instant(body: str) -> None:
+    done = interrupted(body)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_text_of_an_interrupted_callback(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError("CpuCallback error: Traceback ...\nKeyboardInterrupt: \n")
+    assert command.status_of("tool", fails(error)) == 130
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(KeyboardInterrupt):
+        command.raise_if_interrupted(error)
+
+
+TUNE = """
+from jax_ep.interpreter.pool import Pool
+sys.argv = ["jax-ep", "tune", "exchange", "--out", "tuned.json"]
+from jax_ep import __main__
+launch, calls = Pool.launch, []
+def launched(pool, *args, **options):
+    calls.append(None)
+    if len(calls) == 40:
+        print(*(worker.process.pid for worker in pool._workers), flush=True)
+        interrupt()
+    return launch(pool, *args, **options)
+Pool.launch = launched
+def main():
+    return __main__._run(None)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_kernel_of_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = interrupted(TUNE)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert "left out" not in done.stdout
+    workers = done.stdout.splitlines()[-1].split()
+    assert workers and not any(Path(f"/proc/{worker}/exe").exists() for worker in workers)
+
+
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["bench"], ["what\never"], ["doctor", "x" * 10_000], ["tune", "--tokens"]):
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main(arguments)
+        output, error = capsys.readouterr()
+        assert (output, error.count("\n")) == ("", 1)
+        assert error.startswith("jax-ep") and len(error) < 400
+
+
+def test_an_environment_that_jax_does_not_accept() -> None:
+    environment = ENVIRONMENT | {"JAX_ENABLE_X64": "maybe"}
+    done = subprocess.run([*PROGRAM, "--version"], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("jax-ep: ") and "JAX_ENABLE_X64" in done.stderr
+
+
+def test_an_output_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    check_writable(tmp_path / "link")
+    assert os.listdir(tmp_path) == ["link"]
+    for content in (b"1", b"2"):
+        write_atomically(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == content
+    (tmp_path / "device").symlink_to("/dev/null")
+    for name in ("device", "x" * 240, "a\0b", "no folder/x"):
+        with pytest.raises((OSError, ValueError)):
+            check_writable(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["device", "link", "target"]

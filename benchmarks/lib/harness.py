@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -194,6 +194,7 @@ def _compile_chains(
                 jax.block_until_ready(run())
             compiled[name] = runs
         except Exception as error:
+            command.raise_if_interrupted(error)
             if failures is None:
                 raise
             failures[name] = f"{type(error).__name__}: {error}"
@@ -231,10 +232,13 @@ def device() -> dict[str, Any]:
 class Report:
     """Rows of one benchmark run, written to `NAME.json` after each addition, so that an abort keeps the others."""
 
+    made: ClassVar[list[Report]] = []  # of this process, for the exit status
+
     def __init__(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         self.path = folder / f"{name}.json"
         folder.mkdir(parents=True, exist_ok=True)
         check_writable(self.path)
+        self.made.append(self)
         self._content: dict[str, Any] = {
             "name": name,
             "script": f"benchmarks/{Path(sys.argv[0]).name}",
@@ -261,6 +265,7 @@ class Report:
 
     def failed(self, variant: str, shape: Mapping[str, Any], error: str, **details: Any) -> None:
         """One row for a variant that cannot run this shape, with the reason."""
+        command.raise_if_interrupted(error)
         self.rows.append({"variant": variant, "shape": dict(shape), "failed": error, **details})
         self._write()
 
@@ -323,6 +328,21 @@ def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = No
 def chosen[Variant](variants: Mapping[str, Variant], only: Sequence[str] | None) -> dict[str, Variant]:
     """Those whose names hold one of `only`; all, where it is None or empty."""
     return {name: variant for name, variant in variants.items() if not only or any(part in name for part in only)}
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script, by itself or for a command; a report without a measured row ends it with status 1."""
+    if bench.program_name() is None:
+        command.run(Path(sys.argv[0]).name, partial(_measure, main))
+    _measure(main)
+
+
+def _measure(main: Callable[[], None]) -> None:
+    Report.made.clear()
+    main()
+    for report in Report.made:
+        if all("failed" in row for row in report.rows):
+            sys.exit(f"{report.path}: nothing measured")
 
 
 def can_measure(args: argparse.Namespace, num_devices: int) -> bool:

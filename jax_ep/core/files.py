@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-import tempfile
+import os
 import uuid
 from pathlib import Path
 
@@ -29,12 +29,14 @@ def check_writable(path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
+    _check_regular(path)
     if path.exists():
-        _check_regular(path)
         path.open("ab").close()
-    else:
-        with tempfile.TemporaryFile(dir=path.parent) as file:
-            file.write(bytes(4096))
+    new = _beside(path)
+    try:
+        new.write_bytes(bytes(4096))
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _check_regular(path: Path) -> None:
@@ -42,13 +44,19 @@ def _check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+def _beside(path: Path) -> Path:
+    """The name of a new file next to the one that is meant; processes of several machines may share the folder."""
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file by another, never by a part of it."""
+    """Replace a file, or the file that a symbolic link leads to, by another, never by a part of it."""
     _check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # processes of several machines may share the folder
+    new = _beside(path)
     try:
         new.write_bytes(content)
-        new.replace(path)
+        new.replace(os.path.realpath(path))
     finally:
         new.unlink(missing_ok=True)

@@ -184,7 +184,9 @@ class Pool:
                 self._wait_for_turn(gang, launch, worker, group_size, site)
             except BaseException:
                 self._num_active -= 1
-                self._fail(f"kernel {launch.function}, worker {worker}: interrupted")  # unless it has failed already
+                self._fail(
+                    f"kernel {launch.function}, worker {worker}: KeyboardInterrupt"
+                )  # unless it has failed already
                 raise
         try:
             return self._workers[worker].run(launch, gang.serial, self.timeout_s)
@@ -198,7 +200,7 @@ class Pool:
         except BaseException:  # a KeyboardInterrupt, where this is the main thread
             self._workers[worker].kill()
             with self._condition:
-                self._fail(f"kernel {launch.function}, worker {worker}: interrupted")
+                self._fail(f"kernel {launch.function}, worker {worker}: KeyboardInterrupt")
             raise
         finally:
             with self._condition:

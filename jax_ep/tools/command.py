@@ -2,6 +2,10 @@
 
 0, or what the command returns; 1: it cannot write or measure; 2: bad arguments or files; 130: Ctrl-C. A closed pipe
 ends it without a word. `python -X dev` shows the traceback, too.
+
+Ctrl-C raises KeyboardInterrupt in the main thread. XLA makes a RuntimeError of it in a callback, Python drops it in a
+destructor, and neither sees it while a compiler runs. So code that goes on after errors calls `raise_if_interrupted`,
+`run` looks once more when the command has ended, and a thread ends the process after some seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
@@ -20,6 +26,7 @@ from jax_ep.core.json_files import cut
 
 _CLOSED_PIPE, _CTRL_C = 128 + signal.SIGPIPE, 128 + signal.SIGINT
 _LONGEST = 300
+_GRACE_S = 5.0  # from Ctrl-C until the process ends, whatever it is doing
 _MOST = 2**31 - 1
 
 
@@ -30,6 +37,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self.register("type", int, count)
         self.register("type", float, number)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with one line; `--help` shows the usage."""
+        self.exit(2, f"{self.prog}: {cut(message, _LONGEST)}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Let errors of standard output pass, which argparse ignores."""
@@ -64,11 +75,55 @@ def number(text: str) -> float:
 
 def run(name: str, command: Callable[[], object]) -> NoReturn:
     """Run a command and end the process with its exit status."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = _report_unraisable
+    _end_soon_after_ctrl_c()
+    sys.exit(status_of(name, lambda: _interruptible(command)))
+
+
+def _interruptible(command: Callable[[], object]) -> object:
+    """Run a command; Ctrl-C ends it in a KeyboardInterrupt, whatever became of the one that the handler raised."""
+    signal.signal(signal.SIGINT, _interrupt)
     try:
-        sys.exit(status_of(name, command))
+        return command()
     finally:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_CTRL_C))  # nothing is left but Python's own exit
+        if signal.signal(signal.SIGINT, _exit) is _exit:
+            raise KeyboardInterrupt
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """Handle the first Ctrl-C; the second one ends the process at once."""
+    signal.signal(signal.SIGINT, _exit)
+    raise KeyboardInterrupt
+
+
+def _exit(*_: object) -> NoReturn:
+    os._exit(_CTRL_C)
+
+
+def _end_soon_after_ctrl_c() -> None:
+    """Start the thread that ends the process `_GRACE_S` after Ctrl-C, of which Python's C code tells it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGINT]):
+            pass
+        time.sleep(_GRACE_S)
+        _exit()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _report_unraisable(unraisable: Any) -> None:
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+
+
+def raise_if_interrupted(error: Exception | str) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C has led to an error; call it first where errors do not end a command."""
+    if signal.getsignal(signal.SIGINT) is _exit or "KeyboardInterrupt" in str(error):
+        raise KeyboardInterrupt
 
 
 def status_of(name: str, command: Callable[[], object]) -> int:
@@ -89,7 +144,10 @@ def status_of(name: str, command: Callable[[], object]) -> int:
     except Exception as error:
         if sys.flags.dev_mode:
             traceback.print_exc()
-        status, message = 2 if isinstance(error, ValueError) else 1, in_one_line(error)
+        if "KeyboardInterrupt" in str(error):
+            status = _CTRL_C
+        else:
+            status, message = 2 if isinstance(error, ValueError) else 1, in_one_line(error)
     if (unwritten := _flush(sys.stdout)) is not None:
         if isinstance(unwritten, BrokenPipeError):
             status, message, end = _CLOSED_PIPE, "", None

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import context
-from jax_ep.tools.command import in_one_line
+from jax_ep.tools.command import in_one_line, raise_if_interrupted
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _PACKAGES = (
@@ -64,6 +64,7 @@ def examine() -> Iterator[Finding]:
         try:
             yield from part()
         except Exception as error:
+            raise_if_interrupted(error)
             topic = part.__name__.removeprefix("_")
             yield Finding(topic, ERROR, in_one_line(error), "report it, with the output of jax-ep doctor --json")
 
@@ -214,6 +215,7 @@ def _computations() -> Iterator[Finding]:
         except NotImplementedError as refusal:
             yield Finding(topic, WARNING, in_one_line(refusal), "`xla` serves what it does not")
         except Exception as failure:
+            raise_if_interrupted(failure)
             yield Finding(
                 topic, ERROR, in_one_line(failure), "see docs/errors.md; until then pass implementation='xla'"
             )

@@ -25,6 +25,7 @@ from jax_ep.formats import STORED
 from jax_ep.settings import file
 from jax_ep.settings.operations import bucket
 from jax_ep.tools import bench, trace
+from jax_ep.tools.command import raise_if_interrupted
 from jax_ep.tools.tune_chains import Sizes, is_small
 
 PARTS = ("exchange", "exchange-gemm", "low-latency", "grouped-gemm", "fused-moe", "rates")
@@ -94,7 +95,7 @@ def _path(out: Path | None) -> Path | None:
 def _sizes(args: argparse.Namespace) -> list[Any]:
     """Sizes of the layer, one for each number of tokens."""
     models = bench.library("inputs").MODELS
-    name = args.model or ("tiny" if is_small() else "deepseek-v3")
+    name = ("tiny" if is_small() else "deepseek-v3") if args.model is None else args.model
     if name not in models:
         raise ValueError(f"tune: --model={shown(name)}, expected one of {', '.join(models)}")
     given = {field: getattr(args, field) for field in ("hidden", "intermediate", "experts", "top_k")}
@@ -155,6 +156,7 @@ def _tune(makers: list[Callable[[], Any]], routing: str, results: _Results, scre
                 _tune_one(case, log, results, screen, screen.elapsed() + share)
                 results.write()
         except (NotImplementedError, RuntimeError, ValueError) as error:  # too large for the memory, or refused
+            raise_if_interrupted(error)
             screen.note(f"left out: {' '.join(str(error).split())[:300]}")
             _recover()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 
@@ -347,7 +348,8 @@ def prepack_experts(w: QuantizedExperts) -> QuantizedExperts:
             " pad with zeros before quantizing, or pass w itself to the layer."
         )
     whole_groups_per_device(function, "w", jnp.asarray(w.values), -1, w.shape[-1], layout.step)
-    return formats.prepack(w)
+    values, scales = layout.pack(w.values, w.scales)
+    return dataclasses.replace(w, values=values, scales=scales)
 
 
 @operation
@@ -373,9 +375,11 @@ def unprepack_experts(w: QuantizedExperts) -> QuantizedExperts:
     """
     function = "unprepack_experts"
     w = _whole_experts(function, w)
-    if not w.is_prepacked:
+    layout = formats.format_of(w).prepacked
+    if layout is None or not w.is_prepacked:
         raise ValueError(f"{function}: w is not prepacked, expected what prepack_experts returned; pass that.")
-    return formats.unprepack(w)
+    values, scales = layout.unpack(w.values, w.scales)
+    return dataclasses.replace(w, values=values, scales=scales)
 
 
 def _whole_experts(function: str, w: QuantizedExperts) -> QuantizedExperts:

@@ -5,68 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
+from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.types import Array, Quantized
 
+FLOAT32, UINT8, PREPACKED_DTYPE = (np.dtype(name) for name in ("float32", "uint8", "uint32"))
 
-@dataclasses.dataclass(frozen=True)
-class Prepacked:
-    """The order in which kernels read a format's weights with fewest instructions, see `prepack_experts`.
 
-    Attributes:
-      scale_dtype: dtype of the scales; values are uint32.
-      step: elements of K that must lie on one device.
-      scale_shape: `[..., N, K]` and the block size to the shape of the scales.
-      pack: values and scales to those of this order.
-      unpack: the inverse.
-    """
+class Prepacked(NamedTuple):
+    """The order in which kernels need fewest instructions per element, see `prepack_experts`; values are uint32."""
 
     scale_dtype: np.dtype
-    step: int
-    scale_shape: Callable[[tuple[int, ...], int], tuple[int, ...]]
+    step: int  # elements of K that lie on one device
+    scale_k: int | None  # elements of K that share a stored scale; None: `block_size`
     pack: Callable[[Array, Array], Quantized]
     unpack: Callable[[Array, Array], Quantized]
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One format of quantized expert weights `[..., E, K, N]`, which are stored as `[..., E, N, K]`.
-
-    Attributes:
-      name: as `quantize_experts` takes it.
-      bits: bits of an element; with 4, a byte holds two, the first one in its low nibble.
-      dtype: dtype of the stored values.
-      scale_dtype: dtype of the scales.
-      block_n: columns that share a scale.
-      block_k: elements of K that share a scale, or the default where the caller may choose; None: all of K.
-      takes_block_size: whether the caller may choose the elements of K that share a scale.
-      activations: what tokens may be quantized to, see `quantize_experts`.
-      is_fp8_operand: values and scales are an operand of the FP8 GEMMs as they are.
-      decoder: the module of `formats/kernels` with the kernels' part.
-      quantize: `(w [..., K, N], block size)` to values `[..., N, K]` and scales.
-      dequantize: values and scales to `[..., N, K]` of a dtype, multiplied in float32.
-      prepacked: the kernels' order; None: kernels read the weights as they are.
-    """
+    """All facts of one format of expert weights `[..., E, K, N]`, which are stored as `[..., E, N, K]`."""
 
     name: str
-    bits: int
-    dtype: np.dtype
-    scale_dtype: np.dtype
-    block_n: int
-    block_k: int | None
-    decoder: str
-    quantize: Callable[[Array, int], Quantized]
-    dequantize: Callable[[Array, Array, DTypeLike], Array]
-    takes_block_size: bool = False
-    activations: str = "fp8"
-    is_fp8_operand: bool = False
-    prepacked: Prepacked | None = None
+    quantize: Callable[[Array, int], Quantized]  # `(w [..., K, N], block size)` to values `[..., N, K]` and scales
+    dequantize: Callable[[Array, Array, DTypeLike], Array]  # the inverse, multiplied in float32
+    decoder: str  # module of `formats/kernels`
+    bits: int = 8  # of an element; with 4, a byte holds two, the first one in its low nibble
+    dtype: np.dtype = FP8  # of stored values
+    scale_dtype: np.dtype = FLOAT32
+    block_n: int = 1  # columns that share a scale
+    block_k: int | None = None  # elements of K that do, or the default of `block_size`; None: all
+    takes_block_size: bool = False  # of `quantize_experts`
+    activations: str = "fp8"  # what tokens may be quantized to
+    is_fp8_operand: bool = False  # values and scales are an operand of FP8 GEMMs as they are
+    prepacked: Prepacked | None = None  # None: kernels read the weights as they are
 
     def block_size(self, w: QuantizedExperts) -> int:
         """Elements of K that share a scale; 0: all of K, or its scales do not fit."""
@@ -79,15 +58,15 @@ class Format:
         """The shape that its scales should have; None: K is not whole blocks."""
         *leading, columns, depth = w.shape
         block = self.block_size(w)
-        if self.block_k is not None and (block == 0 or depth % block):
+        if self.block_k is None:
+            return (*leading, columns)
+        if block == 0 or depth % block or (w.is_prepacked and depth % PREPACKED_K):
             return None
-        if w.is_prepacked and self.prepacked is not None:
-            return None if depth % PREPACKED_K else self.prepacked.scale_shape(w.shape, block)
-        blocks = () if self.block_k is None else (depth // block,)
-        return (*leading, -(-columns // self.block_n), *blocks)
+        if w.is_prepacked and self.prepacked:
+            return (*leading, -(-depth // (self.prepacked.scale_k or block)), columns)
+        return (*leading, -(-columns // self.block_n), depth // block)
 
 
-PREPACKED_DTYPE = np.dtype("uint32")
 PREPACKED_K = 32
 """K of prepacked weights is a multiple of this: four packed uint32, one of each thread that multiplies them."""
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from jax_ep.core import fp8
-from jax_ep.core.dtypes import FP8
 from jax_ep.formats.base import Format, dequantize_columns, transposed
 from jax_ep.types import Array, Quantized
 
@@ -15,14 +12,4 @@ def _quantize(w: Array, _: int) -> Quantized:
     return values, scales[..., 0]
 
 
-FORMAT = Format(
-    name="fp8_channel",
-    bits=8,
-    dtype=FP8,
-    scale_dtype=np.dtype("float32"),
-    block_n=1,
-    block_k=None,
-    decoder="column_scales",
-    quantize=_quantize,
-    dequantize=dequantize_columns,
-)
+FORMAT = Format("fp8_channel", _quantize, dequantize_columns, decoder="column_scales")

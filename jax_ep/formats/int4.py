@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.formats import nibbles
-from jax_ep.formats.base import Format, Prepacked, blocks_of, scale_to, transposed
+from jax_ep.formats.base import FLOAT32, UINT8, Format, Prepacked, blocks_of, scale_to, transposed
 from jax_ep.types import Array, Quantized
 
 _MAX, _OFFSET = 7.0, 8
@@ -35,21 +34,13 @@ def _unprepack(packed: Array, scales: Array) -> Quantized:
 
 
 FORMAT = Format(
-    name="int4",
+    "int4",
+    _quantize,
+    _dequantize,
+    decoder="int4",
     bits=4,
-    dtype=np.dtype("uint8"),
-    scale_dtype=np.dtype("float32"),
-    block_n=1,
+    dtype=UINT8,
     block_k=fp8.GROUP_SIZE,
     takes_block_size=True,
-    decoder="int4",
-    quantize=_quantize,
-    dequantize=_dequantize,
-    prepacked=Prepacked(
-        scale_dtype=np.dtype("float32"),
-        step=32,
-        scale_shape=lambda shape, block_size: (*shape[:-2], shape[-1] // block_size, shape[-2]),
-        pack=_prepack,
-        unpack=_unprepack,
-    ),
+    prepacked=Prepacked(FLOAT32, step=32, scale_k=None, pack=_prepack, unpack=_unprepack),
 )

@@ -28,14 +28,10 @@ def quantize_tokens(rows: Array, groups: Array, smooth: Array | None) -> Quantiz
 
 
 FORMAT = Format(
-    name="int8",
-    bits=8,
-    dtype=np.dtype("int8"),
-    scale_dtype=np.dtype("float32"),
-    block_n=1,
-    block_k=None,
+    "int8",
+    lambda w, _: quantize_rows(transposed(w)),
+    dequantize_columns,
     decoder="column_scales",
-    quantize=lambda w, _: quantize_rows(transposed(w)),
-    dequantize=dequantize_columns,
+    dtype=np.dtype("int8"),
     activations="int8",
 )

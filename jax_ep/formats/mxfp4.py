@@ -10,13 +10,12 @@ import itertools
 import operator
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import fp8
 from jax_ep.formats import nibbles
-from jax_ep.formats.base import Format, Prepacked, blocks_of, transposed
+from jax_ep.formats.base import PREPACKED_DTYPE, UINT8, Format, Prepacked, blocks_of, transposed
 from jax_ep.types import Array, Quantized
 
 BLOCK = 32
@@ -88,20 +87,13 @@ def _unprepack(packed: Array, steps: Array) -> Quantized:
 
 
 FORMAT = Format(
-    name="mxfp4",
-    bits=4,
-    dtype=np.dtype("uint8"),
-    scale_dtype=np.dtype("uint8"),
-    block_n=1,
-    block_k=BLOCK,
+    "mxfp4",
+    _quantize,
+    _dequantize,
     decoder="mxfp4",
-    quantize=_quantize,
-    dequantize=_dequantize,
-    prepacked=Prepacked(
-        scale_dtype=np.dtype("uint32"),
-        step=_STEP,
-        scale_shape=lambda shape, _: (*shape[:-2], -(-shape[-1] // _STEP), shape[-2]),
-        pack=_prepack,
-        unpack=_unprepack,
-    ),
+    bits=4,
+    dtype=UINT8,
+    scale_dtype=UINT8,
+    block_k=BLOCK,
+    prepacked=Prepacked(PREPACKED_DTYPE, step=_STEP, scale_k=_STEP, pack=_prepack, unpack=_unprepack),
 )

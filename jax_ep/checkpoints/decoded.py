@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.formats.mxfp4 import BLOCK, E2M1_MAGNITUDES, E8M0_BIAS, E8M0_NAN
+from jax_ep.formats.mxfp4 import BLOCK
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -19,7 +19,7 @@ MXFP4_BYTES = BLOCK // 2
 SCALES = "_scale_inv"
 """What the name of the scales has behind that of the values."""
 _E4M3 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
-_E2M1 = np.array([*E2M1_MAGNITUDES, *(-x for x in E2M1_MAGNITUDES)], np.float32)
+_E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 # Both values of a byte: the low half comes first.
 _E2M1_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1)
 
@@ -87,10 +87,7 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
     But for what is beyond its range: 4 and 6 times the two largest scales are infinite. Scale 255 is NaN.
     """
-    scales = scales.view(np.uint8).astype(np.int32)
-    with np.errstate(over="ignore"):
-        factors = np.ldexp(np.float32(1), scales - E8M0_BIAS)
-    factors[scales == E8M0_NAN] = np.nan
+    factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     values = _E2M1_PAIRS[blocks].reshape(*scales.shape, BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):
         values *= factors[..., None]

@@ -7,12 +7,6 @@ from .common import multiply, to_float
 
 
 @triton.jit
-def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
-    """Nothing: see `scale_columns`."""
-    return column
-
-
-@triton.jit
 def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
     """See quantized.py."""
     return multiply(rows, to_float(packed, rows.dtype), total, S)

@@ -85,8 +85,10 @@ def split_even_odd(rows, S: tl.constexpr):
 
 
 @triton.jit
-def split_fours(rows, S: tl.constexpr):
-    """Split rows `[BM, BK]` into the first and the second four of every eight columns."""
-    halves = tl.permute(tl.reshape(rows, (S.tile.BM, S.tile.BK // 8, 2, 4)), (0, 1, 3, 2))
-    first, second = tl.split(halves)
-    return tl.reshape(first, (S.tile.BM, S.tile.BK // 2)), tl.reshape(second, (S.tile.BM, S.tile.BK // 2))
+def multiply_fours(rows, first, second, column_scales, total, S: tl.constexpr):
+    """Multiply rows `[BM, BK]` by weights `[BN, BK / 2]`, the first and the second four of every eight, and scale."""
+    fours = tl.permute(tl.reshape(rows, (S.tile.BM, S.tile.BK // 8, 2, 4)), (0, 1, 3, 2))
+    first_rows, second_rows = tl.split(fours)
+    first_rows = tl.reshape(first_rows, (S.tile.BM, S.tile.BK // 2))
+    second_rows = tl.reshape(second_rows, (S.tile.BM, S.tile.BK // 2))
+    return multiply(second_rows, second, multiply(first_rows, first, total, S), S) * broadcast_columns(column_scales, S)

@@ -1,8 +1,4 @@
-"""The decoder of a format, by name: `getattr(decoders, S.DECODER)` in a kernel is one of the modules of this folder.
-
-Each one has `load_scales`, `add_product`, `add_fp8_product` and `scale_columns`, see quantized.py, and
-`add_prepacked_pair` where its format can be prepacked.
-"""
+"""`getattr(decoders, S.DECODER)` in a kernel is the module of that name in this folder."""
 
 import importlib
 from typing import Any

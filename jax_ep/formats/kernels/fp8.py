@@ -7,12 +7,6 @@ from .common import FP8_BLOCK, broadcast_columns, multiply, to_float
 
 
 @triton.jit
-def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
-    """Nothing: a step has one scale, which is loaded behind its product."""
-    return column
-
-
-@triton.jit
 def locate_scales(scales_ptr, group, column, k, S: tl.constexpr):
     """The scale of the block at (column, k), and how many blocks of columns there are."""
     column_blocks: tl.constexpr = (S.N + FP8_BLOCK - 1) // FP8_BLOCK
@@ -42,9 +36,3 @@ def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, col
     else:
         factors *= tl.load(source)
     return total + part * factors
-
-
-@triton.jit
-def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
-    """Nothing: each step is scaled."""
-    return total

@@ -8,14 +8,14 @@ from .common import (
     bf16x2,
     broadcast_columns,
     e4m3_bytes,
-    load_block_scales,
     multiply,
+    multiply_fours,
     repeat,
     repeat_per_byte,
     split_even_odd,
-    split_fours,
     to_float,
 )
+from .common import load_block_scales as load_scales  # noqa: F401
 from .prepacked import PIECE, unpack_piece
 
 # Four bytes in $4 to the low nibbles of all, $0 and $1, and the high ones, $2 and $3, in bfloat16.
@@ -41,7 +41,7 @@ _TO_BF16 = tl.constexpr(f"""{{
 # Eight prepacked nibbles in $4 to four pairs of bfloat16. Each pair has its nibbles in bits 3 to 6 of both halves after
 # a shift or rotation (BIT_PLACES in ../int4.py):
 #   bfloat16  0 10000011 nnnn000  = 16 + n: OR into the mantissa of 16, then subtract 24.
-_PREPACKED_TO_BF16 = tl.constexpr(f"""{{
+_UNPACK = tl.constexpr(f"""{{
     .reg .b32 a, c, w;
     mov.b32 w, $4;
     mov.b32 c, {bf16x2(24.0)};
@@ -81,12 +81,6 @@ _TO_FP8 = tl.constexpr(f"""{{
 
 
 @triton.jit
-def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
-    """See quantized.py."""
-    return load_block_scales(scales_ptr, group, column, k, S)
-
-
-@triton.jit
 def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
     """See quantized.py."""
     even, odd = split_even_odd(rows, S)
@@ -119,23 +113,14 @@ def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, col
     """See quantized.py; scales of blocks below 128 multiply the elements, which are bfloat16 then."""
     part = tl.zeros(total.shape, tl.float32)
     if S.BLOCK_SIZE == FP8_BLOCK:
-        # Of eight elements `first` has four and `second` the other four.
         first, second = tl.inline_asm_elementwise(
             _TO_FP8, "=r,=r,r", [packed], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
         )
-        first_rows, second_rows = split_fours(rows, S)
-        part = multiply(second_rows, second, multiply(first_rows, first, part, S), S)
-        part *= broadcast_columns(tl.reshape(scales, (S.tile.BN,)), S)
+        part = multiply_fours(rows, first, second, tl.reshape(scales, (S.tile.BN,)), part, S)
     else:
         even, odd = split_even_odd(rows, S)
         part = add_even_odd(part, to_float(even, tl.bfloat16), to_float(odd, tl.bfloat16), packed, scales, S)
     return total + part * factors
-
-
-@triton.jit
-def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
-    """Nothing: each step is scaled."""
-    return total
 
 
 @triton.jit
@@ -164,12 +149,7 @@ def add_prepacked_pair(
 def unpack_prepacked(packed, S: tl.constexpr):
     """`[BN, PIECE / 8]` packed uint32 to bfloat16 `[BN, PIECE]`, not yet scaled."""
     a, b, c, d = tl.inline_asm_elementwise(
-        _PREPACKED_TO_BF16,
-        "=r,=r,=r,=r,r",
-        [packed],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
+        _UNPACK, "=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     return unpack_piece(a, b, c, d, S)
 

@@ -13,15 +13,7 @@ this; larger ones become infinite.
 import triton
 import triton.language as tl
 
-from .common import (
-    broadcast_columns,
-    e4m3_bytes,
-    load_block_scales,
-    multiply,
-    repeat_per_byte,
-    split_even_odd,
-    split_fours,
-)
+from .common import e4m3_bytes, load_block_scales, multiply, multiply_fours, repeat_per_byte, split_even_odd
 from .prepacked import PIECE, unpack_piece
 
 E2M1_BF16_MASK = 0x81C0
@@ -65,7 +57,7 @@ _TO_BF16 = tl.constexpr(f"""{{
 
 # Eight prepacked nibbles in $4 to four pairs of bfloat16, times the factor in both halves of $5. A shift or rotation
 # brings each pair to E2M1_BF16_MASK; the last pair has bits that come from two places (BIT_PLACES in ../mxfp4.py).
-_PREPACKED_TO_BF16 = tl.constexpr(f"""{{
+_UNPACK = tl.constexpr(f"""{{
     .reg .b32 a, b, c, w;
     mov.b32 w, $4;
     mov.b32 c, $5;
@@ -85,7 +77,7 @@ _PREPACKED_TO_BF16 = tl.constexpr(f"""{{
 }}""")
 
 # Four exponents in $4, each to a bfloat16 twice: what `bf16_factors` computes, of two exponents at a time.
-_EXPONENTS_TO_FACTORS = tl.constexpr(f"""{{
+_TO_FACTORS = tl.constexpr(f"""{{
     .reg .b32 a, b, m;
     and.b32 a, $4, 0x00FF00FF;
     prmt.b32 b, $4, 0, 0x4341;
@@ -187,7 +179,6 @@ def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, col
     # Zero, the lowest byte, stays zero; other bytes have their exponent from bit 3 on.
     low = tl.where(shifts > _MOST_SHIFTS, 0, _ZERO_TO_1_5 - shifts * 0x08080800)
     high = tl.where(shifts > _MOST_SHIFTS, 0, _TWO_TO_6 - shifts * 0x08080808)
-    # Of eight elements `first` has four and `second` the other four.
     first, second = tl.inline_asm_elementwise(
         _TO_FP8,
         "=r,=r,r,r,r,r,r,r,r,r,r",
@@ -196,10 +187,7 @@ def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, col
         is_pure=True,
         pack=4,
     )
-    column_scales = powers(largest) * _UNDO_FP8_SCALE
-    first_rows, second_rows = split_fours(rows, S)
-    part = multiply(second_rows, second, multiply(first_rows, first, part, S), S)
-    part *= broadcast_columns(column_scales, S)
+    part = multiply_fours(rows, first, second, powers(largest) * _UNDO_FP8_SCALE, part, S)
     return total + part * factors
 
 
@@ -229,12 +217,7 @@ def add_prepacked_pair(
 def unpack_prepacked(packed, factors, dtype: tl.constexpr, S: tl.constexpr):
     """`[BN, PIECE / 8]` packed uint32 to `[BN, PIECE]`, in bfloat16 smaller by the shift."""
     a, b, c, d = tl.inline_asm_elementwise(
-        _PREPACKED_TO_BF16,
-        "=r,=r,=r,=r,r,r",
-        [packed, factors],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
+        _UNPACK, "=r,=r,=r,=r,r,r", [packed, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     values = unpack_piece(a, b, c, d, S)
     return values if dtype == tl.bfloat16 else (values.to(tl.float32) * UNDO_E2M1_SHIFT).to(dtype)
@@ -246,12 +229,7 @@ def load_prepacked_factors(scales_ptr, group, columns, inside, k, S: tl.constexp
     step = group.to(tl.int64) * ((S.K + 2 * PIECE - 1) // (2 * PIECE)) + k // (2 * PIECE)
     exponents = tl.load(scales_ptr + step * S.N + columns, mask=inside & (k < S.K), other=0)
     a, b, c, d = tl.inline_asm_elementwise(
-        _EXPONENTS_TO_FACTORS,
-        "=r,=r,=r,=r,r",
-        [exponents],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
+        _TO_FACTORS, "=r,=r,=r,=r,r", [exponents], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     # Not by a join, for which the compiler would choose another order of elements for instructions of a warp.
     is_first = tl.arange(0, PIECE // 8)[None, :] < PIECE // 16

@@ -1,4 +1,12 @@
-"""Quantized weights as kernels use them: the functions of a format's decoder, chosen by `S.DECODER`.
+"""Quantized weights as kernels use them, by the decoder of their format.
+
+The decoder is the module of this folder that `S.DECODER` names. It has these functions, with the arguments of those
+below:
+  add_product          rows in 16 bits, or int8
+  add_fp8_product      rows in FP8, whose scales are `factors`, shaped for the sums
+  load_scales          optional: what a step needs, loaded one step ahead, as the pipeline covers no loads by pointers
+  scale_columns        optional: what is left to do to the sums of all steps
+  add_prepacked_pair   of formats that can be prepacked: two pieces of a step
 
 Weights are `[., N, K]` and become bfloat16, float16 or FP8 in registers, on their way to the tensor cores. Scales of a
 column, or of a block of 128 by 128, multiply float32 sums. Scales of smaller blocks multiply the elements, which are
@@ -17,14 +25,11 @@ from .prepacked import PIECE, load_pieces, locate_columns
 
 @triton.jit
 def load_scales(scales_ptr, group, column, k, S: tl.constexpr):
-    """Load the block scales of one step, `[BN, BK / BLOCK_SIZE]`; zeros outside of the weights.
-
-    Kernels load them one step ahead: they come by pointers, which the pipeline does not cover. Any number where the
-    decoder loads its scales in the step itself.
-    """
+    """The scales of the step at k; any number where the decoder needs none ahead."""
     scales = column
     if S.DECODER != "" and not S.PREPACKED:
-        scales = getattr(decoders, S.DECODER).load_scales(scales_ptr, group, column, k, S)
+        if hasattr(getattr(decoders, S.DECODER), "load_scales"):
+            scales = getattr(decoders, S.DECODER).load_scales(scales_ptr, group, column, k, S)
     return scales
 
 
@@ -43,11 +48,7 @@ def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl
 
 @triton.jit
 def add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
-    """Add the product of FP8 rows `[BM, 128]`, with scales `[BM]`, and the weights of `load_packed`.
-
-    Hopper's tensor cores multiply FP8 by FP8 only, so all weights become FP8. Sums of 128 elements are scaled in
-    float32. `total` is `[BM, BN]`, or `[BN, BM]` with SWAP.
-    """
+    """The same of FP8 rows `[BM, 128]` with scales `[BM]`; sums of 128 elements are scaled in float32."""
     tl.static_assert(S.tile.BK == FP8_BLOCK, "a step has one scale per row")
     factors = row_scales[None, :] if S.tile.SWAP else row_scales[:, None]
     D: tl.constexpr = getattr(decoders, S.DECODER)
@@ -56,10 +57,11 @@ def add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, group, 
 
 @triton.jit
 def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
-    """Apply what is left to do to the sums `[BM, BN]` of all steps, in float32."""
+    """Float32 sums `[BM, BN]` of all steps, of rows of a dtype, with the scales that are left to apply."""
     total = total.to(tl.float32)
     if S.DECODER != "":
-        total = getattr(decoders, S.DECODER).scale_columns(total, scales_ptr, group, column, rows_dtype, S)
+        if hasattr(getattr(decoders, S.DECODER), "scale_columns"):
+            total = getattr(decoders, S.DECODER).scale_columns(total, scales_ptr, group, column, rows_dtype, S)
     return total
 
 
@@ -67,15 +69,14 @@ def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S:
 def add_prepacked_product(total, rows, weights, scales_ptr, group, column, k, S: tl.constexpr):
     """Add the product of rows `[BM, PIECE]`, one per piece, and a step of prepacked weights to `total [BN, BM]`.
 
-    It runs in pieces, so that registers of one piece are free for the next. Pairs of pieces have a sum of their own:
-    the compiler waits for all products that continue `total` together.
+    Pieces free their registers for the next ones. Each pair has a sum of its own: the compiler waits for all products
+    that continue `total` together.
     """
     tl.static_assert(S.tile.SWAP, "the weights are the first operand")
     D: tl.constexpr = getattr(decoders, S.DECODER)
     columns, inside = locate_columns(weights, column, S)
     pieces = load_pieces(weights, group, column, k, S)
     for i in tl.static_range(0, S.tile.BK // PIECE, 2):
-        total = D.add_prepacked_pair(
-            total, rows[i], rows[i + 1], pieces[i], pieces[i + 1], scales_ptr, group, columns, inside, k + i * PIECE, S
-        )
+        at = scales_ptr, group, columns, inside, k + i * PIECE
+        total = D.add_prepacked_pair(total, rows[i], rows[i + 1], pieces[i], pieces[i + 1], *at, S)
     return total

@@ -14,7 +14,13 @@ from jax import export
 import jax_ep
 from jax_ep.core.expert_matrices import TrainingWeights
 from jax_ep.placement import plan
-from jax_ep.quantization import quantize_experts, quantize_master_weights
+from jax_ep.quantization import (
+    QuantizedExperts,
+    quantize_experts,
+    quantize_fp8,
+    quantize_fp8_weights,
+    quantize_master_weights,
+)
 from jax_ep.routing import MoEMetrics
 from jax_ep.serving import ServingWeights, serving_weights
 from jax_ep.types import Layout
@@ -84,14 +90,40 @@ def test_export_of_a_symbolic_number_of_tokens(constraints: tuple[str, ...], rng
         )
 
 
-def test_export_of_a_symbolic_number_of_tokens_in_fp8() -> None:
+def _int8(rows: int, columns: int) -> QuantizedExperts:
+    return quantize_experts(jnp.ones((4, rows, columns)), "int8")
+
+
+def _in_fp8(x: jax.Array) -> jax.Array:
+    (rows, scales), (w, w_scales) = quantize_fp8(x), quantize_fp8_weights(jnp.ones((4, 128, 128)))
+    sizes = jnp.ones(4, jnp.int32)
+    return jax_ep.grouped_gemm(rows, w, sizes, lhs_scales=scales, rhs_scales=w_scales)
+
+
+ONES = jnp.ones((4, 128, 256), jnp.bfloat16), jnp.ones((4, 128, 128), jnp.bfloat16)
+OF_KNOWN_SIZE: dict[str, Callable[..., Any]] = {
+    "fused_moe int8": lambda x, idx, w: jax_ep.fused_moe(x, idx, w, _int8(128, 256), _int8(128, 128)),
+    "fused_moe fp8": lambda x, idx, w: jax_ep.fused_moe(x.astype(jnp.bfloat16), idx, w, *ONES, recipe="fp8"),
+    "low_latency_moe": lambda x, idx, w: jax_ep.low_latency_moe(
+        x.astype(jnp.bfloat16), idx, w, ONES[0].swapaxes(1, 2), ONES[1], num_experts=4, axis_name=()
+    ),
+    "low_latency_dispatch": lambda x, idx, w: jax_ep.low_latency_dispatch(
+        x, idx, num_experts=4, max_tokens_per_rank=16, axis_name=()
+    ),
+    "grouped_gemm int8": lambda x, idx, w: jax_ep.grouped_gemm(x, _int8(128, 128), jnp.ones(4, jnp.int32)),
+    "grouped_gemm fp8": lambda x, idx, w: _in_fp8(x),
+    "masked_grouped_gemm": lambda x, idx, w: jax_ep.masked_grouped_gemm(
+        jnp.broadcast_to(x, (4, *x.shape)), jnp.ones((4, 128, 128)), jnp.ones(4, jnp.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_KNOWN_SIZE)
+def test_export_of_a_symbolic_number_of_tokens_unsupported(name: str) -> None:
     (n,) = export.symbolic_shape("n")
-    shapes = jax.ShapeDtypeStruct((n, 128), jnp.float32), jax.ShapeDtypeStruct((n, 4), jnp.float32)
-    w = quantize_experts(jnp.ones((4, 128, 256)), "int8"), quantize_experts(jnp.ones((4, 128, 128)), "int8")
-
-    def layer(x: jax.Array, logits: jax.Array) -> jax.Array:
-        routing = jax_ep.topk_router(logits, 2)
-        return jax_ep.fused_moe(x, routing.topk_idx, routing.topk_weights, *w)
-
-    with pytest.raises(NotImplementedError, match="x has n tokens, a symbolic number, expected a known one"):
-        export.export(jax.jit(layer))(*shapes)
+    types = (
+        jax.ShapeDtypeStruct((n, 128), jnp.float32),
+        *(jax.ShapeDtypeStruct((n, 2), t) for t in ("int32", "float32")),
+    )
+    with pytest.raises(NotImplementedError, match=f"^{name.split()[0]}: .* has n rows, a symbolic number, expected"):
+        export.export(jax.jit(OF_KNOWN_SIZE[name]))(*types)

@@ -573,6 +573,7 @@ def test_no_mesh_on_several_devices_warns_once(recwarn):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
+        ({"hidden_size": 0}, ValueError, "MoE: hidden_size=0, expected"),
         ({"routed_scale": 0.0}, ValueError, "MoE: routed_scale=0.0, expected a finite number other than 0"),
         ({"dtype": jnp.int32}, TypeError, "MoE: dtype=.*int32.*, expected one of bfloat16"),
         ({"param_dtype": jnp.complex64}, TypeError, "MoE: param_dtype=.*, expected one of bfloat16"),

@@ -148,8 +148,9 @@ def test_serving_without_a_second_copy(kind: str, fp8: bool, rng: np.random.Gene
             assert error < (0.08 if fp8 else 1e-5), len(x)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.slow
-def test_another_router(rng: np.random.Generator) -> None:
+def test_another_router(kind: str, rng: np.random.Generator) -> None:
     """A module of the caller's, with parameters that get gradients, on a mesh."""
 
     class Router(nnx.Module):
@@ -164,7 +165,7 @@ def test_another_router(rng: np.random.Generator) -> None:
     own = MoE(**SIZES, rngs=nnx.Rngs(0))
     own.router.set_value(2 * router.linear.kernel.get_value())
     want, wanted = own(jnp.asarray(x))
-    with jax.set_mesh(mesh_of("Auto")):
+    with jax.set_mesh(mesh_of(kind)):
         moe = MoE(**SIZES, router_fn=router, batch_axes="data", rngs=nnx.Rngs(0))
         assert moe.router is None
         for name in ("w_gate_up", "w_down"):

@@ -47,6 +47,7 @@ def of_logits(router: Callable[..., Any], *more: Any) -> Case:
 
 BIAS, MASK = ((E,), "float", EXPERTS), ((T,), "mask", TOKENS)
 MATRICES = ((E, H, 128), "float", EXPERTS)
+IDS, LAYER = ((T, K), "ids", TOKENS), (MATRICES, ((E, 64, H), "float", EXPERTS))
 DEEPSEEK = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}
 
 
@@ -64,7 +65,33 @@ def dequantize(w: q.QuantizedExperts) -> jax.Array:
     return q.dequantize_experts(w, jnp.float32)
 
 
+def dispatch_and_combine(x: jax.Array, idx: jax.Array) -> jax.Array:
+    """A round trip, in which each token comes back once per expert."""
+    dispatched = jax_ep.dispatch(x, idx, num_experts=E, axis_name=())
+    return jax_ep.combine(dispatched.tokens, dispatched.handle, axis_name=())
+
+
+def in_blocks(x: jax.Array, idx: jax.Array) -> jax.Array:
+    """The rows that count of a low-latency dispatch."""
+    found = jax_ep.low_latency_dispatch(x, idx, num_experts=E, max_tokens_per_rank=T, axis_name=(), quantize=False)
+    counts = jnp.arange(found.tokens.shape[1])[None] < found.group_sizes[:, None]
+    return jnp.where(counts[..., None], found.tokens, 0)
+
+
 CASES = {
+    "fused_moe": Case(
+        lambda x, idx, w, *matrices: jax_ep.fused_moe(x, idx, w, *matrices),
+        (((T, H), "float", TOKENS), IDS, ((T, K), "float", TOKENS), *LAYER),
+    ),
+    "moe": Case(
+        lambda x, idx, w, *matrices: jax_ep.moe(x, idx, w, *matrices, num_experts=E, axis_name=()),
+        (((T, H), "float", TOKENS), IDS, ((T, K), "float", TOKENS), *LAYER),
+    ),
+    "grouped_gemm": Case(
+        lambda x, w: jax_ep.grouped_gemm(x, w, jnp.ones(E, jnp.int32)), (((T, H), "float", TOKENS), MATRICES)
+    ),
+    "dispatch and combine": Case(dispatch_and_combine, (((T, H), "float", TOKENS), IDS)),
+    "low_latency_dispatch": Case(in_blocks, (((T, H), "float", TOKENS), IDS), has_gradient=False),
     "topk_router": of_logits(lambda logits: jax_ep.topk_router(logits, K)),
     "topk_router scale": of_logits(
         lambda logits, scale: jax_ep.topk_router(logits, K, score="sigmoid", renormalize=False, scale=scale),

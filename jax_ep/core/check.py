@@ -143,12 +143,12 @@ def countable(function: str, what: str, number: int, remedy: str) -> None:
         raise ValueError(f"{function}: {what} make {number} rows, expected fewer than 2**31; {remedy}.")
 
 
-def known_rows(function: str, what: str, number: int) -> None:
-    """Check that a number of tokens is not symbolic, as in `jax.export` for every batch size."""
+def known_rows(function: str, name: str, what: str, number: int) -> None:
+    """Check that the number of rows of an argument is not symbolic, as in `jax.export` for every batch size."""
     if not isinstance(number, int):
         raise NotImplementedError(
-            f"{function}: x has {number} tokens, a symbolic number, expected a known one {what}; export a program for"
-            " each batch size, or one for the largest with num_tokens."
+            f"{function}: {name} has {number} rows, a symbolic number, expected a known one {what}; export a program"
+            " for each batch size, or one for the largest and pad the batch."
         )
 
 

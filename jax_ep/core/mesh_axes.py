@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable
 from types import UnionType
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -124,15 +126,58 @@ def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: 
       out_specs: a spec for each result, on explicit axes alone, such as parts of `spec_of` an argument.
       *arguments: pytrees of arrays.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arguments))
-        mesh = next((found for found in meshes if not found.empty), mesh)
+    mesh = _mesh_around(jax.tree.leaves(arguments))
     if not mesh.explicit_axes:
         return function(*arguments)
     is_spec = lambda spec: isinstance(spec, jax.sharding.PartitionSpec)  # noqa: E731
     shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), out_specs, is_leaf=is_spec)
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(*arguments)
+
+
+def _mesh_around(arrays: list[Array]) -> jax.sharding.AbstractMesh:
+    """The mesh of the context, or else the one of an array; it may be empty."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
+    return next((found for found in meshes if not found.empty), mesh)
+
+
+def takes_global_arrays[**Arguments, Result](
+    *, keeps_rows: bool = False
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Decorate an operation on the arrays of one device so that explicit mesh axes may split them.
+
+    Outside `shard_map` the axes become automatic inside. Explicit axes then split no result, but for axis 0 of the
+    result with `keeps_rows`, which they split as axis 0 of the first argument.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        first_name = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+            arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
+            mesh = _mesh_around(arrays)
+            if mesh.manual_axes or not mesh.explicit_axes:
+                return function(*args, **kwargs)
+            others = [None if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
+
+            def inside(*arrays: Array) -> Result:
+                rest = iter(arrays)
+                merged = [next(rest) if known else leaf for leaf, known in zip(others, is_array, strict=True)]
+                args, kwargs = jax.tree.unflatten(tree, merged)
+                return function(*args, **kwargs)
+
+            first = args[0] if args else kwargs.get(first_name)
+            rows = spec_of(first)[:1] if keeps_rows and isinstance(first, jax.Array) else ()
+            return cast(Result, on_automatic_axes(inside, jax.sharding.PartitionSpec(*rows), *arrays))
+
+        return run
+
+    return decorate
 
 
 def spec_of(x: Array) -> tuple[Any, ...]:

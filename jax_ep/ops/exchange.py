@@ -23,7 +23,7 @@ from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.collectives import known_after
 from jax_ep.core.layout import dropless_capacity, row_groups
-from jax_ep.core.mesh_axes import spread_axes, vary_alike
+from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import without_gradient
 from jax_ep.ops import hierarchical, registry
@@ -48,6 +48,7 @@ _NO_GRADIENT_OF_PAIRS = (
 
 
 @operation
+@takes_global_arrays()
 def dispatch(
     x: Tokens,
     topk_idx: Array | None,
@@ -151,6 +152,7 @@ def dispatch(
 
 
 @operation
+@takes_global_arrays()
 def combine(
     y: Array,
     handle: Handle | HierarchicalHandle,
@@ -216,6 +218,7 @@ def combine(
 
 
 @operation
+@takes_global_arrays()
 def row_experts(handle: Handle | HierarchicalHandle) -> Array:
     """The local expert of every row of a dispatch, for expert functions of one's own.
 

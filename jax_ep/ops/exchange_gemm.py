@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jax_ep.core import check
 from jax_ep.core.bias import Bias
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.ops import exchange, grouped_gemm, registry
 from jax_ep.ops.grouped_gemm import bias_gradient, multiply
@@ -32,6 +32,7 @@ from jax_ep.types import TOKENS_NAME, Array, AxisName, DispatchedGemm, Handle, L
 
 
 @operation
+@takes_global_arrays()
 def dispatch_grouped_gemm(
     x: Array,
     topk_idx: Array | None,
@@ -105,6 +106,7 @@ def dispatch_grouped_gemm(
 
 
 @operation
+@takes_global_arrays()
 def grouped_gemm_combine(
     h: Array,
     w: Array,

@@ -18,7 +18,7 @@ from jax_ep.core.bias import Bias
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
@@ -30,6 +30,7 @@ _FEWEST_COLUMNS = 8
 
 
 @operation
+@takes_global_arrays(keeps_rows=True)
 def grouped_gemm(
     lhs: Array,
     rhs: Array | QuantizedExperts,
@@ -85,6 +86,7 @@ def grouped_gemm(
         lhs = check.matrix("grouped_gemm", "lhs", lhs, "[M, K]")
         check_quantized.no_scales("grouped_gemm", lhs_scales, rhs_scales)
         lhs, rhs, group_sizes = check_quantized.operands("grouped_gemm", lhs, rhs, group_sizes)
+        check.known_rows("grouped_gemm", "lhs", "with QuantizedExperts", lhs.shape[0])
         out_dtype = check.result_dtype("grouped_gemm", preferred_element_type, lhs.dtype)
         return quantized_gemm.multiply(options, out_dtype, lhs, rhs, group_sizes)
     if FP8 in (getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)) or not (lhs_scales is rhs_scales is None):
@@ -118,6 +120,7 @@ def _grouped_gemm_fp8(
 ) -> Array:
     function = options.function
     lhs, rhs, group_sizes = check_fp8.ragged_operands(function, lhs, rhs, group_sizes)
+    check.known_rows(function, "lhs", "in FP8", lhs.shape[0])
     lhs_scales = check_fp8.scales(function, "lhs_scales", lhs_scales, lhs, 1)
     rhs_scales = check_fp8.scales(function, "rhs_scales", rhs_scales, rhs, GROUP_SIZE)
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)

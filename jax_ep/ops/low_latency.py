@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jax_ep import context
 from jax_ep.core import check
 from jax_ep.core.dtypes import accumulation_dtype
-from jax_ep.core.mesh_axes import spread_axes, vary_alike
+from jax_ep.core.mesh_axes import spread_axes, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.transposes import transposes
 from jax_ep.ops import registry
@@ -38,6 +38,7 @@ from jax_ep.xla import low_latency as portable
 
 
 @operation
+@takes_global_arrays()
 def low_latency_dispatch(
     x: Tokens,
     topk_idx: Array,
@@ -92,6 +93,7 @@ def low_latency_dispatch(
     x = check.tokens(function, x)
     num_experts, _ = check.experts(function, num_experts, axis_name)
     actual, hidden = (x[0] if isinstance(x, tuple) else x).shape
+    check.known_rows(function, "x", "in a low-latency dispatch", actual)
     max_tokens = checked_max_tokens(function, actual, max_tokens_per_rank)
     topk_idx = check.expert_ids(function, topk_idx, actual, num_experts, all_count=num_tokens is None)
     if isinstance(x, tuple):
@@ -110,6 +112,7 @@ def low_latency_dispatch(
 
 
 @operation
+@takes_global_arrays()
 def low_latency_combine(
     y: Array,
     topk_idx: Array,

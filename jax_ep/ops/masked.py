@@ -16,7 +16,7 @@ from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE, quantize_rows
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
@@ -25,6 +25,7 @@ from jax_ep.types import Array, Experts, Options
 
 
 @operation
+@takes_global_arrays(keeps_rows=True)
 def masked_grouped_gemm(
     lhs: Array,
     rhs: Array | QuantizedExperts,
@@ -79,6 +80,7 @@ def masked_grouped_gemm(
     """
     function = "masked_grouped_gemm"
     lhs, rhs, group_sizes, *scales = checked_operands(function, lhs, rhs, group_sizes, lhs_scales, rhs_scales)
+    check.known_rows(function, "each block of lhs", "in a masked grouped GEMM", lhs.shape[1])
     out_dtype = check_fp8.result_dtype(function, preferred_element_type, lhs)
     if expected_rows is not None:
         expected_rows = check.positive(function, "expected_rows", expected_rows)
@@ -107,6 +109,7 @@ def checked_operands(
 
 
 @operation
+@takes_global_arrays()
 def masked_gated_activation(
     hidden: Array,
     group_sizes: Array,

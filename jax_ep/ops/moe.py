@@ -16,7 +16,7 @@ from jax_ep.core import check, check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops import (
@@ -39,6 +39,7 @@ _NO_WEIGHTS = "moe: topk_weights is None, expected a float32 array [T, K]; pass 
 
 
 @operation
+@takes_global_arrays(keeps_rows=True)
 def moe(
     x: Array,
     topk_idx: Array,
@@ -165,7 +166,7 @@ def moe(
     if topk_weights is None:
         raise TypeError(_NO_WEIGHTS)
     if recipe is not None or isinstance(parts.w_gate_up, QuantizedExperts):
-        check.known_rows("moe", "in FP8 and with quantized experts", x.shape[0])
+        check.known_rows("moe", "x", "in FP8 and with quantized experts", x.shape[0])
     if recipe is not None:
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)

@@ -15,7 +15,7 @@ from jax_ep.core.bias import add_bias_of_blocks
 from jax_ep.core.dtypes import FP8, accumulation_dtype
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.fp8 import GROUP_SIZE
-from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.core.no_gradient import call_without_gradient
 from jax_ep.formats import check_quantized
@@ -32,6 +32,7 @@ from jax_ep.types import Array, AxisName, Experts, Layout, LowLatencyHandle, Opt
 
 
 @operation
+@takes_global_arrays(keeps_rows=True)
 def low_latency_moe(
     x: Array,
     topk_idx: Array,
@@ -131,7 +132,7 @@ def low_latency_moe(
         )
     options = registry.options(function, axis_name, implementation, None, schedule)
     x = check.plain_tokens(function, x)
-    check.known_rows(function, "in a low-latency layer", x.shape[0])
+    check.known_rows(function, "x", "in a low-latency layer", x.shape[0])
     num_experts, num_ranks = check.experts(function, num_experts, axis_name)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
@@ -239,6 +240,7 @@ def _one_token_per_expert(
 
 
 @operation
+@takes_global_arrays()
 def low_latency_gemm_combine(
     lhs: Array,
     rhs: Array | QuantizedExperts,

@@ -25,6 +25,7 @@ from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.ops.moe import fused_moe
+from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.routing import (
     MoEMetrics,
@@ -36,7 +37,7 @@ from jax_ep.routing import (
     update_router_bias,
 )
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serve, serving_weights
-from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, run_sharded, sharded_moe
+from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 
 try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +14,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import context
 from jax_ep.core import check, check_recipe
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts, with_one_axis_of_columns
@@ -23,6 +21,7 @@ from jax_ep.core.mesh_axes import axis_tuple, check_mesh, vary_alike
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
+from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.types import Array, AxisName, Experts
 
@@ -212,47 +211,6 @@ def _moe_per_shard(
         arrays = _whole_matrices(arrays, specs, fsdp_axis)
     run = partial(moe, **options)
     return run(**arrays) if tensor_axis is None else _on_tensor_axis(run, tensor_axis, **arrays)
-
-
-def run_sharded(
-    function: Callable[..., Any],
-    options: dict[str, Any],
-    mesh: Mesh | AbstractMesh | None,
-    in_specs: Any,
-    out_specs: Any,
-) -> Callable[..., Any]:
-    """`jax.shard_map` of `function` with static `options`, as one program that eager callers compile once.
-
-    A function of the caller's in the options may read what changes between calls, so then each call traces anew.
-    """
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    leaves, tree = jax.tree.flatten((in_specs, out_specs))
-    key = function, tuple(options.items()), mesh, tuple(leaves), tree, context.generation()
-    activations = options.get("activation"), getattr(options.get("experts"), "activation", None)
-    if any(map(callable, activations)) or not _is_hashable(key):
-        return _program.__wrapped__(*key)
-    return _program(*key)
-
-
-@functools.lru_cache(maxsize=256)
-def _program(
-    function: Callable[..., Any],
-    options: tuple[tuple[str, Any], ...],
-    mesh: Mesh | AbstractMesh,
-    leaves: tuple[P, ...],
-    tree: Any,
-    generation: int,
-) -> Callable[..., Any]:
-    in_specs, out_specs = jax.tree.unflatten(tree, leaves)
-    return jax.jit(jax.shard_map(partial(function, **dict(options)), mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0) -> Fp8Weights:

@@ -194,7 +194,7 @@ def test_example_with_experts_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--num-processes 2 --process-id 1 --timeout 0", r"nothing answers at 127.0.0.1:\d+ within 0 s"),
+        ("--num-processes 2 --process-id 1 --timeout 1", r"nothing answers at 127.0.0.1:\d+ within 1 s"),
         ("--num-processes 2 --process-id 2", "--process-id 2, expected 0 to 1"),
         ("--num-processes 2", "go together"),
     ],

@@ -166,7 +166,7 @@ def test_serving_weights_of_wrong_shapes(up: tuple, down: tuple, fp8: bool, mess
 
 
 def test_serving_weights_of_different_dtypes() -> None:
-    with pytest.raises(TypeError, match="w_down has dtype bfloat16 but w_gate_up has float32"):
+    with pytest.raises(TypeError, match="w_down has dtype bfloat16, expected float32, the dtype of w_gate_up"):
         serving_weights(jnp.ones((2, 128, 256)), jnp.ones((2, 128, 128), jnp.bfloat16))
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter stands for GPUs on the CPU")
 
 PACKAGE = Path(jax_ep.__file__).parent
-MOST = 6
+MOST = 7
 IN_HIDDEN_ROWS = ("moe", "moe, fused", "moe, serial")
 """Layers that are a function of their own, as they are the forward rule of those whose first product activates rows."""
 T, K, E, H, INNER = 6, 2, 4, 128, 128
@@ -54,7 +54,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.slow(unless={"name": ["dispatch", "moe"]})
 def test_few_functions_to_the_custom_call(name: str, two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Public function, primitive, the implementation's function, launch, call; one more where it has two launches."""
+    """Explicit axes, public function, primitive, implementation, launch, call; one more where it has two launches."""
     chains: dict[str, list[str]] = {}
 
     def call(kernel: Any, *arguments: Any) -> Any:

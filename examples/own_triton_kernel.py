@@ -147,7 +147,7 @@ def missing() -> str | None:
     if jax.default_backend() != "gpu":
         return f"jax_triton.triton_call runs on GPUs, and JAX's devices here are of the {jax.default_backend()}"
     if importlib.util.find_spec("jax_triton") is None:
-        return "not installed: jax-triton; pip install 'jax-ep[jax-triton]'"
+        return "not installed: jax-triton; pip install '.[jax-triton]'"
     return None
 
 

@@ -91,7 +91,7 @@ def test_jax_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9")
     monkeypatch.setattr(jax_triton, "check", fail)
     assert examined().state == doctor.WARNING and examined().text == "RuntimeError: a rule takes two arguments"
-    assert "pip install 'jax-ep[jax-triton]'" in examined().remedy
+    assert "pip install '.[jax-triton]'" in examined().remedy
     monkeypatch.setattr(jax_triton, "check", lambda: None)
     assert examined().state == doctor.OK and examined().text.startswith("0.9 works")
 

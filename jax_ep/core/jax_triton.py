@@ -56,14 +56,14 @@ def check() -> None:
     except ImportError as error:
         raise ImportError(
             "launcher='jax-triton' needs the package jax-triton, which cannot be imported here"
-            f" ({error}); pip install 'jax-ep[jax-triton]', or leave launcher out."
+            f" ({error}); pip install '.[jax-triton]', or leave launcher out."
         ) from error
     try:
         _lower_a_kernel(jax_triton)
     except Exception as error:  # whatever it is, it is what launches would end in
         raise RuntimeError(
             f"launcher='jax-triton' does not work here: jax-triton {jax_triton.__version__} with jax"
-            f" {jax.__version__} fails in {type(error).__name__}: {error}; pip install 'jax-ep[jax-triton]' chooses"
+            f" {jax.__version__} fails in {type(error).__name__}: {error}; pip install '.[jax-triton]' chooses"
             " versions that fit each other, or leave launcher out."
         ) from error
 

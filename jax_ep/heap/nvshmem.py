@@ -47,7 +47,7 @@ def missing() -> str | None:
             f" {[len(domain) for domain in domains]} GPUs, expected as many in each"
         )
     if importlib.util.find_spec("nvshmem") is None:
-        return "not installed: nvshmem4py (pip install 'jax-ep[cuda13]')"
+        return "not installed: nvshmem4py (pip install '.[cuda13]')"
     return None
 
 

@@ -147,7 +147,7 @@ def _missing_on_gpu() -> str | None:
     if (reason := capability.missing()) is not None:
         return reason
     if importlib.util.find_spec("triton") is None:
-        return "not installed: triton (pip install 'jax-ep[cuda13]')"
+        return "not installed: triton (pip install '.[cuda13]')"
     if jax.process_count() == 1 or peer_access.missing_in_processes() is None:
         return peer_access.missing() or context.missing_init()
     return nvshmem.missing() or context.missing_init()

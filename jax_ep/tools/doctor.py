@@ -140,7 +140,7 @@ def _jax_triton() -> Iterator[Finding]:
     try:
         jax_triton.check()
     except (ImportError, RuntimeError) as error:
-        remedy = "leave init's launcher out, or pip install 'jax-ep[jax-triton]' for versions that fit each other"
+        remedy = "leave init's launcher out, or pip install '.[jax-triton]' for versions that fit each other"
         yield Finding("jax-triton", WARNING, in_one_line(error), remedy, {"works": False})
     else:
         text = f"{importlib.metadata.version('jax-triton')} works, for init(launcher='jax-triton')"
@@ -153,7 +153,7 @@ def _transport() -> Iterator[Finding]:
     chosen = transports.best()
     text = transports.described(chosen)
     if _on_gpus() and importlib.util.find_spec("triton") is None:
-        remedy = "pip install 'jax-ep[cuda13]'"
+        remedy = "pip install '.[cuda13]'"
         yield Finding("triton", WARNING, "not installed: kernels are not used", remedy)
     is_by_peers = jax.process_count() == 1 or peer_access.missing_in_processes() is None
     if _on_gpus() and is_by_peers and (reason := peer_access.missing()) is not None:

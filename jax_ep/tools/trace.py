@@ -71,7 +71,7 @@ def require_triton() -> None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise ImportError("the kernels need Triton: pip install 'jax-ep[cuda13]', or triton without a GPU") from error
+        raise ImportError("the kernels need Triton: pip install '.[cuda13]', or triton without a GPU") from error
 
 
 def show(trace: tracing.Trace) -> None:

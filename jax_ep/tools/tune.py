@@ -346,4 +346,4 @@ def _show(results: _Results) -> None:
 
         chart = results.path.with_suffix(".png")
         drawn = tune_chart.draw(results.curves, chart)
-        print(f"chart: {chart}" if drawn else "no chart: pip install 'jax-ep[bench]'")
+        print(f"chart: {chart}" if drawn else "no chart: pip install '.[tools]'")

@@ -24,7 +24,7 @@ class Curve(NamedTuple):
 
 
 def draw(curves: Sequence[Curve], path: Path) -> bool:
-    """Writes the chart as PNG; False where matplotlib (`pip install 'jax-ep[bench]'`) is not installed."""
+    """Writes the chart as PNG; False where matplotlib (`pip install '.[tools]'`) is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

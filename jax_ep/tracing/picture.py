@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError("Trace.plot needs matplotlib: pip install 'jax-ep[tools]'") from error
+        raise ImportError("Trace.plot needs matplotlib: pip install '.[tools]'") from error
 
 
 def draw(trace: Trace, path: Path) -> None:

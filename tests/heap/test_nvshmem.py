@@ -268,7 +268,7 @@ def test_what_is_missing(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatc
         patch.setattr(jax, "devices", lambda: [own, PEER, PEER])
         assert "process 1 of 2 drives 2 GPUs; it needs one GPU per process" in (nvshmem.missing() or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert nvshmem.missing() == "not installed: nvshmem4py (pip install 'jax-ep[cuda13]')"
+    assert nvshmem.missing() == "not installed: nvshmem4py (pip install '.[cuda13]')"
 
 
 # --- several domains --------------------------------------------------------------------------------------------------

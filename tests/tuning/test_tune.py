@@ -304,7 +304,7 @@ def test_without_triton_nothing_is_begun(
     monkeypatch.chdir(tmp_path)
     for arguments in (["tune", "rates"], ["trace", "moe"]):
         assert __main__.main(arguments) == 1
-        assert "the kernels need Triton: pip install 'jax-ep[cuda13]'" in capsys.readouterr().err
+        assert "the kernels need Triton: pip install '.[cuda13]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

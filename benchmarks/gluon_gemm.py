@@ -185,7 +185,7 @@ def measure(operands: Operands, routing: str, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = command.Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of gluon_gemm.json")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = {

@@ -38,6 +38,7 @@ PAGE = ROOT / "docs" / "serving.md"
 GOLDEN = Path(__file__).parent / "data" / "golden_logits.npz"
 FAMILIES = tuple(make_tiny_checkpoint.CONFIGS)
 FLOAT32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")  # a decoder on one device of several
 TOLERANCE = 1e-4  # of logits, relative to the largest
 every_family = pytest.mark.parametrize("family", FAMILIES)
 needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

@@ -32,7 +32,7 @@ CASES: dict[str, Callable[[], None]] = {
     "dispatch": lambda: rows.test_row_kernels("dispatch", None, "bfloat16", False, 90),
     "combine": lambda: rows.test_row_kernels("combine", None, "bfloat16", False, 90),
     "plan": lambda: rows.test_plan_kernel(256, 4096, 90),
-    "dispatch_gemm": lambda: fused.test_dispatch_gemm(fused.DEEPSEEK, False, True, True, 90, None),
+    "dispatch_gemm": lambda: fused.test_dispatch_gemm(fused.DEEPSEEK, False, True, 90, None),
     "gemm_combine": lambda: fused.test_gemm_combine(fused.DEEPSEEK, False, True, 90, None),
     "gemm_combine, gradient": lambda: fused.test_gemm_combine_with_weights(90, fused.DEEPSEEK, True, False, None),
     "combine, gradient": lambda: fused.test_combine_with_weights(90, fused.DEEPSEEK, True, None),

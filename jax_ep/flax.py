@@ -43,7 +43,7 @@ from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
 try:
     from flax import nnx
 except ImportError as error:
-    raise ImportError("jax_ep.flax needs Flax: pip install 'jax_ep[flax]'") from error
+    raise ImportError("jax_ep.flax needs Flax: pip install '.[flax]'") from error
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh

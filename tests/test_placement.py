@@ -293,14 +293,14 @@ def test_what_stays_does_not_travel(expert_mesh: Any, rng: np.random.Generator) 
     assert (sources // 4 == np.arange(8) // 4).all()
 
 
-def test_colours_are_few_and_differ(rng: np.random.Generator) -> None:
+def test_colors_are_few_and_differ(rng: np.random.Generator) -> None:
     for _ in range(30):
         num_ranks = int(rng.integers(2, 20))
         edges = [(int(a), int(b)) for a, b in rng.integers(0, num_ranks, (int(rng.integers(1, 120)), 2))]
-        colours = relayout.colour(edges, num_ranks)
-        assert max(colours) + 1 == max(np.bincount(side).max() for side in np.array(edges).T)
+        colors = relayout.color(edges, num_ranks)
+        assert max(colors) + 1 == max(np.bincount(side).max() for side in np.array(edges).T)
         for side in (0, 1):
-            assert len({(edge[side], found) for edge, found in zip(edges, colours, strict=True)}) == len(edges)
+            assert len({(edge[side], found) for edge, found in zip(edges, colors, strict=True)}) == len(edges)
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------

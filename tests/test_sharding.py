@@ -280,7 +280,7 @@ def test_fp8_weights_are_split_between_blocks() -> None:
         ),
         (
             {"tensor_axis": "data", "batch_axes": ()},
-            r"w_gate_up stands for matrices \(4, 128, 256\), expected \[L, K, 2, N",
+            r"w_gate_up stands for weights \(4, 128, 256\), expected \[L, K, 2, N",
         ),
     ):
         run = sharded_moe(mesh, num_experts=4, recipe="fp8", **{"batch_axes": "data"} | axes)

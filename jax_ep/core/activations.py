@@ -1,4 +1,4 @@
-"""What experts compute between their two matrices, in plain JAX."""
+"""Activations and weighting between the two expert matmuls, in plain JAX."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _erf(x: Array) -> Array:
     return lax.erf(x)
 
 
-# JAX's own derivative fails in `shard_map` (0.12.0).
+# JAX's own derivative of erf fails inside `shard_map` (JAX 0.12.0).
 _erf.defjvps(lambda tangent, _, x: tangent * (2 / math.sqrt(math.pi)) * jnp.exp(-x * x))
 
 
 def _relu(x: Array) -> Array:
-    """That of JAX, whose own derivative kernels do not take (0.11.2); the same at zero, and NaN stays NaN."""
+    """Return `max(x, 0)`. Pallas kernels do not support the derivative of `jax.nn.relu` (JAX 0.11.2); NaN stays NaN."""
     return jnp.where(x <= 0, 0, x)
 
 
@@ -39,7 +39,7 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activate(experts: Experts, hidden: Array) -> Array:
-    """`[..., 2 * I]` (`[..., I]` without gates) to `[..., I]`, in the dtype of hidden."""
+    """Apply the activation to `[..., 2 * I]` (`[..., I]` without gates); return `[..., I]` in the dtype of `hidden`."""
     if callable(experts.activation):
         return experts.activation(hidden)
     if not experts.gated:
@@ -49,18 +49,18 @@ def activate(experts: Experts, hidden: Array) -> Array:
 
 
 def activate_tokens(experts: Experts, hidden: Array) -> Array:
-    """`activate` of `[..., N]`, of which a function of the caller's gets rows `[R, N]`."""
+    """Apply `activate` to `[..., N]`; a custom activation function sees rows `[R, N]`."""
     if not callable(experts.activation) or hidden.ndim == 2:
         return activate(experts, hidden)
     if hidden.ndim == 1:
         return activate(experts, hidden[None])[0]
-    return jax.vmap(partial(activate_tokens, experts))(hidden)  # merging axes would move what a mesh spreads
+    return jax.vmap(partial(activate_tokens, experts))(hidden)  # Merging the axes would move data that a mesh shards.
 
 
 def activate_pairs(
     experts: Experts, gate: Array, up: Array, sigmoid: Callable[[Array], Array] = jax.nn.sigmoid
 ) -> Array:
-    """`activate` where gates and what they multiply are apart; a kernel may have a faster `sigmoid`."""
+    """Apply the activation to separate `gate` and `up` arrays; kernels may pass a faster `sigmoid`."""
     if experts.clamp is not None:
         up = jnp.where(up < -experts.clamp, -experts.clamp, _at_most(up, experts.clamp))
     factor = up + experts.up_offset if experts.up_offset else up
@@ -76,17 +76,17 @@ def _of_gate(experts: Experts, gate: Array, sigmoid: Callable[[Array], Array] = 
 
 
 def _at_most(x: Array, limit: float) -> Array:
-    """NaN stays NaN, and the derivative at the limit is 1."""
+    """Return `min(x, limit)`. NaN stays NaN, and the derivative at the limit is 1."""
     return jnp.where(x > limit, limit, x)
 
 
 def weighted(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """Hidden rows `[R, N]`, weights `[R]` and biases `[G, N]` to `[R, I]`, in float32 with one final rounding."""
+    """Map hidden rows `[R, N]`, weights `[R]` and biases `[G, N]` to `[R, I]`, in float32 with one final rounding."""
     return weighted_wide(experts, hidden, weights, bias, group_sizes).astype(hidden.dtype)
 
 
 def weighted_wide(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """`weighted` without the rounding."""
+    """Compute `weighted` in the accumulation dtype, without the final rounding."""
     wide = hidden.astype(accumulation_dtype(hidden.dtype))
     factors = weights.astype(wide.dtype)[:, None]
     if experts.weight_on == "input":
@@ -100,7 +100,7 @@ def weighted_wide(experts: Experts, hidden: Array, weights: Array, bias: Array |
 def weighted_gradient(
     experts: Experts, hidden: Array, weights: Array, bias: Array | None, d_rows: Array, group_sizes: Array
 ) -> tuple[Array, Array, Array]:
-    """The cotangents of `hidden` and `weights` for that of `weighted`, and `weighted` itself, all computed again."""
+    """Return the cotangents of `hidden` and `weights`, and the recomputed output of `weighted`."""
 
     def run(hidden: Array, weights: Array) -> Array:
         return weighted(experts, hidden, weights, bias, group_sizes)

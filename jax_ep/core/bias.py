@@ -1,4 +1,4 @@
-"""Biases of products whose rows are grouped by expert, in plain JAX."""
+"""Biases of grouped GEMMs, in plain JAX."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax_ep.types import Array
 
 
 class Bias(NamedTuple):
-    """What is added to the rows of a product: to each the bias of its group, times the row's own scale if it has one.
+    """A bias per group, optionally scaled per row, that is added to the rows of a grouped GEMM.
 
     Attributes:
       values: `[G, N]`.
-      scales: `[R]`, or None.
+      scales: `[R]` factor of each row, or None.
     """
 
     values: Array
@@ -24,22 +24,22 @@ class Bias(NamedTuple):
 
 
 def add_bias(rows: Array, bias: Bias, group_sizes: Array) -> Array:
-    """Rows of a product `[R, N]` with their bias, rounded once more; those past the groups as they are."""
+    """Add the bias to rows `[R, N]` with one more rounding; rows past the groups stay unchanged."""
     wide = rows.astype(accumulation_dtype(rows.dtype))
     return (wide + bias_rows(bias, group_sizes, rows.shape[0], wide.dtype)).astype(rows.dtype)
 
 
 def add_bias_of_blocks(blocks: Array, values: Array) -> Array:
-    """Blocks of rows `[G, M, N]`, each with its bias of `[G, N]`, rounded once more."""
+    """Add bias `[G, N]` to blocks of rows `[G, M, N]`, with one more rounding."""
     wide = accumulation_dtype(blocks.dtype)
     return (blocks.astype(wide) + values.astype(wide)[:, None, :]).astype(blocks.dtype)
 
 
 def bias_rows(bias: Bias, group_sizes: Array, num_rows: int, dtype: jnp.dtype) -> Array:
-    """`[R, N]` that are added; zeros past the groups."""
+    """Expand the bias to `[R, N]`, with zeros past the groups."""
     groups = row_groups(group_sizes, num_rows)
     rows = gather_rows(bias.values.astype(dtype), groups)
     if bias.scales is None:
         return rows
-    # The scale of a row past the groups may be anything.
+    # The scale of a row past the groups is undefined.
     return rows * jnp.where(groups < 0, 0, bias.scales.astype(dtype))[:, None]

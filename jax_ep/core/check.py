@@ -1,4 +1,4 @@
-"""Argument checks of the public functions: every message gives both values and the remedy."""
+"""Argument checks of the public functions. Messages give the actual value, the expected value and the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jax_ep.types import (
 
 
 def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
-    """`value` as a JAX array of that rank; `shape` describes it to the user."""
+    """Return `value` as a JAX array of rank `rank`; `shape` describes the expected shape in errors."""
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{function}: {name} is {type_name(value)}, not an array; pass a JAX or NumPy array {shape}.")
     if value.ndim != rank:
@@ -36,7 +36,7 @@ def array(function: str, name: str, value: Any, rank: int, shape: str) -> Array:
 
 
 def rows(function: str, name: str, value: Any, shape: str) -> Array:
-    """`value` as a JAX array with a last axis, whatever comes before."""
+    """Return `value` as a JAX array of rank 1 or more; `shape` describes the expected shape in errors."""
     if not isinstance(value, jax.Array | np.ndarray):
         what = f"is {type_name(value)}"
     elif value.ndim < 1:
@@ -47,13 +47,13 @@ def rows(function: str, name: str, value: Any, shape: str) -> Array:
 
 
 def matrix(function: str, name: str, value: Any, shape: str = "[T, E]") -> Array:
-    """A floating matrix."""
+    """Return `value` as a floating-point matrix."""
     value = array(function, name, value, 2, shape)
     return floating(function, name, value)
 
 
 def floating(function: str, name: str, value: Array) -> Array:
-    """A floating array in one of the token dtypes."""
+    """Check that an array has one of the token dtypes."""
     if value.dtype not in TOKEN_DTYPES:
         names = ", ".join(d.name for d in TOKEN_DTYPES)
         raise TypeError(f"{function}: {name} has dtype {value.dtype}, expected one of {names}; cast it with astype.")
@@ -61,38 +61,38 @@ def floating(function: str, name: str, value: Array) -> Array:
 
 
 def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: int) -> Routing:
-    """What a router of the caller's has returned."""
+    """Check the return value of a custom router."""
     if not isinstance(value, Routing):
         raise TypeError(
-            f"{function}: {name} returned {type_name(value)}, expected a jax_ep.Routing; return one of ids"
-            f" [N, K], weights [N, K] and scores [N, {num_experts}]."
+            f"{function}: {name} returned {type_name(value)}, expected a jax_ep.Routing; return one with ids [N, K],"
+            f" weights [N, K] and scores [N, {num_experts}]."
         )
     for field, found in value._asdict().items():
-        rows(function, f"{field} of what {name} returned", found, "[N, ...]")
+        rows(function, f"{field} returned by {name}", found, "[N, ...]")
     ids, weights, scores = value
     if ids.dtype.kind != "i":
         raise TypeError(f"{function}: {name} returned ids of {ids.dtype}, expected integers; cast them with astype.")
     for field, found in (("weights", weights), ("scores", scores)):
         if not jnp.issubdtype(found.dtype, jnp.floating):
             raise TypeError(
-                f"{function}: {name} returned {field} of {found.dtype}, expected floating ones, which have gradients;"
-                " cast them with astype."
+                f"{function}: {name} returned {field} of {found.dtype}, expected a floating dtype, which has"
+                " gradients; cast them with astype."
             )
     if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != num_tokens:
         raise ValueError(
-            f"{function}: {name} returned ids {ids.shape} and weights {weights.shape}, expected both [{num_tokens}, K],"
-            " one row per token; return those."
+            f"{function}: {name} returned ids {ids.shape} and weights {weights.shape}, expected both [{num_tokens},"
+            " K]; return one row per token."
         )
     if scores.shape != (num_tokens, num_experts):
         raise ValueError(
-            f"{function}: {name} returned scores {scores.shape}, expected [{num_tokens}, {num_experts}], of all experts"
-            " of the layer, identity experts included; return those."
+            f"{function}: {name} returned scores {scores.shape}, expected [{num_tokens}, {num_experts}]; return scores"
+            " of all experts of the layer, identity experts included."
         )
     return value
 
 
 def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:
-    """Two operands of one product."""
+    """Check that two operands of a matmul have the same dtype."""
     if value.dtype != other:
         raise TypeError(
             f"{function}: {name} has dtype {value.dtype}, expected {jnp.dtype(other)}, the dtype of {other_name}; cast"
@@ -101,9 +101,9 @@ def same_dtype(function: str, name: str, value: Array, other_name: str, other: D
 
 
 def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
-    """What is, or names, a dtype."""
+    """Convert a dtype or its name to a dtype."""
     try:
-        if value is not None:  # to NumPy float64
+        if value is not None:  # NumPy converts None to float64.
             return jnp.dtype(value)
     except TypeError:
         pass
@@ -111,68 +111,66 @@ def dtype(function: str, name: str, value: Any, examples: str) -> jnp.dtype:
 
 
 def size(function: str, what: str, actual: int, expected: int, remedy: str) -> None:
-    """Two sizes that must agree."""
+    """Check that two sizes agree."""
     if actual != expected:
         raise ValueError(f"{function}: {what} is {actual}, expected {expected}; {remedy}.")
 
 
 def positive(function: str, name: str, value: Any) -> int:
-    """A static integer >= 1."""
+    """Check that a static integer is at least 1."""
     return at_least(function, name, value, 1)
 
 
 def at_least(function: str, name: str, value: Any, least: int) -> int:
-    """A static integer from `least` on."""
+    """Check that a static integer is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{function}: {name} is {type_name(value)}, expected a Python int; it must be static.")
     if not least <= value < 2**31:
-        remedy = f"pass a positive {name}" if least == 1 else "pass such a number"
+        remedy = f"pass a positive {name}" if least == 1 else f"pass a larger {name}"
         raise ValueError(f"{function}: {name}={value}, expected at least {least} and below 2**31; {remedy}.")
     return int(value)
 
 
 def flag(function: str, name: str, value: Any) -> None:
-    """A static bool."""
+    """Check that a static flag is a bool."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} is {type_name(value)}, expected True or False; it must be static.")
 
 
-def countable(function: str, what: str, number: int, remedy: str) -> None:
-    """Check that row indices fit in int32; a symbolic number is not known."""
+def int32_rows(function: str, what: str, number: int, remedy: str) -> None:
+    """Check that row indices fit in int32; symbolic numbers are not checked."""
     if isinstance(number, int) and number >= 2**31:
         raise ValueError(f"{function}: {what} make {number} rows, expected fewer than 2**31; {remedy}.")
 
 
 def known_rows(function: str, name: str, what: str, number: int) -> None:
-    """Check that the number of rows of an argument is not symbolic, as in `jax.export` for every batch size."""
+    """Check that the number of rows of an argument is not symbolic, as `jax.export` makes it."""
     if not isinstance(number, int):
         raise NotImplementedError(
-            f"{function}: {name} has {number} rows, a symbolic number, expected a known one {what}; export a program"
-            " for each batch size, or one for the largest and pad the batch."
+            f"{function}: {name} has {number} rows, a symbolic number, expected a known one {what}; export one program"
+            " per batch size, or one for the largest and pad the batch."
         )
 
 
 def quantized(function: str, values: Any, scales: Any, rank: int = 2) -> Quantized:
-    """FP8 values `[..., H]` with float32 scales `[..., H // group_size]`."""
+    """Check FP8 values `[..., H]` with float32 scales `[..., H // group_size]`."""
     values = array(function, "values", values, rank, "[T, H]")
     scales = array(function, "scales", scales, rank, "[T, H // group_size]")
     if values.dtype != FP8 or scales.dtype != jnp.float32:
         raise TypeError(
             f"{function}: (values, scales) have dtypes ({values.dtype}, {scales.dtype}), expected (float8_e4m3fn,"
-            " float32);"
-            " convert with jax_ep.quantization.quantize_fp8."
+            " float32); convert with jax_ep.quantization.quantize_fp8."
         )
     if scales.shape[:-1] != values.shape[:-1] or scales.shape[-1] == 0 or values.shape[-1] % scales.shape[-1]:
         raise ValueError(
-            f"{function}: values have shape {values.shape} and scales {scales.shape}, expected one row of scales"
-            " per row of"
-            " values and a whole number of columns per scale; quantise with jax_ep.quantization.quantize_fp8."
+            f"{function}: values have shape {values.shape} and scales {scales.shape}, expected one row of scales per"
+            " row of values and a whole number of columns per scale; quantize with jax_ep.quantization.quantize_fp8."
         )
     return values, scales
 
 
 def tokens(function: str, x: Any) -> Tokens:
-    """`[T, H]` tokens, or FP8 values `[T, H]` with scales `[T, H // group]`."""
+    """Check tokens `[T, H]`, or FP8 values `[T, H]` with scales `[T, H // group]`."""
     if not isinstance(x, tuple):
         return plain_tokens(function, x)
     if len(x) != 2:
@@ -181,7 +179,7 @@ def tokens(function: str, x: Any) -> Tokens:
 
 
 def plain_tokens(function: str, x: Any) -> Array:
-    """`[T, H]` tokens, of at least one column."""
+    """Check tokens `[T, H]` of at least one column."""
     x = matrix(function, "x", x, "[T, H]")
     if x.shape[1] < 1:
         raise ValueError(f"{function}: x has shape {x.shape}, expected H >= 1; pass tokens with at least one column.")
@@ -197,11 +195,11 @@ def expert_ids(
     all_count: bool = True,
     token_mask: Array | None = None,
 ) -> Array:
-    """`[T, K]` int32, -1 where `token_mask` is False; an error if one is known to be out of range, and `all_count`."""
-    # Read before the conversion below: under a trace that hides the values of a NumPy array.
+    """Check ids `[T, K]` int32 and set those with a False `token_mask` to -1. Eager ids out of range are an error."""
+    # Read the values first: under a trace, the conversion below hides those of a NumPy array.
     known = _known_values(topk_idx) if all_count else None
     if isinstance(topk_idx, np.ndarray) and topk_idx.dtype in (np.int64, np.uint64):
-        topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # which JAX would wrap
+        topk_idx = np.where((topk_idx < -1) | (topk_idx >= num_experts), -1, topk_idx)  # JAX would wrap these.
     topk_idx = array(function, "topk_idx", topk_idx, 2, "[T, K]")
     if topk_idx.dtype != jnp.int32:
         raise TypeError(f"{function}: topk_idx has dtype {topk_idx.dtype}, expected int32; use .astype(jnp.int32).")
@@ -225,8 +223,8 @@ def expert_ids(
 
 
 def _known_values(x: Any) -> np.ndarray | None:
-    """The values of an array that is not being traced, also inside an eager `shard_map`; None under a trace."""
-    # An eager shard_map hands out tracers that hold the values of all shards in `val`.
+    """Return the values of an array that is not traced, or traced by an eager `shard_map`; otherwise None."""
+    # The tracers of an eager shard_map hold the values of all shards in `val`.
     value = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else x
     if isinstance(value, np.ndarray):
         return value
@@ -236,13 +234,12 @@ def _known_values(x: Any) -> np.ndarray | None:
 
 
 def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], x: Tokens | jax.ShapeDtypeStruct) -> Array:
-    """`[T, K]` in float32 (or float64 next to float64 tokens), widened where they are narrower."""
+    """Return weights `[T, K]` in float32, or float64 next to float64 tokens; narrower dtypes are widened."""
     topk_weights = array(function, "topk_weights", topk_weights, 2, "[T, K]")
     if topk_weights.shape != shape:
         raise ValueError(
-            f"{function}: topk_weights has shape {topk_weights.shape} but topk_idx has {shape}; pass one weight"
-            " per expert"
-            " id."
+            f"{function}: topk_weights has shape {topk_weights.shape} but topk_idx has {shape}; pass one weight per"
+            " expert id."
         )
     is_f64 = not isinstance(x, tuple) and x.dtype == jnp.float64
     if topk_weights.dtype in (jnp.bfloat16, jnp.float16):
@@ -256,7 +253,7 @@ def router_weights(function: str, topk_weights: Any, shape: tuple[int, ...], x: 
 
 
 def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, int]:
-    """Number of experts as a Python int, and of ranks on the axis, which must divide it."""
+    """Return the number of experts as an int, and the number of ranks on the axis, which must divide it."""
     num_experts = positive(function, "num_experts", num_experts)
     num_ranks = axis_size(axis_name, function=function)
     divisible_experts(function, num_experts, num_ranks, axis_name)
@@ -264,7 +261,7 @@ def experts(function: str, num_experts: Any, axis_name: AxisName) -> tuple[int, 
 
 
 def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name: AxisName) -> None:
-    """As many experts on each rank."""
+    """Check that the experts divide evenly among the ranks."""
     if num_experts % num_ranks:
         raise ValueError(
             f"{function}: num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis"
@@ -273,7 +270,7 @@ def divisible_experts(function: str, num_experts: int, num_ranks: int, axis_name
 
 
 def wire(function: str, wire_dtype: DTypeLike | None, x: Tokens | jax.ShapeDtypeStruct) -> DTypeLike | None:
-    """The FP8 dtype where tokens must be quantised to travel, else None."""
+    """Return the FP8 dtype if tokens must be quantized before they are sent, else None."""
     if wire_dtype is None:
         return None
     values = x[0] if isinstance(x, tuple) else x
@@ -296,19 +293,18 @@ def wire(function: str, wire_dtype: DTypeLike | None, x: Tokens | jax.ShapeDtype
 
 
 def fp8_columns(function: str, hidden: int, group_size: int) -> DTypeLike:
-    """FP8 needs whole groups of columns."""
+    """Check that H is a multiple of the FP8 scale block; return the FP8 dtype."""
     group_size = positive(function, "group_size", group_size)
     if hidden % group_size:
         raise ValueError(
             f"{function}: H={hidden} is not a multiple of group_size={group_size}, the columns that share an FP8"
-            " scale; pad H, or"
-            " send the tokens unquantised."
+            " scale; pad H, or send the tokens unquantized."
         )
     return FP8
 
 
 def capacity(function: str, value: Any, alignment: int) -> int | None:
-    """A static number of rows, whole groups of `alignment`."""
+    """Check a static number of rows, a multiple of `alignment`."""
     if value is None:
         return None
     value = positive(function, "capacity", value)
@@ -321,7 +317,7 @@ def capacity(function: str, value: Any, alignment: int) -> int | None:
 
 
 def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHandle], axis_name: AxisName) -> Layout:
-    """A handle of the right kind, made on the ranks of this axis."""
+    """Check that a handle has the right kind and was made on the ranks of this axis; return its layout."""
     if not isinstance(value, expected):
         raise TypeError(
             f"{function}: handle is {type_name(value)}, expected the {expected.__name__} of the matching dispatch."
@@ -331,14 +327,14 @@ def handle(function: str, value: Any, expected: type[Handle] | type[LowLatencyHa
     size(function, "the number of ranks of the handle", value.layout.num_ranks, num_ranks, remedy)
     if value.layout.axis != spread_axes(axis_name):
         raise ValueError(
-            f"{function}: the axis of the handle is {value.layout.axis}, expected {spread_axes(axis_name)}, that of"
-            f" axis_name={axis_name!r}; {remedy}. Axes of one rank do not count, the order of the others does."
+            f"{function}: the axis of the handle is {value.layout.axis}, expected {spread_axes(axis_name)}, the axes"
+            f" of axis_name={axis_name!r} with more than one rank, in order; {remedy}."
         )
     return value.layout
 
 
 def reused_layout(function: str, value: Any, wanted: Layout, capacity: int | None, axis_name: AxisName) -> Layout:
-    """The layout of a handle that is used again, which the other arguments must not contradict."""
+    """Return the layout of a reused handle; check that the other arguments agree with it."""
     layout = handle(function, value, Handle, axis_name)
     sizes = {"num_tokens": wanted.num_tokens, "num_experts": wanted.num_experts}
     if wanted.top_k:
@@ -354,7 +350,7 @@ def reused_layout(function: str, value: Any, wanted: Layout, capacity: int | Non
 
 
 def group_sizes(function: str, value: Any) -> Array:
-    """`[G]` int32."""
+    """Check group sizes `[G]` int32."""
     value = array(function, "group_sizes", value, 1, "[G]")
     if value.dtype != jnp.int32:
         raise TypeError(f"{function}: group_sizes has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
@@ -362,11 +358,11 @@ def group_sizes(function: str, value: Any) -> Array:
 
 
 def expert_function(function: str, experts: Any, activation: str, columns: int, intermediate: int) -> Experts:
-    """What experts with so many columns of `w_gate_up` and rows of `w_down` compute between them."""
+    """Return the `Experts` for the given columns of `w_gate_up` and rows of `w_down`."""
     if experts is None:
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(
-                f"{function}: activation={activation!r}, expected one of {ACTIVATIONS}; pass a function of your own as"
+                f"{function}: activation={activation!r}, expected one of {ACTIVATIONS}; pass a custom function as"
                 " experts=jax_ep.Experts(function)."
             )
         if columns not in (intermediate, 2 * intermediate):
@@ -379,37 +375,38 @@ def expert_function(function: str, experts: Any, activation: str, columns: int, 
         raise TypeError(f"{function}: experts is {type_name(experts)}, expected a jax_ep.Experts; pass one, or None.")
     if activation != "silu":
         raise ValueError(
-            f"{function}: activation={activation!r} beside experts={experts}, which names one; leave activation out."
+            f"{function}: activation={activation!r} with experts={experts}, which already has an activation; leave"
+            " activation out."
         )
     if callable(experts.activation):
-        return experts  # `own_rows` checks what it returns
+        return experts  # `activation_rows` checks its result.
     expected = (2 if experts.gated else 1) * intermediate
     remedy = f"it must be {'2 * I' if experts.gated else 'I'} for {experts.gated=} and the I={intermediate} rows of"
     size(function, "the number of columns of w_gate_up", columns, expected, f"{remedy} w_down")
     return experts
 
 
-def own_rows(function: str, rows: Any, hidden: Array, intermediate: int | None) -> Array:
-    """What a caller's function has made of hidden rows: as many floating rows, which the second product takes."""
+def activation_rows(function: str, rows: Any, hidden: Array, intermediate: int | None) -> Array:
+    """Check the result of a custom activation: one floating row per hidden row, as wide as `w_down` has rows."""
     shape = getattr(rows, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != hidden.shape[0] or intermediate not in (None, shape[1]):
         wanted = "I" if intermediate is None else intermediate
         raise ValueError(
-            f"{function}: the activation turns hidden rows {list(hidden.shape)} into"
-            f" {type(rows).__name__ if shape is None else list(shape)}, expected [{hidden.shape[0]}, {wanted}], a row"
-            " of as many elements as w_down has rows for each; change the function or the matrices."
+            f"{function}: the activation maps hidden rows {list(hidden.shape)} to"
+            f" {type(rows).__name__ if shape is None else list(shape)}, expected [{hidden.shape[0]}, {wanted}], one"
+            " element per row of w_down; change the function or the weights."
         )
-    return floating(function, "what the activation returns", rows)
+    return floating(function, "the result of the activation", rows)
 
 
 def bias(function: str, name: str, value: Any, shape: tuple[int, ...]) -> Array | None:
-    """A floating bias per expert, or None."""
+    """Check a floating bias per expert, or None."""
     if value is None:
         return None
     value = floating(function, name, array(function, name, value, len(shape), str(list(shape))))
     if value.shape != shape:
         raise ValueError(
-            f"{function}: {name} has shape {value.shape}, expected {shape}; pass one value per column of the matrices."
+            f"{function}: {name} has shape {value.shape}, expected {shape}; pass one value per column of the weights."
         )
     return value
 
@@ -422,19 +419,17 @@ def expert_weights(
     dtype: DTypeLike,
     counted_by: str = "this rank's experts",
 ) -> Array:
-    """`[*leading, N]`: one matrix per group, in the dtype of the tokens."""
+    """Check weights `[*leading, N]`, one matrix per group, in the dtype of the tokens."""
     num_groups, num_rows = leading
     value = array(function, name, value, 3, f"[{num_groups}, {num_rows}, N]")
     same_dtype(function, name, value, "the tokens", dtype)
     size(function, f"axis 0 of {name}", value.shape[0], num_groups, f"pass one matrix for each of {counted_by}")
-    size(
-        function, f"axis 1 of {name}", value.shape[1], num_rows, "it must match the columns that the matrix multiplies"
-    )
+    size(function, f"axis 1 of {name}", value.shape[1], num_rows, "it must match the columns of the left operand")
     return value
 
 
 def result_dtype(function: str, preferred: DTypeLike | None, own: DTypeLike) -> jnp.dtype:
-    """The dtype of a product: `preferred`, which must be floating, or that of the tokens."""
+    """Return the dtype of a matmul result: `preferred`, which must be floating, or the tokens' dtype."""
     names = ", ".join(d.name for d in TOKEN_DTYPES)
     result = dtype(function, "preferred_element_type", own if preferred is None else preferred, names)
     if result not in TOKEN_DTYPES:
@@ -445,24 +440,24 @@ def result_dtype(function: str, preferred: DTypeLike | None, own: DTypeLike) -> 
 
 
 def token_mask(function: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:
-    """One bool for each token."""
+    """Check a bool per token."""
     value = array(function, "token_mask", value, len(shape), meaning)
     if value.dtype != jnp.bool_:
         raise TypeError(
-            f"{function}: token_mask has dtype {value.dtype}, expected bool, True for tokens that count; pass"
+            f"{function}: token_mask has dtype {value.dtype}, expected bool, True for valid tokens; pass"
             " attention_mask != 0."
         )
     if value.shape != shape:
         raise ValueError(
-            f"{function}: token_mask has shape {value.shape}, expected {shape}, {meaning}; pass a bool per token."
+            f"{function}: token_mask has shape {value.shape}, expected {shape}, {meaning}; pass one bool per token."
         )
 
 
 def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
-    """`num_tokens` as an int32 scalar. Any integer is one: more than `most` are as good as that many."""
+    """Return `num_tokens` as an int32 scalar, clipped to `[0, most]`."""
     value: Any = num_tokens
     if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu":
-        value = value[()]  # JAX would wrap what 32 bits do not hold
+        value = value[()]  # JAX would wrap values that do not fit in 32 bits.
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         value = np.asarray(min(max(int(value), 0), most), np.int32)
     value = array(function, "num_tokens", value, 0, "[], an int32 scalar")
@@ -470,15 +465,15 @@ def token_count(function: str, num_tokens: Array | int, most: int) -> Array:
         raise TypeError(f"{function}: num_tokens has dtype {value.dtype}, expected int32; use .astype(jnp.int32).")
     if value.dtype.itemsize < 4:
         value = value.astype(jnp.int32)
-    return jnp.clip(value, 0, most).astype(jnp.int32)  # in a dtype that has room for `most`
+    return jnp.clip(value, 0, most).astype(jnp.int32)  # int32 or wider, so that `most` fits.
 
 
-def ids_that_count(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Any) -> Array:
-    """Ids without those of tokens at and past `num_tokens`."""
+def mask_ids(function: str, topk_idx: Array | None, num_tokens: Array | int, handle: Any) -> Array:
+    """Set the ids of tokens from `num_tokens` on to -1."""
     if handle is not None or topk_idx is None:
         raise ValueError(
-            f"{function}: num_tokens without topk_idx, or beside a handle, which knows which tokens count; expected"
-            " num_tokens with topk_idx alone: leave one out."
+            f"{function}: num_tokens is given without topk_idx or with a handle, which already determines the valid"
+            " tokens; expected num_tokens with topk_idx only: leave one out."
         )
     count = token_count(function, num_tokens, topk_idx.shape[0])
     return jnp.where(jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] < count, topk_idx, -1)

@@ -90,7 +90,7 @@ def operands(function: str, lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Array
         check.floating(function, "lhs", lhs)
     check.same_dtype(function, "rhs", rhs, "lhs", lhs.dtype)
     group_sizes = check.group_sizes(function, group_sizes)
-    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0] * lhs.shape[1], "split it")
+    check.int32_rows(function, f"lhs of shape {lhs.shape}", lhs.shape[0] * lhs.shape[1], "split it")
     for name, size in (("rhs", rhs.shape[0]), ("group_sizes", group_sizes.shape[0])):
         check.size(function, f"axis 0 of {name}", size, lhs.shape[0], "pass one of each per local expert, as lhs has")
     remedy = "matrices are [L, N, K]: swap their last two axes, or quantise with quantize_fp8_weights, which does"
@@ -108,7 +108,7 @@ def ragged_operands(function: str, lhs: Any, rhs: Any, group_sizes: Any) -> tupl
             " and rhs_scales=None, or quantise both operands."
         )
     check.same_dtype(function, "rhs", rhs, "lhs", lhs.dtype)
-    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
+    check.int32_rows(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     check.size(function, "axis 0 of rhs", rhs.shape[0], group_sizes.shape[0], "pass one matrix for each of group_sizes")
     remedy = "FP8 matrices are [G, N, K]: swap their last two axes, or quantise with quantize_fp8_weights, which does"

@@ -1,4 +1,4 @@
-"""Argument checks of recipes, and of the matrices that they take."""
+"""Argument checks of recipes and of their weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def recipe(function: str, value: Any) -> str | None:
     """Check that a recipe is "fp8" or None."""
     if value is not None and not isinstance(value, str):
         raise TypeError(
-            f"{function}: recipe={value!r} is {type_name(value)}, expected 'fp8' or None; pass recipe='fp8', or"
-            " None to compute in the dtype of the tokens."
+            f"{function}: recipe={value!r} is {type_name(value)}, expected 'fp8' or None; pass recipe='fp8', or None"
+            " to compute in the dtype of the tokens."
         )
     if value not in (None, "fp8"):
         raise ValueError(
@@ -35,33 +35,33 @@ def recipe(function: str, value: Any) -> str | None:
 
 
 def wire(function: str, recipe: str | None, wire_dtype: DTypeLike | None) -> DTypeLike | None:
-    """Return the wire dtype of a layer: FP8 with a recipe, which accepts no other."""
+    """Return the wire dtype of a layer; with a recipe it is FP8, and no other is accepted."""
     if recipe is None:
         return wire_dtype
     wanted = FP8 if wire_dtype is None else check.dtype(function, "wire_dtype", wire_dtype, "float8_e4m3fn or None")
     if wanted != FP8:
         raise ValueError(
-            f"{function}: wire_dtype={wanted} with recipe={recipe!r}, expected float8_e4m3fn, in which tokens and"
-            " cotangents travel with this recipe; leave wire_dtype=None."
+            f"{function}: wire_dtype={wanted} with recipe={recipe!r}, expected float8_e4m3fn, the wire dtype of this"
+            " recipe; leave wire_dtype=None."
         )
     return FP8
 
 
 def whole_blocks(function: str, hidden: int, intermediate: int) -> None:
-    """Check that H and I are whole blocks of 128 elements, as the products in FP8 need them."""
+    """Check that H and I are multiples of 128, which FP8 matmuls need."""
     if hidden % GROUP_SIZE or intermediate % GROUP_SIZE:
         raise ValueError(
-            f"{function}: H={hidden} and I={intermediate}, but recipe='fp8' needs multiples of {GROUP_SIZE}, the"
-            " elements that share an FP8 scale; pad both with zeros, or leave recipe=None."
+            f"{function}: H={hidden} and I={intermediate}, but recipe='fp8' needs multiples of {GROUP_SIZE}, the FP8"
+            " scale block; pad both with zeros, or leave recipe=None."
         )
 
 
 def matrices(
     function: str, recipe: str | None, name: str, value: Any, leading: tuple[int, int | None], tokens: DTypeLike
 ) -> Any:
-    """`[*leading, N]`, in the dtype of the tokens, or of any where a recipe rounds it; or `Fp8Weights` of it.
+    """Check weights `[*leading, N]` in the tokens' dtype, in any floating dtype with a recipe, or as `Fp8Weights`.
 
-    The second of `leading` is None where it is not known before.
+    The second size of `leading` is None if it is not known yet.
     """
     if isinstance(value, Fp8Weights):
         return _fp8_weights(function, recipe, name, value, leading)
@@ -87,7 +87,7 @@ def _fp8_weights(
 
 
 def fp8_weights(function: str, name: str, value: Fp8Weights, rank: int = 3) -> Fp8Weights:
-    """Parts that belong together, of one layer: `[L, K, N]`, or of rank 4 `[L, K, 2, N]`."""
+    """Check that the parts of one layer's weights agree: `[L, K, N]`, or with rank 4 `[L, K, 2, N]`."""
     parts = {part: getattr(value, part) for part in ("master", "values", "transposed", "scales")}
     for part, array in parts.items():
         if not isinstance(array, jax.Array | np.ndarray):
@@ -97,7 +97,7 @@ def fp8_weights(function: str, name: str, value: Fp8Weights, rank: int = 3) -> F
     if len(shape) != rank or shape[1] % GROUP_SIZE or shape[-1] % GROUP_SIZE:
         expected_shape = "[L, K, N]" if rank == 3 else "[L, K, 2, N]"
         raise ValueError(
-            f"{function}: {name} stands for matrices {shape}, expected {expected_shape} with multiples of {GROUP_SIZE};"
+            f"{function}: {name} stands for weights {shape}, expected {expected_shape} with multiples of {GROUP_SIZE};"
             f" {_REMEDY}, and pass those of one layer."
         )
     check.floating(function, f"{name}.master", parts["master"])
@@ -125,18 +125,18 @@ def whole_blocks_per_rank(
     tensor_axis: str | None,
     fsdp_axis: str | None,
 ) -> None:
-    """A tensor axis splits I, and an fsdp axis H, of `[..., I, H]` between blocks."""
+    """Check that a tensor axis splits I, and an fsdp axis H, of `[..., I, H]` at scale block boundaries."""
     for name, size, axis in (("H", w_down[-1], fsdp_axis), ("I", w_down[-2], tensor_axis)):
         if axis is not None and size % (GROUP_SIZE * ranks[axis]):
             raise ValueError(
-                f"{function}: {name}={size} of Fp8Weights over the {ranks[axis]} ranks of {axis!r}, expected a multiple"
-                f" of {GROUP_SIZE} on each, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass the matrices"
-                " themselves, or spread them over fewer ranks."
+                f"{function}: {name}={size} of Fp8Weights over the {ranks[axis]} ranks of {axis!r}, expected a"
+                f" multiple of {GROUP_SIZE} per rank, as blocks of {GROUP_SIZE} by {GROUP_SIZE} share a scale; pass"
+                " plain arrays, or shard over fewer ranks."
             )
 
 
 def whole_matrices(function: str, name: str, w: Array) -> None:
-    """`[..., K, N]` of whole blocks."""
+    """Check that `[..., K, N]` consists of whole scale blocks."""
     for axis, size in ((-2, w.shape[-2]), (-1, w.shape[-1])):
         if size % GROUP_SIZE:
             raise ValueError(

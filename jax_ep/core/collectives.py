@@ -1,4 +1,4 @@
-"""Exchanges over a mesh axis as plain lax collectives, shared by implementations. `axis=()` is one rank."""
+"""Collectives over a mesh axis in plain lax, shared by the implementations. `axis=()` means one rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Axis = tuple[str, ...]
 
 
 def rank_on(axis: Axis) -> Array | int:
-    """This rank's position on the axis."""
+    """Return this rank's position on the axis."""
     return lax.axis_index(axis) if axis else 0
 
 
 def all_gather(x: Array, axis: Axis) -> Array:
-    """`[...]` of this rank to `[W, ...]` of all; FP8 travels as bytes, which every platform can move."""
+    """Gather `[...]` of each rank into `[W, ...]`. FP8 is sent as bytes, which every platform supports."""
     if not axis:
         return x[None]
     if x.dtype.itemsize > 1:
@@ -27,7 +27,7 @@ def all_gather(x: Array, axis: Axis) -> Array:
 
 
 def exchange(parts: Array, axis: Axis) -> Array:
-    """`[W, ...]` for each rank to `[W, ...]` from each rank."""
+    """Send `parts[i]` of `[W, ...]` to rank i; return `[W, ...]` with one part from each rank."""
     if not axis:
         return parts
     if parts.dtype.itemsize > 1:
@@ -36,16 +36,16 @@ def exchange(parts: Array, axis: Axis) -> Array:
 
 
 def known_after(x: Array, earlier: Array) -> Array:
-    """Integers `x`, not known before the floats `earlier` are: a data dependence, which orders launches.
+    """Return integers `x` with a data dependence on the floats `earlier`, to order kernel launches.
 
-    A barrier would not do: XLA takes it out before it orders what it runs.
+    An optimization barrier does not work: XLA removes it before it schedules.
     """
     first = earlier[(0,) * earlier.ndim]
-    return x + ((first != first) & (first == 0)).astype(x.dtype)  # never, but XLA does not know
+    return x + ((first != first) & (first == 0)).astype(x.dtype)  # Always adds 0, but XLA cannot know.
 
 
 def sum_in_order(parts: Array | Sequence[Array]) -> Array:
-    """Sum over the first axis, or of several arrays, in index order: the result does not depend on how XLA reduces."""
+    """Sum over the first axis, or over several arrays, in index order, so that the result is deterministic."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -1,4 +1,4 @@
-"""The number formats of the package: what tokens may be, what sums run in, what may travel."""
+"""Dtypes that the package supports: token dtypes, accumulation dtypes and the FP8 wire dtype."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ FP8 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Sums of `dtype` run in float32, those of float64 in float64."""
+    """Return the dtype in which sums of `dtype` accumulate: float64 for float64, float32 otherwise."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)

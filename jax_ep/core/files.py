@@ -1,4 +1,4 @@
-"""Files that are data to others: what identifies a folder of sources, and files that are there as a whole or not."""
+"""File helpers: hashes of source folders, and atomic writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @functools.cache
 def sources_digest(folder: Path) -> str:
-    """A hash of the Python sources below a folder, as they are when it is first asked for."""
+    """Return a hash of the Python sources below a folder, computed once per process."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(
@@ -22,10 +22,10 @@ def sources_digest(folder: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written here before the work of hours that it is for; leaves nothing behind.
+    """Check that a file can be written, before hours of work that end in writing it. Leaves nothing behind.
 
     Raises:
-      OSError: it cannot, or there is something other than a regular file.
+      OSError: the file cannot be written, or the path is not a regular file.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
@@ -40,18 +40,18 @@ def check_writable(path: Path) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    if path.exists() and not path.is_file():  # a device would be replaced by a file
+    if path.exists() and not path.is_file():  # Do not replace a device by a file.
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def _beside(path: Path) -> Path:
-    """The name of a new file next to the one that is meant; processes of several machines may share the folder."""
-    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    """Return a unique temporary name in the target's folder; processes on several machines may share the folder."""
+    target = Path(os.path.realpath(path))  # Keep a symbolic link and replace its target.
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file, or the file that a symbolic link leads to, by another, never by a part of it."""
+    """Replace a file, or the target of a symbolic link, atomically."""
     _check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = _beside(path)

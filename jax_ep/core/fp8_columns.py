@@ -1,7 +1,7 @@
-"""FP8 with one scale for a column of 128 rows of a group: the operands of weight gradients, which sum over rows.
+"""Column-wise FP8 quantization with one scale per 128 rows, for weight gradients, which sum over rows.
 
-Tensor cores take 8-bit operands with the axis of their sums last, so columns lie in rows: `[H, P]` of `[R, H]`. Each
-group begins at a multiple of 128 of the P places, with zeros behind its last row, so that no block is of two groups.
+Tensor cores need the contracted axis of 8-bit operands last, so `[R, H]` becomes the transpose `[H, P]`. Each group is
+padded with zeros to a multiple of 128 of the P positions, so that no scale block spans two groups.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from jax_ep.types import Array, Quantized
 
 
 def num_blocks(num_rows: int, num_groups: int) -> int:
-    """Blocks of 128 places that hold any `num_rows` rows in groups."""
+    """Return the number of 128-row blocks that hold any split of `num_rows` rows into groups."""
     return (num_rows + min(num_rows, num_groups) * (GROUP_SIZE - 1)) // GROUP_SIZE
 
 
 class RowBlocks(NamedTuple):
-    """First row of each block `[P / 128]`, and the end of its group's rows; both 0 past the last block in use."""
+    """The first row of each block `[P / 128]`, and the end of its group's rows; both 0 past the last block in use."""
 
     starts: Array
     ends: Array
 
 
 def blocks_until(group_sizes: Array) -> Array:
-    """`[G]` int32 blocks of each group and those before it."""
+    """Return the inclusive cumulative number of blocks per group, `[G]` int32."""
     return jnp.cumsum(-(-jnp.maximum(group_sizes, 0) // GROUP_SIZE), dtype=jnp.int32)
 
 
 def row_blocks(group_sizes: Array, num_rows: int) -> RowBlocks:
-    """Where the rows of blocks are."""
+    """Return the first row and the end of the group for each block."""
     sizes, last_blocks = jnp.maximum(group_sizes, 0), blocks_until(group_sizes)
     blocks = -(-sizes // GROUP_SIZE)
     number = num_blocks(num_rows, group_sizes.shape[0])
@@ -46,7 +46,7 @@ def row_blocks(group_sizes: Array, num_rows: int) -> RowBlocks:
 
 
 def quantize_columns(x: Array, group_sizes: Array) -> Quantized:
-    """`[R, H]` rows in groups to FP8 values `[H, P]` and scales `[P / 128, H]`."""
+    """Quantize grouped rows `[R, H]` column-wise to FP8 values `[H, P]` and scales `[P / 128, H]`."""
     blocks = row_blocks(group_sizes, x.shape[0])
     rows = blocks.starts[:, None] + jnp.arange(GROUP_SIZE, dtype=jnp.int32)[None]
     index = jnp.where(rows < jnp.minimum(blocks.ends, x.shape[0])[:, None], rows, -1)

@@ -1,7 +1,7 @@
-"""Launches through jax-triton, in place of the package's own custom call, where `init` was told so.
+"""Kernel launches through jax-triton instead of the package's custom call (`init(launcher="jax-triton")`).
 
-jax-triton takes pointers and descriptors as a kernel's parameters, and one pointer for each result behind them. So it
-launches a function of Triton that takes them one by one, and calls the kernel with the NamedTuples that it has.
+jax-triton passes each array as one kernel parameter, results last. Our kernels take NamedTuples, so this file generates
+a Triton function with one parameter per array, which calls the kernel with the NamedTuples.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jax.interpreters import partial_eval
 from jax_ep.core.kernel import Config, Descriptor, Kernel, array_of, flat, flat_arrays, type_of
 from jax_ep.types import Array
 
-# Of CUDA 12.9, for which the oldest jaxlib is built that the package takes. jaxlib assembles the code itself; Triton
-# would write the version of its own assembler, which may be newer.
+# The PTX version of CUDA 12.9, with which the oldest supported jaxlib is built. jaxlib assembles the PTX; Triton's
+# default is the version of its own assembler, which may be newer.
 _PTX_VERSION = 88
 
 
 def load() -> Any:
-    """Import jax-triton, and make the version that is installed work with the JAX that is.
+    """Import jax-triton and adapt the installed version to the installed JAX.
 
-    JAX 0.12 passes three arguments to the dead-code rule of a primitive: it adds which inputs are live. The rule of
-    jax-triton 0.4.1 takes two. It keeps the whole call, which is correct whatever is live.
+    JAX 0.12 passes a third argument, the live inputs, to a primitive's dead-code rule. The rule of jax-triton 0.4.1
+    takes two arguments. It keeps the whole call, which is correct for any live inputs.
     """
     import jax_triton
 
@@ -45,11 +45,11 @@ def _without_live_inputs(rule: Any, used_outputs: Any, *rest: Any) -> Any:
 
 
 def check() -> None:
-    """Raises where jax-triton cannot launch kernels here; a small kernel is lowered with it to find out.
+    """Check that jax-triton can launch kernels here by lowering a small one.
 
     Raises:
-      ImportError: it is not installed.
-      RuntimeError: it does not work with the JAX that is installed.
+      ImportError: jax-triton is not installed.
+      RuntimeError: jax-triton does not work with the installed JAX.
     """
     try:
         jax_triton = load()
@@ -60,7 +60,7 @@ def check() -> None:
         ) from error
     try:
         _lower_a_kernel(jax_triton)
-    except Exception as error:  # whatever it is, it is what launches would end in
+    except Exception as error:  # Kernel launches would fail with the same error.
         raise RuntimeError(
             f"launcher='jax-triton' does not work here: jax-triton {jax_triton.__version__} with jax"
             f" {jax.__version__} fails in {type(error).__name__}: {error}; pip install '.[jax-triton]' chooses"
@@ -68,7 +68,7 @@ def check() -> None:
         ) from error
 
 
-@functools.cache  # what has worked works
+@functools.cache  # Only success is cached.
 def _lower_a_kernel(jax_triton: Any) -> None:
     copy = _compilable("copy", "def copy(x_ptr, out_ptr):\n    tl.store(out_ptr, tl.load(x_ptr))\n", {})
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -87,40 +87,42 @@ def launch_kernel(
     capability: int,
     written: dict[int, int] | None = None,
 ) -> tuple[Array, ...]:
-    """Runs a kernel on the CUDA device of this shard; without a derivative, under `jax.vmap` once per element.
+    """Run a kernel on the CUDA device of this shard. It has no derivative; `jax.vmap` runs it once per element.
 
     Args:
-      kernel: what to run.
-      operands: arrays of this shard, descriptors of them, or NamedTuples of these.
+      kernel: the kernel to run.
+      operands: arrays of this shard, their descriptors, or NamedTuples of these.
       results: shapes and dtypes of the results, or NamedTuples of these.
       config: grid and compilation options.
-      constants: `tl.constexpr` parameters, and None for pointers that the kernel does without.
+      constants: `tl.constexpr` parameters, and None for unused pointers.
       capability: compute capability of the devices.
-      written: arrays among the operands, by their positions, that the kernel writes in place, and the results that
-        they become.
+      written: maps operands that the kernel updates in place to results, by position.
 
     Returns:
-      One array per array of `results`, typed as the same on all devices.
+      One array per array of `results`, typed as replicated.
 
     Raises:
       NotImplementedError: a result has a descriptor.
     """
     if any(isinstance(x, Descriptor) for x in flat(results)):
         raise NotImplementedError(
-            f"{kernel.function}: a result is stored through a tensor descriptor, and jax-triton describes operands"
-            " only. A result in an operand's memory would have one, but XLA may let such a call write elsewhere, as"
-            " into the stacked results of a scan. Use tiles without tma_store, or jax_ep.init() without launcher."
+            f"{kernel.function}: a result is stored through a tensor descriptor, but jax-triton supports descriptors"
+            " of operands only. Aliasing the result to an operand would give it a descriptor, but XLA may move such a"
+            " result, for example into the stacked results of a scan. Use tiles without tma_store, or call"
+            " jax_ep.init() without launcher."
         )
     jax_triton = load()
     written, shapes = written or {}, flat_arrays(results)
-    order = sorted(range(len(shapes)), key=lambda i: i in written.values())  # they have no parameter: the last ones
+    # Aliased results have no parameter of their own and come last.
+    order = sorted(range(len(shapes)), key=lambda i: i in written.values())
     types = tuple(map(type_of, (*operands, *results)))
     function = _flat_function(kernel, types, len(flat(operands)), tuple(written.items()), tuple(sorted(constants)))
     described = flat(operands)
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> list[Array]:
-        with warnings.catch_warnings():  # its Refs, which it prefers, are an effect to jax.checkpoint
+        # jax-triton recommends Refs, but `jax.checkpoint` does not support that effect.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
             found = jax_triton.triton_call(
                 *map(_operand, described, arrays),
@@ -139,7 +141,7 @@ def launch_kernel(
 
 
 def _operand(argument: Any, array: Array) -> Any:
-    """An array as the kernel takes it."""
+    """Wrap an array in a jax-triton descriptor if the argument has one."""
     import jax_triton
 
     return jax_triton.TensorDescriptor(array, *argument.blocks) if isinstance(argument, Descriptor) else array
@@ -147,7 +149,7 @@ def _operand(argument: Any, array: Array) -> Any:
 
 def _compiler_options(config: Config) -> dict[str, Any]:
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
-    # Chosen here: where nobody chooses, Triton 3.9 warns.
+    # Triton 3.9 warns if this is unset.
     return options | {"enable_fp_fusion": True, "ptx_version": _PTX_VERSION}
 
 
@@ -159,13 +161,13 @@ def _flat_function(
     written: tuple[tuple[int, int], ...],
     constants: tuple[str, ...],
 ) -> Any:
-    """The kernel behind parameters that are one array each; the same for equal arguments, as JAX's caches need it.
+    """Generate a Triton function with one parameter per array that calls the kernel. Cached: JAX needs equal functions.
 
     Args:
-      kernel: what is called.
-      types: of its operands and results, as `type_of` has them.
-      num_operands: arrays of the operands.
-      written: operands and the results that they become, which have no parameter of their own.
+      kernel: the kernel to call.
+      types: types of its operands and results, from `type_of`.
+      num_operands: number of operand arrays.
+      written: maps updated operands to results, which have no parameter of their own.
       constants: names of the constants.
     """
     body, scope = kernel.load(), dict[str, Any]()
@@ -187,7 +189,7 @@ def _flat_function(
 
 
 def _compilable(name: str, source: str, scope: dict[str, Any]) -> Any:
-    """The `triton.jit` function of a source, which Triton reads where Python looks for sources."""
+    """Compile source code into a `triton.jit` function, and register the source so that Triton can read it."""
     import triton
     import triton.language as tl
 

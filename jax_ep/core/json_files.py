@@ -1,7 +1,7 @@
-"""JSON files that anyone may have written: bounded reading, and schemas that say what a file may hold.
+"""Reading of untrusted JSON files: bounded sizes, and schemas.
 
-A schema is a function of a value and of the name under which errors mention it, "" for the whole file. It raises a
-`ValueError` of one line. Schemas are built from each other: `record({"begin": integer(0, 9), "names": array(TEXT)})`.
+A schema is a function of a value and the name that errors give it, "" for the whole file. It raises a one-line
+`ValueError`. Schemas compose: `record({"begin": integer(0, 9), "names": array(TEXT)})`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _shorten = reprlib.Repr(maxlevel=2, maxstring=_SHOWN, maxother=_SHOWN)
 
 
 def shown(value: object) -> str:
-    """The value in at most 100 printable characters."""
+    """Format a value in at most 100 printable characters."""
     return cut(_shorten.repr(value), _SHOWN)
 
 
 def cut(text: object, most: int) -> str:
-    """The text on one line, with its middle left out where it is longer than `most` characters."""
+    """Put a text on one line and shorten its middle to at most `most` characters."""
     line = " ".join(str(text).split())
     half = (most - 3) // 2
     return line if len(line) <= most else f"{line[: most - 3 - half]}...{line[len(line) - half :]}"
 
 
 def value_of(expected: str, is_valid: Callable[[Any], object]) -> Schema:
-    """A value for which a function returns true."""
+    """Accept values for which `is_valid` returns true."""
 
     def check(value: Any, name: str) -> None:
         if not is_valid(value):
@@ -48,19 +48,19 @@ def value_of(expected: str, is_valid: Callable[[Any], object]) -> Schema:
 
 
 def integer(least: int, most: int) -> Schema:
-    """An int of this range; no bool."""
+    """Accept an int in this range, but no bool."""
     return value_of(f"an integer from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
 
 
 def number(least: float, most: float) -> Schema:
-    """A finite number of this range; no bool."""
+    """Accept a finite number in this range, but no bool."""
     return value_of(
         f"a number from {least:g} to {most:g}", lambda value: type(value) in (int, float) and least <= value <= most
     )
 
 
 def choice(choices: Collection[Any]) -> Schema:
-    """One of these strings."""
+    """Accept one of these strings."""
     return value_of(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
@@ -71,12 +71,12 @@ _ARRAY = value_of("an array", lambda value: isinstance(value, list))
 
 
 def optional(schema: Schema) -> Schema:
-    """What the schema allows, or null."""
+    """Accept null, or values that `schema` accepts."""
     return lambda value, name: None if value is None else schema(value, name)
 
 
 def array(item: Schema) -> Schema:
-    """An array of such items."""
+    """Accept an array whose items match `item`."""
 
     def check(value: Any, name: str) -> None:
         _ARRAY(value, name)
@@ -87,7 +87,7 @@ def array(item: Schema) -> Schema:
 
 
 def integers(least: int, most: int) -> Schema:
-    """An array of different ints of this range."""
+    """Accept an array of distinct ints in this range."""
     item = integer(least, most)
     different = value_of("different integers", lambda value: len(set(value)) == len(value))
 
@@ -99,7 +99,7 @@ def integers(least: int, most: int) -> Schema:
 
 
 def mapping(item: Schema, key: Schema) -> Schema:
-    """An object with any names that `key` allows."""
+    """Accept an object whose names match `key` and whose values match `item`."""
 
     def check(value: Any, name: str) -> None:
         OBJECT(value, name)
@@ -111,7 +111,7 @@ def mapping(item: Schema, key: Schema) -> Schema:
 
 
 def record(fields: Mapping[str, Schema], *, more: bool = False, fewer: Collection[str] = ()) -> Schema:
-    """An object with these fields: those of `fewer` may be missing, and `more` allows other ones."""
+    """Accept an object with these fields. Fields in `fewer` may be missing; `more` allows unknown fields."""
 
     def check(value: Any, name: str) -> None:
         OBJECT(value, name)
@@ -130,13 +130,13 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-      OSError: it cannot be read, or is no regular file: a FIFO or a device may never end.
+      OSError: the file cannot be read, or is not a regular file; reading a FIFO or a device may never end.
     """
     return open(path, "rb", opener=_regular)
 
 
 def _regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # without it, opening a FIFO waits for a writer
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # Without O_NONBLOCK, opening a FIFO waits for a writer.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -144,22 +144,22 @@ def _regular(path: str, flags: int) -> int:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes.
+    """Read a regular file of at most `most` bytes.
 
     Raises:
-      OSError: it cannot be read, or is no regular file.
-      ValueError: it is larger.
+      OSError: the file cannot be read, or is not a regular file.
+      ValueError: the file is larger.
     """
     with open_regular(path) as file:
-        return _at_most(file.read(most + 1) or b"", most)  # None: a file of /proc that has nothing yet
+        return _at_most(file.read(most + 1) or b"", most)  # None: a file in /proc without data.
 
 
 def read(path: Path, most: int) -> Any:
-    """The JSON of a file, which may be compressed by gzip, of at most `most` bytes.
+    """Read a JSON file of at most `most` bytes, optionally gzip-compressed.
 
     Raises:
-      OSError: it cannot be read, or is no regular file.
-      ValueError: it is larger, or damaged.
+      OSError: the file cannot be read, or is not a regular file.
+      ValueError: the file is larger or damaged.
     """
     data = read_regular(path, most)
     if data.startswith(_GZIP):
@@ -174,16 +174,16 @@ def read(path: Path, most: int) -> Any:
 
 
 def parse(data: bytes, most: int) -> Any:
-    """JSON as the standard has it, of at most `most` bytes: UTF-8, finite numbers, and each name of an object once.
+    """Parse strict JSON of at most `most` bytes: UTF-8, finite numbers, unique names in each object.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the data is anything else.
     """
     hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite, "object_pairs_hook": _unique}
     try:
         return json.loads(_at_most(data, most).decode(), **hooks)
     except UnicodeDecodeError as error:
-        raise ValueError(f"no UTF-8 text, byte {error.start}") from error
+        raise ValueError(f"not UTF-8 text, byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON, {error}") from error
     except RecursionError as error:
@@ -199,7 +199,7 @@ def _at_most(data: bytes, most: int) -> bytes:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{cut(text, _SHOWN)} is no finite number")
+        raise ValueError(f"{cut(text, _SHOWN)} is not a finite number")
     return number
 
 

@@ -1,4 +1,4 @@
-"""What is launched, and how: names and numbers, so that implementations need not import Triton to speak of kernels."""
+"""Descriptions of kernels and launches, for code that does not import Triton."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel by name, so that naming it imports nothing.
+    """A kernel by name; creating one imports nothing.
 
     Attributes:
       module: a module of `jax_ep.megakernels.kernels`, or, in the interpreter, the absolute path of a file.
-      function: the `triton.jit` function in it.
+      function: the name of the `triton.jit` function in it.
     """
 
     module: str
@@ -31,19 +31,20 @@ class Kernel:
         return Path(__file__).parents[1] / "megakernels" / "kernels" / f"{self.module}.py"
 
     def load(self) -> Any:
-        """The `triton.jit` function; needs Triton."""
+        """Import the `triton.jit` function; needs Triton."""
         return getattr(importlib.import_module(f"jax_ep.megakernels.kernels.{self.module}"), self.function)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a kernel is launched.
+    """Grid and compilation options of a kernel launch.
 
     Attributes:
       num_programs: size of the one-dimensional grid.
       num_warps: warps per program.
       num_stages: depth of software pipelining.
-      max_registers: of a thread, so that more programs fit on a multiprocessor; None: as many as the compiler likes.
+      max_registers: register limit per thread, so that more programs fit on a multiprocessor; None lets the compiler
+        decide.
     """
 
     num_programs: int
@@ -72,21 +73,21 @@ _ELEMENT_TYPES = {
 
 
 def element_type(dtype: Any) -> str:
-    """Triton's name of a NumPy dtype."""
+    """Return Triton's name of a NumPy dtype."""
     name = _ELEMENT_TYPES.get(dtype.name)
     if name is None:
-        raise TypeError(f"kernels take no arrays of {dtype.name}, only of {', '.join(_ELEMENT_TYPES)}")
+        raise TypeError(f"kernels do not support arrays of {dtype.name}, expected one of {', '.join(_ELEMENT_TYPES)}")
     return name
 
 
 BOUND = 1 << 30
-"""Most rows that a bounded descriptor can have."""
+"""Maximum number of rows of a bounded descriptor."""
 
 _FAR = 0x7FFF0000
 
 
 class Blocks(NamedTuple):
-    """What a tensor descriptor says of an array, in elements: shape, strides, and what one load or store moves."""
+    """Shape, strides and block shape of a tensor descriptor, in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -95,14 +96,14 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """An operand that a kernel reads in blocks through a tensor descriptor (TMA), or a result that it writes so.
+    """An operand or result that a kernel accesses in blocks through a tensor descriptor (TMA).
 
-    What lies outside of the array reads as zero and is not written.
+    Reads outside the array return zero; writes outside are dropped.
 
     Attributes:
-      array: the array, or shape and dtype of a result; the strides of all axes but the last are whole 16-byte words.
-      block_shape: what one load or store moves, with as many axes.
-      bounded: an array `[M, N]` whose rows end where the kernel says (megakernels/kernels/bounded.py).
+      array: the array, or shape and dtype of a result. All strides but the last must be multiples of 16 bytes.
+      block_shape: size of one load or store, per axis.
+      bounded: the array is `[M, N]`, and the kernel chooses where its rows end (megakernels/kernels/bounded.py).
     """
 
     array: Any
@@ -111,7 +112,7 @@ class Descriptor:
 
     @property
     def blocks(self) -> Blocks:
-        """What the kernel's descriptor says."""
+        """The shape, strides and block shape of the kernel's descriptor."""
         shape = tuple(self.array.shape)
         if self.bounded:
             width = shape[-1]
@@ -122,31 +123,31 @@ class Descriptor:
 
 
 def blocks_of(argument: Any) -> Blocks | None:
-    """What the descriptor of an operand or result says; None: the kernel takes a pointer."""
+    """Return the blocks of a descriptor argument, or None for a plain pointer."""
     return argument.blocks if isinstance(argument, Descriptor) else None
 
 
 def array_of(argument: Any) -> Any:
-    """An operand, or shape and dtype of a result, without its descriptor."""
+    """Return an operand, or shape and dtype of a result, without its descriptor."""
     return argument.array if isinstance(argument, Descriptor) else argument
 
 
 def flat(arguments: Iterable[Any]) -> list[Any]:
-    """Operands or results one by one, where some of them are NamedTuples of several."""
+    """Flatten operands or results, some of which are NamedTuples."""
     return [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
 
 
 def flat_arrays(arguments: Iterable[Any]) -> list[Any]:
-    """Their arrays, or shapes and dtypes."""
+    """Flatten operands or results to arrays, or shapes and dtypes, without descriptors."""
     return [array_of(x) for x in flat(arguments)]
 
 
 def type_of(argument: Any) -> Any:
-    """The NamedTuple that an operand or result is; None: it is a single one."""
+    """Return the NamedTuple type of an operand or result, or None for a single one."""
     return type(argument) if isinstance(argument, tuple) else None
 
 
 def regrouped(values: Iterable[Any], types: Iterable[Any]) -> list[Any]:
-    """The reverse of `flat`: one by one, to NamedTuples again where `type_of` said so."""
+    """Invert `flat`: regroup values into NamedTuples of the given types."""
     rest = iter(values)
     return [next(rest) if kind is None else kind(*itertools.islice(rest, len(kind._fields))) for kind in types]

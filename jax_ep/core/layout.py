@@ -1,7 +1,7 @@
-"""Layout arithmetic: from expert ids to expert-major rows, in pure JAX.
+"""Layout arithmetic in pure JAX: from expert ids to expert-major rows.
 
-One stable sort by expert decides every place, so time and memory depend on the number of slots and not on the number
-of experts, and the same ids always give the same rows.
+One stable sort by expert decides every row, so time and memory depend on the number of assignments (token, k) and not
+on the number of experts, and the same ids always give the same rows.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from jax_ep.types import Array, Handle, Layout
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is at least `least`."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << (max(1, least) - 1).bit_length()
 
 
 def dropless_capacity(num_slots: int, num_groups: int, alignment: int) -> int:
-    """Rows that hold any routing of `num_slots` slots to `num_groups` groups aligned to `alignment` rows."""
+    """Return the number of rows that hold any routing of `num_slots` assignments to `num_groups` aligned groups."""
     return round_up(num_slots + jax.core.min_dim(num_groups, num_slots) * (alignment - 1), alignment)
 
 
 class SlotOrder(NamedTuple):
-    """Slots sorted by group: `slots[i]` belongs to `groups[i]`, `starts[g]` is where group g begins (`[G + 1]`)."""
+    """Assignments sorted by group: `slots[i]` belongs to `groups[i]`, and group g begins at `starts[g]` (`[G + 1]`)."""
 
     slots: Array
     groups: Array
@@ -40,22 +40,22 @@ class SlotOrder(NamedTuple):
 
     @property
     def counts(self) -> Array:
-        """`[G]` int32 slots of each group."""
+        """Number of assignments in each group, `[G]` int32."""
         return jnp.diff(self.starts)
 
     @property
     def ranks_in_group(self) -> Array:
-        """`[N]` int32 position of each sorted slot within its group."""
+        """Position of each sorted assignment within its group, `[N]` int32."""
         return jnp.arange(self.slots.shape[0], dtype=jnp.int32) - self.starts[self.groups]
 
 
 def _count_up(positions: Array, length: int) -> Array:
-    """`[length]` int32: for each i, how many of `positions` are at most i; positions past the end count nowhere."""
+    """Count the `positions` that are at most i, for each i, `[length]` int32; positions past the end are ignored."""
     return jnp.cumsum(jnp.zeros((length,), jnp.int32).at[positions].add(1, mode="drop"), dtype=jnp.int32)
 
 
 def sort_by_group(groups: Array, num_groups: int) -> SlotOrder:
-    """Sorts slots by group, keeping their order within a group; group `num_groups` means none and comes last.
+    """Sort assignments by group, stably; group `num_groups` means none and comes last.
 
     Args:
       groups: `[N]` int32 in `[0, num_groups]`.
@@ -67,18 +67,18 @@ def sort_by_group(groups: Array, num_groups: int) -> SlotOrder:
 
 
 def local_groups(topk_idx: Array, first_expert: Array | int, num_groups: int) -> Array:
-    """Ids relative to `first_expert`, flattened to `[N]`; `num_groups` where the expert is not one of these."""
+    """Return ids relative to `first_expert`, flattened to `[N]`, with `num_groups` for other experts."""
     local = topk_idx.reshape(-1) - first_expert
     return jnp.where((local >= 0) & (local < num_groups), local, num_groups)
 
 
 def count_invalid(topk_idx: Array, num_experts: int) -> Array:
-    """`[]` int32 ids outside `[0, num_experts)` other than -1."""
+    """Count the ids outside `[0, num_experts)` other than -1, `[]` int32."""
     return jnp.sum((topk_idx < -1) | (topk_idx >= num_experts), dtype=jnp.int32)
 
 
 class RowMap(NamedTuple):
-    """Slots to rows and back (-1: none), the rows of each group with padding, and the slots that found no row."""
+    """Maps between assignments and rows (-1: none), padded group sizes, and the number of dropped assignments."""
 
     row_slot: Array
     slot_row: Array
@@ -86,14 +86,15 @@ class RowMap(NamedTuple):
     dropped: Array
 
 
-@functools.partial(jax.jit, static_argnames=("num_groups", "capacity", "alignment"))  # see tiled_gemm.py
+# Jitted for eager callers: one compilation.
+@functools.partial(jax.jit, static_argnames=("num_groups", "capacity", "alignment"))
 def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> RowMap:
-    """Gives every slot a row: groups one after another, each padded to `alignment`, all within `capacity` rows.
+    """Assign a row to every assignment: groups in order, each padded to `alignment`, within `capacity` rows.
 
     Args:
-      groups: `[N]` int32 group of each slot, `num_groups` for none.
+      groups: `[N]` int32 group of each assignment, `num_groups` for none.
       num_groups: G.
-      capacity: R; slots whose row would lie past it are dropped.
+      capacity: R; assignments whose row would lie past it are dropped.
       alignment: each group starts at a multiple of it.
 
     Returns:
@@ -114,7 +115,7 @@ def map_rows(groups: Array, num_groups: int, capacity: int, alignment: int) -> R
 def make_handle(
     ids: Array, rank: Array | int, num_invalid: Array, layout: Layout, group: Array | None = None
 ) -> Handle:
-    """The handle of one rank, from the ids of all ranks.
+    """Build the handle of one rank from the ids of all ranks.
 
     Args:
       ids: `[W, T, K]` int32.
@@ -131,7 +132,7 @@ def make_handle(
 
 
 def block_owners(group_sizes: Array, num_blocks: int, block_size: int) -> Array:
-    """`[num_blocks]` int32 group of each block of rows, groups of whole blocks one after another; -1 past them."""
+    """Return the group of each block of rows, `[num_blocks]` int32, for groups of whole blocks; -1 past them."""
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     # A block belongs to the first group that ends after it begins.
     owner = _count_up(ends // block_size, num_blocks)
@@ -139,20 +140,20 @@ def block_owners(group_sizes: Array, num_blocks: int, block_size: int) -> Array:
 
 
 def row_groups(group_sizes: Array, num_rows: int) -> Array:
-    """`[R]` int32 group of each row, groups one after another; -1 past them. Negative sizes are empty groups."""
+    """Return the group of each row, `[R]` int32, -1 past the groups. Negative sizes are empty groups."""
     ends = jnp.cumsum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
     groups = _count_up(ends, num_rows)
     return jnp.where(groups < group_sizes.shape[0], groups, -1)
 
 
 def row_tokens(handle: Handle) -> Array:
-    """`[R]` int32 `source_rank * T + token` of each row; -1 for padding."""
+    """Return `source_rank * T + token` of each row, `[R]` int32; -1 for padding."""
     return jnp.where(handle.row_slot < 0, -1, handle.row_slot // handle.layout.top_k)
 
 
 def gather_rows(source: Array, index: Array) -> Array:
-    """`source[index]` along the first axis, with zeros where `index` is -1."""
-    if source.shape[0] == 0:  # no index but -1
+    """Return `source[index]` along the first axis, with zeros where `index` is -1."""
+    if source.shape[0] == 0:  # Every index is -1.
         return jnp.zeros_like(source, shape=(*index.shape, *source.shape[1:]))
     in_range = jnp.where(index < 0, source.shape[0], index)
     return source.at[in_range].get(mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""What a per-shard function needs to know about the mesh axes around it."""
+"""Queries and casts for the mesh axes around a per-shard function."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from jax_ep.types import Array, AxisName, Topology, type_name
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
-    """`axis_name` as a tuple, whether it names one axis or several, some of which may be slow."""
+    """Return `axis_name` as a tuple of names; a `Topology` gives all its axes."""
     if isinstance(axis_name, Topology):
         return axis_name.axes
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"axis_name={axis_name!r} is {type_name(axis_name)}, expected the name of a mesh axis, a str,"
-            " or a tuple"
+            f"axis_name={axis_name!r} is {type_name(axis_name)}, expected the name of a mesh axis, a str, or a tuple"
             " of names; pass e.g. 'expert'."
         )
     if len(set(names)) != len(names):
         raise ValueError(
-            f"axis_name={axis_name!r} names an axis twice; expected different axes: remove the repeated one."
+            f"axis_name={axis_name!r} names an axis twice, expected distinct axes; remove the repeated one."
         )
     return tuple(names)
 
 
 def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
-    """A mesh of one of these kinds."""
+    """Check that `mesh` is a mesh of one of these kinds."""
     if not isinstance(mesh, kinds):
         raise TypeError(
             f"{function}: mesh is {type_name(mesh)}, expected a jax.sharding.Mesh; pass jax.make_mesh(...)."
@@ -42,16 +41,16 @@ def check_mesh(function: str, mesh: object, kinds: type | UnionType) -> None:
 
 
 def platform() -> str:
-    """Where the function that is being traced will run ("cpu", "gpu", ...).
+    """Return the platform on which the function being traced will run ("cpu", "gpu", ...).
 
-    That is JAX's default backend, or the CPU in a mesh of CPU devices, which programs with GPUs have, too.
+    This is JAX's default backend, or "cpu" in a mesh of CPU devices, which programs with GPUs also have.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "cpu" if device is not None and device.platform == "cpu" else jax.default_backend()
 
 
 def is_one_device() -> bool:
-    """Whether what is traced runs on one device: within `shard_map` over all axes, or where there is no other."""
+    """Return whether the traced code runs on one device: inside `shard_map` over all axes, or with a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -59,16 +58,17 @@ def is_one_device() -> bool:
 
 
 def automatic_axes() -> list[str]:
-    """Axes of several devices that the `shard_map` around has left to XLA; none outside of one."""
+    """Return the axes of several devices that the surrounding `shard_map` leaves to XLA; empty outside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     others = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
     return [name for name in mesh.axis_names if name in others and mesh.shape[name] > 1]
 
 
 def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> int:
-    """Number of ranks on `axis_name`, or a `ValueError` that says how to bind it; `()` is one rank.
+    """Return the number of ranks on `axis_name`; `()` is one rank. With `of_vmap`, axes of `jax.vmap` count too.
 
-    Sums may go over an axis of `jax.vmap`, too; experts are on devices.
+    Raises:
+      ValueError: the axis is not bound here; the message says how to bind it.
     """
     names = axis_tuple(axis_name)
     if not names:
@@ -79,26 +79,26 @@ def axis_size(axis_name: AxisName, *, function: str, of_vmap: bool = False) -> i
             return int(lax.axis_size(names))
     where = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
     raise ValueError(
-        f"{function}: axis_name={axis_name!r}, but {where}. Call it inside jax.shard_map over a mesh that has"
-        f" the axis {axis_name!r}, or pass the axis_name of that mesh."
+        f"{function}: axis_name={axis_name!r}, but {where}. Call it inside jax.shard_map over a mesh that has the axis"
+        f" {axis_name!r}, or pass the axis_name of that mesh."
     )
 
 
 def spread_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """The bound axes of `axis_name` that have more than one rank, in order: what they say of who is which rank."""
+    """Return the bound axes of `axis_name` that have more than one rank, in order; they determine rank numbers."""
     return tuple(name for name in axis_tuple(axis_name) if lax.axis_size(name) > 1)
 
 
 def varying_axes(x: Array) -> frozenset[str]:
-    """Manual mesh axes over which `x` may differ; empty outside `shard_map` and under `check_vma=False`."""
+    """Return the manual mesh axes over which `x` may differ; empty outside `shard_map` and under `check_vma=False`."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
-    """Casts all arrays of `tree` to vary over the same mesh axes: the union of theirs and `over`.
+    """Cast all arrays of `tree` to vary over the same mesh axes: the union of theirs and `over`.
 
-    A custom VJP must return cotangents that vary exactly as the inputs did. After this cast they all do, and the
-    cast's own transpose sums the cotangent of an input that was the same on several ranks.
+    A custom VJP must return cotangents that vary exactly as its inputs did. After this cast all inputs vary alike, and
+    the transpose of the cast sums the cotangents of an input that was replicated over several ranks.
     """
     leaves, treedef = jax.tree.flatten(tree)
     union = frozenset(over).union(*(varying_axes(leaf) for leaf in leaves))
@@ -107,7 +107,7 @@ def vary_alike[Tree](tree: Tree, *, over: tuple[str, ...] = ()) -> Tree:
 
 
 def vary_as[Tree](x: Array, tree: Tree) -> Tree:
-    """Casts all arrays of `tree` to vary over the mesh axes over which `x` does: results of a kernel forget that."""
+    """Cast all arrays of `tree` to vary over the mesh axes of `x`; kernel results lose this information."""
 
     def cast(leaf: Array) -> Array:
         axes = tuple(sorted(varying_axes(x) - varying_axes(leaf)))
@@ -117,13 +117,13 @@ def vary_as[Tree](x: Array, tree: Tree) -> Tree:
 
 
 def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: Any) -> Any:
-    """`function(*arguments)` with the explicit mesh axes around it made automatic; results get `out_specs`.
+    """Run `function(*arguments)` with explicit mesh axes made automatic; results get `out_specs`.
 
-    For functions of global arrays. Scatters, gathers and `top_k` have no sharding of their own on explicit axes.
+    For functions of global arrays: scatters, gathers and `top_k` have no sharding rule for explicit axes.
 
     Args:
-      function: positional pytrees of arrays to a pytree of arrays; it closes over no array.
-      out_specs: a spec for each result, on explicit axes alone, such as parts of `spec_of` an argument.
+      function: maps positional pytrees of arrays to a pytree of arrays, without closing over arrays.
+      out_specs: a spec for each result, on explicit axes only, such as parts of `spec_of` an argument.
       *arguments: pytrees of arrays.
     """
     mesh = _mesh_around(jax.tree.leaves(arguments))
@@ -135,7 +135,7 @@ def on_automatic_axes(function: Callable[..., Any], out_specs: Any, *arguments: 
 
 
 def _mesh_around(arrays: list[Array]) -> jax.sharding.AbstractMesh:
-    """The mesh of the context, or else the one of an array; it may be empty."""
+    """Return the mesh of the context, or else the mesh of one of the arrays; it may be empty."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
@@ -146,10 +146,10 @@ def _mesh_around(arrays: list[Array]) -> jax.sharding.AbstractMesh:
 def takes_global_arrays[**Arguments, Result](
     *, keeps_rows: bool = False
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Decorate an operation on the arrays of one device so that explicit mesh axes may split them.
+    """Decorate a single-device operation so that its arrays may be sharded over explicit mesh axes.
 
-    Outside `shard_map` the axes become automatic inside. Explicit axes then split no result, but for axis 0 of the
-    result with `keeps_rows`, which they split as axis 0 of the first argument.
+    Outside `shard_map`, explicit axes become automatic inside the operation, and results are not sharded over them.
+    With `keeps_rows`, axis 0 of the result is sharded like axis 0 of the first argument.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -181,7 +181,7 @@ def takes_global_arrays[**Arguments, Result](
 
 
 def spec_of(x: Array) -> tuple[Any, ...]:
-    """What the type of an array says of each of its axes: the explicit mesh axes that split it, or None."""
+    """Return the explicit mesh axes that shard each axis of an array, or None, from its type."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
 
@@ -189,7 +189,7 @@ def spec_of(x: Array) -> tuple[Any, ...]:
 def _explicit_part(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: jax.sharding.PartitionSpec
 ) -> jax.sharding.PartitionSpec:
-    """`spec` without the axes that are not explicit: types name no others."""
+    """Remove the axes from `spec` that are not explicit; types name explicit axes only."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
     def kept(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -203,10 +203,10 @@ def rearrange(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     spec: jax.sharding.PartitionSpec,
 ) -> Callable[[Array], Array]:
-    """`function`, a change of shape, for either kind of mesh axes.
+    """Wrap a reshaping `function` for automatic and explicit mesh axes.
 
-    Explicit axes demand that the output's sharding be named, since a merged or padded axis has no obvious one;
-    with automatic axes the compiler places it.
+    With explicit axes the output sharding must be named, because a merged or padded axis has no obvious one. With
+    automatic axes the compiler chooses it.
     """
     if mesh.are_all_axes_auto:
         return function

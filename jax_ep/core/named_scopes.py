@@ -1,4 +1,4 @@
-"""The names of the package's public functions, in profiles, in lowered programs and at the beginning of errors."""
+"""Names of the public functions in profiles, lowered programs and error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _names: set[str] = set()
 
 
 def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Name what `function` traces, what JAX derives from it included, `jax_ep.<function>`; and its errors."""
+    """Decorate a public function: trace it in the scope `jax_ep.<function>`, and start its errors with its name."""
     name = function.__name__
     _names.add(name)
     return errors_begin_with(name)(jax.named_scope(f"jax_ep.{name}")(function))
@@ -22,9 +22,9 @@ def operation[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
 
 @contextlib.contextmanager
 def errors_begin_with(name: str) -> Iterator[None]:
-    """In this block, or in a function decorated so, errors begin with `name`, also those of operations that it uses.
+    """Start errors raised in this block, or in a decorated function, with `name`.
 
-    In a block of another name, they begin with that one: it is the function that the user has called.
+    Nested blocks keep the outermost name, which is the function that the user called.
     """
     _names.add(name)
     if _called.get() is not None:
@@ -42,11 +42,11 @@ def errors_begin_with(name: str) -> Iterator[None]:
 
 
 def _begun_with(name: str, message: str) -> str:
-    """The message with the name of the function in place of another one, or in front."""
+    """Prefix a message with the function's name, or replace the name of another function at its start."""
     used = re.match(rf"(?:{'|'.join(_names)})(?=:| has no gradient| with QuantizedExperts)", message)
     return f"{name}: {message}" if used is None else name + message[used.end() :]
 
 
 def called(function: str) -> str:
-    """The operation that the user has called, for errors of what runs later; `function` where that is not known."""
+    """Return the public function that the user called, or `function` if unknown."""
     return _called.get() or function

@@ -1,4 +1,4 @@
-"""For functions whose derivative would be silently wrong: one that raises instead."""
+"""Functions that raise an error when differentiated, instead of returning a wrong gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def without_gradient[Tree](remedy: str, tree: Tree) -> Tree:
-    """The identity, whose gradient is a `TypeError` that says `remedy`."""
+    """Return `tree` unchanged; differentiating it raises a `TypeError` with the message `remedy`."""
     return tree
 
 
@@ -28,7 +28,7 @@ without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def call_without_gradient(remedy: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, whose gradient is a `TypeError` that says `remedy`; the function need not have one."""
+    """Return `function(*arguments)`; differentiating it raises a `TypeError`. `function` may lack a derivative."""
     return function(*arguments)
 
 

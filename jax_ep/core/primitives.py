@@ -1,4 +1,4 @@
-"""Calls that are traced as primitives: what they are is known, what they run is not yet, or is no part of JAX."""
+"""JAX primitives whose implementation is chosen when a program is lowered, or runs outside of JAX."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jax_ep.types import Array
 
 
 def deferred(name: str, run: Callable[..., Sequence[Array]]) -> Primitive:
-    """A primitive that becomes `run(*operands, **params)` where a program is lowered, for every platform.
+    """Return a primitive that lowers to `run(*operands, **params)` on every platform.
 
-    Its parameter `results` holds `jax.core.ShapedArray`s of the results, typed as the same on all devices; all can be
-    hashed. It has no derivative, and `jax.vmap` calls it once per element, in order.
+    Its parameter `results` holds the `jax.core.ShapedArray`s of the results, typed as replicated. All parameters must
+    be hashable. The primitive has no derivative, and `jax.vmap` calls it once per element, in order.
     """
     call = Primitive(name)
     call.multiple_results = True
@@ -36,7 +36,7 @@ def deferred(name: str, run: Callable[..., Sequence[Array]]) -> Primitive:
 
 
 def in_order(call: Primitive) -> Callable[..., Any]:
-    """The rule of a primitive with several results that is called once per element of a batch, in order."""
+    """Return a batching rule that calls a primitive with several results once per batch element, in order."""
 
     def rule(operands: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[Any, tuple[int, ...]]:
         batched = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
@@ -53,5 +53,5 @@ def in_order(call: Primitive) -> Callable[..., Any]:
 
 
 def shaped(x: Any) -> jax.core.ShapedArray:
-    """The entry of `results` for an array of this shape and dtype."""
+    """Return the `results` entry for an array of this shape and dtype."""
     return jax.core.ShapedArray(x.shape, x.dtype)

@@ -9,7 +9,7 @@ import jax
 
 
 def numbers_in_processes(devices: Iterable[jax.Device]) -> dict[jax.Device, int]:
-    """The place of each device among those of its process."""
+    """Return the position of each device among the devices of its process."""
     counts = collections.Counter[int]()
     found = {}
     for device in devices:

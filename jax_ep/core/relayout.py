@@ -1,7 +1,8 @@
-"""Rows of arrays that are spread over ranks, moved to other ranks and copied there: each travels once, and unpadded.
+"""Redistribution of rows between ranks: each row is sent once per target, without padding.
 
-What travels is an edge from one rank to another. The edges are coloured so that no rank has two of one colour on either
-side, with as few colours as the busiest rank has edges (Koenig's theorem); each colour is one `lax.ppermute`.
+Each row sent is an edge from a source to a target rank. The edges are colored so that no rank sends or receives two
+rows of one color, with as many colors as the busiest rank has edges (Koenig's theorem). Each color is one
+`lax.ppermute`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from jax_ep.types import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relayout:
-    """Who sends which row where; static.
+    """The static plan of a redistribution: which rank sends which row to which rank.
 
     Attributes:
-      axis: mesh axes of the ranks, in order; none for one rank.
-      num_sources: rows of each rank before.
-      own_rows: `[W, S]` own row of each row afterwards, or `num_sources` where another rank sends it; traced sources
-        of one rank are here alone.
+      axis: mesh axes of the ranks, in order; empty for one rank.
+      num_sources: source rows per rank.
+      own_rows: `[W, S]` local source row of each target row, or `num_sources` if another rank sends it. May be traced
+        if
+        there is one rank.
       pairs: for each round the pairs (source, target) of ranks.
-      sent_rows: `[rounds, W]` row that a rank sends.
-      received_rows: `[rounds, W]` row afterwards that a rank receives, or S for none.
+      sent_rows: `[rounds, W]` row that each rank sends.
+      received_rows: `[rounds, W]` target row that each rank receives, or S for none.
     """
 
     axis: tuple[str, ...]
@@ -42,9 +44,9 @@ class Relayout:
 
 
 def make(sources: np.ndarray | Array, num_source_rows: int, num_ranks: int, axis: tuple[str, ...]) -> Relayout:
-    """Of `sources [S * W]`, the row of all ranks' rows before that each of their rows afterwards repeats.
+    """Plan a redistribution in which global target row i copies global source row `sources[i]`, `[S * W]`.
 
-    Where there is one rank, they may be traced.
+    `sources` may be traced if there is one rank.
     """
     if num_ranks == 1:
         nothing = np.zeros((0, 1), np.int32)
@@ -55,27 +57,27 @@ def make(sources: np.ndarray | Array, num_source_rows: int, num_ranks: int, axis
     target_rank, slot = np.divmod(np.arange(len(sources)), num_targets)
     own = source_rank == target_rank
     own_rows = np.where(own, row, num_sources).reshape(num_ranks, num_targets).astype(np.int32)
-    travelling = np.flatnonzero(~own)
-    edges = [(int(source_rank[i]), int(target_rank[i])) for i in travelling]
-    colours = colour(edges, num_ranks)
-    num_rounds = 1 + max(colours, default=-1)
+    moved = np.flatnonzero(~own)
+    edges = [(int(source_rank[i]), int(target_rank[i])) for i in moved]
+    colors = color(edges, num_ranks)
+    num_rounds = 1 + max(colors, default=-1)
     sent_rows = np.zeros((num_rounds, num_ranks), np.int32)
     received_rows = np.full((num_rounds, num_ranks), num_targets, np.int32)
     pairs: list[list[tuple[int, int]]] = [[] for _ in range(num_rounds)]
-    for i, (source, target), found in zip(travelling, edges, colours, strict=True):
+    for i, (source, target), found in zip(moved, edges, colors, strict=True):
         pairs[found].append((source, target))
         sent_rows[found, source], received_rows[found, target] = row[i], slot[i]
     return Relayout(axis, num_sources, own_rows, tuple(map(tuple, pairs)), sent_rows, received_rows)
 
 
-def colour(edges: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
-    """A colour of each edge (source, target), as few as there can be, so that those of a rank differ on either side."""
+def color(edges: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
+    """Color the edges (source, target) with as few colors as possible; edges that share a source or a target differ."""
     degrees = [np.bincount(side, minlength=num_ranks).max() for side in np.array(edges).T] if edges else [0]
-    used = np.full((2, num_ranks, max(degrees)), -1)  # the edge that a source, and a target, has of a colour
-    colours = [-1] * len(edges)
+    used = np.full((2, num_ranks, max(degrees)), -1)  # Edge of each color at each source and target.
+    colors = [-1] * len(edges)
     for new, ends in enumerate(edges):
         at_source, at_target = (int(np.argmin(used[side, ends[side]] >= 0)) for side in (0, 1))
-        # What begins at the target with the source's free colour, and alternates, never comes to the source.
+        # An alternating path from the target that starts with the source's free color never reaches the source.
         path, side, node, wanted = [], 1, ends[1], at_source
         while (edge := int(used[side, node, wanted])) >= 0:
             path.append(edge)
@@ -83,16 +85,16 @@ def colour(edges: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
             node, wanted = edges[edge][side], at_source + at_target - wanted
         for edge in path:
             for side in (0, 1):
-                used[side, edges[edge][side], colours[edge]] = -1
-        for edge, found in (*((edge, at_source + at_target - colours[edge]) for edge in path), (new, at_source)):
-            colours[edge] = found
+                used[side, edges[edge][side], colors[edge]] = -1
+        for edge, found in (*((edge, at_source + at_target - colors[edge]) for edge in path), (new, at_source)):
+            colors[edge] = found
             for side in (0, 1):
                 used[side, edges[edge][side], found] = edge
-    return colours
+    return colors
 
 
 def gather(plan: Relayout, w: Array) -> Array:
-    """Rows afterwards `[S, ...]` from those before, inside a `shard_map` over the plan's axes."""
+    """Gather the target rows `[S, ...]` from the source rows, inside a `shard_map` over the plan's axes."""
     (w,) = vary_alike((w,), over=plan.axis)
     return (
         _gather(plan, w, _own_rows(plan)) if jnp.issubdtype(w.dtype, jnp.floating) else _copy(plan, w, _own_rows(plan))
@@ -100,7 +102,7 @@ def gather(plan: Relayout, w: Array) -> Array:
 
 
 def scatter(plan: Relayout, w: Array) -> Array:
-    """The transpose of `gather`: rows before, each the sum of what repeats it."""
+    """Apply the transpose of `gather`: sum into each source row the target rows that copy it."""
     (w,) = vary_alike((w,), over=plan.axis)
     return (
         _scatter(plan, w, _own_rows(plan)) if jnp.issubdtype(w.dtype, jnp.floating) else _add(plan, w, _own_rows(plan))
@@ -124,7 +126,7 @@ def _copy(plan: Relayout, w: Array, own_rows: Array) -> Array:
 
 
 def _add(plan: Relayout, w: Array, own_rows: Array) -> Array:
-    """One row after another, in one order, so that sums have the same bits in every run; of short floats in float32."""
+    """Sum rows one by one in a fixed order, so that results are deterministic; 16-bit floats accumulate in float32."""
     small = jnp.issubdtype(w.dtype, jnp.floating) and w.dtype.itemsize < 4
     dtype = jnp.dtype(jnp.float32) if small else w.dtype
     total, _ = vary_alike((jnp.zeros((plan.num_sources, *w.shape[1:]), dtype), w))

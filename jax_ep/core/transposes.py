@@ -1,4 +1,4 @@
-"""Linear functions that are each other's backward pass."""
+"""Registration of linear functions that are each other's backward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax_ep.types import Array, Options
 
 
 def transposes(function: Any, transpose: Any) -> None:
-    """Makes `transpose` the backward of the custom VJP `function(options, rows, handle)`, in the dtype of the rows."""
+    """Define `transpose` as the backward pass of the custom VJP `function(options, rows, handle)`."""
 
     def forward(options: Options, rows: Array, handle: Any) -> tuple[Array, Any]:
         return function(options, rows, handle), (rows[:0], handle)

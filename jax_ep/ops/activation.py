@@ -53,7 +53,7 @@ def activate(
     # In other rows the function shall see what it sees elsewhere, as its derivative may not exist at zero.
     usual = lax.stop_gradient(jnp.where(in_use[:1], hidden[:1], 1))
     rows = experts.activation(jnp.where(in_use, hidden, usual))
-    rows = check.own_rows(options.function, rows, hidden, intermediate)
+    rows = check.activation_rows(options.function, rows, hidden, intermediate)
     return (jnp.where(in_use, rows, 0).astype(wide) * factors).astype(hidden.dtype)
 
 

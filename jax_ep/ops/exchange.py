@@ -284,7 +284,7 @@ def prepare(
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, values.shape[0], num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
-        topk_idx = check.ids_that_count(function, topk_idx, num_tokens, handle)
+        topk_idx = check.mask_ids(function, topk_idx, num_tokens, handle)
         check.expert_ids(function, topk_idx, None, num_experts)
     top_k = 0 if topk_idx is None else topk_idx.shape[1]
     wanted = Layout(num_ranks, num_experts, values.shape[0], top_k, 0, alignment, spread_axes(options.axis))
@@ -312,7 +312,7 @@ def _layout(options: Options, wanted: Layout, capacity: int | None, handle: Hand
     # Rows past the capacity are numbered too, before they are dropped.
     most = dropless_capacity(wanted.num_slots, wanted.num_local_experts, alignment)
     sizes = f"{wanted.num_ranks} ranks * {wanted.num_tokens} tokens * K={wanted.top_k} with {alignment=}"
-    check.countable(function, sizes, most, "pass fewer tokens in each call, or a smaller alignment")
+    check.int32_rows(function, sizes, most, "pass fewer tokens in each call, or a smaller alignment")
     return dataclasses.replace(wanted, capacity=most if capacity is None else capacity)
 
 

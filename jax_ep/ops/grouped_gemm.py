@@ -103,7 +103,7 @@ def checked(
     """Operands that fit together; `name` is what the caller knows `rhs` as."""
     function = options.function
     lhs = check.matrix(function, "lhs", lhs, "[M, K]")
-    check.countable(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
+    check.int32_rows(function, f"lhs of shape {lhs.shape}", lhs.shape[0], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     rhs = check.expert_weights(function, name, rhs, (group_sizes.shape[0], lhs.shape[1]), lhs.dtype, "group_sizes")
     return lhs, rhs, group_sizes

@@ -138,7 +138,7 @@ def dispatch(
     if topk_idx is not None:
         topk_idx = check.expert_ids(function, topk_idx, num_rows, num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
-        topk_idx = check.ids_that_count(function, topk_idx, num_tokens, handle)
+        topk_idx = check.mask_ids(function, topk_idx, num_tokens, handle)
     if handle is not None:
         top_k = checked_handle(function, handle, topology, num_rows)
     elif topk_idx is not None:
@@ -223,7 +223,7 @@ def layer(
     num_experts, _ = check.experts(function, num_experts, topology)
     topk_idx = check.expert_ids(function, topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
     if num_tokens is not None:
-        topk_idx = check.ids_that_count(function, topk_idx, num_tokens, None)
+        topk_idx = check.mask_ids(function, topk_idx, num_tokens, None)
     topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, x)
     out, back = (_options(function, topology, check.wire(function, dtype, x)) for dtype in wire_dtypes)
     back = dataclasses.replace(back, sum_dtype=check.result_dtype(function, sum_dtype, x.dtype))

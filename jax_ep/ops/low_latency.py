@@ -169,7 +169,7 @@ def checked_layout(options: Options, num_experts: int, max_tokens: int, top_k: i
     num_experts, num_ranks = check.experts(options.function, num_experts, options.axis)
     capacity, slots = num_experts * max_tokens, num_ranks * max_tokens * top_k
     sizes = f"max_tokens_per_rank={max_tokens} of {num_ranks} ranks, K={top_k} and {num_experts=}"
-    check.countable(options.function, sizes, max(capacity, slots), "lower max_tokens_per_rank, or use dispatch")
+    check.int32_rows(options.function, sizes, max(capacity, slots), "lower max_tokens_per_rank, or use dispatch")
     return Layout(num_ranks, num_experts, max_tokens, top_k, capacity, axis=spread_axes(options.axis))
 
 

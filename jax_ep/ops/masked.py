@@ -151,7 +151,7 @@ def masked_gated_activation(
     function = "masked_gated_activation"
     check.flag(function, "quantize", quantize)
     hidden = check.floating(function, "hidden", check.array(function, "hidden", hidden, 3, "[L, M, 2 * I]"))
-    check.countable(function, f"hidden of shape {hidden.shape}", hidden.shape[0] * hidden.shape[1], "split it")
+    check.int32_rows(function, f"hidden of shape {hidden.shape}", hidden.shape[0] * hidden.shape[1], "split it")
     group_sizes = check.group_sizes(function, group_sizes)
     remedy = "pass the counts of the local experts"
     check.size(function, "axis 0 of group_sizes", group_sizes.shape[0], hidden.shape[0], remedy)
@@ -231,7 +231,7 @@ def _by_own_function(
     if bias is not None:
         hidden = add_bias_of_blocks(hidden, bias)
     flat = hidden.reshape(hidden.shape[0] * hidden.shape[1], hidden.shape[2])
-    rows = check.own_rows(options.function, own(flat), flat, inner).reshape(*hidden.shape[:2], -1)
+    rows = check.activation_rows(options.function, own(flat), flat, inner).reshape(*hidden.shape[:2], -1)
     if not quantize:
         return rows.astype(hidden.dtype), None
     check_fp8.whole_blocks(options.function, "I, the columns of the activated rows,", rows.shape[2])

@@ -335,7 +335,7 @@ def _in_one_launch(
     topk_idx = check.expert_ids(options.function, topk_idx, x.shape[0], num_experts, all_count=all_count)
     topk_weights = check.router_weights(options.function, topk_weights, topk_idx.shape, x)
     if num_tokens is not None:
-        topk_idx = check.ids_that_count(options.function, topk_idx, num_tokens, None)
+        topk_idx = check.mask_ids(options.function, topk_idx, num_tokens, None)
     apart = dataclasses.replace(options.schedule, single_launch=False)
 
     def unfused(topk_idx: Array, x: Array, topk_weights: Array, matrices: Any, biases: Any) -> Array:

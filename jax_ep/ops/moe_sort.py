@@ -70,7 +70,7 @@ def moe_sort(
     topk_idx = check.expert_ids(function, topk_idx, None, num_experts, all_count=num_tokens is None)
     num_rows = dropless_capacity(topk_idx.size, num_local, block_size)
     sizes = f"topk_idx of shape {topk_idx.shape} with num_local_experts={num_local} and {block_size=}"
-    check.countable(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
+    check.int32_rows(function, sizes, num_rows, "pass fewer tokens in each call, or a smaller block_size")
     if topk_weights is not None:
         topk_weights = check.router_weights(function, topk_weights, topk_idx.shape, topk_weights)
     if num_tokens is not None:

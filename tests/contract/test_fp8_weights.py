@@ -229,7 +229,7 @@ MISTAKES = {
     "no array": (TypeError, {}, {"values": [1]}, r"w_gate_up.values is a list"),
     "several layers": (
         *(ValueError, {}, {"master": jnp.ones((3, 2, 128, 256))}),
-        r"stands for matrices \(3, 2, 128, 256\).*one layer",
+        r"stands for weights \(3, 2, 128, 256\).*one layer",
     ),
 }
 

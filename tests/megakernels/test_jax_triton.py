@@ -347,7 +347,7 @@ def test_a_package_that_does_not_work_with_this_jax(no_context: None, monkeypatc
 
 def test_results_by_descriptor_are_refused() -> None:
     result = Descriptor(Array((64, 64), BF16), (16, 16))
-    with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton describes operands only"):
+    with pytest.raises(NotImplementedError, match=r"copy: .*jax-triton supports descriptors of operands only"):
         jax_triton.launch_kernel(Kernel("m", "copy"), (), (result,), Config(1), {}, capability=90)
 
 

@@ -79,7 +79,7 @@ BAD = {
     "a rate that is no number": (
         [],
         {"rates": RATES | {"memory_bytes_per_s": float("nan")}},
-        "NaN is no finite number",
+        "NaN is not a finite number",
     ),
     "a long name": ([], {"device_kind": "x" * 10**6}, "device_kind='xxx"),
     "many lines": ([], {"device_kind": "a\n" * 100}, "device_kind='a"),

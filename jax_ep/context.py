@@ -161,7 +161,7 @@ def init(
             _current, _generation = wanted, _generation + 1
             _comparison = rendezvous.Comparison() if jax.process_count() > 1 else None
             _use_launcher(wanted.launcher)
-            _log.info("transport %s", transports.described(wanted.transport))
+            _log.info("transport %s", transports.describe(wanted.transport))
         return _current
 
 
@@ -175,7 +175,7 @@ def _checked(
             f"init: the mesh has axes {tuple(mesh.shape)}, but axis_name={axis_name!r} needs {missing}; pass the axis"
             " that carries the experts."
         )
-    transport = transports.checked(transport)
+    transport = transports.resolve(transport)
     if heap_bytes is not None and transport == "xla":
         raise ValueError(f"init: heap_bytes={heap_bytes}, but transport 'xla' owns no memory; leave heap_bytes out.")
     check.heap_bytes(heap_bytes)
@@ -194,7 +194,7 @@ def _in_words(context: Context) -> str:
     parts = (
         f"mesh {dict(context.mesh.shape)} of devices {order}",
         *(f"{name}={getattr(context, name)!r}" for name in names),
-        f"num_processes={rendezvous.processes_asked_for()} of jax.distributed.initialize",
+        f"num_processes={rendezvous.configured_processes()} of jax.distributed.initialize",
         *(f"{name} {sys.modules[name].__version__}" for name in ("jax_ep", "jax", "jaxlib")),
         f"jax_enable_x64={jax.config.read('jax_enable_x64')}",
     )
@@ -275,9 +275,9 @@ def given_mesh() -> jax.sharding.Mesh | None:
     return _current.mesh if _current is not None and _current.mesh_is_given else None
 
 
-def concurrent_launches() -> str | None:
+def unordered_launches_reason() -> str | None:
     """Why XLA's flags forbid kernels that meet their peers, or None."""
-    return check.concurrent_launches()
+    return check.unordered_launches_reason()
 
 
 def apart(axis: tuple[str, ...]) -> str | None:
@@ -292,7 +292,7 @@ def apart(axis: tuple[str, ...]) -> str | None:
             f"the mesh here, {dict(here.shape)}, is not that of init, {dict(mesh.shape)}, of which it is known which"
             " devices reach each other's memory"
         )
-    return peer_access.apart(mesh, axis, of_processes=of_processes)
+    return peer_access.unreachable_reason(mesh, axis, of_processes=of_processes)
 
 
 def missing_init() -> str | None:

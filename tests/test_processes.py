@@ -101,9 +101,9 @@ def test_processes_that_differ() -> None:
         assert all(
             re.search(rf"process 0: .*{re.escape(zero)}.*; process 1: .*{re.escape(one)}", text) for text in said
         )
-        assert all("the processes run different programs: as exchange number" in text for text in said)
+        assert all("the processes run different programs: as all-to-all number" in text for text in said)
     assert both[0]["on its own devices"] == "no error"
-    assert "processes [1] have not come to it within 2 s" in both[0]["missing"]
+    assert "processes [1] have not arrived within 2 s" in both[0]["missing"]
 
 
 ALONE = """

@@ -1,1 +1,1 @@
-"""Symmetric memory: who owns it, how processes meet, and what may write to a peer's."""
+"""Symmetric memory: allocation, the rendezvous of processes, and peer access."""

@@ -1,4 +1,4 @@
-"""Where symmetric heaps live: generations of them, and the memory of one process that drives every GPU."""
+"""Memory of symmetric heaps: the `Memory` protocol, and its implementation for one process that drives every GPU."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from jax_ep.core.layout import round_up
 from jax_ep.core.processes import numbers_in_processes
 from jax_ep.heap.trace_area import DeviceTraceArea, TraceArea
 
-_LEAST_BYTES, _UNIT = 16 << 20, 1 << 20  # of an allocation
+_LEAST_BYTES, _UNIT = 16 << 20, 1 << 20  # Allocation sizes.
 
 
 @dataclasses.dataclass
 class Generation:
-    """Heaps of one size, one per device, which stay where they are until `finalize`.
+    """Heaps of one size, one per device, that keep their addresses until `finalize`.
 
     Attributes:
-      ids: of their pointer tables and status records; programs traced now take the last one. Where there were
-        several generations before a `finalize`, this one stands for all of them.
-      addresses: of the heaps of all devices, by number of the device of this process that sees them so.
-      allocation: in which allocation of the memory they lie, and
-      start: from which of its bytes on.
-      num_bytes: what programs may use of the data area, or of each buffer.
-      buffer_bytes: of a low-latency buffer; 0 where this generation is for data.
-      reserved: the most that a program traced so far may use.
+      ids: ids of their pointer tables and status records; newly traced programs use the last one. After a `finalize`,
+        one generation may replace several earlier ones and keep their ids.
+      addresses: heap addresses of all devices as each device of this process sees them, by its number.
+      allocation: index of the allocation that contains the heaps.
+      start: byte offset within that allocation.
+      num_bytes: usable bytes of the data area, or of each buffer.
+      buffer_bytes: size of a low-latency buffer; 0 in a generation for data.
+      reserved: the most bytes that a program traced so far may use.
     """
 
     ids: Sequence[int]
@@ -46,55 +46,57 @@ class Generation:
 
     @property
     def id(self) -> int:
-        """Of the table and the status record for what is traced now."""
+        """Id of the table and the status record for newly traced programs."""
         return self.ids[-1]
 
 
-def half_as_much_again(generations: Sequence[Generation]) -> int:
-    """What the next generation has at least: all of them together then have less than three times what the last has."""
+def next_generation_bytes(generations: Sequence[Generation]) -> int:
+    """Return the minimum size of the next generation: 1.5 times the last one, which bounds their sum."""
     return generations[-1].num_bytes * 3 // 2 if generations else 0
 
 
 def allocation_bytes(needed: int) -> int:
-    """The size of an allocation that holds so many bytes."""
+    """Return the size of an allocation that holds `needed` bytes."""
     return max(round_up(needed, _UNIT), _LEAST_BYTES)
 
 
 class Memory(Protocol):
-    """Where heaps live: allocations on every device, and one status record beside them.
+    """Provider of heaps: allocations on every device, and one status record per device.
 
-    `devices` are those of all processes that reach each other's memory, in one order; numbers of devices are places in
-    it. `numbers` are those of all devices of the program, also where other ones have such a memory of their own.
+    `devices` lists the devices of all processes that can access each other's memory, in one order; device numbers are
+    positions in it. `numbers` maps all devices of the program, including those of other memory domains, to their
+    numbers.
     """
 
     devices: list[jax.Device]
     numbers: dict[jax.Device, int]
 
     def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
-        """Zeroed memory of `num_bytes` on every device, for `function`; what there was before stays.
+        """Allocate `num_bytes` of zeroed memory on every device; earlier allocations stay valid.
 
-        Programs may be running. The addresses of the memory of all devices, in their order, as each device of this
-        process sees them, by its number.
+        Programs may be running. Return the addresses of all devices' memory, in device order, as each device of this
+        process
+        sees them, by its number. `function` is the public function to name in errors.
 
         Raises:
-          RuntimeError: there is not so much memory; the message says how much, and the remedy.
+          RuntimeError: memory is insufficient; the message gives the size and the remedy.
         """
 
     def status_address(self, device: int) -> int:
-        """Address of the status record as `device`, one of this process, sees it."""
+        """Return the address of the status record as `device`, one of this process, sees it."""
 
     def statuses(self) -> list[ffi.StatusBuffer]:
-        """The records of this process's devices as the host sees them."""
+        """Return the status records of this process's devices as the host sees them."""
 
     def trace_area(self, header: np.ndarray, num_words: int) -> TraceArea:
-        """Memory of each device of this process for the traces of its kernels, in place of what it had before."""
+        """Allocate trace memory on each device of this process, replacing the previous trace memory."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Free all memory."""
 
 
 class PeerMemory:
-    """Heaps of the devices of a process: shards of JAX arrays, since XLA enables peer access for them."""
+    """Heaps of the devices of one process, as shards of JAX arrays, between which XLA enables peer access."""
 
     def __init__(self) -> None:
         self.devices = jax.local_devices()
@@ -104,7 +106,7 @@ class PeerMemory:
         self._heaps: list[jax.Array] = []
 
     def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
-        """See `Memory`: the addresses are the same for each device, in one address space."""
+        """Allocate memory as `Memory.allocate` describes; all devices see the same addresses."""
         sharding = NamedSharding(self._mesh, P("device"))
         shape = (len(self.devices), num_bytes)
         try:
@@ -129,35 +131,35 @@ class PeerMemory:
         )
 
     def status_address(self, device: int) -> int:
-        """Address of the status record as `device` sees it."""
+        """Return the address of the status record as `device` sees it."""
         return self._statuses[device].device_address
 
     def statuses(self) -> list[ffi.StatusBuffer]:
-        """The records as the host sees them."""
+        """Return the status records as the host sees them."""
         return self._statuses
 
     def trace_area(self, header: np.ndarray, num_words: int) -> TraceArea:
-        """See `Memory`."""
+        """Allocate trace memory as `Memory.trace_area` describes."""
         return DeviceTraceArea(list(enumerate(self.devices)), header, num_words)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free all memory."""
         self._heaps = []
         for status in self._statuses:
             status.free()
 
 
 def wait_for_devices(devices: list[jax.Device]) -> None:
-    """Wait until every program launched so far on these devices has ended, whether it fails or not.
+    """Wait until every program launched so far on these devices has ended, successfully or not.
 
-    A GPU runs programs in the order of their launches. CPU devices do so only with programs of several devices: one of
-    a single device runs when its operands are ready, so that all results in memory are waited for too.
+    A GPU runs programs in launch order. CPU devices do so only for programs of several devices; a single-device program
+    runs when its operands are ready, so this also waits for all live arrays.
     """
     groups = [[device] for device in devices]
     if devices[0].platform == "cpu":
         groups = [devices]
         for array in jax.live_arrays("cpu"):
-            with contextlib.suppress(RuntimeError):  # its program failed, or it was donated meanwhile
+            with contextlib.suppress(RuntimeError):  # Its program failed, or the array was donated in the meantime.
                 array.block_until_ready()
     for group in groups:
         sharding = NamedSharding(jax.sharding.Mesh(np.array(group), ("device",)), P("device"))

@@ -1,4 +1,4 @@
-"""Which GPUs can write to each other's memory: those of one process, and those of several processes."""
+"""Detection of GPUs that can write to each other's memory, within and across processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 
 
 @functools.cache
-def missing() -> str | None:
-    """The first pair of GPUs without peer access, in words, or None where every pair has it."""
+def unsupported_reason() -> str | None:
+    """Describe the first pair of GPUs without peer access, or return None if every pair has it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -31,22 +31,23 @@ def missing() -> str | None:
     return None
 
 
-def missing_in_processes() -> str | None:
-    """Why each of several processes cannot run kernels among the GPUs that it drives, or None."""
+def unsupported_processes_reason() -> str | None:
+    """Return why several processes cannot each run kernels among their own GPUs, or None if they can."""
     counts = sorted(collections.Counter(device.process_index for device in jax.devices()).values())
     if counts[-1] == 1:
-        return "each process drives one device, expected several; leave the transport None for the best one here"
+        return "each process drives one device, expected several; leave transport=None for the best one here"
     if counts[0] < counts[-1]:
-        return f"processes drive {counts[0]} to {counts[-1]} devices, expected as many in each"
+        return f"processes drive {counts[0]} to {counts[-1]} devices, expected the same number in each"
     return None
 
 
 def domains(devices: Iterable[jax.Device], *, of_processes: bool = False) -> list[list[int]]:
-    """Positions of the devices that reach each other's memory, as JAX knows it: one list per NVLink domain.
+    """Group positions of devices that can access each other's memory, according to JAX: one list per NVLink domain.
 
-    JAX's `slice_index` numbers the machines, or what one NVLink fabric connects over several of them;
-    `jax.distributed.initialize(partition_index=...)` sets it. Devices without it are of one domain. With `of_processes`
-    a domain has the devices of one process.
+    JAX's `slice_index` numbers the machines, or NVLink fabrics that span machines;
+    `jax.distributed.initialize(partition_index=...)` sets it. Devices without it form one domain. With `of_processes`,
+    a
+    domain contains the devices of one process.
     """
     found: dict[tuple[int, int], list[int]] = {}
     for position, device in enumerate(devices):
@@ -55,8 +56,8 @@ def domains(devices: Iterable[jax.Device], *, of_processes: bool = False) -> lis
     return list(found.values())
 
 
-def apart(mesh: jax.sharding.Mesh, axis: tuple[str, ...], *, of_processes: bool = False) -> str | None:
-    """Why ranks on these axes of the mesh cannot all write to each other's memory, or None where they can."""
+def unreachable_reason(mesh: jax.sharding.Mesh, axis: tuple[str, ...], *, of_processes: bool = False) -> str | None:
+    """Return why ranks on these mesh axes cannot all write to each other's memory, or None if they can."""
     found = domains(mesh.devices.flat, of_processes=of_processes)
     of_device = np.empty(mesh.size, np.int32)
     for number, positions in enumerate(found):
@@ -68,6 +69,6 @@ def apart(mesh: jax.sharding.Mesh, axis: tuple[str, ...], *, of_processes: bool 
         return None
     what = "processes" if of_processes else "machines or NVLink domains (jax.Device.slice_index)"
     return (
-        f"ranks of the axes {axis} are of several of the {len(found)} {what}, and cannot write to each other's memory;"
-        " with a jax_ep.Topology whose local axis stays in one, kernels exchange inside each"
+        f"ranks of the axes {axis} span several of the {len(found)} {what} and cannot write to each other's memory;"
+        " pass a jax_ep.Topology whose local axis stays within one, so that kernels run inside each"
     )

@@ -1,10 +1,10 @@
-"""Steps that all processes of a program take together, through the key-value store of `jax.distributed`.
+"""Synchronization of all processes of a program through the key-value store of `jax.distributed`.
 
-Allocating memory that every process sees hangs where one of them does not take part. So before such a step all
-processes meet: each says what it is about to do, and goes on only when all have come and want the same.
+Allocating memory that every process sees hangs if one process does not take part. Before such a step, all processes
+meet: each publishes what it is about to do, and continues only when all have arrived with the same request.
 
-Exchanges of programs are compared without a meeting: each process says what it traces, and whoever comes later sees
-that it differs.
+All-to-alls in traced programs are compared without waiting: each process publishes what it traces, and a process that
+comes later detects a difference.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _REMEDY = (
 )
 _FAILED = "failed: "
 
-# Of the whole process, as the store is: a context that starts again must not find the keys of the one before.
+# Per process, like the store: a restarted context must not find the keys of the previous one.
 _serials = itertools.count()
 _comparisons = itertools.count()
 
 
 class Meetings:
-    """Meetings of all processes, each of them at the same place in its own order of meetings.
+    """Barriers of all processes, which every process reaches in the same order.
 
-    Once a process has missed one, all later ones fail at once: the processes are no longer in step.
+    After a process misses one meeting, all later ones fail at once, because the processes are out of step.
 
     Args:
       timeout_s: how long a process waits for the others.
@@ -39,21 +39,22 @@ class Meetings:
         self._timeout_s = timeout_s
         self._broken: str | None = None
 
-    def meet(self, function: str, purpose: str, *, same: str = "", words: str = "") -> list[str]:
-        """Waits until every process has come to this meeting.
+    def meet(self, function: str, purpose: str, *, same: str = "", payload: str = "") -> list[str]:
+        """Wait until every process has reached this meeting.
 
         Args:
-          function: the public function that asks for it, for messages.
-          purpose: what the processes are about to do together, in words.
-          same: further words in which all processes must agree; of several parts, with "; " between them, an error has
-            those that differ.
-          words: what this process tells the others.
+          function: the public function to name in errors.
+          purpose: description of the joint step.
+          same: further text that must agree in all processes. If it has several parts, separated by "; ", errors show
+            those
+            that differ.
+          payload: text that this process sends to the others.
 
         Returns:
-          The `words` of every process, in their order.
+          The payloads of all processes, in process order.
 
         Raises:
-          jax.errors.JaxRuntimeError: a process has not come in time, or wants something else; the message says which.
+          jax.errors.JaxRuntimeError: a process is late, or requests something else; the message says which.
         """
         client, num_processes, me = _client(function), jax.process_count(), jax.process_index()
         together = f"{function}: {purpose} takes all {num_processes} processes together, but"
@@ -61,69 +62,69 @@ class Meetings:
             raise jax.errors.JaxRuntimeError(f"{together} they are no longer in step: {self._broken}.{_REMEDY}")
         serial = next(_serials)
         folder = f"jax_ep/meetings/{serial}"
-        wish = f"{function}: {purpose}" + (f", {same}" if same else "")
+        request = f"{function}: {purpose}" + (f", {same}" if same else "")
         try:
-            client.key_value_set(f"{folder}/{me}", f"{wish}\n{words}")
+            client.key_value_set(f"{folder}/{me}", f"{request}\n{payload}")
             client.wait_at_barrier(f"jax_ep/meetings/{serial}", max(1, int(1000 * self._timeout_s)))
-            told = _told(client, folder)
-            # Who has come to this meeting has read everything of the one before.
+            texts = _read_all(client, folder)
+            # Every process at this meeting has finished reading the previous one.
             client.key_value_delete(f"jax_ep/meetings/{serial - 1}/{me}")
         except jax.errors.JaxRuntimeError as error:
-            self._broken = self._absence(client, folder, num_processes)
+            self._broken = self._reason(client, folder, num_processes)
             raise jax.errors.JaxRuntimeError(f"{together} {self._broken}.{_REMEDY}") from error
-        answers = [told[process].split("\n", 1) for process in range(num_processes)]
-        if len({theirs for theirs, _ in answers}) > 1:
-            wishes = _by_process({process: theirs for process, (theirs, _) in enumerate(answers)})
-            raise jax.errors.JaxRuntimeError(f"{together} they want different things: {wishes}.{_REMEDY}")
-        return [said for _, said in answers]
+        answers = [texts[process].split("\n", 1) for process in range(num_processes)]
+        if len({wanted for wanted, _ in answers}) > 1:
+            requests = _by_process({process: wanted for process, (wanted, _) in enumerate(answers)})
+            raise jax.errors.JaxRuntimeError(f"{together} they want different things: {requests}.{_REMEDY}")
+        return [answer for _, answer in answers]
 
     def attempt(
         self, function: str, purpose: str, step: Callable[[], str], undo: Callable[[], None] | None = None
     ) -> list[str]:
-        """Takes a step that may fail in one process alone, then meets: where it failed in one, all undo it and raise.
+        """Run a step that may fail in one process, then meet; if it failed in any process, all undo it and raise.
 
         Args:
-          function: as for `meet`.
-          purpose: as for `meet`.
-          step: returns what this process tells the others.
-          undo: takes the step back, in all processes together; in one where it failed too.
+          function: see `meet`.
+          purpose: see `meet`.
+          step: returns the payload that this process sends to the others.
+          undo: undoes the step in all processes together, including those where it failed.
 
         Returns:
-          What `step` has returned in every process, in their order.
+          What `step` returned in every process, in process order.
 
         Raises:
-          jax.errors.JaxRuntimeError: the step failed somewhere; the message has the first process and its reason.
+          jax.errors.JaxRuntimeError: the step failed in a process; the message has the first one and its reason.
         """
         cause: Exception | None = None
         try:
-            words = step()
-        except Exception as error:  # whatever it is, the others must hear of it
-            cause, words = error, f"{_FAILED}{type(error).__name__}: {error}"
-        said = self.meet(function, purpose, words=words)
-        failed = next((process for process, text in enumerate(said) if text.startswith(_FAILED)), None)
+            payload = step()
+        except Exception as error:  # Report any failure to the other processes.
+            cause, payload = error, f"{_FAILED}{type(error).__name__}: {error}"
+        answers = self.meet(function, purpose, payload=payload)
+        failed = next((process for process, text in enumerate(answers) if text.startswith(_FAILED)), None)
         if failed is None:
-            return said
+            return answers
         if undo is not None:
             undo()
-        reason = said[failed].removeprefix(_FAILED)
+        reason = answers[failed].removeprefix(_FAILED)
         raise jax.errors.JaxRuntimeError(f"{function}: {purpose}: process {failed}: {reason}") from cause
 
-    def _absence(self, client: Any, folder: str, num_processes: int) -> str:
-        """Why a meeting has failed, in words."""
+    def _reason(self, client: Any, folder: str, num_processes: int) -> str:
+        """Describe why a meeting failed."""
         try:
-            came = _told(client, folder)
+            arrived = _read_all(client, folder)
         except jax.errors.JaxRuntimeError:
             return "the coordinator of jax.distributed, in process 0, does not answer"
-        missing = [process for process in range(num_processes) if process not in came]
+        missing = [process for process in range(num_processes) if process not in arrived]
         if missing:
-            return f"processes {missing} have not come to it within {self._timeout_s:g} s"
-        return f"some came after the others had given up, which they do after {self._timeout_s:g} s"
+            return f"processes {missing} have not arrived within {self._timeout_s:g} s"
+        return f"some arrived after the others had given up, after {self._timeout_s:g} s"
 
 
 class Comparison:
-    """What all processes trace, one exchange after another: in the same order with the same sizes, or it says so.
+    """Checks that all processes trace the same all-to-alls in the same order with the same sizes.
 
-    Processes with a context make it together, and no more than one at a time.
+    All processes create the comparison together with their context, one at a time.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ class Comparison:
         self._count = itertools.count(1)
 
     def compare(self, function: str, sizes: str) -> None:
-        """Says what this process traces, and looks at what others that have come as far said; waits for nobody.
+        """Publish what this process traces, and compare it with what other processes have published; does not wait.
 
         Raises:
           jax.errors.JaxRuntimeError: another process has traced something else.
@@ -139,33 +140,33 @@ class Comparison:
         client, me, number = _client(function), jax.process_index(), next(self._count)
         folder = f"{self._folder}/{number}"
         client.key_value_set(f"{folder}/{me}", f"{function}, {sizes}")
-        told = _told(client, folder)
-        if len(set(told.values())) > 1:
+        texts = _read_all(client, folder)
+        if len(set(texts.values())) > 1:
             raise jax.errors.JaxRuntimeError(
-                f"{function}: the processes run different programs: as exchange number {number} since init() on its"
-                f" mesh, {_by_process(told)}. All must trace the same programs in the same order, with the same sizes"
+                f"{function}: the processes run different programs: as all-to-all number {number} since init() on its"
+                f" mesh, {_by_process(texts)}. All must trace the same programs in the same order, with the same sizes"
                 " on every rank: pad the tokens of a smaller batch with expert id -1."
             )
 
 
-def processes_asked_for() -> int:
-    """How many processes `jax.distributed.initialize` was told of here, which may be more than there are."""
+def configured_processes() -> int:
+    """Return the number of processes passed to `jax.distributed.initialize`, which may exceed the actual number."""
     from jax._src import distributed  # JAX has no public name for it
 
     return int(distributed.global_state.num_processes)
 
 
-def _by_process(words: dict[int, str]) -> str:
-    """What each process says: those that say the same once, and of the parts behind the first those that differ."""
+def _by_process(texts: dict[int, str]) -> str:
+    """Describe each process's text, with equal texts merged and common parts after the first omitted."""
     processes: dict[str, list[int]] = {}
-    for process, text in sorted(words.items()):
+    for process, text in sorted(texts.items()):
         processes.setdefault(text, []).append(process)
     common = set.intersection(*(set(text.split("; ")[1:]) for text in processes))
-    said = []
-    for text, who in processes.items():
-        name = f"process {who[0]}" if len(who) == 1 else f"processes {who}"
-        said.append(f"{name}: {', '.join(part for part in text.split('; ') if part not in common)}")
-    return "; ".join(said)
+    parts = []
+    for text, group in processes.items():
+        name = f"process {group[0]}" if len(group) == 1 else f"processes {group}"
+        parts.append(f"{name}: {', '.join(part for part in text.split('; ') if part not in common)}")
+    return "; ".join(parts)
 
 
 def _client(function: str) -> Any:
@@ -180,6 +181,6 @@ def _client(function: str) -> Any:
     return client
 
 
-def _told(client: Any, folder: str) -> dict[int, str]:
-    """What each process that has come to a meeting says."""
+def _read_all(client: Any, folder: str) -> dict[int, str]:
+    """Read the text of each process that has arrived at a meeting."""
     return {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(f"{folder}/")}

@@ -1,16 +1,15 @@
 """Symmetric heaps: memory of the same layout on every device, which its peers can write.
 
-Kernels find the addresses in a table that the FFI library hands to each device at run time. A program names the table
-by its id, and keeps it: heaps come in generations. Where a program needs more than the newest generation has, another
-one is allocated beside it, with a table, control words, flags and counts of its own, and the programs traced from then
-on use that. So nothing that runs, or may run, ever loses its memory, and growing waits for nobody. All of it goes back
-when the context ends.
+Kernels find the addresses in a table that the FFI library passes to each device at run time. A program refers to its
+table by id and keeps that id. Heaps come in generations: when a program needs more than the newest generation has, a
+larger one is allocated with its own table, control words, flags and counts, and newly traced programs use that. Running
+programs never lose their memory, and growing waits for no program. All memory is freed when the context ends.
 
-The data area of the throughput kernels and the buffers of the low-latency kernels grow apart: each generation is for
-one of them. One is at least half as large again as the one before of its kind, so all of a kind have at most 4.5 times
-the bytes that the largest program needs. Where the user gives a size, there is one allocation for
-everything: one generation for data, from its start on, and generations of buffers, from its end down; each place there
-has one use for ever.
+The data area of the throughput kernels and the buffers of the low-latency kernels grow separately: each generation
+serves one of them. Each generation is at least 1.5 times its predecessor of the same kind, so all of a kind take at
+most 4.5 times the bytes that the largest program needs. If the user gives a size, there is one allocation for
+everything: one generation for data that grows from its start, and generations of buffers that grow down from its end.
+A byte of it never changes between data and buffers.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ import numpy as np
 
 from jax_ep import ffi
 from jax_ep.core.layout import round_up
-from jax_ep.heap.memory import Generation, Memory, allocation_bytes, half_as_much_again, wait_for_devices
+from jax_ep.heap.memory import Generation, Memory, allocation_bytes, next_generation_bytes, wait_for_devices
 from jax_ep.heap.trace_area import TraceArea
 
 _PAGE = 4096
-_CONTROL_WORDS = 64  # before those of each device: EPOCHS of kernels/table.py
+_CONTROL_WORDS = 64  # Before those of each device: EPOCHS of megakernels/kernels/table.py.
 _WORDS_OF_A_DEVICE = 6
 _BUFFER_UNIT = 256
-_BUFFERS_OF_A_DEVICE = 2  # kernels/low_latency_buffers.py
-_DATA, _BUFFERS = 1, 2  # the first ids of either kind
-_STEP = 2  # from an id to the next of its kind
+_BUFFERS_OF_A_DEVICE = 2  # See megakernels/kernels/low_latency_buffers.py.
+_DATA, _BUFFERS = 1, 2  # First id of each kind.
+_STEP = 2  # From an id to the next of its kind.
 MAX_BLOCKS = 32768
-"""Flags per device and parity: a launch has at most this many blocks of tokens."""
+"""Flags per device and parity, which bound the blocks of tokens of a launch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeapLayout:
-    """Static offsets of a heap; kernels/table.py names the control words at its start.
+    """Static offsets of a heap; megakernels/kernels/table.py names the control words at its start.
 
     Attributes:
       num_devices: D, devices that share the heap.
@@ -63,11 +62,11 @@ class HeapLayout:
         return self.flags
 
     def bytes_with_buffers(self, buffer_bytes: int) -> int:
-        """Bytes of a heap with buffers of this size."""
+        """Return the bytes of a heap with buffers of this size."""
         return self.buffers + _BUFFERS_OF_A_DEVICE * self.num_devices * buffer_bytes
 
     def most_buffer_bytes(self, num_bytes: int) -> int:
-        """The largest buffers that a heap of `num_bytes` holds."""
+        """Return the size of the largest buffers that fit in a heap of `num_bytes`."""
         each = (num_bytes - self.buffers) // (_BUFFERS_OF_A_DEVICE * self.num_devices)
         return each // _BUFFER_UNIT * _BUFFER_UNIT
 
@@ -75,19 +74,21 @@ class HeapLayout:
 class SymmetricHeap:
     """The heaps of one context, their pointer tables and their status records.
 
-    Ids are small numbers in the order of tracing, because they become part of what is compiled: the same program has
-    the same ones in every run, and JAX's compilation cache finds it. They start again with each context, so that
-    programs traced for an earlier one find the heaps of this one, under an id that never stands for less than before.
+    Ids are small numbers in tracing order, because they are compiled into programs: the same program has the same ids
+    in
+    every run, so JAX's compilation cache finds it. Each context starts again at the same ids, so that programs traced
+    for
+    an earlier context find the heaps of this one, under an id that always has at least as much memory as before.
 
     Args:
-      memory: where they live.
-      num_bytes: bytes per device that the user allows, all allocated now, or None to grow as needed.
+      memory: provider of the heap memory.
+      num_bytes: bytes per device, all allocated now, or None to grow as needed.
       timeout_s: how long a kernel waits for a peer.
-      earlier: `sizes` of the context before, which this one makes room for, as far as `num_bytes` allows.
+      earlier: `sizes` of the previous context, which this one allocates again, as far as `num_bytes` allows.
 
     Raises:
-      ValueError: `num_bytes` is too small for what every heap has.
-      RuntimeError: there is not so much memory.
+      ValueError: `num_bytes` is too small for the control words and flags.
+      RuntimeError: memory is insufficient.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class SymmetricHeap:
         self.layout = HeapLayout(len(memory.devices))
         self._memory = memory
         self._limit = num_bytes
-        self._end = 0  # where a heap of a given size has its buffers: they lie from here on
+        self._end = 0  # With a given size, buffers occupy the heap from here on.
         self._timeout_ns = int(timeout_s * 1e9)
         self._data: list[Generation] = []
         self._buffers: list[Generation] = []
@@ -113,40 +114,40 @@ class SymmetricHeap:
 
     @property
     def device_ids(self) -> list[int]:
-        """JAX's ids of the devices by their numbers, which another machine or process has too."""
+        """JAX ids of the devices in number order, which also identify devices of other processes."""
         return [device.id for device in self._memory.devices]
 
     @property
     def num_table_entries(self) -> int:
-        """Heap addresses of all devices, and what kernels/table.py names behind them."""
+        """Number of table entries: heap addresses of all devices, then those of megakernels/kernels/table.py."""
         return self.layout.num_devices + 6
 
     @property
     def data(self) -> Generation:
-        """The generation for programs traced now that use the data area; after a `reserve`."""
+        """The generation for newly traced programs that use the data area; call `reserve` first."""
         return self._data[-1]
 
     @property
     def buffers(self) -> Generation:
-        """The generation for programs traced now that use low-latency buffers; after a `reserve` of some."""
+        """The generation for newly traced programs that use low-latency buffers; call `reserve` first."""
         return self._buffers[-1]
 
     @property
     def generations(self) -> list[Generation]:
-        """All of them."""
+        """All generations, data first."""
         return [*self._data, *self._buffers]
 
     @property
     def sizes(self) -> dict[int, int]:
-        """By id of a table, the most bytes that a program of this process may use, or has used, of its memory."""
+        """The most bytes that a program of this process uses or may use, by table id."""
         sizes = dict(self._sizes)
         for generation in self.generations:
             for i in generation.ids:
-                sizes[i] = max(sizes.get(i, 0), generation.reserved, self._used([i]))
+                sizes[i] = max(sizes.get(i, 0), generation.reserved, self._used_bytes([i]))
         return sizes
 
     def numbers(self, mesh: jax.sharding.Mesh) -> np.ndarray | None:
-        """int32 numbers of the devices of a mesh, in its shape; None where one of them has no heap."""
+        """Return int32 numbers of the devices of a mesh, in its shape, or None if a device has no heap."""
         number_of = self._memory.numbers
         if not number_of.keys() >= set(mesh.devices.flat):
             return None
@@ -154,11 +155,11 @@ class SymmetricHeap:
         return np.array(numbers, np.int32).reshape(mesh.devices.shape)
 
     def reserve(self, function: str, data_bytes: int, buffer_bytes: int = 0) -> None:
-        """Makes sure that the newest generations have `data_bytes` of data, and low-latency buffers of `buffer_bytes`.
+        """Ensure that the newest generations have `data_bytes` of data, and low-latency buffers of `buffer_bytes`.
 
         Raises:
-          ValueError: the heap was given a size, and that is too small.
-          RuntimeError: there is not so much memory.
+          ValueError: the heap has a given size, which is too small.
+          RuntimeError: memory is insufficient.
         """
         if not self._data or data_bytes > self.data.reserved:
             self._reserve_data(function, data_bytes)
@@ -166,39 +167,39 @@ class SymmetricHeap:
             self._reserve_buffers(function, round_up(buffer_bytes, _BUFFER_UNIT))
 
     def begin_traces(self, header: np.ndarray, num_words: int) -> None:
-        """Gives the kernels of each device of this process `num_words` int64 to record in, which begin with `header`.
+        """Give the kernels of each device of this process `num_words` int64 to record in, starting with `header`.
 
         Raises:
-          RuntimeError: they are recording already, or there is not so much memory.
+          RuntimeError: a recording is active, or memory is insufficient.
         """
         if self._traces is not None:
-            raise RuntimeError("record: the context records already; end that recording first.")
-        self._wait()  # what runs was launched before, and is not to be seen
-        self._show_traces(self._memory.trace_area(header, num_words))
+            raise RuntimeError("record: the context is already recording; end that recording first.")
+        self._wait()  # Do not record kernels launched earlier.
+        self._set_traces(self._memory.trace_area(header, num_words))
 
     def end_traces(self) -> dict[int, np.ndarray]:
-        """What they have recorded, by the number of the device; launches under way are waited for."""
+        """Stop recording and return the recorded words by device number; waits for running kernels."""
         area = self._traces
         if area is None:
-            raise RuntimeError("record: the context has been finalized while it recorded; finalize it afterwards.")
+            raise RuntimeError("record: the context was finalized during the recording; finalize it afterwards.")
         self._wait()
-        self._show_traces(None)
-        self._wait()  # for what another thread has launched meanwhile
+        self._set_traces(None)
+        self._wait()  # Wait for kernels launched by other threads in the meantime.
         return {number: area.read(number) for number, _ in self._own}
 
-    def _show_traces(self, area: TraceArea | None) -> None:
+    def _set_traces(self, area: TraceArea | None) -> None:
         self._traces = area
         for generation in self.generations:
-            self._registered(generation)
+            self._register(generation)
 
     def _begin(self) -> None:
-        """Allocates a heap of a given size, and what programs of earlier contexts need."""
-        data, buffers = self._ids(_DATA), self._ids(_BUFFERS)
+        """Allocate the heap if its size is given, and what programs of earlier contexts need."""
+        data, buffers = self._ids_of_kind(_DATA), self._ids_of_kind(_BUFFERS)
         if self._limit is None:
             if data:
-                self._data.append(self._allocate_data("init", self._most(data), data))
+                self._data.append(self._allocate_data("init", self._max_bytes(data), data))
             if buffers:
-                self._buffers.append(self._allocate_buffers("init", self._most(buffers), buffers))
+                self._buffers.append(self._allocate_buffers("init", self._max_bytes(buffers), buffers))
             return
         self._end = self._limit // _PAGE * _PAGE
         room = self._end - self.layout.data
@@ -209,15 +210,15 @@ class SymmetricHeap:
             )
         addresses = self._allocate("init", self._limit)
         data = [i for i in data if self._sizes[i] <= room] or [self._next_id(_DATA)]
-        whole = Generation(data, addresses, 0, 0, room, reserved=round_up(self._most(data), _PAGE))
-        self._data.append(self._registered(whole))
-        buffers = [i for i in buffers if self._place_of_buffers(self._sizes[i]) is not None]
-        if buffers and (start := self._place_of_buffers(size := self._most(buffers))) is not None:
+        whole = Generation(data, addresses, 0, 0, room, reserved=round_up(self._max_bytes(data), _PAGE))
+        self._data.append(self._register(whole))
+        buffers = [i for i in buffers if self._buffers_start(self._sizes[i]) is not None]
+        if buffers and (start := self._buffers_start(size := self._max_bytes(buffers))) is not None:
             self._split(start, size, buffers)
 
     def _reserve_data(self, function: str, num_bytes: int) -> None:
         if self._limit is None:
-            size = max(num_bytes, half_as_much_again(self._data))
+            size = max(num_bytes, next_generation_bytes(self._data))
             self._data.append(self._allocate_data(function, size, [self._next_id(_DATA)]))
             return
         if num_bytes > self.data.num_bytes:
@@ -225,21 +226,21 @@ class SymmetricHeap:
         self.data.reserved = round_up(num_bytes, _PAGE)
 
     def _reserve_buffers(self, function: str, num_bytes: int) -> None:
-        size = max(num_bytes, round_up(half_as_much_again(self._buffers), _BUFFER_UNIT))
+        size = max(num_bytes, round_up(next_generation_bytes(self._buffers), _BUFFER_UNIT))
         ids = [self._next_id(_BUFFERS)]
         if self._limit is None:
             self._buffers.append(self._allocate_buffers(function, size, ids))
             return
-        for buffer_bytes in (size, num_bytes):  # rather no reserve than no room
-            if (start := self._place_of_buffers(buffer_bytes)) is not None:
+        for buffer_bytes in (size, num_bytes):  # Prefer to fit without headroom over failing.
+            if (start := self._buffers_start(buffer_bytes)) is not None:
                 self._split(start, buffer_bytes, ids)
                 return
         needed = round_up(self.layout.bytes_with_buffers(num_bytes), _PAGE)
-        raise self._too_small(function, self._end_of_data() + needed)
+        raise self._too_small(function, self._data_end() + needed)
 
-    def _too_small(self, function: str, beside_buffers: int) -> ValueError:
-        """The error for a heap of a given size that needs this many bytes beside the buffers it has."""
-        needed = beside_buffers + (self._limit or 0) // _PAGE * _PAGE - self._end
+    def _too_small(self, function: str, other_bytes: int) -> ValueError:
+        """Return the error for a heap of a given size that needs `other_bytes` in addition to its current buffers."""
+        needed = other_bytes + (self._limit or 0) // _PAGE * _PAGE - self._end
         return ValueError(
             f"{function}: the symmetric heap has heap_bytes={self._limit} per device, but this call needs {needed};"
             f" call finalize() and init(heap_bytes={needed}), or leave heap_bytes out to let it grow."
@@ -249,44 +250,44 @@ class SymmetricHeap:
         total = allocation_bytes(self.layout.data + size)
         num_bytes, number = total - self.layout.data, self._num_allocations
         addresses = self._allocate(function, total)
-        return self._registered(Generation(ids, addresses, number, 0, num_bytes, reserved=num_bytes))
+        return self._register(Generation(ids, addresses, number, 0, num_bytes, reserved=num_bytes))
 
     def _allocate_buffers(self, function: str, size: int, ids: Sequence[int]) -> Generation:
         total = allocation_bytes(self.layout.bytes_with_buffers(size))
         num_bytes, number = self.layout.most_buffer_bytes(total), self._num_allocations
         addresses = self._allocate(function, total)
-        return self._registered(Generation(ids, addresses, number, 0, num_bytes, num_bytes, num_bytes))
+        return self._register(Generation(ids, addresses, number, 0, num_bytes, num_bytes, num_bytes))
 
-    def _end_of_data(self) -> int:
-        """Where no data lies, now or ever: buffers may begin there."""
-        return round_up(self.layout.data + max(self.data.reserved, self._used(self.data.ids)), _PAGE)
+    def _data_end(self) -> int:
+        """Return the end of data that programs use now or may use later: buffers may begin there."""
+        return round_up(self.layout.data + max(self.data.reserved, self._used_bytes(self.data.ids)), _PAGE)
 
-    def _place_of_buffers(self, buffer_bytes: int) -> int | None:
-        """Where a generation of buffers would begin in a heap of a given size, if there is room."""
+    def _buffers_start(self, buffer_bytes: int) -> int | None:
+        """Return where a new generation of buffers would begin in a heap of a given size, or None without room."""
         start = (self._end - self.layout.bytes_with_buffers(buffer_bytes)) // _PAGE * _PAGE
-        return start if start >= self._end_of_data() else None
+        return start if start >= self._data_end() else None
 
     def _split(self, start: int, buffer_bytes: int, ids: Sequence[int]) -> None:
-        """Makes a generation of buffers of the end of the data area: no program has ever used that, so it is zero."""
+        """Turn the unused end of the data area into buffers; no program has used it, so it is still zero."""
         num_bytes = self.data.num_bytes
         self.data.num_bytes = start - self.layout.data
         try:
-            self._registered(self.data)  # refuses where a program that came from elsewhere has just begun to use it
+            self._register(self.data)  # Fails if a deserialized program has just begun to use this part.
         except Exception:
             self.data.num_bytes = num_bytes
             raise
         self._end = start
         addresses = {number: [heap + start for heap in heaps] for number, heaps in self.data.addresses.items()}
         buffers = Generation(ids, addresses, 0, start, buffer_bytes, buffer_bytes, buffer_bytes)
-        self._buffers.append(self._registered(buffers))
+        self._buffers.append(self._register(buffers))
 
     def _allocate(self, function: str, num_bytes: int) -> dict[int, list[int]]:
         addresses = self._memory.allocate(num_bytes, function)
         self._num_allocations += 1
         return addresses
 
-    def _registered(self, generation: Generation) -> Generation:
-        """Lets programs find the tables and status records of a generation."""
+    def _register(self, generation: Generation) -> Generation:
+        """Register the tables and status records of a generation, so that programs find them."""
         area = [self.layout.buffers if generation.buffer_bytes else 0, generation.buffer_bytes]
         traces = {} if self._traces is None else self._traces.addresses
         for i in generation.ids:
@@ -299,41 +300,42 @@ class SymmetricHeap:
                 status.register(i)
         return generation
 
-    def _most(self, ids: Sequence[int]) -> int:
-        """The most bytes that a program of an earlier context may use under one of these ids."""
+    def _max_bytes(self, ids: Sequence[int]) -> int:
+        """Return the most bytes that a program of an earlier context may use under these ids."""
         return max(self._sizes.get(i, 0) for i in ids)
 
-    def _ids(self, first: int) -> list[int]:
-        """The ids so far of the kind that begins with this one, in order."""
+    def _ids_of_kind(self, first: int) -> list[int]:
+        """Return the existing ids of one kind, sorted; `first` is the first id of the kind."""
         return sorted(i for i in self._sizes if i % _STEP == first % _STEP)
 
     def _next_id(self, first: int) -> int:
-        """The next id of that kind: never one that stood for less, also in an earlier context."""
-        return max(self._ids(first), default=first - _STEP) + _STEP
+        """Return the next id of a kind, which no earlier context has used."""
+        return max(self._ids_of_kind(first), default=first - _STEP) + _STEP
 
-    def _used(self, ids: Sequence[int]) -> int:
-        """The most bytes that a program has used under these ids, whoever has compiled it."""
+    def _used_bytes(self, ids: Sequence[int]) -> int:
+        """Return the most bytes that any program, including deserialized ones, has used under these ids."""
         return max(ffi.used_bytes(i, device) for i in ids for _, device in self._own)
 
     def _wait(self) -> None:
-        """Waits for the devices of this process: no other can be asked, and their own processes wait for them."""
+        """Wait for the devices of this process; other processes wait for their own."""
         wait_for_devices([device for _, device in self._own])
 
     def failure(self) -> str | None:
-        """The message of the first failure that a kernel has recorded, or None."""
+        """Return the message of the first failure that a kernel recorded, or None."""
         records = (status.read() for status in self._memory.statuses())
         failures = [r for r in records if r.state not in (ffi.State.OK, ffi.State.WRITING)]
-        # A wrong mesh, or another launch, is the cause of the timeouts beside it.
+        # A wrong mesh or another launch causes timeouts on other devices: report the cause.
         first = min(failures, key=lambda record: record.state == ffi.State.TIMEOUT, default=None)
         return None if first is None else ffi.format_status(first)
 
     def close(self) -> str | None:
-        """Waits for the devices and gives everything back; the message of a failure, if there was one.
+        """Wait for the devices and free everything; return the message of a failure, if there was one.
 
-        What was launched before ends as it should. What another thread launches from now on finds no table, or has it
-        already, and is waited for too: only then do the copies of tables on devices become nulls, and the memory goes.
+        Programs launched earlier end normally. Programs that other threads launch from now on find no table, or already
+        have
+        it and are waited for: only then are the device tables set to null and the memory freed.
         """
-        ids = list(self._sizes)  # also of a generation that could be registered on some devices only
+        ids = list(self._sizes)  # Includes a generation that was registered on some devices only.
         self._wait()
         for i in ids:
             ffi.unregister_status(i)

@@ -1,4 +1,4 @@
-"""Memory in which kernels record what they do: of each device its own, which no peer sees."""
+"""Per-device memory in which kernels record traces; peers do not access it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ class TraceArea(Protocol):
     """Areas of int64 words, one for each device of this process.
 
     Attributes:
-      addresses: of the area of each device, by its number.
+      addresses: address of each device's area, by device number.
     """
 
     addresses: dict[int, int]
 
     def read(self, device: int) -> np.ndarray:
-        """The words of one area, once nothing writes them any more; only once."""
+        """Return the words of one area. Call it once, after all writes have ended."""
 
 
 class DeviceTraceArea:
-    """Areas in the memory of GPUs, as arrays of JAX.
+    """Trace areas in GPU memory, as JAX arrays.
 
     Args:
-      devices: those of this process, and their numbers.
+      devices: numbers and devices of this process.
       header: `[N]` int64, the first words of each area.
-      num_words: words of an area; the others are zero.
+      num_words: words of an area; words after the header are zero.
 
     Raises:
-      jax.errors.JaxRuntimeError: there is not so much memory.
+      jax.errors.JaxRuntimeError: memory is insufficient.
     """
 
     def __init__(self, devices: Sequence[tuple[int, jax.Device]], header: np.ndarray, num_words: int) -> None:
-        halves = header.view(np.uint32)  # JAX may be in 32-bit mode
+        halves = header.view(np.uint32)  # JAX may be in 32-bit mode.
 
         def make() -> jax.Array:
             return jnp.zeros((2 * num_words,), jnp.uint32).at[: halves.size].set(halves)
@@ -48,5 +48,5 @@ class DeviceTraceArea:
         self.addresses = {number: area.unsafe_buffer_pointer() for number, area in self._areas.items()}
 
     def read(self, device: int) -> np.ndarray:
-        """See `TraceArea`: JAX would show what it has read before."""
+        """Return the words of one area. The array is dropped, because JAX would return its cached host copy."""
         return np.asarray(self._areas.pop(device)).view(np.int64)

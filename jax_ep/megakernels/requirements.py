@@ -59,7 +59,7 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
         return capability.missing_tma("its layer in one launch")
     if operation == "low_latency" and (reason := _refusal_of_low_latency(options, dtype, *facts)) is not None:
         return reason
-    if on == "gpu" and (reason := context.concurrent_launches()) is not None:
+    if on == "gpu" and (reason := context.unordered_launches_reason()) is not None:
         return reason
     return _refusal_of_exchange(options, operation, dtype, *facts)
 
@@ -148,6 +148,6 @@ def _missing_on_gpu() -> str | None:
         return reason
     if importlib.util.find_spec("triton") is None:
         return "not installed: triton (pip install '.[cuda13]')"
-    if jax.process_count() == 1 or peer_access.missing_in_processes() is None:
-        return peer_access.missing() or context.missing_init()
-    return nvshmem.missing() or context.missing_init()
+    if jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None:
+        return peer_access.unsupported_reason() or context.missing_init()
+    return nvshmem.unsupported_reason() or context.missing_init()

@@ -151,22 +151,22 @@ def _transport() -> Iterator[Finding]:
     from jax_ep.heap import check, nvshmem, peer_access, transports
 
     chosen = transports.best()
-    text = transports.described(chosen)
+    text = transports.describe(chosen)
     if _on_gpus() and importlib.util.find_spec("triton") is None:
         remedy = "pip install '.[cuda13]'"
         yield Finding("triton", WARNING, "not installed: kernels are not used", remedy)
-    is_by_peers = jax.process_count() == 1 or peer_access.missing_in_processes() is None
-    if _on_gpus() and is_by_peers and (reason := peer_access.missing()) is not None:
+    is_by_peers = jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None
+    if _on_gpus() and is_by_peers and (reason := peer_access.unsupported_reason()) is not None:
         remedy = "`xla` serves such machines; for kernels use GPUs of one NVLink domain"
         yield Finding("transport", WARNING, reason, remedy, {"transport": chosen})
         return
     if chosen == "xla" and _on_gpus():
-        reason = check.concurrent_launches() or nvshmem.missing() or "kernels are not used"
+        reason = check.unordered_launches_reason() or nvshmem.unsupported_reason() or "kernels are not used"
         yield Finding("transport", WARNING, f"{text}; {reason}", "see docs/sharding.md", {"transport": chosen})
         return
     yield Finding("transport", OK, text, data={"transport": chosen})
     if _on_gpus() and jax.process_count() == 1:
-        reason = nvshmem.missing()
+        reason = nvshmem.unsupported_reason()
         text = "found" if reason is None else f"{reason} (needed with one process per GPU only)"
         yield Finding("nvshmem", OK, text, data={"missing": reason})
 

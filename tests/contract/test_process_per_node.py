@@ -72,6 +72,6 @@ def test_decoding(nodes: Mesh, rng: Any) -> None:
 
 def test_exchanges_between_processes_are_refused(nodes: Mesh, rng: Any) -> None:
     problem = Layer(rng, "uniform", nodes.size, BASE)
-    reason = f"triton: ranks of the axes {TOPOLOGY.axes} are of several of the {len(nodes.devices)} processes"
+    reason = f"triton: ranks of the axes {TOPOLOGY.axes} span several of the {len(nodes.devices)} processes"
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
         jax.eval_shape(per_rank(functools.partial(layer, TOPOLOGY.axes), nodes, axes=AXES), *problem.args)

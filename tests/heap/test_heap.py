@@ -129,12 +129,12 @@ def test_kernels_find_the_trace_area_while_there_is_a_recording(grown):
     address = grown._traces.addresses[0]
     grown.reserve("dispatch", 1 << 26)
     assert [fetch(i)[TRACE] for i in (1, 2, 3)] == [address] * 3
-    with pytest.raises(RuntimeError, match="records already"):
+    with pytest.raises(RuntimeError, match="is already recording"):
         grown.begin_traces(np.arange(3), 5)
     words = grown.end_traces()
     assert {number: found.tolist() for number, found in words.items()} == {0: [0, 1, 2, 0, 0], 1: [0, 1, 2, 1, 1]}
     assert [fetch(i)[TRACE] for i in (1, 2, 3)] == [0] * 3
-    with pytest.raises(RuntimeError, match="finalized while it recorded"):
+    with pytest.raises(RuntimeError, match="finalized during the recording"):
         grown.end_traces()
 
 

@@ -245,11 +245,13 @@ def test_a_peer_that_does_not_come(memory: NvshmemMemory, store: Store, fake: fa
         memory.allocate(200, "dispatch")
     assert "dispatch" in str(caught.value)
     store.peer_comes = True
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"finalize: .*no longer in step: processes .1. have not come"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"finalize: .*no longer in step: processes .1. have not arrived"
+    ):
         memory.close()
     memory.close()
     assert fake.names == ["set_current"]
-    with pytest.raises(RuntimeError, match=r"init: an earlier finalize.* start the processes again"):
+    with pytest.raises(RuntimeError, match=r"init: an earlier finalize.* restart the processes"):
         NvshmemMemory(1.0, "settings")
 
 
@@ -262,13 +264,13 @@ def test_multicast_stays_off(fake: fake_nvshmem.Fake, value: str) -> None:
 
 
 def test_what_is_missing(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nvshmem.missing() is None
+    assert nvshmem.unsupported_reason() is None
     own = jax.local_devices()[0]
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda: [own, PEER, PEER])
-        assert "process 1 of 2 drives 2 GPUs; it needs one GPU per process" in (nvshmem.missing() or "")
+        assert "process 1 of 2 drives 2 GPUs; it needs one GPU per process" in (nvshmem.unsupported_reason() or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert nvshmem.missing() == "not installed: nvshmem4py (pip install '.[cuda13]')"
+    assert nvshmem.unsupported_reason() == "not installed: nvshmem4py (pip install '.[cuda13]')"
 
 
 # --- several domains --------------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def test_a_domain_has_an_nvshmem_of_its_own(
     store.peer_says["loading NVSHMEM"] = "ff" * 128
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     monkeypatch.setattr(jax, "devices", lambda: [far[0], *near, far[1]])
-    assert nvshmem.missing() is None
+    assert nvshmem.unsupported_reason() is None
     memory = NvshmemMemory(1.0, "settings")
     (_, _, rank, count, _, _, unique_id) = next(call for call in fake.calls if call[0] == "init")
     assert (rank, count, memory.devices) == (place, 2, near)
@@ -301,7 +303,7 @@ def test_a_domain_has_an_nvshmem_of_its_own(
 def test_domains_that_are_not_alike(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, PEER, Other(2, slice_index=1)])
-    assert "have [2, 1] GPUs, expected as many in each" in (nvshmem.missing() or "")
+    assert "have [2, 1] GPUs, expected the same number in each" in (nvshmem.unsupported_reason() or "")
 
 
 def test_the_transport_says_that_there_are_several(
@@ -313,7 +315,7 @@ def test_the_transport_says_that_there_are_several(
     monkeypatch.setattr(jax, "devices", lambda: devices)
     with caplog.at_level(logging.INFO, "jax_ep"):
         assert context.init(MESH).transport == "nvshmem"
-    assert "into all of them, in each of 2 machines or NVLink domains; between them XLA's" in caplog.text
+    assert "into all processes, in each of 2 machines or NVLink domains, which XLA's" in caplog.text
     finding = next(finding for finding in doctor._transport() if finding.topic == "transport")
     assert finding.state == "ok" and "each of 2 machines" in finding.text
 
@@ -384,7 +386,7 @@ def test_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: An
     store.peer_comes = False
     with caplog.at_level(logging.WARNING, "jax_ep"):
         context._finalize_at_exit()
-    assert "processes [1] have not come" in caplog.text
+    assert "processes [1] have not arrived" in caplog.text
     assert "finalize" not in fake.names
 
 
@@ -413,25 +415,27 @@ def test_devices_of_one_process_reach_each_other() -> None:
     mesh = jax.make_mesh((2, 2), ("node", "expert"), devices=jax.devices()[:4])
     for of_processes in (False, True):
         assert peer_access.domains(mesh.devices.flat, of_processes=of_processes) == [[0, 1, 2, 3]]
-        assert peer_access.apart(mesh, ("node", "expert"), of_processes=of_processes) is None
+        assert peer_access.unreachable_reason(mesh, ("node", "expert"), of_processes=of_processes) is None
 
 
 def test_processes_with_several_gpus(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels among those of a process, where they reach each other and each process has as many."""
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, Other(0), PEER, PEER])
-    monkeypatch.setattr(peer_access, "missing", lambda: None)
-    assert transports.best() == transports.checked("peer") == "peer"
-    assert transports.described("peer").endswith("in each of 2 processes; between them XLA's collectives go")
-    assert peer_access.missing_in_processes() is None
+    monkeypatch.setattr(peer_access, "unsupported_reason", lambda: None)
+    assert transports.best() == transports.resolve("peer") == "peer"
+    assert transports.describe("peer").endswith("in each of 2 processes, which XLA's collectives connect")
+    assert peer_access.unsupported_processes_reason() is None
     with monkeypatch.context() as patch:
         patch.setattr(peer_access, "missing", lambda: "a reason")
         with caplog.at_level(logging.WARNING, "jax_ep"):
             assert transports.best() == "xla"
         assert "transport peer is not used: a reason" in caplog.text
         patch.setattr(jax, "devices", lambda: [own, Other(0), PEER])
-        with pytest.raises(ValueError, match="transport='peer': processes drive 1 to 2 devices, expected as many"):
-            transports.checked("peer")
+        with pytest.raises(
+            ValueError, match="transport='peer': processes drive 1 to 2 devices, expected the same number"
+        ):
+            transports.resolve("peer")
     findings = {finding.topic: finding for finding in doctor._transport()}
     assert findings["transport"].state == "ok" and "each of 2 processes" in findings["transport"].text
 
@@ -444,7 +448,7 @@ def test_peers_of_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.Mo
     assert peer_access.domains(devices) == [[0, 2], [1, 3]]
     monkeypatch.setattr(jax, "devices", lambda: [devices[0], far])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
-    reason = "devices [0] of 2 cannot reach the memory of devices [1]: they are of 2 machines or NVLink domains"
+    reason = "devices [0] of 2 cannot access the memory of devices [1]: they belong to 2 machines or NVLink domains"
     with pytest.raises(ValueError, match=rf"transport='nvshmem': {re.escape(reason)}"):
         context.init(MESH, transport="nvshmem")
     findings = {finding.topic: finding for finding in doctor._transport()}
@@ -464,7 +468,7 @@ def test_launches_that_run_at_the_same_time_are_refused(gpus: None, caplog: Any)
     os.environ["XLA_FLAGS"] = f"{flag}CONCURRENT {flag}LHS --xla_x=1"
     assert transports.best() == "nvshmem"
     os.environ["XLA_FLAGS"] = f"{flag}LHS {flag}concurrent --xla_x=1"
-    with pytest.raises(ValueError, match=rf"transport='nvshmem': XLA_FLAGS has {flag}CONCURRENT.*leave the flag out"):
+    with pytest.raises(ValueError, match=rf"transport='nvshmem': XLA_FLAGS has {flag}CONCURRENT.*remove the flag"):
         context.init(MESH, transport="nvshmem")
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert context.init(MESH).transport == "xla"
@@ -515,11 +519,11 @@ def test_two_processes() -> None:
         assert "timeout_s=0; process 1: init: initialising NVSHMEM, timeout_s=1" in found["settings"]
         assert found["in step again"] == found["in step after all"] == ["yes", "yes"]
     assert "dispatch: allocating takes all 2 processes together" in zero["late"]
-    assert "processes [1] have not come to it within 3 s" in zero["late"]
-    assert "some came after the others had given up, which they do after 3 s" in one["late"]
+    assert "processes [1] have not arrived within 3 s" in zero["late"]
+    assert "some arrived after the others had given up, after 3 s" in one["late"]
     assert zero["alone"].startswith("JaxRuntimeError: finalize: ending NVSHMEM takes all 2 processes together")
-    assert "processes [1] have not come to it within 3 s" in zero["alone"]
-    assert zero["still alone"].endswith("start the processes again.")
+    assert "processes [1] have not arrived within 3 s" in zero["alone"]
+    assert zero["still alone"].endswith("restart the processes.")
 
 
 @pytest.mark.slow
@@ -544,7 +548,7 @@ def test_four_processes_in_two_domains() -> None:
         assert found["table"][:2] == found["addresses"][str(number)]
         assert found["table"][3:5] == [5_000_000_000, number]
         assert found["processes"] == [[0, 2], [1, 3]] and found["numbers"] == [[0, 1], [0, 1]]
-        assert found["apart"][0] is None and "ranks of the axes ('node',) are of several" in found["apart"][1]
+        assert found["apart"][0] is None and "ranks of the axes ('node',) span several" in found["apart"][1]
         assert "combine: allocating the symmetric heap: process 3: MemoryError" in found["no room in one"]
         names = [name for name, *_ in found["calls"]]
         failed = ["malloc", "barrier_all"] if process == 3 else ["malloc", "fill", "synchronize", "free"]

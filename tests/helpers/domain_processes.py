@@ -48,7 +48,7 @@ def main() -> None:
     fake = fake_nvshmem.install()
     jax.distributed.initialize(ADDRESS, 4, ME, cluster_detection_method="deactivate")
     peer_access.domains = domains
-    found: dict[str, object] = {"missing": nvshmem.missing()}
+    found: dict[str, object] = {"missing": nvshmem.unsupported_reason()}
     memory = NvshmemMemory(PATIENCE_S, "the same")
     heap = SymmetricHeap(memory, None, 5.0)
     heap.reserve("dispatch", 100)
@@ -59,7 +59,7 @@ def main() -> None:
     found["processes"] = [[device.process_index for device in node] for node in mesh.devices]
     numbers = heap.numbers(mesh)
     found["numbers"] = None if numbers is None else numbers.tolist()
-    found["apart"] = [peer_access.apart(mesh, axis) for axis in (("expert",), ("node",))]
+    found["apart"] = [peer_access.unreachable_reason(mesh, axis) for axis in (("expert",), ("node",))]
     fake.out_of_memory = ME == 3
     found["no room in one"] = outcome(lambda: heap.reserve("combine", 1 << 26))
     heap.close()

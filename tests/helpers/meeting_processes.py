@@ -75,14 +75,14 @@ def main() -> None:
     jax.distributed.initialize(ADDRESS, 2, ME, cluster_detection_method="deactivate")
     found: dict[str, object] = {"first": life(fake), "second": life(fake)}
     meetings = Meetings(PATIENCE_S)
-    found["said"] = meetings.meet("init", "talking", words=f"I am {ME}\nreally")
+    found["said"] = meetings.meet("init", "talking", payload=f"I am {ME}\nreally")
     found["other wish"] = outcome(lambda: meetings.meet("dispatch", "allocating", same=f"{100 + ME} bytes"))
     found["other function"] = outcome(lambda: meetings.meet(("dispatch", "combine")[ME], "allocating"))
     found["one fails"] = outcome(lambda: meetings.attempt("init", "loading", refuse if ME == 1 else lambda: ""))
     found["settings"] = outcome(lambda: NvshmemMemory(PATIENCE_S, f"timeout_s={ME}"))
-    found["in step again"] = meetings.meet("init", "talking", words="yes")
+    found["in step again"] = meetings.meet("init", "talking", payload="yes")
     found["late"] = outcome(meet_late)
-    found["in step after all"] = meetings.meet("init", "talking", words="yes")
+    found["in step after all"] = meetings.meet("init", "talking", payload="yes")
     memory = NvshmemMemory(PATIENCE_S, "the same")
     if ME == 1:
         print(json.dumps(found), flush=True)

@@ -50,7 +50,7 @@ def shorten_waits(heap: SymmetricHeap) -> None:
     """From now on no wait lasts long; nothing that has to succeed comes after it."""
     heap._timeout_ns = int(SHORT_S * 1e9)
     for generation in heap.generations:
-        heap._registered(generation)
+        heap._register(generation)
 
 
 def exchange(x, ids, w, h):

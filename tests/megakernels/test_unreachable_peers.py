@@ -22,7 +22,7 @@ from layers import Layer
 pytest.importorskip("triton")
 TOPOLOGY = jax_ep.Topology(node="node", local="expert")
 AXES = (TOPOLOGY.axes,)
-REASON = "ranks of the axes {} are of several of the 2 processes"
+REASON = "ranks of the axes {} span several of the 2 processes"
 
 
 @pytest.fixture(scope="module")

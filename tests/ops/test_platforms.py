@@ -56,7 +56,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     device = types.SimpleNamespace(platform="gpu", compute_capability=request.param, device_kind="a GPU")
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("jax_ep.heap.peer_access.missing", lambda: None)
+    monkeypatch.setattr("jax_ep.heap.peer_access.unsupported_reason", lambda: None)
     registry._say_once.cache_clear()
     return request.param
 

@@ -310,10 +310,10 @@ def test_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
     with tracing.record() as recording:
         with pytest.raises(RuntimeError, match="kernels still record"):
             _ = recording.trace
-        with pytest.raises(RuntimeError, match="records already"), tracing.record():
+        with pytest.raises(RuntimeError, match="is already recording"), tracing.record():
             pass
     assert recording.trace.events.dtype == EVENT and not len(recording.trace.events)
-    with pytest.raises(RuntimeError, match="finalized while it recorded"), tracing.record():
+    with pytest.raises(RuntimeError, match="finalized during the recording"), tracing.record():
         jax_ep.finalize()
 
 

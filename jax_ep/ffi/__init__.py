@@ -1,8 +1,8 @@
-"""What XLA cannot express: custom calls of a small compiled library, loaded on first use.
+"""XLA custom calls of a small compiled library, which is loaded on first use.
 
-`launch_kernel` runs compiled kernels, `pointer_table` hands every device its own table of raw addresses, `check_status`
-turns a failure that a kernel has recorded into an exception. A missing or stale library is a `LibraryError` that says
-how to build it.
+`launch_kernel` runs compiled kernels, `pointer_table` gives every device its own table of raw addresses, and
+`check_status` turns a failure that a kernel recorded into an exception. A missing or stale library is a `LibraryError`
+that says how to build it.
 """
 
 from jax_ep.ffi.kernels import by_address, by_descriptor, launch_kernel

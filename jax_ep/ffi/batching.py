@@ -1,4 +1,4 @@
-"""Custom calls under `jax.vmap` whose result does not depend on what their operands hold."""
+"""Batching rule for custom calls whose result does not depend on the values of their operands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 
-def same_for_all(call: Callable[[jax.Array], jax.Array], token: jax.Array) -> jax.Array:
-    """`call(token)`, which under `jax.vmap` is made once, with the tokens of all elements, and has one result.
+def batch_invariant(call: Callable[[jax.Array], jax.Array], token: jax.Array) -> jax.Array:
+    """Run `call(token)`; under `jax.vmap`, run it once with the batched token and return one unbatched result.
 
-    For calls that order themselves after an array of any shape and do not read it. Their handlers know the shape of
-    the result: a batch of it would be another one.
+    For calls that use an array of any shape only as a data dependence. Their handlers know the result's shape, which
+    must
+    not get a batch axis.
     """
 
     @jax.custom_batching.custom_vmap

@@ -1,4 +1,4 @@
-"""Launches of compiled kernels, as short as the driver's own."""
+"""Launches of compiled kernels with little more host time than the driver needs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ def launch_kernel(
     parameters: Sequence[Sequence[int]],
     written: dict[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Runs machine code of Triton on the CUDA device of this shard; its parameters are the operands and results.
+    """Run Triton machine code on the CUDA device of this shard; its parameters are the operands and results.
 
-    A per-shard function, without a derivative; `jax.vmap` launches once per element, in order. The code becomes part
-    of the program, which also runs where it is only deserialized, after `load`.
+    A per-shard function without a derivative; `jax.vmap` launches once per element, in order. The code becomes part of
+    the
+    program. A process that only deserializes the program must call `load` first.
 
     Args:
-      name: of the function in the code.
+      name: name of the function in the code.
       code: a cubin for the devices that run the program.
       operands: arrays of this shard.
-      results: shapes and dtypes of the results, which are not initialised.
+      results: shapes and dtypes of the results, which are not initialized.
       num_programs: size of the one-dimensional grid.
-      num_threads: of a program.
-      shared_bytes: dynamic shared memory of a program.
-      alignment: bytes that all addresses are a multiple of. Running the program fails where one is not.
-      parameters: how the kernel takes each operand and each result, as `by_address()` or `by_descriptor(...)` says.
-      written: operands that the kernel writes in place, by their positions, and the results that they become.
+      num_threads: threads per program.
+      shared_bytes: dynamic shared memory per program.
+      alignment: required alignment of all addresses, in bytes; a misaligned address is an error at run time.
+      parameters: how each operand and each result is passed, from `by_address()` or `by_descriptor(...)`.
+      written: maps operands that the kernel updates in place to results, by position.
 
     Returns:
-      One array per entry of `results`, typed as the same on all devices.
+      One array per entry of `results`, typed as replicated.
     """
     library.load()
     call = jax.ffi.ffi_call(
@@ -55,7 +56,7 @@ def launch_kernel(
 
 
 def by_address() -> tuple[int, ...]:
-    """A parameter that is an array's address."""
+    """Return the encoding of a parameter that is an array's address."""
     return (0,)
 
 
@@ -67,14 +68,14 @@ def by_descriptor(
     strides: Sequence[int],
     box: Sequence[int],
 ) -> tuple[int, ...]:
-    """A parameter that is a TMA descriptor, made for each launch; what lies outside of the shape reads as zero.
+    """Return the encoding of a TMA descriptor parameter, built at each launch; reads outside the shape return zero.
 
     Args:
-      element_type: the driver's number, `CUtensorMapDataType`.
-      element_bytes: of an element.
-      swizzle: of the copies in shared memory, `CUtensorMapSwizzle`.
+      element_type: `CUtensorMapDataType` of the driver.
+      element_bytes: bytes per element.
+      swizzle: `CUtensorMapSwizzle` of the copies in shared memory.
       shape: sizes of the dimensions.
-      strides: of the dimensions, in elements; the last is 1.
-      box: what one copy moves.
+      strides: strides of the dimensions, in elements; the last is 1.
+      box: size of one copy, per dimension.
     """
     return (len(shape), element_type, element_bytes, swizzle, *shape, *strides, *box)

@@ -1,4 +1,4 @@
-"""Finds, checks and loads `libjax_ep_ffi.so` and registers its custom calls with XLA: on first use, never on import."""
+"""Discovery, checks and loading of `libjax_ep_ffi.so`, and registration of its custom calls, on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import jax
 import jaxlib
 
 NAME = "libjax_ep_ffi.so"
-ABI_VERSION = 4  # JAX_EP_ABI_VERSION of csrc/abi.h
+ABI_VERSION = 4  # Equals JAX_EP_ABI_VERSION of csrc/abi.h.
 BUILD_COMMANDS = (
     "Build it with `pip install -e .` in the source tree (`make` does so in its own environment), or into the tree"
     " itself with `make ffi`."
@@ -33,18 +33,18 @@ _LOAD_LOCK = threading.Lock()
 
 
 class LibraryError(ImportError):
-    """The compiled library of jax_ep is missing, or was built from other sources than this Python code."""
+    """The compiled library of jax_ep is missing, or was built from sources that do not match this Python code."""
 
 
 class Platform(enum.IntEnum):
-    """Where a device lives, as the library numbers it; ordinals count separately on each."""
+    """Platform of a device, as the library numbers it; ordinals count separately on each."""
 
     CPU = 0
     CUDA = 1
 
 
 def device_key(device: jax.Device) -> tuple[Platform, int]:
-    """Platform and ordinal by which the custom calls know `device`, one of this process's devices."""
+    """Return the platform and ordinal of a device of this process, as the custom calls identify it."""
     platforms = {"cpu": Platform.CPU, "gpu": Platform.CUDA, "cuda": Platform.CUDA}
     if device.platform not in platforms:
         raise ValueError(f"jax_ep has no custom calls for {device} of platform {device.platform!r}, only cpu and gpu.")
@@ -54,13 +54,13 @@ def device_key(device: jax.Device) -> tuple[Platform, int]:
             " Every process registers the devices in mesh.local_devices only."
         )
     platform = platforms[device.platform]
-    # On the CPU XLA counts the devices of all processes.
+    # On the CPU, XLA counts the devices of all processes.
     ordinal = device.id if platform is Platform.CPU else device.local_hardware_id
     return platform, device.id if ordinal is None else int(ordinal)
 
 
 def candidates() -> list[Path]:
-    """Where the library may be: beside this file (wheel, `make ffi`), then where an editable install has put it."""
+    """Return candidate paths of the library: next to this file (wheel, `make ffi`), then an editable install's."""
     places = [_HERE, *(Path(place) for place in _package_path())]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         places.append(Path(str(importlib.metadata.distribution("jax-ep").locate_file("jax_ep/ffi"))))
@@ -68,14 +68,14 @@ def candidates() -> list[Path]:
 
 
 def _package_path() -> Sequence[str]:
-    # An editable install gives the package two folders: the sources, and site-packages with what was compiled.
+    # An editable install gives the package two folders: the sources, and site-packages with the compiled library.
     import jax_ep.ffi
 
     return list(jax_ep.ffi.__path__)
 
 
 def source_hash(csrc: Path) -> str | None:
-    """Hash of the C++ sources as CMakeLists.txt computes it; None where there are none, as in a wheel."""
+    """Return the hash of the C++ sources as CMakeLists.txt computes it, or None without sources, as in a wheel."""
     files = sorted((*csrc.glob("*.cc"), *csrc.glob("*.h")), key=lambda path: path.name)
     if not files:
         return None
@@ -84,9 +84,12 @@ def source_hash(csrc: Path) -> str | None:
 
 
 def open_library(paths: Sequence[Path], csrc: Path) -> ctypes.CDLL:
-    """The first library of `paths` that fits this Python code and the sources in `csrc`, else a `LibraryError`.
+    """Open the first library of `paths` that matches this Python code and the sources in `csrc`.
 
-    The files are read first, and only one that fits is opened: opening a library runs its constructors.
+    Reads each file first and opens only a match, because opening a library runs its constructors.
+
+    Raises:
+      LibraryError: no library matches.
     """
     expected = source_hash(csrc)
     problems = []
@@ -108,12 +111,12 @@ def open_library(paths: Sequence[Path], csrc: Path) -> ctypes.CDLL:
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What a library says of itself in `jax_ep_ffi_stamp` of csrc/abi.h.
+    """Version stamp of a library, from `jax_ep_ffi_stamp` of csrc/abi.h.
 
     Attributes:
-      abi_version: of the C functions and of the custom calls.
-      xla_api_version: of the XLA FFI headers it was built with, major * 1000 + minor.
-      source_hash: of its sources.
+      abi_version: version of the C functions and of the custom calls.
+      xla_api_version: version of the XLA FFI headers used in the build, major * 1000 + minor.
+      source_hash: hash of the sources.
     """
 
     abi_version: int
@@ -125,7 +128,7 @@ _STAMP = re.compile(rb"jax_ep_ffi stamp abi=(\d+) xla=(\d+)\.(\d+) source=([0-9a
 
 
 def read_stamp(path: Path) -> Stamp | None:
-    """The stamp in a file, or None where there is none, or more than one."""
+    """Read the stamp from a file; return None unless there is exactly one."""
     stamps = set(_STAMP.findall(path.read_bytes()))
     if len(stamps) != 1:
         return None
@@ -134,7 +137,7 @@ def read_stamp(path: Path) -> Stamp | None:
 
 
 def _mismatch(stamp: Stamp | None, expected_hash: str | None) -> str | None:
-    """Why the library with this stamp is not the one that belongs to this Python code, or None."""
+    """Return why a library with this stamp does not match this Python code, or None if it does."""
     if stamp is None:
         return "has no version stamp"
     if stamp.abi_version != ABI_VERSION:
@@ -143,8 +146,8 @@ def _mismatch(stamp: Stamp | None, expected_hash: str | None) -> str | None:
     if offered is not None and built_for > offered:
         return (
             f"was built with headers of a newer jaxlib (XLA FFI {_dotted(built_for)}) than the installed"
-            f" {jaxlib.__version__} (XLA FFI {_dotted(offered)}) takes; upgrade jaxlib, or build it here with"
-            " `pip install --no-build-isolation`"
+            f" {jaxlib.__version__} (XLA FFI {_dotted(offered)}) supports; upgrade jaxlib, or build it here with `pip"
+            " install --no-build-isolation`"
         )
     if expected_hash is not None and stamp.source_hash != expected_hash:
         return f"is stale: built from sources {stamp.source_hash[:12]}, the sources here are {expected_hash[:12]}"
@@ -156,9 +159,9 @@ def _dotted(version: int) -> str:
 
 
 def xla_api_version() -> int | None:
-    """XLA FFI's version in the installed jaxlib, major * 1000 + minor; None where its headers are missing.
+    """Return the XLA FFI version of the installed jaxlib, major * 1000 + minor, or None without its headers.
 
-    XLA refuses custom calls of a newer version than its own and takes all older ones.
+    XLA rejects custom calls built for a newer version than its own and accepts all older ones.
     """
     header = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
@@ -168,7 +171,7 @@ def xla_api_version() -> int | None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Gives every function of csrc/abi.h its C signature."""
+    """Declare the C signature of every function of csrc/abi.h."""
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     signatures: dict[str, tuple[type, list[type]]] = {
         "jax_ep_ffi_stamp": (ctypes.c_char_p, []),
@@ -206,7 +209,7 @@ def _load_once() -> ctypes.CDLL:
 
 
 def _register_launches(library: ctypes.CDLL) -> None:
-    """The custom call that launches kernels, which keeps a state of its own type, for CUDA devices."""
+    """Register the kernel launch custom call and its state type for CUDA devices."""
     type_id, type_info = (
         jax.ffi.pycapsule(ctypes.c_void_p(address))
         for address in (library.jax_ep_launch_type_id(), library.jax_ep_launch_type_info())
@@ -221,17 +224,17 @@ def _register_launches(library: ctypes.CDLL) -> None:
 
 
 def load() -> ctypes.CDLL:
-    """The library, with its custom calls registered for the CPU and CUDA platforms.
+    """Load the library, and register its custom calls for the CPU and CUDA platforms.
 
-    The wrappers call this themselves. Call it before running an executable that was compiled elsewhere and only
-    deserialized here.
+    The wrappers call this. Call it before running an executable that was compiled by another process and deserialized
+    here.
     """
-    with _LOAD_LOCK:  # functools.cache alone may run the function twice
+    with _LOAD_LOCK:  # `functools.cache` alone may run the function twice.
         return _load_once()
 
 
 def raise_for(code: int) -> None:
-    """Turns a code of csrc/abi.h into a Python exception with the library's own words."""
+    """Raise a Python exception with the library's message for a non-zero code of csrc/abi.h."""
     if code == 0:
         return
     message = load().jax_ep_last_error().decode()

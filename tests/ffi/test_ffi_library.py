@@ -161,7 +161,7 @@ def test_library_for_a_newer_jaxlib_is_refused(tmp_path, monkeypatch):
     assert f"abi={stamp.abi_version} " in library.load().jax_ep_ffi_stamp().decode()
     monkeypatch.setattr(library, "xla_api_version", lambda: 2)
     with pytest.raises(
-        ffi.LibraryError, match=r"newer jaxlib \(XLA FFI 0\.\d\) than .*\(XLA FFI 0\.2\) takes; upgrade jaxlib"
+        ffi.LibraryError, match=r"newer jaxlib \(XLA FFI 0\.\d\) than .*\(XLA FFI 0\.2\) supports; upgrade jaxlib"
     ):
         library.open_library([library_path()], tmp_path)
 

@@ -394,7 +394,7 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"transport='peer': each process drives one device, expected several"):
         context.init(MESH, transport="peer")
     with monkeypatch.context() as patch:
-        patch.setattr(nvshmem, "missing", lambda: "a reason")
+        patch.setattr(nvshmem, "unsupported_reason", lambda: "a reason")
         with pytest.raises(ValueError, match="transport='nvshmem': a reason"):
             context.init(MESH, transport="nvshmem")
         with caplog.at_level(logging.WARNING, "jax_ep"):
@@ -427,7 +427,7 @@ def test_processes_with_several_gpus(gpus: None, caplog: Any, monkeypatch: pytes
     assert transports.describe("peer").endswith("in each of 2 processes, which XLA's collectives connect")
     assert peer_access.unsupported_processes_reason() is None
     with monkeypatch.context() as patch:
-        patch.setattr(peer_access, "missing", lambda: "a reason")
+        patch.setattr(peer_access, "unsupported_reason", lambda: "a reason")
         with caplog.at_level(logging.WARNING, "jax_ep"):
             assert transports.best() == "xla"
         assert "transport peer is not used: a reason" in caplog.text

@@ -1,8 +1,8 @@
-"""The process-level context: which mesh axis carries the experts, and what moves tokens over it.
+"""The process-level context: the expert axis, and the transport over it.
 
-It owns what outlives a program: the transport, the symmetric heap and its status records. Where one process drives
-every device it comes into being by itself, with the defaults, when a program is traced that needs it. Where there are
-several, they make it together, so each must call `init`.
+The context owns everything that outlives a program: the transport, the symmetric heap and its status records. If one
+process drives all devices, tracing a program that needs a context creates one with the defaults. Several processes
+create it together, so each must call `init`.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jax_ep")
 _TIMEOUT_S = 30.0
-# Programs of several processes reach a step that they take together less evenly than kernels reach each other: one
-# loads a checkpoint, another compiles.
+# Processes reach a joint step less evenly than kernels reach each other: one may load a checkpoint while another
+# compiles.
 _TIMEOUTS_BETWEEN_PROCESSES = 10
 _LAUNCHERS = ("ffi", "jax-triton")
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What `init` settled.
+    """The settings of `init`.
 
     Attributes:
       mesh: the devices.
       axis_name: expert axis, or axes.
-      transport: what moves tokens: "xla" (collectives of XLA), "peer" (kernels that write to peers' memory, among the
-        GPUs of a process), "nvshmem" (the same kernels, several processes with one GPU each) or "shared_memory" (the
-        same kernels on the CPU devices of a process, in Triton's interpreter, for tests).
+      transport: how tokens move between devices: "xla" (XLA's collectives), "peer" (kernels that write to peers'
+        memory,
+        among the GPUs of one process), "nvshmem" (the same kernels, several processes with one GPU each) or
+        "shared_memory" (the same kernels on CPU devices in Triton's interpreter, for tests).
       num_ranks: ranks on the expert axis.
       heap_bytes: bytes of symmetric memory per device, or None to grow as needed.
-      timeout_s: how long a kernel waits for a peer before it gives up.
-      mesh_is_given: whether the caller named the mesh; programs may then rely on it.
-      launcher: what launches kernels: "ffi" (the package's own custom call) or "jax-triton".
+      timeout_s: how long a kernel waits for a peer before it fails.
+      mesh_is_given: whether the caller passed the mesh; programs may then rely on it.
+      launcher: how kernels are launched: "ffi" (the package's own custom call) or "jax-triton".
     """
 
     mesh: jax.sharding.Mesh
@@ -67,19 +68,19 @@ class Context:
 
 
 _lock = threading.RLock()
-_thread = threading.local()  # `.heap`: in which this thread has reserved what it is about to launch
+_thread = threading.local()  # `.heap`: the heap in which this thread reserved memory for its next launch.
 _current: Context | None = None
 _is_implicit = False
-_generation = 0  # of contexts that `init` and `finalize` began
+_generation = 0  # Incremented by `init` and `finalize`.
 _heap: SymmetricHeap | None = None
-_comparison: rendezvous.Comparison | None = None  # of several processes, from init to finalize
-_launcher = _LAUNCHERS[0]  # for which JAX's caches hold traces
-_sizes: dict[int, int] | None = None  # of all heaps so far, see SymmetricHeap.sizes; None: there has been none
-_records = jax.make_user_context(False)  # whether kernels of what is traced now record; part of the key of `jax.jit`
-_recording_kernels: dict[int, str] = {}  # their names, by `Heap.LAUNCH`
+_comparison: rendezvous.Comparison | None = None  # With several processes, between init and finalize.
+_launcher = _LAUNCHERS[0]  # The launcher of the traces in JAX's caches.
+_sizes: dict[int, int] | None = None  # See SymmetricHeap.sizes; None before the first heap.
+_records = jax.make_user_context(False)  # Whether kernels traced now record; part of the key of `jax.jit`.
+_recording_kernels: dict[int, str] = {}  # Names of recorded kernels, by `Heap.LAUNCH`.
 
-# Both are part of what `jit` compiles for, so that a change makes it trace again; the second is of a thread.
-_tuning = jax.make_user_context(None)  # what the user chose; None: what the environment says
+# Both are part of the key of `jax.jit`, so a change traces again. `_overrides` is per thread.
+_tuning = jax.make_user_context(None)  # The user's choice; None uses the environment.
 _overrides = jax.make_user_context(())
 
 
@@ -92,43 +93,56 @@ def init(
     timeout_s: float = _TIMEOUT_S,
     launcher: str | None = None,
 ) -> Context:
-    """Sets the process-level context up; calling it again with the same arguments returns the same context.
+    """Set up the process-level context. Calling it again with the same arguments returns the same context.
 
-    It replaces a context that came into being by itself. Programs compiled for an earlier context run on in the new
-    one: it allocates at once what they need, unless `heap_bytes` is less; they then end in an error that says so.
+    An explicit call replaces a context that was created implicitly. Programs compiled for an earlier context continue
+    to
+    work: the new context allocates what they need at once, unless `heap_bytes` is less; then they fail with an error
+    that
+    says so.
 
-    Where there are several processes, all must call it, with the same arguments, after `jax.distributed.initialize`;
-    each waits up to ten times `timeout_s` for the others, and an error names those that are missing or differ in
-    arguments or versions. They must then trace the same programs on that mesh in the same order: an exchange of other
-    sizes than another process has traced ends in an error. With transport "nvshmem" they also share symmetric memory:
-    where a program needs more, all allocate it together, and wait for each other likewise.
+    With several processes, all must call it with the same arguments, after `jax.distributed.initialize`. Each waits up
+    to
+    ten times `timeout_s` for the others; an error names processes that are missing, or that differ in arguments or
+    versions. All must then trace the same programs on that mesh in the same order: a mismatch in the sizes of an
+    all-to-all
+    is an error. With transport "nvshmem" they also share symmetric memory: when a program needs more, all processes
+    allocate it together, and wait for each other in the same way.
 
     Args:
-      mesh: the devices; None: the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`. A mesh that is
-        given saves an exchange per dispatch; programs on other devices with the same axes then end in an error.
-      axis_name: mesh axis, or tuple of axes, over which experts are spread.
+      mesh: the devices. None uses the mesh of `jax.set_mesh`, or else all devices on one axis `axis_name`. An explicit
+        mesh saves one all-to-all of device numbers per dispatch; programs on other devices with the same axes then
+          fail.
+      axis_name: mesh axis, or tuple of axes, over which experts are sharded.
       transport: "xla", "peer", "nvshmem" or "shared_memory", see `Context`; None for the best one here.
-      heap_bytes: bytes of symmetric memory per device, allocated once, here; a program that needs more is refused.
-        None: it grows while programs are traced. What there is stays where it is until `finalize`, so growing stops
-        nothing; in all it has at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
-      timeout_s: seconds that a kernel waits for a peer; then the call ends in an error that names it.
-      launcher: what launches the Triton kernels on GPUs: "ffi", the package's own custom call, or "jax-triton", which
-        takes the host longer per launch (docs/design/launches.md). None: "ffi". Another one than before drops what JAX
-        has traced and compiled, so that all programs use it. It changes nothing on CPU devices.
+      heap_bytes: bytes of symmetric memory per device, allocated once, here; a program that needs more is an error.
+        None
+        lets it grow while programs are traced. Memory keeps its address until `finalize`, so growing stalls no program.
+          In
+        total it takes at most 4.5 times the bytes that the largest program needs, and at least 16 MiB.
+      timeout_s: seconds that a kernel waits for a peer; after that the call fails with an error that names the peer.
+      launcher: how Triton kernels are launched on GPUs: "ffi", the package's own custom call, or "jax-triton", which
+        takes
+        more host time per launch (docs/design/launches.md). None uses "ffi". A change clears JAX's caches, so that all
+        programs use it. It has no effect on CPU devices.
 
     Returns:
       The context.
 
     Raises:
-      ValueError: an axis that the mesh lacks, an unknown launcher or transport, one that does not fit the platform or
-        the number of processes, `heap_bytes` for a transport without a heap, numbers out of range, a second `init` with
-        other arguments before `finalize`, or XLA_FLAGS under which kernels cannot meet.
-      TypeError: a mesh, `heap_bytes` or `timeout_s` of another type.
-      ImportError: launcher "jax-triton" without that package.
-      RuntimeError: there is not as much memory as `heap_bytes`, or as programs compiled earlier need; or jax-triton
-        does not work with this JAX.
-      jax.errors.JaxRuntimeError: another process has not come in time, has other arguments or versions, or has failed;
-        the message says which.
+      ValueError: the mesh lacks an axis, the launcher or transport is unknown, the transport does not support the
+        platform
+        or the number of processes, `heap_bytes` is given for a transport without a heap, a number is out of range,
+          `init`
+        is called with other arguments before `finalize`, or XLA_FLAGS allows unordered launches.
+      TypeError: the mesh, `heap_bytes` or `timeout_s` has a wrong type.
+      ImportError: launcher is "jax-triton" and that package is missing.
+      RuntimeError: there is less memory than `heap_bytes`, or than programs compiled earlier need; or jax-triton does
+        not
+        work with this JAX.
+      jax.errors.JaxRuntimeError: another process is late, has other arguments or versions, or has failed; the message
+        says
+        which.
 
     Example:
       >>> import jax, jax_ep
@@ -138,21 +152,21 @@ def init(
       >>> jax_ep.finalize()
     """
     global _current, _heap, _comparison, _generation
-    wanted = _checked(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
-    wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None, launcher=_checked_launcher(launcher))
+    wanted = _check(_resolve_mesh(mesh, axis_name), axis_name, transport, heap_bytes, timeout_s)
+    wanted = dataclasses.replace(wanted, mesh_is_given=mesh is not None, launcher=_check_launcher(launcher))
     with _lock:
         if _is_implicit:
-            finalize()  # made by a program that needed one; what the user says now counts
+            finalize()  # An explicit call replaces the implicit context.
         if _current is not None and _current != wanted:
             raise ValueError(
-                f"init: already initialised with {_current}, now asked for {wanted}; call finalize() first."
+                f"init: already initialized with {_current}, now called with {wanted}; call finalize() first."
             )
         if _current is None:
-            together = wanted.transport == "nvshmem"  # all processes are here, now
+            together = wanted.transport == "nvshmem"  # All processes are in this call now.
             if jax.process_count() > 1 and not together:
                 meetings = rendezvous.Meetings(wanted.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES)
-                meetings.meet("init", "setting the context up", same=_in_words(wanted))
-            # Kernels that use no heap run in the workers that come with one, too.
+                meetings.meet("init", "setting up the context", same=_describe(wanted))
+            # Kernels that use no heap also run in the worker processes that a heap brings.
             at_once = together or wanted.transport == "shared_memory"
             if at_once or (wanted.transport != "xla" and (heap_bytes is not None or _sizes is not None)):
                 _heap = _outside_of_traces(lambda: _make_heap(wanted))
@@ -165,10 +179,10 @@ def init(
         return _current
 
 
-def _checked(
+def _check(
     mesh: jax.sharding.Mesh, axis_name: AxisName, transport: str | None, heap_bytes: int | None, timeout_s: float
 ) -> Context:
-    """The context for these arguments, which must make sense together."""
+    """Check the arguments and return their context."""
     missing = [name for name in axis_tuple(axis_name) if name not in mesh.shape]
     if missing:
         raise ValueError(
@@ -186,8 +200,8 @@ def _checked(
     return Context(mesh, axis_name, transport, num_ranks, heap_bytes, timeout_s)
 
 
-def _in_words(context: Context) -> str:
-    """All that processes must have in common."""
+def _describe(context: Context) -> str:
+    """Describe everything that must agree between processes."""
     ids = [device.id for device in context.mesh.devices.flat]
     order = "in order" if ids == sorted(ids) else f"in the order {ids}"
     names = ("axis_name", "transport", "heap_bytes", "timeout_s", "launcher")
@@ -202,10 +216,10 @@ def _in_words(context: Context) -> str:
 
 
 def compare(function: str, sizes: str) -> None:
-    """Compares an exchange that is traced with those of the other processes, if it is on the mesh of the context.
+    """Compare a traced all-to-all with those of the other processes, if it is on the mesh of the context.
 
     Raises:
-      jax.errors.JaxRuntimeError: another process has traced another one.
+      jax.errors.JaxRuntimeError: another process has traced a different one.
     """
     with _lock:
         if _comparison is None or _current is None:
@@ -214,12 +228,12 @@ def compare(function: str, sizes: str) -> None:
             _comparison.compare(function, sizes)
 
 
-def _checked_launcher(launcher: str | None) -> str:
+def _check_launcher(launcher: str | None) -> str:
     if launcher is None:
         return _LAUNCHERS[0]
     if launcher not in _LAUNCHERS:
         raise ValueError(
-            f"init: launcher={launcher!r} is unknown; choose from {_LAUNCHERS}, or leave it None for the fastest."
+            f"init: launcher={launcher!r} is unknown, expected one of {_LAUNCHERS}; leave it None for the fastest."
         )
     if launcher == "jax-triton":
         from jax_ep.core import jax_triton
@@ -229,7 +243,7 @@ def _checked_launcher(launcher: str | None) -> str:
 
 
 def _use_launcher(launcher: str) -> None:
-    """Functions of the package are jitted, and their traces hold the launches: they are dropped with all others."""
+    """Set the launcher; clear JAX's caches on a change, because traces of jitted functions contain the launches."""
     global _launcher
     if launcher != _launcher:
         jax.clear_caches()
@@ -237,7 +251,7 @@ def _use_launcher(launcher: str) -> None:
 
 
 def launcher() -> str:
-    """What launches kernels on GPUs, see `Context`."""
+    """Return how kernels are launched on GPUs, see `Context`."""
     return _launcher
 
 
@@ -261,27 +275,27 @@ def _all_devices(axis_name: AxisName) -> jax.sharding.Mesh:
 
 
 def transport() -> str | None:
-    """The transport of the context, or None where there is no context yet."""
+    """Return the transport of the context, or None without a context."""
     return None if _current is None else _current.transport
 
 
 def generation() -> int:
-    """A number that changes with `init` and `finalize`: what is traced for one context may not suit the next."""
+    """Return a number that changes with `init` and `finalize`; traces for one context may not fit the next."""
     return _generation
 
 
 def given_mesh() -> jax.sharding.Mesh | None:
-    """The mesh that the caller gave to `init`, or None."""
+    """Return the mesh that the caller passed to `init`, or None."""
     return _current.mesh if _current is not None and _current.mesh_is_given else None
 
 
 def unordered_launches_reason() -> str | None:
-    """Why XLA's flags forbid kernels that meet their peers, or None."""
+    """Return why XLA's flags rule out communication kernels, or None."""
     return check.unordered_launches_reason()
 
 
-def apart(axis: tuple[str, ...]) -> str | None:
-    """Why ranks on these axes of the mesh around this call cannot all write to each other's memory, or None."""
+def unreachable_reason(axis: tuple[str, ...]) -> str | None:
+    """Return why ranks on these axes of the surrounding mesh cannot all write to each other's memory, or None."""
     if _current is None:
         return None
     mesh, here, of_processes = _current.mesh, jax.sharding.get_abstract_mesh(), _current.transport != "nvshmem"
@@ -289,54 +303,54 @@ def apart(axis: tuple[str, ...]) -> str | None:
         return None
     if here.shape_tuple != mesh.shape_tuple:
         return (
-            f"the mesh here, {dict(here.shape)}, is not that of init, {dict(mesh.shape)}, of which it is known which"
-            " devices reach each other's memory"
+            f"the mesh here, {dict(here.shape)}, is not the mesh of init, {dict(mesh.shape)}, and only for that one it"
+            " is known which devices can access each other's memory"
         )
     return peer_access.unreachable_reason(mesh, axis, of_processes=of_processes)
 
 
-def missing_init() -> str | None:
-    """What a program of several processes must do before its kernels can run, or None."""
+def missing_init_reason() -> str | None:
+    """Return what a program of several processes must do before its kernels can run, or None."""
     if _current is not None or jax.process_count() == 1:
         return None
     return "several processes: call jax_ep.init() in each of them first"
 
 
 def heap(function: str) -> SymmetricHeap:
-    """The symmetric heap, made on first use; for implementations, at trace time.
+    """Return the symmetric heap, created on first use; for implementations, at trace time.
 
     Raises:
-      RuntimeError: there are several processes, and no context.
-      jax.errors.JaxRuntimeError: a kernel has given up on a peer; the message tells of it.
+      RuntimeError: there are several processes and no context.
+      jax.errors.JaxRuntimeError: a kernel has failed; the message says how.
     """
     global _current, _heap, _is_implicit
     with _lock:
         if _current is None and jax.process_count() > 1:
-            raise RuntimeError(f"{function}: {missing_init()}.")
+            raise RuntimeError(f"{function}: {missing_init_reason()}.")
         if _current is None:
-            # Programs find the devices of a group by themselves: which mesh stands here does not matter.
-            _current = _outside_of_traces(lambda: _checked(_all_devices("expert"), "expert", None, None, _TIMEOUT_S))
+            # Programs find the devices of their ep_group themselves, so any mesh works here.
+            _current = _outside_of_traces(lambda: _check(_all_devices("expert"), "expert", None, None, _TIMEOUT_S))
             _is_implicit = True
         context = _current
         if _heap is None:
             _heap = _outside_of_traces(lambda: _make_heap(context))
         if (message := _heap.failure()) is not None:
             raise jax.errors.JaxRuntimeError(
-                f"{function}: {message} The context refuses work after a failure: call finalize(), then init()."
+                f"{function}: {message} The context is unusable after a failure: call finalize(), then init()."
             )
         return _heap
 
 
 def reserve(function: str, data_bytes: int, buffer_bytes: int = 0) -> SymmetricHeap:
-    """Makes the data area of the newest heap, and each of the newest low-latency buffers, at least this large.
+    """Ensure that the data area and each low-latency buffer of the newest generations are at least this large.
 
-    Programs may be running meanwhile, and other threads may be tracing: what they have reserved stays theirs.
+    Programs may be running and other threads may be tracing; their reserved memory is not affected.
 
     Raises:
-      ValueError: `heap_bytes` of `init` is too small for that.
-      RuntimeError: there is not so much memory; and what `heap` raises.
+      ValueError: `heap_bytes` of `init` is too small.
+      RuntimeError: memory is insufficient. Also see `heap`.
     """
-    with _lock:  # two threads that trace must not allocate at a time
+    with _lock:  # Only one thread may allocate at a time.
         the_heap = heap(function)
         _outside_of_traces(lambda: the_heap.reserve(function, data_bytes, buffer_bytes))
         _thread.heap = the_heap
@@ -344,10 +358,10 @@ def reserve(function: str, data_bytes: int, buffer_bytes: int = 0) -> SymmetricH
 
 
 def reserved_heap(function: str) -> SymmetricHeap:
-    """The heap in which this thread has just reserved memory.
+    """Return the heap in which this thread has just reserved memory.
 
     Raises:
-      RuntimeError: another thread has ended its context since; and what `heap` raises.
+      RuntimeError: another thread has finalized its context since. Also see `heap`.
     """
     the_heap = heap(function)
     if the_heap is not getattr(_thread, "heap", None):
@@ -358,7 +372,7 @@ def reserved_heap(function: str) -> SymmetricHeap:
 
 
 def records(identity: int, kernel: str) -> bool:
-    """Whether a kernel that is traced now records what it does; if so, remembers its name."""
+    """Return whether a kernel that is traced now records a trace; if so, register its name."""
     is_recording = bool(_records.value)
     if is_recording:
         _recording_kernels[identity] = kernel
@@ -367,14 +381,13 @@ def records(identity: int, kernel: str) -> bool:
 
 @contextlib.contextmanager
 def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
-    """Gives the kernels of each device of this process int64 words to record in, which begin with `header`.
+    """Give the kernels of each device of this process int64 words to record in, starting with `header`.
 
-    What this thread calls in the block is compiled anew, with kernels that record.
+    Calls of this thread inside the block are compiled again with recording kernels.
 
     Raises:
       ValueError: the transport has no kernels.
-      RuntimeError: there is a recording already, or not so much memory, or the context ends in the block; and what
-        `heap` raises.
+      RuntimeError: a recording is active, memory is insufficient, or the context ends in the block. Also see `heap`.
     """
     if (_current.transport if _current is not None else transports.best()) == "xla":
         raise ValueError(
@@ -392,12 +405,12 @@ def record(header: np.ndarray, num_words: int) -> Iterator[Recorded]:
 
 
 class Recorded(NamedTuple):
-    """What kernels have recorded.
+    """Recorded traces of kernels.
 
     Attributes:
-      words: by the number of the device.
-      kernels: names by `Heap.LAUNCH`.
-      device_ids: JAX's, by the number of the device.
+      words: recorded words by device number.
+      kernels: kernel names by `Heap.LAUNCH`.
+      device_ids: JAX's device ids by device number.
     """
 
     words: dict[int, np.ndarray]
@@ -406,37 +419,37 @@ class Recorded(NamedTuple):
 
 
 def tuning() -> settings_file.Tuning:
-    """The tuned settings in use, read when first asked for; at trace time."""
+    """Return the tuned settings in use, read on first use; at trace time."""
     chosen: settings_file.Tuning | None = _tuning.value
     return settings_file.read_chosen(jax.local_devices()[0].device_kind) if chosen is None else chosen
 
 
 def set_tuning(chosen: settings_file.Tuning | None) -> None:
-    """Settings for all programs that are traced from now on; None: those that the environment names."""
+    """Set the tuned settings for all programs traced from now on; None uses those that the environment names."""
     _tuning.set_global(chosen)
 
 
 def overrides() -> tuple[tuple[str, str, Setting], ...]:
-    """(operation, setting, value) that count instead of tuned ones; later ones instead of earlier ones."""
+    """Return (operation, setting, value) overrides of tuned settings; later entries take precedence."""
     found: tuple[tuple[str, str, Setting], ...] = _overrides.value
     return found
 
 
 def overriding(more: tuple[tuple[str, str, Setting], ...]) -> AbstractContextManager[None]:
-    """Within it `more` is behind what there is, for this thread."""
+    """Return a context manager that appends `more` to the overrides of this thread."""
     inner: AbstractContextManager[None] = _overrides((*overrides(), *more))
     return inner
 
 
 def _outside_of_traces[Result](make: Callable[[], Result]) -> Result:
-    """Runs `make` in a thread of its own: JAX's traces belong to the thread that traces."""
+    """Run `make` in a separate thread: JAX's traces belong to the thread that traces."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(make).result()
 
 
 def _make_heap(context: Context) -> SymmetricHeap:
     from jax_ep.heap.memory import PeerMemory
-    from jax_ep.heap.symmetric import SymmetricHeap  # loads the FFI library
+    from jax_ep.heap.symmetric import SymmetricHeap  # Loads the FFI library.
 
     memory: Memory
     if context.transport == "shared_memory":
@@ -446,7 +459,7 @@ def _make_heap(context: Context) -> SymmetricHeap:
     elif context.transport == "peer":
         memory = PeerMemory()
     elif context.transport == "nvshmem":
-        memory = nvshmem.NvshmemMemory(context.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES, _in_words(context))
+        memory = nvshmem.NvshmemMemory(context.timeout_s * _TIMEOUTS_BETWEEN_PROCESSES, _describe(context))
     else:
         raise ValueError(
             f"transport {context.transport!r} has no symmetric heap; call finalize() and init(transport='peer')."
@@ -455,19 +468,18 @@ def _make_heap(context: Context) -> SymmetricHeap:
 
 
 def finalize() -> None:
-    """Waits for the devices and releases the context with all it owns; calling it without one does nothing.
+    """Wait for the devices, and release the context and everything it owns. Does nothing without a context.
 
-    With transport "nvshmem" all processes must call it; a program that ends without does so at its exit.
+    With transport "nvshmem" all processes must call it. It runs at exit if a program does not call it.
 
-    Where a kernel has given up on a peer, it says so in the log: a check before a later launch would have raised, but
-    there may have been none.
+    Logs a failure that a kernel recorded, because no later launch may have raised it.
 
     Returns:
-      None. Programs compiled before fail until a later `init`, and then run on; that may have any shapes and axes.
+      None. Programs compiled before fail until a later `init`, which may use any shapes and axes, and then work again.
 
     Raises:
-      jax.errors.JaxRuntimeError: another process has not come in time; this one can then make no other context with
-        transport "nvshmem".
+      jax.errors.JaxRuntimeError: another process is late; this process can then create no other context with transport
+        "nvshmem".
 
     Example:
       >>> import jax_ep
@@ -485,16 +497,16 @@ def finalize() -> None:
             message = the_heap.close()
         finally:
             _sizes = the_heap.sizes
-        # Where it was a program's last launch that failed, no check has told of it.
+        # If the last launch of a program failed, no check has raised it.
         if message is not None:
-            _log.error("finalize: a launch has failed, and what programs computed since is wrong. %s", message)
+            _log.error("finalize: a launch has failed, and later results are wrong. %s", message)
 
 
 def _finalize_at_exit() -> None:
-    """Ends what a program has left open. One that ends by an exception leaves it: its peers wait elsewhere."""
+    """Finalize a context left open at exit, unless an exception ended the program: its peers may be waiting."""
     if getattr(sys, "last_exc", None) is not None:
         return
     try:
         finalize()
-    except Exception as error:  # nothing may stand in the way of the exit
+    except Exception as error:  # The exit must not fail.
         _log.warning("at exit: %s", error)

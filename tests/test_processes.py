@@ -75,9 +75,9 @@ def test_processes_that_differ() -> None:
             ("world", "num_processes=2 of jax.distributed.initialize", "num_processes=3 of jax.distributed.initialize"),
             ("argument", "timeout_s=100.0", "timeout_s=101.0"),
         ):
-            mesh = "init: setting the context up, mesh {'expert': 4} of devices in order, "
+            mesh = "init: setting up the context, mesh {'expert': 4} of devices in order, "
             assert f"process 0: {mesh}{zero}; process 1: {mesh}{one}." in found[name]
-        assert "process 1: init: setting the context up, mesh {'expert': 4} of devices in the order [" in found["order"]
+        assert "process 1: init: setting up the context, mesh {'expert': 4} of devices in the order [" in found["order"]
         for name in ("before init", "agree", "same", "same again", "new context", "same in it"):
             assert found[name] == "no error", name
     for name, zero, one in (

@@ -184,7 +184,7 @@ def test_init_is_idempotent_and_finalize_releases():
     context = jax_ep.init(mesh)
     assert jax_ep.init(mesh) is context
     assert context.num_ranks == 4
-    with pytest.raises(ValueError, match=r"already initialised .*finalize"):
+    with pytest.raises(ValueError, match=r"already initialized .*finalize"):
         jax_ep.init(mesh, axis_name=("expert",))
     jax_ep.finalize()
     jax_ep.finalize()

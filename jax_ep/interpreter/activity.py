@@ -1,10 +1,10 @@
-"""What the workers of a pool are doing, in memory that all of them share, so that a wait counts only idle time.
+"""Activity of the pool's workers, in shared memory, so that timeouts of waits count idle time only.
 
-A kernel's time limit is about a peer that does not come. Workers share few cores with each other and with whatever else
-the machine does, and the first kernel of each loads Triton: a peer may take any time and yet be on its way. So a wait
-expires after the given time in which nobody was at work, and everybody who waits has looked in vain.
+A kernel's timeout is meant for a peer that never arrives. Workers share few cores with each other and with other work,
+and the first kernel of each loads Triton, so a peer may take long and still arrive. A wait therefore expires after the
+timeout has passed without any worker running, and after every waiting worker has polled unsuccessfully.
 
-Neither jax nor the package is imported: worker.py loads this file by its path.
+This file imports neither jax nor the package: worker.py loads it by path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Words of each worker, int64. The pool writes the first two, and the state of a worker that has no launch.
+# Words of each worker, int64. The pool writes the first two, and the state of a worker without a launch.
 PID, LAUNCHES, STATE, MOVES, LOOKS = range(5)
 NUM_WORDS = 5
 IDLE, RUNNING, WAITING, GAVE_UP = range(4)
@@ -23,7 +23,7 @@ _CHECK_NS = 5_000_000
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP or a debugger, or has ended."""
+    """Return whether a process has ended, or is stopped, for example by SIGSTOP or a debugger."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except FileNotFoundError:
@@ -32,13 +32,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def begin(own: np.ndarray) -> None:
-    """A worker begins a launch."""
+    """Mark the start of a launch."""
     own[STATE] = RUNNING
     own[MOVES] += 1
 
 
 def end(own: np.ndarray) -> None:
-    """A worker ends a launch."""
+    """Mark the end of a launch."""
     if own[STATE] != GAVE_UP:
         own[STATE] = IDLE
         own[MOVES] += 1
@@ -49,8 +49,8 @@ class Wait:
 
     Args:
       words: `[NUM_WORDS]` of each worker.
-      own: whose wait it is.
-      timeout_ns: for how long nobody may be at work; None: for ever.
+      own: index of the waiting worker.
+      timeout_ns: idle time after which the wait expires; None waits forever.
     """
 
     def __init__(self, words: Sequence[np.ndarray], own: int, timeout_ns: int | None) -> None:
@@ -64,7 +64,7 @@ class Wait:
         self._restart(time.monotonic_ns())
 
     def expired(self) -> bool:
-        """To be called after each look in vain; whether the wait is over."""
+        """Record an unsuccessful poll; return whether the wait has expired."""
         self._own[LOOKS] += 1
         now = time.monotonic_ns()
         if self._timeout_ns is None or now < self._next_check:
@@ -79,7 +79,7 @@ class Wait:
         return True
 
     def succeeded(self) -> None:
-        """What was waited for has come."""
+        """Mark the end of a successful wait."""
         self._own[STATE] = RUNNING
         self._own[MOVES] += 1
 
@@ -92,7 +92,7 @@ class Wait:
         return [int(other[MOVES]) for other in self._others]
 
     def _all_have_looked(self) -> bool:
-        """Whether what came before the idle time has been seen: of two looks, the second began in it."""
+        """Return whether all waiting workers have polled twice since the idle time began, so once fully within it."""
         pairs = zip(self._others, self._last_looks, strict=True)
         return all(
             other[LOOKS] >= looks + 2 or other[STATE] != WAITING or is_stopped(int(other[PID]))
@@ -104,7 +104,7 @@ class Wait:
 def _is_at_work(words: np.ndarray) -> bool:
     if words[LAUNCHES] == 0 or words[STATE] == WAITING:
         return False
-    # One that has given up waits for nothing and sends nothing any more, and must not hold the others up.
+    # A worker that gave up sends nothing anymore, so others must not wait for it.
     if words[STATE] == GAVE_UP and words[LAUNCHES] == 1:
         return False
     return not is_stopped(int(words[PID]))

@@ -1,7 +1,7 @@
-"""What Triton 3.9's interpreter works out anew with every operation, cached: types and shapes, no values.
+"""Caches for types and shapes that Triton 3.9's interpreter recomputes with every operation.
 
-Kernels of small blocks spend most of their time there, not in NumPy. Only worker.py loads this file: it changes Triton
-for the whole process.
+Kernels with small blocks spend most of their time there, not in NumPy. Only worker.py loads this file, because it
+patches Triton for the whole process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 
 def apply() -> None:
-    """Changes Triton's interpreter in place."""
+    """Patch Triton's interpreter in place."""
     interpreter._get_np_dtype = _cache(interpreter._get_np_dtype, lambda dtype: dtype.name)
     tl.core.block_type.__init__ = _cache_shapes(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = _init_tensor
@@ -29,7 +29,7 @@ def apply() -> None:
 
 
 def _cache(original: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `original` once for each `key` of its arguments: types are made anew, and take long to hash."""
+    """Cache `original` by `key` of its arguments, because Triton creates types repeatedly and hashes them slowly."""
     known: dict[Any, Any] = {}
 
     def cached(*args: Any) -> Any:
@@ -46,7 +46,7 @@ def _cache_shapes(original: Callable[..., None]) -> Callable[..., None]:
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
-        # A bool or a NumPy integer equals an int, but is refused.
+        # A bool or a NumPy integer equals an int, but Triton rejects it.
         found = known.get(sizes) if set(map(type, sizes)) == {int} else None
         if found is None:
             original(self, element_ty, shape)

@@ -1,12 +1,12 @@
 """Kernels on CPU devices, for tests: Triton's interpreter runs them, in one process per device.
 
-`call` is to a CPU device what `jax_ep.ffi.launch_kernel` is to a GPU. XLA's CPU runtime runs independent calls of a
-device in any order, different on each device, while the kernels of a communication group need one order, the one that a
-GPU's stream gives them. So a launch starts when all devices of the mesh have come to it (pool.py).
+`call` corresponds to `jax_ep.ffi.launch_kernel` on a GPU. XLA's CPU runtime runs independent calls of a device in any
+order, different on each device, but communication kernels need one order, which a GPU's stream gives them. So a launch
+starts when all devices of the mesh have reached it (pool.py).
 
-It would be `jax.pure_callback`, but for two things: that copies operands by way of XLA's own threads, which may all be
-waiting in callbacks; and it makes one callback per trace, while launches are told apart by their place in the compiled
-program.
+`jax.pure_callback` does not work here, for two reasons. It copies operands on XLA's own threads, which may all be
+waiting
+in callbacks. And it creates one callback per trace, but launches are identified by their place in the compiled program.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from jax_ep.types import Array
 
 __all__ = ["Pool", "SharedMemory", "call", "current_pool", "set_pool"]
 
-_DEVICE_NUMBERS = 1 << 62  # a pointer table beside those of heaps: by it a program knows the device it runs on
+_DEVICE_NUMBERS = 1 << 62  # A pointer table outside the ids of heaps, from which a program reads its device number.
 
 _pool: Pool | None = None
 _sites = itertools.count()
 
 
 def current_pool() -> Pool | None:
-    """The pool on which kernels run, of the whole process."""
+    """Return the pool on which this process runs kernels."""
     return _pool
 
 
 def set_pool(pool: Pool | None) -> None:
-    """Makes `pool` the one on which kernels run, those of programs compiled before included."""
+    """Set the pool on which kernels run, including those of programs compiled before."""
     global _pool
     _pool = pool
 
 
 class SharedMemory:
-    """Heaps of the CPU devices of this process in the shared memory of a pool; see `jax_ep.heap_memory.Memory`.
+    """Heaps of this process's CPU devices in the shared memory of a pool; implements `jax_ep.heap.memory.Memory`.
 
     Args:
-      timeout_s: of the pool.
+      timeout_s: timeout of the pool.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -78,33 +78,34 @@ class SharedMemory:
         atexit.register(self._close_at_exit)
 
     def allocate(self, num_bytes: int, function: str) -> dict[int, list[int]]:
-        """See `jax_ep.heap_memory.Memory`: the addresses as the worker of each device sees them."""
+        """Allocate memory as `Memory.allocate` describes; each device sees the addresses of its worker."""
         try:
             return dict(enumerate(self.pool.allocate(num_bytes)))
         except MemoryError as error:
             free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
             raise RuntimeError(
-                f"{function}: {num_bytes} bytes of shared memory for each of {len(self.devices)} devices cannot be had;"
-                f" this machine has {free} bytes free; pass a smaller heap_bytes, or leave it out. ({error})"
+                f"{function}: {num_bytes} bytes of shared memory for each of {len(self.devices)} devices are not"
+                f" available; this machine has {free} bytes free; pass a smaller heap_bytes, or leave it out."
+                f" ({error})"
             ) from error
 
     def status_address(self, device: int) -> int:
-        """Address of the status record of `device` as its worker sees it."""
+        """Return the address of the status record of `device` as its worker sees it."""
         return self.pool.status_addresses(device)[device]
 
     def statuses(self) -> list[ffi.StatusBuffer]:
-        """The records as this process sees them; they are not to be freed."""
+        """Return the status records as this process sees them; do not free them."""
         return [
             ffi.StatusBuffer(*ffi.device_key(device), self.pool.status(number).ctypes.data, self.status_address(number))
             for number, device in enumerate(self.devices)
         ]
 
     def trace_area(self, header: np.ndarray, num_words: int) -> _PoolTraceArea:
-        """See `jax_ep.heap_memory.Memory`."""
+        """Allocate trace memory as `Memory.trace_area` describes."""
         return _PoolTraceArea(self.pool, header, num_words)
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the worker processes."""
         atexit.unregister(self._close_at_exit)
         if current_pool() is self.pool:
             set_pool(None)
@@ -112,13 +113,13 @@ class SharedMemory:
             _settle(self.devices)
 
     def _close_at_exit(self) -> None:
-        """Programs may still be running, as after a KeyboardInterrupt; they end with the workers."""
+        """End the workers, and with them programs that are still running, for example after a KeyboardInterrupt."""
         self.pool.close()
         _settle(self.devices)
 
 
 class _PoolTraceArea:
-    """Areas that workers share with this process; see `jax_ep.heap.trace_area.TraceArea`."""
+    """Trace areas in memory shared with the workers; implements `jax_ep.heap.trace_area.TraceArea`."""
 
     def __init__(self, pool: Pool, header: np.ndarray, num_words: int) -> None:
         self._pool = pool
@@ -129,9 +130,9 @@ class _PoolTraceArea:
 
 
 def _settle(devices: Sequence[jax.Device]) -> None:
-    """Waits for the devices, which forget a failed callback meanwhile.
+    """Wait for the devices, and clear the error of a failed callback.
 
-    JAX raises the failure of a device's last callback once more at exit. And Python must not end under a callback.
+    JAX raises the failure of a device's last callback again at exit, and Python must not exit during a callback.
     """
     mesh = jax.sharding.Mesh(np.array(devices), ("device",))
     spec = jax.sharding.PartitionSpec("device")
@@ -147,17 +148,17 @@ def call(
     config: Config,
     constants: Mapping[str, Any],
 ) -> tuple[Array, ...]:
-    """Runs a kernel on the worker of this shard's device, under `jit`, `shard_map`, both or neither.
+    """Run a kernel on the worker of this shard's device, under `jit`, `shard_map`, both or neither.
 
     Args:
-      kernel: what to run; its module may also be the absolute path of a file.
-      operands: arrays of this shard, descriptors of them, or NamedTuples of these.
-      results: shapes and dtypes of the results, descriptors of them, or NamedTuples of these.
-      config: `num_programs` counts; programs run one after another.
+      kernel: the kernel to run; its module may also be the absolute path of a file.
+      operands: arrays of this shard, their descriptors, or NamedTuples of these.
+      results: shapes and dtypes of the results, their descriptors, or NamedTuples of these.
+      config: only `num_programs` matters; programs run one after another.
       constants: `tl.constexpr` parameters.
 
     Returns:
-      One array per result; bytes that the kernel has not written are 0xFF.
+      One array per result; unwritten bytes are 0xFF.
     """
     _number_devices()
     shapes = flat_arrays(results)
@@ -178,7 +179,7 @@ def call(
 
 
 def _as_words(result: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:
-    """64-bit results as pairs of 32-bit words: a callback's thread may be in 32-bit mode."""
+    """Return shape and dtype of a result, with 64-bit elements as pairs of 32-bit words for 32-bit mode threads."""
     dtype = np.dtype(result.dtype)
     return ((*result.shape, 2), np.dtype(np.uint32)) if dtype.itemsize == 8 else (tuple(result.shape), dtype)
 
@@ -188,7 +189,7 @@ def _from_words(x: Array, result: jax.ShapeDtypeStruct) -> Array:
 
 
 def _mesh_size() -> int:
-    """Number of devices of this process that run this call together, of a mesh with as many of each."""
+    """Return how many devices of this process run this call together."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return 1

@@ -1,4 +1,4 @@
-"""Inline assembler in the interpreter: the few instructions of PTX that the kernels use, on arrays of registers.
+"""Inline PTX in the interpreter: the few instructions that the kernels use, on arrays of registers.
 
 Source: the PTX ISA, sections 9.7.1 (integers), 9.7.3 (floats), 9.7.8 (logic and shift) and 9.7.9 (prmt, mov, cvt),
 9.7.4 for halves of a register, and 10 for special registers.
@@ -15,32 +15,35 @@ import numpy as np
 
 
 def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Runs the instructions once for each pack.
+    """Run the instructions once for each pack.
 
     Args:
-      asm: instructions of 32-bit registers, in which `$0`, `$1`, ... are first the results, then the arguments.
-      constraints: `=r` for each register of the results, then `r` for each of the arguments; without arguments also
-        `=l`, of 64 bits. What else the code may change does not matter here.
-      packs: `[packs]` uint32, the registers of the arguments.
+      asm: instructions on 32-bit registers; `$0`, `$1`, ... are the results, then the arguments.
+      constraints: `=r` for each result register, then `r` for each argument register; without arguments also `=l`, of
+        64
+        bits. Clobbers are ignored.
+      packs: `[packs]` uint32 for each argument register.
 
     Returns:
-      `[packs]` uint32 for each register of the results, `[1]` without arguments; uint64 of those of 64 bits.
+      `[packs]` uint32 for each result register; without arguments `[1]` uint32, or uint64 for 64-bit registers.
 
     Raises:
-      NotImplementedError: an instruction or constraint that is none of those here.
+      NotImplementedError: an instruction or constraint is not supported.
     """
     kinds = [kind for kind in constraints.replace(" ", "").split(",") if not kind.startswith("~")]
     if not packs:
         return [_special(line) for line in filter(None, map(str.strip, asm.split(";")))]
     num_results = kinds.count("=r")
     if kinds != ["=r"] * num_results + ["r"] * len(packs):
-        raise NotImplementedError(f"constraints {constraints!r} for {len(packs)} registers: only =r, then r")
+        raise NotImplementedError(
+            f"constraints {constraints!r} for {len(packs)} registers: the interpreter supports only =r, then r"
+        )
     registers = {f"${num_results + i}": pack for i, pack in enumerate(packs)}
 
     def value(operand: str) -> np.ndarray:
         if operand in registers:
             return registers[operand]
-        # Floats are written as their bits, behind 0f.
+        # Floats are written as their bits, with the prefix 0f.
         return np.asarray(int(operand.replace("0f", "0x"), 0), np.uint32)
 
     for line in filter(None, (line.strip() for line in re.sub(r"[{}]", "", asm).split(";"))):
@@ -49,29 +52,29 @@ def run(asm: str, constraints: str, packs: Sequence[np.ndarray]) -> list[np.ndar
             continue
         target, *sources = (operand.strip() for operand in operands.split(","))
         if name not in _INSTRUCTIONS:
-            raise NotImplementedError(f"{line!r}: the interpreter knows {', '.join(_INSTRUCTIONS)}")
+            raise NotImplementedError(f"{line!r}: the interpreter supports {', '.join(_INSTRUCTIONS)}")
         registers[target] = _INSTRUCTIONS[name](*map(value, sources))
     shape = packs[0].shape
     return [np.broadcast_to(registers[f"${i}"], shape) for i in range(num_results)]
 
 
 def _special(line: str) -> np.ndarray:
-    """What a special register holds; programs of a device run one after another, as on one multiprocessor."""
+    """Return the value of a special register; programs of a device run one after another, as on one multiprocessor."""
     source = line.rpartition(" ")[2]
     if line.startswith("mov.u64 $0,") and source == "%globaltimer":
         return np.array([_now_ns()], np.uint64)
     if line.startswith("mov.u32 $0,") and source == "%smid":
         return np.array([0], np.uint32)
-    raise NotImplementedError(f"{line!r}: without arguments the interpreter knows %globaltimer and %smid")
+    raise NotImplementedError(f"{line!r}: without arguments the interpreter supports %globaltimer and %smid")
 
 
 def _now_ns() -> int:
-    """One clock for all workers: later in one of them, or after what another has told it, is a later time."""
+    """Return the time of one clock shared by all workers, so that times of different workers compare."""
     return time.monotonic_ns()
 
 
 def _permute(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """Four bytes out of eight, each by four bits of the selector: its number, and whether only its sign counts."""
+    """Select four of eight bytes (prmt). A 4-bit selector holds the byte's number and a replicate-sign bit."""
     low, high, selector = np.broadcast_arrays(low, high, selector)
     pool = np.stack([(word >> np.uint32(8 * i)) & np.uint32(255) for word in (low, high) for i in range(4)])
     result = np.zeros(selector.shape, np.uint32)
@@ -84,7 +87,7 @@ def _permute(low: np.ndarray, high: np.ndarray, selector: np.ndarray) -> np.ndar
 
 
 def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Each bit of the result is that of the table which the three bits of the operands number, a's the highest."""
+    """Apply a truth table bitwise (lop3): bits of a, b and c form the index, with a's bit the highest."""
     result = np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)), np.uint32)
     for row in range(8):
         if int(table) >> row & 1:
@@ -94,19 +97,19 @@ def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np
 
 
 def _funnel(low: np.ndarray, high: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """The upper word of both, shifted to the left together: of one word twice, what leaves it comes back behind."""
+    """Shift two words left together and return the upper one (shf.l): a rotation if both are the same."""
     both = np.asarray(high, np.uint64) << np.uint64(32) | np.asarray(low, np.uint64)
     return (both << (np.asarray(amount, np.uint64) & np.uint64(31)) >> np.uint64(32)).astype(np.uint32)
 
 
 def _smaller_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The smaller of two integers in either half of two registers."""
+    """Return the smaller 16-bit integer in either half of two registers (min.u16x2)."""
     halves = (np.asarray(x, np.uint32)[..., None].view(np.uint16) for x in np.broadcast_arrays(a, b))
     return np.minimum(*halves).view(np.uint32)[..., 0]
 
 
 def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., np.ndarray]:
-    """Of both halves of two registers; float32 holds products and differences of bfloat16 closely enough to round."""
+    """Apply an operation to the bfloat16 halves of two registers; float32 is precise enough for one rounding."""
 
     def both_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wide = [
@@ -118,12 +121,12 @@ def _in_bfloat16(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> C
 
 
 def _together(low: np.ndarray, high: np.ndarray | None = None) -> np.ndarray:
-    """A register, or one of two halves."""
+    """Combine a register, or two 16-bit halves, into a register (mov)."""
     return low if high is None else low | high << np.uint32(16)
 
 
 def _in_float32(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Rounded once: float64 holds products of float32, and what is left of them beside 1."""
+    """Apply a float32 operation with one rounding: float64 holds float32 products and sums precisely enough."""
 
     def of_bits(*registers: np.ndarray) -> np.ndarray:
         values = (np.asarray(x, np.uint32).view(np.float32).astype(np.float64) for x in registers)
@@ -134,7 +137,7 @@ def _in_float32(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarra
 
 
 def _two_codes(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """Two float32 in e4m3, saturated, in the lower half of a register."""
+    """Convert two float32 to saturated e4m3 in the lower half of a register."""
     low, high = (
         np.clip(x.astype(np.uint32).view(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         for x in (low, high)

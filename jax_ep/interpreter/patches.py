@@ -1,8 +1,8 @@
-"""What Triton 3.9's interpreter needs to compute as a GPU does, and to share two cores with its peers.
+"""Patches that make Triton 3.9's interpreter compute as a GPU does, and share CPU cores with its peers.
 
-Only worker.py loads this file: it changes Triton for the whole process. The interpreter truncates float32 to bfloat16,
-mishandles the carry when it rounds to FP8, computes with the bits of bfloat16 as if they were integers, and makes an
-integer of the comparison of two scalars where it meets a block.
+Only worker.py loads this file, because it patches Triton for the whole process. Without the patches the interpreter
+truncates float32 to bfloat16, mishandles the carry when it rounds to FP8, computes on the bits of bfloat16 as if they
+were integers, and turns a scalar comparison into an integer when it broadcasts it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Wait(Protocol):
     """One wait; see activity.py."""
 
     def expired(self) -> bool:
-        """After a look in vain: whether the wait is over."""
+        """Record an unsuccessful poll; return whether the wait has expired."""
 
     def succeeded(self) -> None:
-        """What was waited for has come."""
+        """Mark the end of a successful wait."""
 
 
 def apply(
@@ -41,11 +41,11 @@ def apply(
     check_aborted: Callable[[], None],
     run_asm: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndarray]],
 ) -> None:
-    """Changes Triton's interpreter in place.
+    """Patch Triton's interpreter in place.
 
     Args:
-      begin_wait: called by each poll, with its time limit in nanoseconds.
-      check_aborted: called between the looks of a poll; may raise.
+      begin_wait: called at the start of each poll loop, with its timeout in nanoseconds.
+      check_aborted: called between polls; may raise.
       run_asm: see inline_asm.py.
     """
     builder = interpreter.InterpreterBuilder
@@ -58,12 +58,13 @@ def apply(
     builder.create_inline_asm = _inline_asm(run_asm)
     builder.create_splat = _keep_booleans(builder.create_splat)
     builder.create_atomic_poll = _poll(begin_wait, check_aborted)
-    # tl.device_assert works; what Triton checks of its own accord in debug builds stays off.
+    # Enable tl.device_assert, but not the overflow checks of Triton's debug builds.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     interpreter.ReduceOps.apply_impl = _reduce_decoded(interpreter.ReduceOps.apply_impl)
     interpreter.ScanOps.apply_impl = _reduce_decoded(interpreter.ScanOps.apply_impl)
     executor = interpreter.GridExecutor
-    executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))  # no torch, and no copies
+    # Arguments need neither torch nor copies.
+    executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
     executor._restore_args_dev = lambda self, *_: None
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
 
@@ -72,7 +73,7 @@ def _cast(self: Any, source: Any, dtype: Any) -> Any:
     values, target = _decode(source), dtype.scalar
     if target in _SMALL_FLOATS:
         small = _SMALL_FLOATS[target]
-        if target.primitive_bitwidth == 8:  # NVIDIA's conversions saturate; NaN stays NaN
+        if target.primitive_bitwidth == 8:  # NVIDIA's conversions saturate; NaN stays NaN.
             largest = float(ml_dtypes.finfo(small).max)
             values = np.clip(values.astype(np.float32), -largest, largest)
         data = values.astype(small).view(interpreter._get_np_dtype(target))
@@ -102,14 +103,14 @@ def _widened(handle: Any) -> Any:
 
 
 def _decoded(original: Callable[..., Any], num_operands: int) -> Callable[..., Any]:
-    """Computes on float32 values instead of small floats' bits, and rounds the result to the operands' type."""
+    """Compute on float32 values instead of the bits of small floats, and round the result to the operands' type."""
 
     def operation(self: Any, *args: Any) -> Any:
         dtype = args[num_operands - 1].dtype.scalar
         if dtype not in _SMALL_FLOATS and args[0].dtype.scalar not in _SMALL_FLOATS:
             return original(self, *args)
         result = original(self, *(_widened(arg) for arg in args[:num_operands]), *args[num_operands:])
-        # A comparison's result is no float, and a dot's has its accumulator's type.
+        # A comparison's result is not a float, and a dot's result has its accumulator's type.
         is_own = dtype in _SMALL_FLOATS and result.data.dtype == np.float32 and original.__name__ != "create_dot"
         return _cast(self, result, dtype) if is_own else result
 
@@ -117,7 +118,7 @@ def _decoded(original: Callable[..., Any], num_operands: int) -> Callable[..., A
 
 
 class _Results(list[Any]):
-    """What an inline assembler returns."""
+    """Results of an inline assembler call."""
 
     get_result = list.__getitem__
 
@@ -126,10 +127,11 @@ def _inline_asm(run: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndar
     def inline_asm(
         self: Any, asm: str, constraints: str, values: Sequence[Any], dtypes: Sequence[Any], is_pure: bool, pack: int
     ) -> _Results:
-        """Elements of a pack lie in as many registers of 32 bits as they need, the first one lowest.
+        """Run inline assembler on packs of elements, which occupy as many 32-bit registers as they need, lowest first.
 
-        Neighbours are only those whose results share a register, as in the operands of tensor cores: the others of a
-        pack come from elsewhere, and code that takes them for neighbours shows.
+        Elements of a pack are adjacent only if their results share a register, as in the operands of tensor cores.
+        Other
+        elements of a pack come from different positions, which exposes code that assumes adjacency.
         """
         if not values:
             pairs = zip(run(asm, constraints, []), dtypes, strict=True)
@@ -151,7 +153,7 @@ def _inline_asm(run: Callable[[str, str, Sequence[np.ndarray]], Sequence[np.ndar
 
 
 def _keep_booleans(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A comparison keeps its operands' type beside its boolean data; a mask must have boolean data."""
+    """Give a boolean scalar the type int1 before it is broadcast: a comparison result keeps its operands' type."""
 
     def splat(self: Any, result_type: Any, scalar: Any) -> Any:
         if scalar.data.dtype == np.bool_:
@@ -171,14 +173,14 @@ def _reduce_decoded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _poll(begin_wait: Callable[[int | None], Wait], check_aborted: Callable[[], None]) -> Callable[..., Any]:
-    """Polls that leave the core to other processes between looks: with spinning ones, two cores never get anywhere."""
+    """Return a poll loop that sleeps between polls: spinning would starve the peers of CPU cores."""
 
     def poll(self: Any, pointer: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
         wait = begin_wait(None if timeout_ns is None else int(timeout_ns.data.item()))
         wanted = np.broadcast_to(expected.data, pointer.data.shape)
         matched = np.zeros(pointer.data.shape, np.bool_)
         while True:
-            # What has matched once stays matched, as on a GPU.
+            # An element that has matched once stays matched, as on a GPU.
             matched |= self.create_load(pointer, None, True).data == wanted
             if matched.all():
                 wait.succeeded()
@@ -198,10 +200,10 @@ class _NothingToRestore:
 
 
 def _patch_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter replaces `tl.*` around each call of a kernel or a device function; here it stays replaced."""
+    """Patch `tl.*` once and never restore it, instead of around each call of a kernel or a device function."""
     seen: set[frozenset[int]] = set()
 
-    @functools.cache  # a function has the same modules whenever it is called
+    @functools.cache  # A function's modules never change.
     def patch(function: Any) -> _NothingToRestore:
         modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         key = frozenset(id(module) for module in modules if module in (tl, tl.core))

@@ -1,4 +1,4 @@
-"""The processes that stand for the GPUs of a CPU run: one worker per device, and memory that all of them map."""
+"""A pool of worker processes, each of which simulates one GPU on the CPU, with memory that all of them map."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jax_ep.ffi.status import NUM_BYTES, StatusRecord
 from jax_ep.interpreter import activity
 from jax_ep.interpreter.process import Launch, Worker
 
-_STATUS, _ACTIVITY, _FIRST_HEAP = range(3)  # what is mapped, in this order
+_STATUS, _ACTIVITY, _FIRST_HEAP = range(3)  # Indices of the mappings.
 
 
-class _Gang:
-    """One launch on all workers of a group; it starts when the last of them has asked for it."""
+class _GroupLaunch:
+    """One launch on all workers of a group, which starts when the last of them has requested it."""
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
@@ -36,16 +36,16 @@ class _Gang:
 class Pool:
     """Workers, their heaps and their status records.
 
-    Worker i stands for device i of the process. Memory is anonymous POSIX shared memory: nothing of it
-    stays behind, however the processes end.
+    Worker i simulates device i of the process. Memory is anonymous POSIX shared memory, which disappears however the
+    processes end.
 
-    A failure of any launch is final: what runs is stopped, and later launches are refused, until `reset`.
+    A failure of any launch is final: running launches are stopped and later ones fail, until `reset`.
 
     Args:
-      num_workers: devices.
-      heap_bytes: of the first heap of each device; 0: without one.
-      timeout_s: how long a launch waits for devices of its group that have not come to it and have nothing else to do,
-        and how long a worker may be stopped. A kernel may run as long as it likes.
+      num_workers: number of devices.
+      heap_bytes: size of each device's first heap; 0 allocates none.
+      timeout_s: how long a launch waits for devices of its group that have not reached it and are idle, and how long a
+        worker process may be stopped. A kernel may run for any time.
     """
 
     def __init__(self, num_workers: int, heap_bytes: int = 0, *, timeout_s: float = 30) -> None:
@@ -59,7 +59,7 @@ class Pool:
         self._serials = itertools.count()
         self._groups: collections.defaultdict[Any, set[frozenset[int]]] = collections.defaultdict(set)
         self._num_active = 0
-        # What is mapped stays mapped: status records, activity, then each allocation of heaps; by worker.
+        # Mappings are permanent: status records, activity, then each allocation of heaps; indexed by worker.
         self._maps: list[list[mmap.mmap]] = []
         self._addresses: list[list[list[int]]] = []
         self._traces: list[mmap.mmap] = []
@@ -79,41 +79,41 @@ class Pool:
         self._clear_status()
 
     def heap(self, worker: int, allocation: int = 0) -> np.ndarray:
-        """The heap of a worker that came with an allocation, as bytes, here."""
+        """Return a worker's heap of one allocation as bytes, mapped in this process."""
         return np.frombuffer(self._maps[_FIRST_HEAP + allocation][worker], np.uint8)
 
     def status(self, worker: int) -> np.ndarray:
-        """The status record of a worker, as int32, here."""
+        """Return a worker's status record as int32, mapped in this process."""
         return np.frombuffer(self._maps[_STATUS][worker], np.int32)[: NUM_BYTES // 4]
 
     def heap_addresses(self, worker: int, allocation: int = 0) -> list[int]:
-        """Where `worker` sees the heap of each worker that came with an allocation."""
+        """Return the addresses, as `worker` sees them, of the heaps of all workers of one allocation."""
         return list(self._addresses[_FIRST_HEAP + allocation][worker])
 
     def status_addresses(self, worker: int) -> list[int]:
-        """Where `worker` sees the status record of each worker."""
+        """Return the addresses, as `worker` sees them, of the status records of all workers."""
         return list(self._addresses[_STATUS][worker])
 
     def allocate(self, heap_bytes: int) -> list[list[int]]:
-        """One more heap of each worker, zero filled; where each worker sees that of each.
+        """Allocate another zeroed heap for each worker; return the addresses of all heaps as each worker sees them.
 
-        Launches may be under way. Whole pages come into being when they are first used.
+        Launches may be running. The operating system commits pages on first use.
 
         Raises:
-          MemoryError: so much cannot be mapped.
+          MemoryError: the memory cannot be mapped.
           RuntimeError: a launch has failed.
         """
         with self._condition:
             self._check()
-        # Not under the condition: a worker answers when it has run its kernel, which may wait for one that another
+        # Do not hold the condition here: a worker replies after its kernel, which may wait for a kernel that another
         # thread is about to launch.
         with self._allocating:
             return self._map(heap_bytes, f"heap{len(self._maps)}")
 
     def allocate_traces(self, header: np.ndarray, num_words: int) -> list[int]:
-        """Memory of each worker for the traces of its kernels, in place of what it had; where it sees its own.
+        """Allocate trace memory for each worker, replacing the previous one; return each worker's address of its own.
 
-        Launches that use what it had must have ended.
+        Launches that use the previous memory must have ended.
         """
         with self._allocating:
             addresses = self._map(8 * num_words, "traces")
@@ -124,11 +124,11 @@ class Pool:
         return [addresses[worker][worker] for worker in range(self.num_workers)]
 
     def traces(self, worker: int) -> np.ndarray:
-        """The traces of a worker, int64, here."""
+        """Return a worker's traces as int64, mapped in this process."""
         return np.frombuffer(self._traces[worker], np.int64)
 
     def reset(self) -> None:
-        """Forgets a failure and clears heaps and status records; waits until no launch is under way."""
+        """Clear a failure, heaps and status records; waits until no launch is running."""
         with self._condition:
             if self._closed:
                 raise RuntimeError("reset: the interpreter pool is closed; make a new one.")
@@ -143,10 +143,10 @@ class Pool:
             self._clear_status()
 
     def close(self) -> str | None:
-        """Ends the workers; calling it again does nothing.
+        """End the workers. Idempotent.
 
         Returns:
-          The failure after which launches were refused, or None.
+          The failure after which launches were rejected, or None.
         """
         with self._condition:
             failure = self._failure
@@ -160,14 +160,15 @@ class Pool:
         return failure
 
     def launch(self, launch: Launch, *, worker: int, group_size: int, site: object) -> list[bytes]:
-        """Runs a kernel on one worker, at the same place in the order of launches as on the others of its group.
+        """Run a kernel on one worker, in the same order of launches as on the other workers of its group.
 
         Args:
-          launch: what to run.
-          worker: which device this is.
+          launch: the kernel and its arguments.
+          worker: index of the device.
           group_size: how many workers launch together, each once.
-          site: which call of the program this is; the same on all workers of the group. The n-th launch of a site on
-            one of them belongs to the n-th on the others.
+          site: identifies the call in the program, equally on all workers of the group. The n-th launches of a site on
+            all
+            workers belong together.
 
         Returns:
           The bytes of each result.
@@ -180,24 +181,22 @@ class Pool:
         with self._condition:
             self._num_active += 1
             try:
-                gang = self._join(worker, group_size, site)
-                self._wait_for_turn(gang, launch, worker, group_size, site)
+                group_launch = self._join(worker, group_size, site)
+                self._wait_for_turn(group_launch, launch, worker, group_size, site)
             except BaseException:
                 self._num_active -= 1
-                self._fail(
-                    f"kernel {launch.function}, worker {worker}: KeyboardInterrupt"
-                )  # unless it has failed already
+                self._fail("Keeps an earlier failure.")  # unless it has failed already
                 raise
         try:
-            return self._workers[worker].run(launch, gang.serial, self.timeout_s)
+            return self._workers[worker].run(launch, group_launch.serial, self.timeout_s)
         except Exception as error:
             message = f"kernel {launch.function}, {error}"
             with self._condition:
                 first = self._failure
                 self._fail(message)
-            # XLA may show this error and not that of the device whose launch failed first.
+            # XLA may report this error instead of that of the device whose launch failed first.
             raise RuntimeError(message if first is None else f"{message} First, {first}") from error
-        except BaseException:  # a KeyboardInterrupt, where this is the main thread
+        except BaseException:  # A KeyboardInterrupt in the main thread.
             self._workers[worker].kill()
             with self._condition:
                 self._fail(f"kernel {launch.function}, worker {worker}: KeyboardInterrupt")
@@ -210,64 +209,66 @@ class Pool:
                 self._left_s[worker] = time.monotonic()
                 self._condition.notify_all()
 
-    def _join(self, worker: int, group_size: int, site: object) -> _Gang:
+    def _join(self, worker: int, group_size: int, site: object) -> _GroupLaunch:
         self._check()
         waiting = self._waiting[site, group_size]
-        gang = next((gang for gang in waiting if worker not in gang.joined), None)
-        if gang is None:
-            gang = _Gang(next(self._serials))
-            waiting.append(gang)
-        gang.joined.add(worker)
-        if len(gang.joined) == group_size:
-            # All queues at once: any two launches are in the same order on all workers that they share.
-            waiting.remove(gang)
-            gang.started = True
-            self._groups[site, group_size].add(frozenset(gang.joined))
-            for member in gang.joined:
-                self._queues[member].append(gang)
+        group_launch = next((group_launch for group_launch in waiting if worker not in group_launch.joined), None)
+        if group_launch is None:
+            group_launch = _GroupLaunch(next(self._serials))
+            waiting.append(group_launch)
+        group_launch.joined.add(worker)
+        if len(group_launch.joined) == group_size:
+            # Update all queues at once, so that any two launches have the same order on all workers that they share.
+            waiting.remove(group_launch)
+            group_launch.started = True
+            self._groups[site, group_size].add(frozenset(group_launch.joined))
+            for member in group_launch.joined:
+                self._queues[member].append(group_launch)
                 words = self._activity[member]
                 if words[activity.LAUNCHES] == 0:
                     words[activity.STATE] = activity.IDLE
                 words[activity.LAUNCHES] += 1
             self._condition.notify_all()
-        return gang
+        return group_launch
 
-    def _wait_for_turn(self, gang: _Gang, launch: Launch, worker: int, group_size: int, site: object) -> None:
-        came_s = time.monotonic()
-        while not (gang.started or self._failure):
-            left_s = self._idle_deadline(gang, came_s) - time.monotonic()
+    def _wait_for_turn(
+        self, group_launch: _GroupLaunch, launch: Launch, worker: int, group_size: int, site: object
+    ) -> None:
+        arrived_s = time.monotonic()
+        while not (group_launch.started or self._failure):
+            left_s = self._idle_deadline(group_launch, arrived_s) - time.monotonic()
             if left_s <= 0:
-                self._fail(f"kernel {launch.function}: {self._missing(gang, worker, group_size, site)}")
+                self._fail(f"kernel {launch.function}: {self._missing(group_launch, worker, group_size, site)}")
             self._condition.wait(min(left_s, threading.TIMEOUT_MAX))
         self._check()
-        self._condition.wait_for(lambda: self._queues[worker][0] is gang or self._failure)
+        self._condition.wait_for(lambda: self._queues[worker][0] is group_launch or self._failure)
         self._check()
 
-    def _idle_deadline(self, gang: _Gang, came_s: float) -> float:
-        """Until when a launch waits for the rest of its group: one that is still at an earlier launch is on its way."""
-        absent = [worker for worker in range(self.num_workers) if worker not in gang.joined]
+    def _idle_deadline(self, group_launch: _GroupLaunch, arrived_s: float) -> float:
+        """Return a launch's deadline for its group: none while a missing worker still runs an earlier launch."""
+        absent = [worker for worker in range(self.num_workers) if worker not in group_launch.joined]
         if any(self._queues[worker] for worker in absent):
             return math.inf
-        return max([came_s, *(self._left_s[worker] for worker in absent)]) + self.timeout_s
+        return max([arrived_s, *(self._left_s[worker] for worker in absent)]) + self.timeout_s
 
-    def _missing(self, gang: _Gang, worker: int, group_size: int, site: object) -> str:
-        """Who has not come to a launch, as far as that can be told: which devices a group has shows when all come."""
+    def _missing(self, group_launch: _GroupLaunch, worker: int, group_size: int, site: object) -> str:
+        """Describe the devices that have not reached a launch, from the groups seen so far at its site."""
         everyone = frozenset(range(self.num_workers))
-        groups = [group for group in self._groups[site, group_size] if group >= gang.joined] or [everyone]
-        absent = sorted(frozenset().union(*groups) - gang.joined)
-        num_missing = group_size - len(gang.joined)
+        groups = [group for group in self._groups[site, group_size] if group >= group_launch.joined] or [everyone]
+        absent = sorted(frozenset().union(*groups) - group_launch.joined)
+        num_missing = group_size - len(group_launch.joined)
         who = f"device{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
         if num_missing < len(absent):
             who = f"{num_missing} of {who}"
         return (
             f"device {worker} waited {self.timeout_s:g} s for {who}: of {group_size} devices that launch it together,"
-            f" only {', '.join(map(str, sorted(gang.joined)))} came"
+            f" only {', '.join(map(str, sorted(group_launch.joined)))} arrived"
         )
 
     def _check(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                f"{self._failure}\n(Kernels are refused after a failure: call jax_ep.finalize() and jax_ep.init().)"
+                f"{self._failure}\n(Kernels cannot run after a failure: call jax_ep.finalize() and jax_ep.init().)"
             )
 
     def _fail(self, message: str) -> None:
@@ -279,18 +280,18 @@ class Pool:
         self._condition.notify_all()
 
     def _wait_until_idle(self) -> None:
-        """Every launch ends: waits have a bound, what waits in a worker that has died or stopped is ended."""
+        """Wait until every launch has ended: waits have timeouts, and launches on dead or stopped workers are ended."""
         self._condition.wait_for(lambda: self._num_active == 0)
 
     def _forget_launches(self) -> None:
-        self._waiting: collections.defaultdict[Any, list[_Gang]] = collections.defaultdict(list)
-        self._queues: list[collections.deque[_Gang]] = [collections.deque() for _ in range(self.num_workers)]
+        self._waiting: collections.defaultdict[Any, list[_GroupLaunch]] = collections.defaultdict(list)
+        self._queues: list[collections.deque[_GroupLaunch]] = [collections.deque() for _ in range(self.num_workers)]
         self._left_s = [-math.inf] * self.num_workers
         for words in self._activity:
             words[activity.LAUNCHES] = 0
 
     def _map(self, num_bytes: int, name: str) -> list[list[int]]:
-        """Memory of each worker, mapped by all workers and here; its addresses, by who sees it."""
+        """Map memory of each worker in all workers and here; return addresses by viewing worker."""
         descriptors = [os.memfd_create(f"jax_ep_{name}") for _ in self._workers]
         try:
             for descriptor in descriptors:
@@ -311,7 +312,7 @@ class Pool:
             self.status(worker)[:] = dataclasses.astuple(StatusRecord())
 
     def _disown(self) -> None:
-        self._condition = threading.Condition()  # a thread that the child does not have may hold the old one
+        self._condition = threading.Condition()  # A thread that does not exist in the child may hold the old one.
         self._closed = True
         self._failure = "the interpreter pool belongs to the process that this one was forked from"
         atexit.unregister(self.close)
@@ -320,9 +321,6 @@ class Pool:
 
 
 def _disown(pool: weakref.ref[Pool]) -> None:
-    """In a forked child: lets go of the parent's workers, which end when nobody holds the other end of their sockets.
-
-    And which the child must neither end nor use.
-    """
+    """Detach a forked child from the parent's workers, which end when all copies of their sockets are closed."""
     if (ours := pool()) is not None:
         ours._disown()

@@ -1,4 +1,4 @@
-"""A worker of the interpreter pool as the parent process sees it."""
+"""The parent's view of a worker process of the interpreter pool."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHECK_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What one worker is asked to run; parameters that `constants` does not name are operands, then results.
+    """One launch on a worker; parameters that `constants` does not name are operands, then results.
 
-    Classes that constants and parameters have are those of modules which a worker can load: without JAX.
+    Classes of constants and parameters must be from modules that a worker can load without JAX.
     """
 
     path: str
@@ -35,21 +35,21 @@ class Launch:
     results: tuple[tuple[str, int], ...]  # element type, bytes
     num_programs: int
     constants: dict[str, Any]
-    # Of each parameter that is no constant the NamedTuple that it is; None: a single operand or result.
+    # For each non-constant parameter its NamedTuple type, or None for a single operand or result.
     parameters: tuple[type | None, ...] = ()
-    # Of each operand, then of each result: shape, strides and block shape, in elements, where the kernel takes a tensor
-    # descriptor; else None.
+    # For each operand, then each result: shape, strides and block shape in elements of its tensor descriptor, or None
+    # for a pointer.
     descriptors: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
-    poison: int = 0xFF  # what the bytes of a result are before the kernel writes them
+    poison: int = 0xFF  # Initial bytes of results.
 
 
 class Worker:
-    """A worker process and the connection to it; one request at a time.
+    """A worker process and its connection; handles one request at a time.
 
-    It answers when its work is done, however long that takes; but one that is stopped, as by a debugger, is killed.
+    Requests have no timeout, but a stopped process, for example in a debugger, is killed after a while.
 
     Args:
-      index: its number, that of its device.
+      index: index of the worker and its device.
     """
 
     def __init__(self, index: int) -> None:
@@ -61,19 +61,19 @@ class Worker:
                 env={**os.environ, **_ONE_THREAD, "TRITON_INTERPRET": "1"},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # until it handles the terminal's signals
+                process_group=0,  # Until it handles the terminal's signals itself.
             )
         self._connection = Connection(ours.detach())
         self._sending = threading.Lock()
-        self._turn = threading.Lock()  # of a request, from the first word to the answer
+        self._turn = threading.Lock()  # Held from the start of a request to its reply.
 
     def map(self, name: str, descriptors: Sequence[int], timeout_s: float) -> list[int]:
-        """Addresses of the files in the worker; waits until it runs nothing.
+        """Map files in the worker after its current request; return their addresses.
 
         Args:
-          name: of the files, all of one kind.
-          descriptors: of a file per worker.
-          timeout_s: how long it may be stopped.
+          name: name of the kind of files.
+          descriptors: a file descriptor per worker.
+          timeout_s: how long the process may be stopped.
         """
         with self._turn:
             try:
@@ -86,7 +86,7 @@ class Worker:
             return self._receive(timeout_s)
 
     def run(self, launch: Launch, serial: int, timeout_s: float) -> list[bytes]:
-        """Results of a launch; the worker may be stopped for `timeout_s`."""
+        """Run a launch and return its results; the process may be stopped for `timeout_s`."""
         with self._turn:
             try:
                 with self._sending:
@@ -96,25 +96,25 @@ class Worker:
             return self._receive(timeout_s)
 
     def abort(self, serial: int) -> None:
-        """Ends the polls of launches up to `serial`."""
+        """End the polls of launches up to `serial`."""
         try:
             with self._sending:
                 self._connection.send(("abort", serial))
         except OSError:
-            pass  # it is dead, and nothing of it polls
+            pass  # The process is dead and does not poll.
 
     def kill(self) -> None:
-        """Ends the process at once: nobody will take its answer."""
+        """Kill the process; its reply is not needed."""
         self.process.kill()
 
     def disown(self) -> None:
-        """In a forked child, whose parent's the worker is: only the parent's end may keep the worker alive."""
+        """Detach a forked child from its parent's worker: only the parent's socket may keep the worker alive."""
         self._connection.close()
-        self.process.returncode = 0  # for the destructor: it is not this process that must wait for it
+        self.process.returncode = 0  # The destructor must not wait for the parent's child.
 
     def close(self) -> None:
-        """Ends the process."""
-        self._connection.close()  # upon which the worker ends itself
+        """End the process."""
+        self._connection.close()  # The worker exits when its connection closes.
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:

@@ -1,14 +1,14 @@
 """One device of the interpreter pool: a process that runs kernels in Triton's interpreter.
 
-Run as a script, `python -P worker.py FD INDEX`, by process.py. It imports neither jax nor the package, so that a
-worker starts fast, and Triton only when its first kernel arrives. Messages, pickled, over the Unix socket FD:
+process.py runs it as a script, `python -P worker.py FD INDEX`. It imports neither jax nor the package, so that a worker
+starts fast, and Triton only for its first kernel. Pickled messages on the Unix socket FD:
 
-  ("map", name, n), then n file descriptors   -> ("ok", n addresses): maps shared memory, replacing what `name` had
+  ("map", name, n), then n file descriptors   -> ("ok", n addresses): maps shared memory, replacing that of `name`
   ("run", fields of a Launch)                 -> ("ok", list of bytes) or ("error", text)
   ("abort", serial)                           no reply: polls of launches up to `serial` stop with an error
 
-A SIGINT, which a terminal sends to the parent and to its workers, ends a kernel with an error: the parent may be
-waiting where it sees no signal before the kernel ends.
+A SIGINT, which a terminal sends to the parent and its workers, ends a kernel with an error: the parent may be unable to
+handle signals until the kernel ends.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Memory:
         self._maps: dict[str, list[mmap.mmap]] = {}
 
     def words(self, name: str, count: int) -> list[np.ndarray]:
-        """The first int64 words of each file of `name`."""
+        """Return the first int64 words of each file of `name`."""
         return [np.frombuffer(block, np.int64, count) for block in self._maps[name]]
 
     def map(self, name: str, descriptors: list[int]) -> list[int]:
-        """Maps whole files and closes the descriptors; an address per file."""
+        """Map whole files and close the descriptors; return an address per file."""
         maps = []
         for descriptor in descriptors:
             maps.append(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
@@ -60,7 +60,7 @@ class Memory:
 
 
 class Buffer:
-    """An aligned piece of memory that the interpreter takes for a tensor: an address and an element type."""
+    """An aligned memory block with guard bytes that the interpreter accepts as a tensor: address and element type."""
 
     def __init__(self, num_bytes: int, element_type: str, poison: int) -> None:
         storage = np.full(num_bytes + 3 * ALIGNMENT, poison, np.uint8)
@@ -71,34 +71,34 @@ class Buffer:
         self.dtype = element_type
 
     def is_intact(self) -> bool:
-        """Whether nobody has written right before or behind it."""
+        """Return whether the guard bytes on both sides are unchanged."""
         return all((guard == self._poison).all() for guard in self._guards)
 
     def data_ptr(self) -> int:
-        """What Triton asks a tensor for."""
+        """Return the address, as Triton expects of a tensor."""
         return self.bytes.ctypes.data
 
 
 def describe(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]) -> Any:
-    """What Triton takes for a tensor descriptor made on the host; the kernel's first use of it checks the alignment."""
+    """Create a host-side tensor descriptor for Triton; the kernel's first use of it checks the alignment."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # its own checks want the dtypes of torch
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # Its constructor needs torch dtypes.
     fields = {"base": buffer, "shape": list(shape), "strides": list(strides), "block_shape": list(block_shape)}
     vars(descriptor).update(fields, padding="zero", round_f32_to_tf32=False)
     return descriptor
 
 
 def fields(name: str, kind: Any) -> list[str]:
-    """What to call the arrays of a parameter."""
+    """Return the names of the arrays of a parameter."""
     return [name] if kind is None else [f"{name}.{field}" for field in kind._fields]
 
 
 class Folders(importlib.abc.MetaPathFinder):
-    """Makes folders of the package packages without running their `__init__.py`, which may import jax."""
+    """Import finder that loads folders of the package without their `__init__.py`, which may import jax."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
+        """Return a package spec without an `__init__.py` for a folder of this package."""
         folder = _PACKAGE.parent.joinpath(*name.split("."))
         if not folder.is_relative_to(_PACKAGE) or not folder.is_dir():
             return None
@@ -108,7 +108,7 @@ class Folders(importlib.abc.MetaPathFinder):
 
 
 class Requests:
-    """Reads the socket in a thread of its own: the parent's end closes the process, and aborts overtake a kernel."""
+    """Reads the socket in a thread: a closed connection ends the process, and aborts reach a running kernel."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -117,7 +117,7 @@ class Requests:
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self) -> tuple[Any, ...]:
-        """The next request, in the order in which they were sent."""
+        """Return the next request, in the order of sending."""
         return self._queue.get()
 
     def _read(self) -> None:
@@ -131,16 +131,16 @@ class Requests:
                     request = (*request[:2], [reduction.recv_handle(self._connection) for _ in range(request[2])])
                 self._queue.put(request)
         except (EOFError, OSError):
-            os._exit(0)  # even from within a kernel that waits for ever
+            os._exit(0)  # Also during a kernel that waits forever.
 
 
 class Runner:
     """Runs launches one after another.
 
     Args:
-      requests: where aborts arrive.
-      memory: holds what the workers show each other of their activity.
-      index: of this worker.
+      requests: provides aborts.
+      memory: holds the activity words of all workers.
+      index: index of this worker.
     """
 
     def __init__(self, requests: Requests, memory: Memory, index: int) -> None:
@@ -151,7 +151,7 @@ class Runner:
         self._words: list[np.ndarray] = []
 
     def run(self, launch: dict[str, Any]) -> list[bytes]:
-        """The bytes of the results of one launch."""
+        """Run one launch and return the bytes of its results."""
         self._prepare()
         self._serial = launch["serial"]
         own = self._words[self._index]
@@ -178,21 +178,21 @@ class Runner:
         parameters = launch["parameters"] or [None] * len(names)
         self._is_running = True
         arguments = load(_PACKAGE / "core" / "kernel.py").regrouped(arguments, parameters)
-        with np.errstate(all="ignore"):  # as on a GPU
+        with np.errstate(all="ignore"):  # As on a GPU.
             kernel[(launch["num_programs"],)](**dict(zip(names, arguments, strict=True)), **constants)
         self._is_running = False
         names = [name for parameter in zip(names, parameters, strict=True) for name in fields(*parameter)]
         if broken := [name for name, buffer in zip(names, buffers, strict=True) if not buffer.is_intact()]:
-            raise RuntimeError(f"{launch['function']} has written outside of {', '.join(broken)}")
+            raise RuntimeError(f"{launch['function']} wrote outside of {', '.join(broken)}")
         return [result.bytes.tobytes() for result in results]
 
     def interrupt(self, *_: Any) -> None:
-        """The handler of SIGINT; between kernels there is nothing to interrupt."""
+        """Handle SIGINT: interrupt a running kernel."""
         if self._is_running:
             raise KeyboardInterrupt
 
     def _prepare(self) -> None:
-        """Before the first launch: what loads Triton, and what needs the memory of all workers."""
+        """Before the first launch, load Triton and the activity words of all workers."""
         if self._activity is None:
             run_asm = load(_HERE / "inline_asm.py").run
             load(_HERE / "patches.py").apply(self._begin_wait, self._check_aborted, run_asm)
@@ -209,7 +209,7 @@ class Runner:
 
 
 def load(path: Path) -> types.ModuleType:
-    """The module in the file `path`; outside of the package its folder becomes one, for relative imports there."""
+    """Import the module of a file; outside of the package, its folder becomes a package for relative imports."""
     folder = path.resolve().parent
     if folder.is_relative_to(_PACKAGE):
         return importlib.import_module(".".join((*folder.relative_to(_PACKAGE.parent).parts, path.stem)))
@@ -222,13 +222,13 @@ def load(path: Path) -> types.ModuleType:
 
 
 def main(descriptor: int, index: int) -> None:
-    """Serves until the parent closes its end."""
+    """Handle requests until the parent closes its end."""
     connection = Connection(descriptor)
     requests, memory = Requests(connection), Memory()
     runner = Runner(requests, memory, index)
     signal.signal(signal.SIGINT, runner.interrupt)
-    with contextlib.suppress(OSError):  # the parent has gone
-        os.setpgid(0, os.getpgid(os.getppid()))  # process.py starts it outside of the group that a terminal signals
+    with contextlib.suppress(OSError):  # The parent has exited.
+        os.setpgid(0, os.getpgid(os.getppid()))  # process.py starts it outside of the terminal's process group.
     while True:
         answer: tuple[str, Any]
         kind, *arguments = requests.next()
@@ -236,9 +236,9 @@ def main(descriptor: int, index: int) -> None:
             answer = "ok", memory.map(*arguments) if kind == "map" else runner.run(*arguments)
         except KeyboardInterrupt:
             answer = "error", "interrupted by SIGINT"
-        except Exception:  # whatever a kernel raises belongs to the parent
+        except Exception:  # Any error of a kernel is reported to the parent.
             answer = "error", traceback.format_exc()
-        with contextlib.suppress(OSError):  # the parent has gone, and this process ends with its next request
+        with contextlib.suppress(OSError):  # The parent has exited, and this process ends with its next request.
             connection.send(answer)
 
 

@@ -45,7 +45,7 @@ def refusal(options: Options, operation: str, dtype: DTypeLike, *facts: Any) -> 
     if on == "gpu" and (reason := _missing_on_gpu()) is not None:
         return reason
     if context.transport() == "xla":
-        return "the context was initialised with transport='xla'"
+        return "the context was initialized with transport='xla'"
     dtype = jnp.dtype(dtype)
     if operation == "masked":
         return _refusal_of_masked(dtype, *facts)
@@ -80,7 +80,7 @@ def _refusal_of_exchange(
         return f"T={layout.num_tokens} exceeds {most_tokens} tokens per rank"
     if layout.num_ranks > _MOST_RANKS:
         return f"W={layout.num_ranks} exceeds {_MOST_RANKS} ranks"
-    if layout.num_ranks > 1 and (reason := context.apart(options.axis)) is not None:
+    if layout.num_ranks > 1 and (reason := context.unreachable_reason(options.axis)) is not None:
         return reason
     if is_foreign:
         return "the handle was made by another implementation"
@@ -149,5 +149,5 @@ def _missing_on_gpu() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "not installed: triton (pip install '.[cuda13]')"
     if jax.process_count() == 1 or peer_access.unsupported_processes_reason() is None:
-        return peer_access.unsupported_reason() or context.missing_init()
-    return nvshmem.unsupported_reason() or context.missing_init()
+        return peer_access.unsupported_reason() or context.missing_init_reason()
+    return nvshmem.unsupported_reason() or context.missing_init_reason()

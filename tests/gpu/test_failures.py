@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_come(scenario: str, operation: str, one_process: N
     for what in ("same program after it", "new program after it"):
         assert found[what]["kind"] != "no error", found
     if is_in_kernel:
-        assert "refuses work after a failure: call finalize(), then init()" in found["new program after it"]["text"]
+        assert "is unusable after a failure: call finalize(), then init()" in found["new program after it"]["text"]
     assert found["right again"] == [True] * 3, found
 
 

@@ -36,7 +36,7 @@ def test_kernel_that_raises(pool, mesh4, after_failures):
     run = jax.jit(harness.per_rank(fn, mesh4))
     with pytest.raises(Exception, match=r"(?s)kernel fail, worker 3:.*elementwise\.py.*the limit is reached"):
         jax.block_until_ready(run(ranks()[:, None]))
-    with pytest.raises(Exception, match=r"(?s)the limit is reached.*Kernels are refused after a failure"):
+    with pytest.raises(Exception, match=r"(?s)the limit is reached.*Kernels cannot run after a failure"):
         jax.block_until_ready(run(ranks()[:, None] * 0))
     pool.reset()
     np.testing.assert_array_equal(np.asarray(run(ranks()[:, None] - 1)), ranks()[:, None] - 1)
@@ -209,7 +209,9 @@ def test_missing_devices_are_named():
             (0, 2, "1 of devices 0, 1"),
             (1, 0, "1 of devices 1, 2"),
         ]:
-            text = f"device {worker} waited 0.2 s for {who}: of 2 devices that launch it together, only {worker} came"
+            text = (
+                f"device {worker} waited 0.2 s for {who}: of 2 devices that launch it together, only {worker} arrived"
+            )
             with pytest.raises(RuntimeError, match=re.escape(text)):
                 together(worker, site=site)[0].result()
             pool.reset()

@@ -321,7 +321,7 @@ def no_context() -> Iterator[None]:
 
 
 def test_an_unknown_launcher(no_context: None) -> None:
-    with pytest.raises(ValueError, match=r"launcher='pallas' is unknown; choose from \('ffi', 'jax-triton'\)"):
+    with pytest.raises(ValueError, match=r"launcher='pallas' is unknown, expected one of \('ffi', 'jax-triton'\)"):
         jax_ep.init(launcher="pallas")
     assert context.transport() is None, "a context was made"
 

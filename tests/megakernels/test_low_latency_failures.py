@@ -175,7 +175,7 @@ def test_a_missing_peer_is_named(
     story = heap.failure()
     assert story is not None
     check_story(name, story)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"refuses work after a failure"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"is unusable after a failure"):
         context.heap(name)
     assert not caplog.records
     jax_ep.finalize()

@@ -52,7 +52,7 @@ def test_an_expired_wait_names_both_ranks_and_ends_the_context(mesh):
     story = heap.failure()
     assert story is not None
     assert "rank 0" in story and "rank 1" in story
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"refuses work after a failure.*finalize"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"is unusable after a failure.*finalize"):
         context.heap("dispatch")
     jax_ep.finalize()
     jax_ep.init(mesh, transport="shared_memory")
@@ -139,13 +139,13 @@ def test_meshes_of_different_devices_share_one_heap(mesh):
 
 
 def test_init_replaces_a_context_that_made_itself(mesh):
-    implicit = context._outside_of_traces(lambda: context._checked(mesh, "expert", "shared_memory", None, 30.0))
+    implicit = context._outside_of_traces(lambda: context._check(mesh, "expert", "shared_memory", None, 30.0))
     context._current, context._is_implicit = implicit, True
     x, ids = inputs()
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
     assert jax_ep.init(mesh, transport="shared_memory", timeout_s=7).timeout_s == 7
     np.testing.assert_array_equal(harness.run(round_trip, mesh, x, ids), K * x)
-    with pytest.raises(ValueError, match="already initialised"):
+    with pytest.raises(ValueError, match="already initialized"):
         jax_ep.init(mesh, transport="shared_memory", timeout_s=8)
 
 

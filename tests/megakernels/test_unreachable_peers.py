@@ -125,12 +125,12 @@ def test_exchanges_across_are_refused(nodes: Mesh, rng: Any, axis_name: Any, axe
 def test_another_mesh_than_that_of_init(nodes: Mesh) -> None:
     """Of it nobody knows who reaches whom."""
     other = make_mesh((4,), ("expert",))
-    assert context.apart(("expert",)) is not None
+    assert context.unreachable_reason(("expert",)) is not None
     with jax.set_mesh(other):
-        assert "the mesh here, {'expert': 4}, is not that of init, {'node': 2, 'expert': 2}" in (
-            context.apart(("expert",)) or ""
+        assert "the mesh here, {'expert': 4}, is not the mesh of init, {'node': 2, 'expert': 2}" in (
+            context.unreachable_reason(("expert",)) or ""
         )
     with jax.set_mesh(nodes):
-        assert context.apart(("expert",)) is None
-        assert REASON.format(("node",)) in (context.apart(("node",)) or "")
-        assert context.apart(()) is None
+        assert context.unreachable_reason(("expert",)) is None
+        assert REASON.format(("node",)) in (context.unreachable_reason(("node",)) or "")
+        assert context.unreachable_reason(()) is None

@@ -34,6 +34,7 @@ from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.routing import identity_experts, load_balancing_loss, router_z_loss, sparsemixer_router, topk_router
 from jax_ep.types import (
+    Balance,
     Dispatched,
     DispatchedGemm,
     Experts,
@@ -50,6 +51,7 @@ from jax_ep.types import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Balance",
     "Context",
     "Dispatched",
     "DispatchedGemm",

@@ -16,11 +16,12 @@ from jax_ep.core import check, check_recipe
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
-from jax_ep.core.mesh_axes import takes_global_arrays, vary_alike
+from jax_ep.core.mesh_axes import axis_size, takes_global_arrays, vary_alike
 from jax_ep.core.named_scopes import operation
 from jax_ep.formats import check_quantized
 from jax_ep.ops import (
     activation_gemm_combine,
+    balanced,
     exchange,
     exchange_gemm,
     gemm_activation,
@@ -32,7 +33,18 @@ from jax_ep.ops import (
 from jax_ep.ops import fused_moe as fused_moe_in_one
 from jax_ep.ops.activation import activate, activate_to_fp8, is_one_pass
 from jax_ep.ops.activation_gemm_combine import Between
-from jax_ep.types import HIDDEN_NAME, OUTPUT_NAME, Array, AxisName, Experts, Handle, Options, Schedule, Topology
+from jax_ep.types import (
+    HIDDEN_NAME,
+    OUTPUT_NAME,
+    Array,
+    AxisName,
+    Balance,
+    Experts,
+    Handle,
+    Options,
+    Schedule,
+    Topology,
+)
 
 _MATRICES = ("w_gate_up", "w_down")
 _NO_WEIGHTS = "moe: topk_weights is None, expected a float32 array [T, K]; pass jnp.ones for an unweighted sum."
@@ -54,6 +66,7 @@ def moe(
     activation: str = "silu",
     axis_name: AxisName = "expert",
     capacity: int | None = None,
+    balance: Balance | None = None,
     num_tokens: Array | int | None = None,
     wire_dtype: DTypeLike | None = None,
     recipe: str | None = None,
@@ -87,6 +100,8 @@ def moe(
       axis_name: mesh axis, or tuple of axes, over which experts are spread; or a `Topology`, whose node axis tokens
         cross once per node, and sums of them once, to the layer over its local axis.
       capacity: static rows per rank; None: nothing is dropped. See `dispatch`. Not with several blocks of a `Topology`.
+      balance: compute at most `balance.rows * T * K` rows per rank, with copies of hot experts on other ranks, and drop
+        nothing; see `Balance`. None: experts stay on their ranks. Not with a `capacity` or a `Topology`.
       num_tokens: see `dispatch`.
       wire_dtype: `jnp.float8_e4m3fn` for FP8 on the wire, forward and backward; `recipe="fp8"` has no other.
       recipe: how the layer computes. None: in the dtype of x. "fp8": the products of both passes are in FP8, and so is
@@ -125,6 +140,7 @@ def moe(
     x = check.matrix("moe", "x", x, "[T, H]")
     recipe = check_recipe.recipe("moe", recipe)
     wire_dtype = check_recipe.wire("moe", recipe, wire_dtype)
+    balanced.check_balance("moe", balance, axis_name, capacity)
     if isinstance(axis_name, Topology):
         if topk_weights is None:
             raise TypeError(_NO_WEIGHTS)
@@ -170,6 +186,30 @@ def moe(
     if recipe is not None:
         moe_fp8.check_layer(options, experts, parts.b_gate_up, parts.w_down)
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
+    if balance is not None and x.shape[0] and axis_size(options.axis, function="moe") > 1:
+        ids = check.expert_ids("moe", topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
+        ids = ids if num_tokens is None else check.ids_that_count("moe", ids, num_tokens, None)
+
+        def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: Any, **sizes: Any) -> Array:
+            return moe(
+                x,
+                topk_idx,
+                topk_weights,
+                *parts[:2],
+                experts=experts,
+                b_gate_up=parts[2],
+                b_down=parts[3],
+                axis_name=axis_name,
+                wire_dtype=wire_dtype,
+                recipe=recipe,
+                schedule=schedule,
+                implementation=implementation,
+                **sizes,
+            )
+
+        operands = (x, ids, topk_weights, tuple(parts))
+        y = balanced.run(balance, one_pass, *operands, num_experts=num_experts, axis=options.axis, sum_dtype=sum_dtype)
+        return checkpoint_name(y, OUTPUT_NAME)
     kept = {"recipe": recipe, "wire_dtype": wire_dtype, "capacity": capacity}
     if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts[:2], kept):
         return _in_one_launch(options, experts, x, topk_idx, topk_weights, parts, num_tokens, sum_dtype)

@@ -1,0 +1,257 @@
+"""The balanced expert layer: overloaded ranks hand rows, and copies of the experts' weights, to ranks with room.
+
+Each pass computes at most R rows per rank, so arrays have R rows, where a dropless layer reserves W * T * K.
+Assignments that the spare slots of a pass cannot place run in further passes of the same static size, each with its own
+plan (`core/balance.py`). Nothing is dropped, whatever the routing.
+
+The first pass is differentiated as any layer is. Later passes keep nothing for the backward pass and run again there.
+Each pass starts from the sum of those before, so XLA cannot run two at a time and hold the memory of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_ep.core import balance
+from jax_ep.core.collectives import known_after, rank_on
+from jax_ep.core.dtypes import accumulation_dtype
+from jax_ep.core.mesh_axes import vary_alike
+from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Balance, Topology, type_name
+
+Layer = Callable[..., Array]
+"""Compute one pass: `layer(x, topk_idx, topk_weights, weights, num_experts=, capacity=, preferred_element_type=)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Static facts of a balanced call.
+
+    Attributes:
+      layer: computes one pass, see `Layer`.
+      num_experts: E.
+      num_ranks: W.
+      rows: R.
+      spare: S, spare slots per rank.
+      axis: mesh axes of the experts.
+      sum_dtype: dtype of the result.
+    """
+
+    layer: Layer
+    num_experts: int
+    num_ranks: int
+    rows: int
+    spare: int
+    axis: tuple[str, ...]
+    sum_dtype: DTypeLike
+
+    @property
+    def num_local(self) -> int:
+        """L = E / W."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether one pass is enough for any routing."""
+        return self.spare >= self.num_local
+
+
+def check_balance(function: str, balance: Any, axis_name: AxisName, capacity: int | None) -> None:
+    """Raise where `balance` is no `Balance`, or does not go with the other arguments."""
+    if balance is None:
+        return
+    if not isinstance(balance, Balance):
+        raise TypeError(
+            f"{function}: balance is {type_name(balance)}, expected a jax_ep.Balance, or None; pass jax_ep.Balance()."
+        )
+    if isinstance(axis_name, Topology):
+        raise NotImplementedError(f"{function}: balance with a Topology is not supported; pass a single mesh axis.")
+    if capacity is not None:
+        raise ValueError(
+            f"{function}: {capacity=} with balance, expected one of the two, since balance.rows sets the rows per rank;"
+            " leave capacity out."
+        )
+
+
+def run(
+    balance: Balance,
+    layer: Layer,
+    x: Array,
+    topk_idx: Array,
+    topk_weights: Array,
+    weights: Any,
+    *,
+    num_experts: int,
+    axis: tuple[str, ...],
+    sum_dtype: DTypeLike,
+) -> Array:
+    """Sum of all passes, `[T, H]` in `sum_dtype`; call inside shard_map.
+
+    Args:
+      balance: rows and spare experts.
+      layer: computes one pass.
+      x: `[T, H]` tokens.
+      topk_idx: `[T, K]` int32; ids outside of `[0, E)` are no expert.
+      topk_weights: `[T, K]`.
+      weights: pytree of arrays `[L, ...]` of this rank's experts.
+      num_experts: E.
+      axis: mesh axes of the experts.
+      sum_dtype: dtype of the result. Sums of several passes run in float32 or wider.
+    """
+    num_ranks = lax.axis_size(axis)
+    num_local = num_experts // num_ranks
+    wanted = min(2, num_local) if balance.spare_experts is None else balance.spare_experts
+    rows, spare = balance.rows_per_rank(topk_idx.size), min(wanted, num_experts - num_local)
+    passes = Passes(layer, num_experts, num_ranks, rows, spare, axis, sum_dtype)
+    topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
+    x, topk_weights, weights, topk_idx = vary_alike((x, topk_weights, weights, topk_idx), over=axis)
+    return _all_passes(passes, (topk_idx, _count(passes, topk_idx)), x, topk_weights, weights).astype(sum_dtype)
+
+
+def _count(passes: Passes, topk_idx: Array) -> Array:
+    """Assignments `[W, E]` from each rank to each expert, equal on all ranks."""
+    counted = jnp.where(topk_idx < 0, passes.num_experts, topk_idx)
+    mine = jnp.zeros(passes.num_experts, jnp.int32).at[counted].add(1, mode="drop")
+    of_all = jnp.zeros((passes.num_ranks, passes.num_experts), jnp.int32)
+    return lax.psum(of_all.at[rank_on(passes.axis)].set(mine), passes.axis)
+
+
+def _next_pass(passes: Passes, state: tuple[Array, Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """`(slots [T, K], copies [W, S])` of the next pass, and the `(ids, counts)` that it leaves."""
+    topk_idx, counts = state
+    plan = balance.plan_pass(counts, passes.rows, passes.spare)
+    slots, left = balance.place_assignments(topk_idx, counts, plan, rank_on(passes.axis))
+    return (slots, plan.copies), (left, plan.left)
+
+
+def _one_pass(passes: Passes, place: tuple[Array, Array], x: Array, topk_weights: Array, weights: Any) -> Array:
+    slots, copies = place
+
+    def compute(x: Array, topk_weights: Array, weights: Any) -> Array:
+        slots_after = slots
+        whole = jax.tree.map(partial(_home_and_copies, passes, copies), weights)
+        for leaf in jax.tree.leaves(whole):
+            # All ranks run the transfers before the layer: collectives and kernels need one order everywhere.
+            slots_after = known_after(slots_after, leaf)
+        sizes = {"num_experts": passes.num_experts + passes.num_ranks * passes.spare, "capacity": passes.rows}
+        dtype = passes.sum_dtype if passes.is_one_pass else _wide(passes.sum_dtype)
+        return passes.layer(x, slots_after, topk_weights, whole, preferred_element_type=dtype, **sizes)
+
+    # The backward pass fetches the copies again instead of keeping them.
+    policy = jax.checkpoint_policies.save_only_these_names(HIDDEN_NAME, TOKENS_NAME)
+    return jax.checkpoint(compute, policy=policy)(x, topk_weights, weights)
+
+
+def _add_later_passes(passes: Passes, state: tuple[Array, Array], step: Callable[[Any], Any], first: Any) -> Any:
+    """`first` plus `step(place)` of each later pass. The number of passes follows from counts that all ranks share."""
+    if passes.is_one_pass:
+        return first
+
+    def body(carry: Any) -> Any:
+        place, left = _next_pass(passes, carry[0])
+        return left, jax.tree.map(jnp.add, carry[1], step(place))
+
+    return lax.while_loop(lambda carry: jnp.any(carry[0][1] > 0), body, (state, first))[1]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_passes(passes: Passes, state: tuple[Array, Array], *operands: Any) -> Array:
+    place, left = _next_pass(passes, state)
+    first = _one_pass(passes, place, *operands)
+    return _add_later_passes(passes, left, lambda place: _one_pass(passes, place, *operands), first)
+
+
+def _all_passes_forward(passes: Passes, state: tuple[Array, Array], *operands: Any) -> tuple[Array, Any]:
+    place, left = _next_pass(passes, state)
+    first, pull = jax.vjp(partial(_one_pass, passes, place), *operands)
+    sums = _add_later_passes(passes, left, lambda place: _one_pass(passes, place, *operands), first)
+    return sums, (pull, left, None if passes.is_one_pass else operands)
+
+
+def _all_passes_backward(passes: Passes, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+    pull, left, operands = residuals
+    first = pull(cotangent)
+    if passes.is_one_pass:
+        return None, *first
+
+    def step(place: tuple[Array, Array]) -> Any:
+        gradients = jax.vjp(partial(_one_pass, passes, place), *operands)[1](cotangent)
+        return jax.tree.map(_widen, gradients)
+
+    sums = _add_later_passes(passes, left, step, jax.tree.map(_widen, first))
+    return None, *jax.tree.map(lambda total, gradient: total.astype(gradient.dtype), sums, first)
+
+
+def _wide(dtype: DTypeLike) -> DTypeLike:
+    """The dtype in which passes and gradients of copies are added: at least float32."""
+    return accumulation_dtype(dtype)
+
+
+def _widen(gradient: Array) -> Array:
+    return gradient.astype(_wide(gradient.dtype))
+
+
+_all_passes.defvjp(_all_passes_forward, _all_passes_backward)
+
+
+def _home_and_copies(passes: Passes, copies: Array, w: Array) -> Array:
+    """`_with_copies` of any dtype; 8-bit values, which have no gradient, travel as bytes."""
+    if w.dtype.itemsize > 1:
+        return _with_copies(passes, copies, w)
+    values = lax.bitcast_convert_type(lax.stop_gradient(w), jnp.uint8)
+    return lax.bitcast_convert_type(_with_copies(passes, copies, values), w.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_copies(passes: Passes, copies: Array, w: Array) -> Array:
+    """Weights `[L, ...]` of the experts at home, followed by those of the copies: `[L + S, ...]`."""
+    spare = jnp.zeros_like(w, shape=(passes.spare, *w.shape[1:]))
+    for permutation, wanted, is_sent, is_received in _rounds(passes, copies):
+        received = lax.ppermute(_where(is_sent, w[wanted]), passes.axis, permutation)
+        spare = jnp.where(_like(is_received, w), received, spare)
+    return jnp.concatenate([w, spare])
+
+
+def _with_copies_forward(passes: Passes, copies: Array, w: Array) -> tuple[Array, Array]:
+    return _with_copies(passes, copies, w), copies
+
+
+def _with_copies_backward(passes: Passes, copies: Array, gradient: Array) -> tuple[None, Array]:
+    """Return the gradients of copies to their home, and add them there in float32, in order of distance."""
+    home, spare = _widen(gradient[: passes.num_local]), gradient[passes.num_local :]
+    for permutation, wanted, is_sent, is_received in _rounds(passes, copies):
+        back = [(target, source) for source, target in permutation]
+        returned = lax.ppermute(_where(is_received, spare), passes.axis, back)
+        for slot in range(passes.spare):
+            home = home.at[wanted[slot]].add(jnp.where(is_sent[slot], returned[slot], 0).astype(home.dtype))
+    return None, home.astype(gradient.dtype)
+
+
+_with_copies.defvjp(_with_copies_forward, _with_copies_backward)
+
+
+def _rounds(passes: Passes, copies: Array) -> Any:
+    """The permutation of each distance, which experts the peer wants, and which slots this rank sends and receives."""
+    rank, num_ranks = rank_on(passes.axis), passes.num_ranks
+    for distance in range(1, num_ranks):
+        wanted = copies[(rank + distance) % num_ranks]
+        is_sent = (wanted >= 0) & (wanted // passes.num_local == rank)
+        mine = copies[rank]
+        is_received = (mine >= 0) & (mine // passes.num_local == (rank - distance) % num_ranks)
+        permutation = [(source, (source + distance) % num_ranks) for source in range(num_ranks)]
+        yield permutation, wanted % passes.num_local, is_sent, is_received
+
+
+def _like(mask: Array, w: Array) -> Array:
+    return mask.reshape(-1, *[1] * (w.ndim - 1))
+
+
+def _where(mask: Array, w: Array) -> Array:
+    return jnp.where(_like(mask, w), w, jnp.zeros_like(w))

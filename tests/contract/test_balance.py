@@ -1,0 +1,164 @@
+"""The balanced expert layer: forward and gradients against the oracle for any routing, and the memory that it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_ep
+from cases import BASE, BF16, F32, Shape, assert_close, reals
+from harness import compiled, per_rank, run
+from layers import Layer
+from routings import ROUTINGS
+
+BALANCES = [jax_ep.Balance(1.0, 1), jax_ep.Balance(1.1), jax_ep.Balance(1.0, 8)]
+
+
+def layer_and_gradients(shape: Shape, implementation: str, balance: jax_ep.Balance | None, **options: Any) -> Any:
+    """`(y, dx, d_topk_weights, d_w_gate_up, d_w_down)` of per-rank arguments."""
+
+    def fn(x: Any, topk_idx: Any, topk_weights: Any, w_gate_up: Any, w_down: Any, d_out: Any) -> Any:
+        def layer(x: Any, *others: Any) -> Any:
+            fixed = {"num_experts": shape.num_experts, "implementation": implementation, "balance": balance}
+            return jax_ep.moe(x, topk_idx, *others, **fixed, **options)
+
+        y, pull = jax.vjp(layer, x, topk_weights, w_gate_up, w_down)
+        return y, *pull(d_out)
+
+    return fn
+
+
+def check(got: Any, layer: Layer, d_out: np.ndarray, tolerance: float | None = None) -> None:
+    exact = layer.oracle()
+    want = exact.forward(), *exact.gradients(d_out.astype(np.float64))
+    for name, g, w in zip(("y", "dx", "d_topk_weights", "d_w_gate_up", "d_w_down"), got, want, strict=True):
+        assert_close(g.reshape(w.shape), w, name, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=lambda b: f"{b.rows}-{b.spare_experts}")
+@pytest.mark.slow(unless={"balance": BALANCES[:1]})
+def test_routings(implementation: str, balance: jax_ep.Balance, every_mesh: Mesh, rng: Any, subtests: Any) -> None:
+    call = compiled(layer_and_gradients(BASE, implementation, balance), every_mesh)
+    for routing in ROUTINGS:
+        with subtests.test(routing):
+            layer = Layer(rng, routing, every_mesh.size, BASE)
+            d_out = reals(rng, *layer.x.shape)
+            check(call(*layer.args, d_out), layer, d_out)
+
+
+def test_one_expert_per_rank(implementation: str, mesh: Mesh, rng: np.random.Generator, subtests: Any) -> None:
+    shape = Shape(num_tokens=9, top_k=2, num_experts=mesh.size)
+    call = compiled(layer_and_gradients(shape, implementation, jax_ep.Balance(1.0)), mesh)
+    for routing in ("one_hot_every_slot", "zipf"):
+        with subtests.test(routing):
+            layer = Layer(rng, routing, mesh.size, shape)
+            d_out = reals(rng, *layer.x.shape)
+            check(call(*layer.args, d_out), layer, d_out)
+
+
+def test_bfloat16(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    layer = Layer(rng, "zipf", 2, BASE, BF16)
+    d_out = reals(rng, *layer.x.shape, dtype=BF16)
+    got = run(layer_and_gradients(BASE, implementation, jax_ep.Balance(1.0, 1)), expert_mesh(2), *layer.args, d_out)
+    assert [g.dtype for g in got] == [BF16, BF16, F32, BF16, BF16]
+    check(got, layer, d_out, tolerance=4e-2)
+
+
+def test_num_tokens_and_biases(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """The same sums as without balance; tokens past `num_tokens` get zeros."""
+    layer = Layer(rng, "one_hot_every_slot", 2, BASE)
+    biases = reals(rng, 2, 4, 2 * BASE.intermediate), reals(rng, 2, 4, BASE.hidden)
+
+    def fn(*args: Any) -> Any:
+        *args, b_gate_up, b_down = args
+
+        def call(**options: Any) -> Any:
+            given = {"b_gate_up": b_gate_up, "b_down": b_down, "num_tokens": 4, "implementation": implementation}
+            return jax_ep.moe(*args, num_experts=BASE.num_experts, **given, **options)
+
+        want = call()
+        args[0] = args[0] + 0 * want[:1]  # one after the other
+        return call(balance=jax_ep.Balance(1.0, 1)), want
+
+    got, want = run(fn, expert_mesh(2), *layer.args, *biases)
+    assert not got[:, 4:].any()
+    assert_close(got, want.astype(np.float64), "y")
+
+
+@pytest.mark.parametrize("kind", ["recipe", "int8"])
+def test_eight_bits(implementation: str, kind: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """FP8 training and quantized experts, close to the layer without balance: rows move, and scales with them."""
+    shape = Shape(num_tokens=8, top_k=2, num_experts=4, hidden=128, intermediate=128)
+    layer = Layer(rng, "one_hot_every_slot", 2, shape, BF16)
+
+    def fn(x: Any, topk_idx: Any, topk_weights: Any, *weights: Any) -> Any:
+        options: dict[str, Any] = {"num_experts": 4, "implementation": implementation}
+        if kind == "recipe":
+            options["recipe"] = "fp8"
+        else:
+            weights = tuple(jax_ep.quantization.quantize_experts(w, "int8") for w in weights)
+        want = jax_ep.moe(x, topk_idx, topk_weights, *weights, **options)
+        got = jax_ep.moe(x + 0 * want, topk_idx, topk_weights, *weights, **options, balance=jax_ep.Balance(1.0, 1))
+        return got, want
+
+    got, want = run(fn, expert_mesh(2), *layer.args)
+    assert_close(got, want.astype(np.float64), "y")
+
+
+def test_jit_scan_and_remat(implementation: str, expert_mesh: Any, rng: np.random.Generator) -> None:
+    """Two rematerialized layers in a scan have the gradient of two calls."""
+    layer = Layer(rng, "zipf", 2, BASE)
+
+    def fn(x: Any, topk_idx: Any, topk_weights: Any, *weights: Any) -> Any:
+        def call(x: Any, *weights: Any) -> Any:
+            fixed = {"num_experts": BASE.num_experts, "implementation": implementation}
+            return jax_ep.moe(x, topk_idx, topk_weights, *weights, **fixed, balance=jax_ep.Balance(1.0, 1))
+
+        def scanned(x: Any, *weights: Any) -> Any:
+            step = jax.checkpoint(lambda x, _: (x + call(x, *weights), None))
+            return jax.lax.scan(step, x, None, length=2)[0].sum()
+
+        def unrolled(x: Any, *weights: Any) -> Any:
+            x = x + call(x, *weights)
+            return (x + call(x, *weights)).sum()
+
+        first = jax.grad(scanned, (0, 1, 2))(x, *weights)
+        return first, jax.grad(unrolled, (0, 1, 2))(x + 0 * first[0], *weights)
+
+    got, want = run(fn, expert_mesh(2), *layer.args)
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w.astype(np.float64), "gradient")
+
+
+def test_memory(expert_mesh: Any, rng: np.random.Generator) -> None:
+    """The gradient of the balanced layer needs at most 0.4 of the temporary memory of the dropless layer."""
+    shape = Shape(num_tokens=512, top_k=4, num_experts=16, hidden=128, intermediate=64)
+    layer = Layer(rng, "uniform", 8, shape)
+
+    def bytes_of(balance: jax_ep.Balance | None) -> int:
+        fn = per_rank(layer_and_gradients(shape, "xla", balance), expert_mesh(8))
+        return jax.jit(fn).lower(*layer.args, layer.x).compile().memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(jax_ep.Balance(1.1, 1)) < 0.4 * bytes_of(None)
+
+
+def test_mistakes(expert_mesh: Any, rng: np.random.Generator, subtests: Any) -> None:
+    layer = Layer(rng, "uniform", 2, BASE)
+
+    def call(**options: Any) -> None:
+        run(lambda *args: jax_ep.moe(*args, num_experts=8, **options), expert_mesh(2), *layer.args)
+
+    with subtests.test("type"), pytest.raises(TypeError, match=r"balance is a float, expected a jax_ep.Balance"):
+        call(balance=1.1)
+    with subtests.test("capacity"), pytest.raises(ValueError, match=r"capacity=8 with balance"):
+        call(balance=jax_ep.Balance(), capacity=8)
+    for wrong in ({"rows": 0.9}, {"rows": float("nan")}, {"spare_experts": 0}):
+        with subtests.test(str(wrong)), pytest.raises(ValueError, match=r"Balance: .* expected a number from 1"):
+            jax_ep.Balance(**wrong)
+    for wrong in ({"rows": "1.1"}, {"spare_experts": 1.5}, {"spare_experts": True}):
+        with subtests.test(str(wrong)), pytest.raises(TypeError, match=r"Balance: .* expected"):
+            jax_ep.Balance(**wrong)

@@ -23,6 +23,7 @@ from jax_ep import serving as serving
 from jax_ep import sharding as sharding
 from jax_ep import tuning as tuning
 from jax_ep.context import Context, finalize, init
+from jax_ep.core.balance import Balance
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
@@ -34,7 +35,6 @@ from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
 from jax_ep.routing import identity_experts, load_balancing_loss, router_z_loss, sparsemixer_router, topk_router
 from jax_ep.types import (
-    Balance,
     Dispatched,
     DispatchedGemm,
     Experts,

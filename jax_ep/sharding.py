@@ -118,8 +118,8 @@ def sharded_moe(
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
       axis_name, batch_axes, tensor_axis, fsdp_axis: see `moe_specs`.
-      **moe_kwargs: further keywords of `moe`: experts, activation, capacity, wire_dtype, recipe, schedule,
-        implementation. With a tensor axis gates have an axis of their own, and are interleaved with nothing.
+      **moe_kwargs: further keywords of `moe`: experts, activation, capacity, balance, wire_dtype, recipe,
+        schedule, implementation. With a tensor axis gates have an axis of their own, and are interleaved with nothing.
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, b_gate_up=None, b_down=None,

@@ -1,4 +1,4 @@
-"""Plan one balanced pass: which rank computes which rows, and which experts it needs copies of.
+"""`Balance`, and the plan of one balanced pass: which rank computes which rows, and which experts it needs copies of.
 
 The plan is a function of the assignments per source rank and expert alone. It uses integers only and breaks ties toward
 the lowest index, so every rank computes the same plan and no further communication is needed.
@@ -9,12 +9,64 @@ pass, S spare slots for copies of experts per rank.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_ep.types import Array
+from jax_ep.types import Array, type_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """Balance an expert layer in each call: every rank computes about the same number of rows, whatever the routing.
+
+    Ranks whose experts are chosen too often hand rows to ranks with room, which fetch copies of the experts' weights
+    for the time of the call. Each rank computes at most `ceil(rows * T * K)` rows in a pass, a static number. A layer
+    without `Balance` reserves memory for `W * T * K` rows. Nothing is dropped: assignments that the
+    spare slots cannot place run in further passes of the same size.
+
+    Attributes:
+      rows: rows per rank and pass, as a multiple of T * K, the mean; at least 1. Smaller values move more rows.
+      spare_experts: copies that a rank can hold at a time. They bound the memory for copied weights. With E / W or
+        more a single pass always suffices; None: 2.
+
+    Raises:
+      ValueError: a number out of its range.
+      TypeError: a value of another type.
+
+    Example:
+      >>> import jax_ep
+      >>> jax_ep.Balance(rows=1.25).rows_per_rank(4096 * 8)
+      40960
+
+    Source: transient copies of experts planned in each step, as in MoonEP, ECHO (Megatron Core) and LLEP.
+    """
+
+    rows: float = 1.1
+    spare_experts: int | None = None
+
+    def __post_init__(self) -> None:
+        rows, spare = self.rows, self.spare_experts
+        if isinstance(rows, bool) or not isinstance(rows, int | float | np.floating | np.integer):
+            raise TypeError(
+                f"Balance: rows={rows!r} is {type_name(rows)}, expected a number; pass a float such as 1.1."
+            )
+        if not 1 <= rows <= 1024:
+            raise ValueError(
+                f"Balance: rows={rows}, expected a number from 1 to 1024; pass 1.1 for 10 % more than the mean."
+            )
+        if spare is not None and (isinstance(spare, bool) or not isinstance(spare, int | np.integer)):
+            raise TypeError(f"Balance: spare_experts={spare!r} is {type_name(spare)}, expected an int, or None for 2.")
+        if spare is not None and not 1 <= spare <= 1024:
+            raise ValueError(f"Balance: spare_experts={spare}, expected a number from 1 to 1024, or None for 2.")
+
+    def rows_per_rank(self, num_assignments: int) -> int:
+        """Rows per rank and pass for `num_assignments` = T * K assignments per rank."""
+        return math.ceil(round(float(self.rows) * num_assignments, 6))
 
 
 class PassPlan(NamedTuple):

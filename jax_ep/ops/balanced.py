@@ -21,10 +21,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_ep.core import balance
+from jax_ep.core.balance import Balance
 from jax_ep.core.collectives import known_after, rank_on
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import vary_alike
-from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Balance, Topology, type_name
+from jax_ep.types import HIDDEN_NAME, TOKENS_NAME, Array, AxisName, Topology, type_name
 
 Layer = Callable[..., Array]
 """Compute one pass: `layer(x, topk_idx, topk_weights, weights, num_experts=, capacity=, preferred_element_type=)`."""

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ep.core import check, check_recipe
+from jax_ep.core.balance import Balance
 from jax_ep.core.bias import Bias, add_bias
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
@@ -38,7 +39,6 @@ from jax_ep.types import (
     OUTPUT_NAME,
     Array,
     AxisName,
-    Balance,
     Experts,
     Handle,
     Options,
@@ -188,7 +188,7 @@ def moe(
     sum_dtype = check.result_dtype("moe", preferred_element_type, x.dtype)
     if balance is not None and x.shape[0] and axis_size(options.axis, function="moe") > 1:
         ids = check.expert_ids("moe", topk_idx, x.shape[0], num_experts, all_count=num_tokens is None)
-        ids = ids if num_tokens is None else check.ids_that_count("moe", ids, num_tokens, None)
+        ids = ids if num_tokens is None else check.mask_ids("moe", ids, num_tokens, None)
 
         def one_pass(x: Array, topk_idx: Array, topk_weights: Array, parts: Any, **sizes: Any) -> Array:
             return moe(
@@ -207,8 +207,8 @@ def moe(
                 **sizes,
             )
 
-        operands = (x, ids, topk_weights, tuple(parts))
-        y = balanced.run(balance, one_pass, *operands, num_experts=num_experts, axis=options.axis, sum_dtype=sum_dtype)
+        arrays = (x, ids, topk_weights, tuple(parts))
+        y = balanced.run(balance, one_pass, *arrays, num_experts=num_experts, axis=options.axis, sum_dtype=sum_dtype)
         return checkpoint_name(y, OUTPUT_NAME)
     kept = {"recipe": recipe, "wire_dtype": wire_dtype, "capacity": capacity}
     if x.shape[0] and fused_moe_in_one.is_wanted(options, experts, x, topk_idx, parts[:2], kept):

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,9 +70,7 @@ def candidates() -> list[Path]:
 
 def _package_path() -> Sequence[str]:
     # An editable install gives the package two folders: the sources, and site-packages with the compiled library.
-    import jax_ep.ffi
-
-    return list(jax_ep.ffi.__path__)
+    return list(sys.modules[__package__].__path__)
 
 
 def source_hash(csrc: Path) -> str | None:

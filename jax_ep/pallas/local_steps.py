@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from jax_ep.core.dtypes import FP8
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.pallas import unpermute_fp8
+from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.launch import is_interpreted, launch, num_programs
-from jax_ep.pallas.lowered import lowered_once
 from jax_ep.pallas.unpermute_fp8 import LINE, RESULT_SLOTS, WARPS
 from jax_ep.types import Array, Quantized
 from jax_ep.xla import local_steps as xla

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from jax_ep.core.json_files import BOOLEAN, OBJECT, array, choice, integer, mapp
 from jax_ep.megakernels.kernels.structs_trace import KINDS
 from jax_ep.tracing.clocks import Clocks
 from jax_ep.tracing.events import EVENT, Launch
-
-if TYPE_CHECKING:
-    from jax_ep.tracing.trace import Trace
+from jax_ep.tracing.timeline import Timeline
 
 _FORMAT = "jax_ep trace 1"
 _ORDER = "order: the kernels ran in an interpreter, a step is shown as a microsecond, and durations mean nothing"
@@ -33,13 +31,13 @@ _MOST_BYTES = 256 << 20
 _LAUNCHES = 0  # the thread of a device that shows its launches
 
 
-def write(trace: Trace, path: Path) -> None:
+def write(trace: Timeline, path: Path) -> None:
     """See `Trace.save`."""
     data = json.dumps(_content(trace)).encode()
     write_atomically(path, gzip.compress(data) if path.suffix == ".gz" else data)
 
 
-def _content(trace: Trace) -> dict[str, Any]:
+def _content(trace: Timeline) -> dict[str, Any]:
     events = trace.aligned
     first = int(events["begin"].min()) if len(events) else 0
     scale = 1 if trace.is_ordered_only else 1000  # units in a microsecond
@@ -62,7 +60,7 @@ def _content(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _ranks(trace: Trace, device: int) -> str:
+def _ranks(trace: Timeline, device: int) -> str:
     ranks = sorted({launch.rank(device) for (owner, _), launch in trace.launches.items() if owner == device})
     return " or ".join(map(str, ranks)) or "?"
 
@@ -73,7 +71,7 @@ def _tracks(events: np.ndarray, device: int) -> list[tuple[int, int]]:
     return sorted({(int(e["multiprocessor"]), int(e["program"])) for e in own})
 
 
-def _names(trace: Trace) -> Iterator[dict[str, Any]]:
+def _names(trace: Timeline) -> Iterator[dict[str, Any]]:
     for device in trace.devices:
 
         def named(kind: str, name: str, tid: int, device: int = device) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def _names(trace: Trace) -> Iterator[dict[str, Any]]:
             yield named("thread_name", f"SM {multiprocessor}, program {program}", tid)
 
 
-def _launch_events(trace: Trace, first: int, scale: int) -> Iterator[dict[str, Any]]:
+def _launch_events(trace: Timeline, first: int, scale: int) -> Iterator[dict[str, Any]]:
     events = trace.aligned
     for (device, number), launch in sorted(trace.launches.items()):
         own = events[(events["device"] == device) & (events["launch"] == number)]
@@ -96,7 +94,7 @@ def _launch_events(trace: Trace, first: int, scale: int) -> Iterator[dict[str, A
             yield {**track, "name": launch.kernel, "cat": "launch", **times, "args": {"launch": number}}
 
 
-def _events(trace: Trace, first: int, scale: int) -> Iterator[dict[str, Any]]:
+def _events(trace: Timeline, first: int, scale: int) -> Iterator[dict[str, Any]]:
     events = trace.aligned
     tids = {(device, *track): tid for device in trace.devices for tid, track in enumerate(_tracks(events, device), 1)}
     for event in events:

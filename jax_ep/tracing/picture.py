@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jax_ep.megakernels.kernels.structs_trace import KINDS
-
-if TYPE_CHECKING:
-    from jax_ep.tracing.trace import Trace
+from jax_ep.tracing.timeline import Timeline
 
 # Okabe and Ito's colours, which people who do not see all of them can tell apart; a wait is pale, as nothing happens.
 _COLOURS = {
@@ -36,7 +34,7 @@ def require_matplotlib() -> None:
         raise ImportError("Trace.plot needs matplotlib: pip install '.[tools]'") from error
 
 
-def draw(trace: Trace, path: Path) -> None:
+def draw(trace: Timeline, path: Path) -> None:
     """See `Trace.plot`."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jax_ep.megakernels.kernels.structs_trace import KINDS
+from jax_ep.tracing.clocks import Sent
 from jax_ep.tracing.events import Launch
-
-if TYPE_CHECKING:
-    from jax_ep.tracing.clocks import Sent
-    from jax_ep.tracing.trace import Trace
+from jax_ep.tracing.timeline import Timeline
 
 _WAIT, _TILE, _ZERO = (KINDS.index(kind) for kind in ("wait", "tile", "zero"))
 _EXCHANGE = [KINDS.index(kind) for kind in KINDS if kind not in ("member", "wait", "tile", "zero")]
 _TRAVEL = [KINDS.index(kind) for kind in ("push", "publish")]
 
 
-def summarise(trace: Trace) -> dict[str, Any]:
+def summarise(trace: Timeline) -> dict[str, Any]:
     """See `Trace.summary`."""
     sent = trace.sent()
     kernels: dict[str, _Kernel] = defaultdict(_Kernel)
@@ -35,7 +33,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _by_launch(trace: Trace) -> Iterator[tuple[Launch, np.ndarray]]:
+def _by_launch(trace: Timeline) -> Iterator[tuple[Launch, np.ndarray]]:
     """Every launch of every device that has events, with those."""
     events = trace.aligned
     events = events[np.argsort(events, order=("device", "launch"), kind="stable")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,54 +13,35 @@ import numpy as np
 from jax_ep.tracing import clocks, perfetto, picture, summary
 from jax_ep.tracing.clocks import Clocks, Sent
 from jax_ep.tracing.events import EVENT, Launch, Written
+from jax_ep.tracing.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trace:
-    """What kernels did, program by program.
+class Trace(Timeline):
+    """A recording: what kernels did, program by program.
 
     Attributes:
       events: `[N]` structured array, one entry per event: `device`, `launch` (its number on the device), `program`,
-        `multiprocessor`, `kind` (a place in `jax_ep.tracing.KINDS`), `task`, `peer` (a device, or -1), `block`,
+        `multiprocessor`, `kind` (an index into `jax_ep.tracing.KINDS`), `task`, `peer` (a device, or -1), `block`,
         `begin` and `end`, in ns of the device's own clock. `aligned` has them on one clock.
       launches: by device and number.
       num_dropped: events of each device for which there was no room.
-      is_ordered_only: the kernels ran in the interpreter: times are places in the order of all that happened, and
-        durations mean nothing.
-      clocks: how the clocks of the devices differ.
+      is_ordered_only: the kernels ran in the interpreter: times are positions in the order of all events, and
+        durations have no meaning.
+      clocks: offsets and errors of the devices' clocks.
     """
-
-    events: np.ndarray
-    launches: Mapping[tuple[int, int], Launch]
-    num_dropped: Mapping[int, int]
-    is_ordered_only: bool
-    clocks: Clocks
 
     @classmethod
     def of_devices(cls, written: Mapping[int, Written], *, is_ordered_only: bool = False) -> Trace:
-        """The trace of what these devices have written; those that have written nothing are left out."""
+        """Return the trace of these devices, without those that have written nothing."""
         written = {device: one for device, one in written.items() if one.launches or one.num_dropped}
         events = np.concatenate([np.zeros((0,), EVENT), *(one.events for one in written.values())])
         launches = {(d, number): launch for d, one in written.items() for number, launch in one.launches.items()}
         dropped = {device: one.num_dropped for device, one in written.items()}
-        return _aligned(_places(events) if is_ordered_only else events, launches, dropped, is_ordered_only)
-
-    @functools.cached_property
-    def aligned(self) -> np.ndarray:
-        """`events` with times of the first device's clock."""
-        events = self.events.copy()
-        for device, offset in self.clocks.offset_ns.items():
-            for name in ("begin", "end"):
-                events[name][events["device"] == device] += offset
-        return events
-
-    @property
-    def devices(self) -> list[int]:
-        """Numbers of the devices with launches that were recorded."""
-        return sorted(self.num_dropped)
+        return _aligned(_ranked(events) if is_ordered_only else events, launches, dropped, is_ordered_only)
 
     def only(self, *kernels: str, last: int | None = None) -> Trace:
-        """The launches of these kernels, or all; the last ones of them on each device.
+        """Return a trace of the launches of these kernels, or of the last ones on each device.
 
         Args:
           kernels: names, as `summary` has them; none: all.
@@ -90,24 +70,24 @@ class Trace:
             kept |= {(device, number): self.launches[device, number] for number in numbers[first:]}
         keys = self.events["device"].astype(np.int64) << 32 | self.events["launch"]
         events = self.events[np.isin(keys, [device << 32 | number for device, number in kept])]
-        return dataclasses.replace(self, events=_places(events) if self.is_ordered_only else events, launches=kept)
+        return dataclasses.replace(self, events=_ranked(events) if self.is_ordered_only else events, launches=kept)
 
     def summary(self) -> dict[str, Any]:
-        """Where the time went, by kernel; as JSON has it.
+        """Summarize where the time went, by kernel, as values that JSON can hold.
 
         Returns:
-          `unit`: "ns", or "steps" where only the order is known; `step_ns`: what all times are multiples of.
+          `unit`: "ns", or "steps" if only the order is known; `step_ns`: the resolution of all times.
           `offset_ns`, `error_ns` and `relaxed_ns`: see `clocks`. `num_dropped`: by device. `kernels`, by name:
 
-          - `launches`: launches of all devices; `duration`: the median of one, from its first event to its last.
+          - `launches`: number of launches on all devices; `duration`: median time from first to last event of a launch.
           - `busy`, `waiting`, `idle`: shares of the time of all its programs.
-          - `kinds`: of each kind of event the `count`, the `mean` duration and the `share` of all programs' time.
-          - `roles`: the same three shares for the programs that only `exchange`, only make `tiles`, do both, or have
-            nothing to do (`none`), and how many `programs` of a launch those are, in the mean.
-          - `overlap`: which share of the time in which something was pushed, or awaited from a peer, some program of
-            the device made tiles; None where one of the two does not occur.
-          - `waited_for`: how long all programs waited for each device, a wait for several counted for the last of
-            them; `slowest_peer`: the device with the most, or None.
+          - `kinds`: for each kind of event the `count`, the `mean` duration and the `share` of all programs' time.
+          - `roles`: the same three shares for the programs that only `exchange`, only compute `tiles`, do both, or have
+            nothing to do (`none`), and the mean number of such `programs` in a launch.
+          - `overlap`: the share of the communication time (pushing, or waiting for a peer) in which some program of
+            the device computed tiles; None if one of the two does not occur.
+          - `waited_for`: how long all programs waited for each device; a wait for several devices counts for the last
+            of them. `slowest_peer`: the device with the longest wait, or None.
 
         Example:
           >>> from jax_ep.tracing import Trace
@@ -116,32 +96,28 @@ class Trace:
         """
         return summary.summarise(self)
 
-    def sent(self) -> Sent:
-        """When devices sent what, on one clock."""
-        return Sent(self.aligned, self.launches)
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file for https://ui.perfetto.dev and chrome://tracing: a process per device, a track per program.
+        """Write a file for https://ui.perfetto.dev and chrome://tracing: a process per device, a track per program.
 
         Args:
-          path: a file; one whose name ends in ".gz" is compressed. What is there is replaced.
+          path: a file; it is compressed if its name ends in ".gz". An existing file is replaced.
         """
         perfetto.write(self, Path(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """What `save` has written.
+        """Read a file that `save` has written.
 
         Raises:
-          ValueError: it is no such file.
+          ValueError: it is not such a file.
         """
         return cls(**perfetto.read(Path(path)))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the time line of every device, a row per program; for few launches: `only(last=1)`.
+        """Draw the time line of every device, one row per program; for few launches: `only(last=1)`.
 
         Args:
-          path: an image file, such as a PNG. What is there is replaced.
+          path: an image file, such as a PNG. An existing file is replaced.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -151,16 +127,16 @@ class Trace:
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """One trace of the parts that several processes have recorded, with all clocks aligned.
+    """Merge the traces of several processes into one, with all clocks aligned.
 
     Args:
-      traces: one of each process, of the same calls.
+      traces: one trace of each process, of the same calls.
 
     Returns:
       The trace of all devices.
 
     Raises:
-      ValueError: a device is in two of them, or one of several has no times.
+      ValueError: two traces have the same device, or one of several has no times.
 
     Example:
       >>> from jax_ep.tracing import Trace, merge
@@ -174,7 +150,7 @@ def merge(traces: Iterable[Trace]) -> Trace:
     if len(set(devices)) < len(devices):
         raise ValueError(f"merge: devices {sorted(devices)}, expected each once; pass one trace per process.")
     if any(part.is_ordered_only for part in parts):
-        raise ValueError("merge: a trace of the interpreter has an order and no times; pass traces of GPUs.")
+        raise ValueError("merge: traces of the interpreter have an order but no times; pass traces of GPUs.")
     events = np.concatenate([np.zeros((0,), EVENT), *(part.events for part in parts)])
     launches = {key: launch for part in parts for key, launch in part.launches.items()}
     dropped = {device: count for part in parts for device, count in part.num_dropped.items()}
@@ -192,8 +168,8 @@ def _aligned(
     return Trace(events, launches, dropped, False, found)
 
 
-def _places(events: np.ndarray) -> np.ndarray:
-    """Times as places in the order of all of them: how long the interpreter took says nothing about a kernel."""
+def _ranked(events: np.ndarray) -> np.ndarray:
+    """Replace times by positions in their order: the interpreter's times say nothing about a kernel."""
     events = events.copy()
     _, places = np.unique(np.stack([events["begin"], events["end"]]), return_inverse=True)
     events["begin"], events["end"] = places.reshape(2, -1)

@@ -142,7 +142,7 @@ def test_parts_of_processes_are_merged(trace: tracing.Trace, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"devices \[0, 0\], expected each once"):
         tracing.merge([parts[0], parts[0]])
     ordered = tracing.Trace.of_devices({1: written(1)}, is_ordered_only=True)
-    with pytest.raises(ValueError, match="an order and no times"):
+    with pytest.raises(ValueError, match="an order but no times"):
         tracing.merge([parts[0], ordered])
 
 

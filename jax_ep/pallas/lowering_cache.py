@@ -1,11 +1,11 @@
-"""Lowered launches in files beside what XLA has compiled, so that other processes need not lower them again.
+"""Cache lowered launches in files next to XLA's compiled programs, so that other processes need not lower them again.
 
-JAX finds a compiled program by its lowered module: its persistent compilation cache saves compiling, but all kernels
-are lowered before it is searched. So lowered launches are saved in a folder of it, where there is one. A file holds
-what `jax.export` makes of a launch, behind a digest of its name and content. Its name depends on all that the launch
-does: its function, sizes, kind of device, the sources of this package, and the versions of JAX, since Mosaic promises
-nothing to others. A file that holds anything else is written anew. JAX's limit on the size of its cache holds for the
-folder, too: what has not been used for longest goes first.
+JAX finds a compiled program by its lowered module, so its persistent compilation cache saves compile time but not the
+time to lower the kernels. If that cache is in use, lowered launches are saved in a folder of it. A file holds a digest
+and the serialized `jax.export` of a launch. Its name is a hash of everything that the launch depends on: its function,
+sizes, kind of device, the sources of this package, and the versions of JAX, since Mosaic is not stable across versions.
+A file with other content is overwritten. JAX's limit on the size of its cache also holds for this folder: the least
+recently used files are deleted first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jax_ep.core.files import sources_digest, write_atomically
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "jax_ep_lowered"
 _DIGEST_BYTES = 32
-_MOST_BYTES = 1 << 28  # of a file that is read: launches have half a megabyte
+_MAX_BYTES = 1 << 28  # of a file; a launch has half a megabyte
 
 
-def kept_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], export.Exported]) -> export.Exported:
-    """What a file holds of a launch with these facts, which differ in their `repr`; else what is made now, and kept."""
+def cached_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], export.Exported]) -> export.Exported:
+    """Return the cached export of a launch, or make it and cache it; `facts` are identified by their `repr`."""
     folder = _folder()
     if folder is None:
         return make()
@@ -45,16 +45,16 @@ def kept_or_made(launch: Callable[..., Any], facts: Any, make: Callable[[], expo
     try:
         _write(path, _digest(path, payload) + payload)
     except OSError as error:
-        warnings.warn(f"a lowered kernel is not kept for other processes: {error}", stacklevel=2)
+        warnings.warn(f"a lowered kernel is not cached for other processes: {error}", stacklevel=2)
     return made
 
 
 def _folder() -> Path | None:
-    """In JAX's persistent compilation cache, where that is in use and a folder of this machine."""
+    """Return the folder in JAX's persistent compilation cache; None if that cache is off or remote."""
     named = jax.config.jax_compilation_cache_dir
     if not named or not jax.config.jax_enable_compilation_cache or "://" in named:
         return None
-    if importlib.util.find_spec("flatbuffers") is None:  # with which JAX writes them
+    if importlib.util.find_spec("flatbuffers") is None:  # `jax.export` serializes with it
         return None
     return Path(named) / _FOLDER
 
@@ -68,14 +68,14 @@ def _name(launch: Callable[..., Any], facts: Any) -> str:
 
 
 def _digest(path: Path, payload: bytes) -> bytes:
-    """Of a file: a launch under the name of another one is not taken."""
+    """Hash name and content, so that a launch under the name of another one is not used."""
     return hashlib.sha256(path.name.encode() + b"\0" + payload).digest()
 
 
 def _read(path: Path) -> export.Exported | None:
-    """None where there is no such file, or what it holds is not a launch."""
+    """Read a launch; None if the file is missing or invalid."""
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None
         content = path.read_bytes()
     except OSError:
@@ -85,28 +85,28 @@ def _read(path: Path) -> export.Exported | None:
         return None
     try:
         found = export.deserialize(bytearray(payload))
-        found.mlir_module()  # reads the part that is read only when a program is lowered
-    except Exception:  # bytes that are no launch may lead to any error; the file is written anew
+        found.mlir_module()  # parses what `deserialize` leaves for later
+    except Exception:  # invalid bytes raise errors of any type; the file is overwritten
         return None
-    with contextlib.suppress(OSError):  # a folder that is only readable does not tell what is in use
+    with contextlib.suppress(OSError):  # a read-only folder keeps its times
         os.utime(path)
     return found
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Unless JAX's limit leaves no room for it, even without the others."""
+    """Write a file, unless it alone exceeds JAX's limit."""
     limit = jax.config.jax_compilation_cache_max_size
     if limit != -1:
         if len(content) > limit:
             return
         _make_room(path.parent, limit - len(content))
     if path.exists() and not path.is_file() and not path.is_dir():
-        path.unlink()  # a pipe or a device under the name of a file of this cache
+        path.unlink()  # a pipe or a device with this name
     write_atomically(path, content)
 
 
 def _make_room(folder: Path, limit: int) -> None:
-    """Deletes what has not been used for longest, until files have at most that many bytes."""
+    """Delete the least recently used files until the rest has at most `limit` bytes."""
     found = []
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # other processes delete files, too

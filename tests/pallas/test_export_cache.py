@@ -18,8 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from harness import PATIENCE_S, make_mesh
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.pallas import kept, lowered
-from jax_ep.pallas.lowered import _compile_ahead, lowered_once
+from jax_ep.pallas import export_cache, lowering_cache, subprocess_lowering
+from jax_ep.pallas.export_cache import _compile_ahead, lowered_once
 
 ROWS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
 
@@ -50,9 +50,9 @@ def cache():
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    """Tests of lowering do the same where there are GPUs; test_lowered_elsewhere.py is about other processes."""
-    monkeypatch.setattr(lowered, "_compile_ahead", lambda *facts: None)
-    monkeypatch.setattr(lowered.elsewhere, "most_processes", lambda: 0)
+    """Tests of lowering do the same where there are GPUs; test_subprocess_lowering.py is about other processes."""
+    monkeypatch.setattr(export_cache, "_compile_ahead", lambda *facts: None)
+    monkeypatch.setattr(subprocess_lowering, "most_processes", lambda: 0)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_files_of_something_else_are_made_again(what, cache, tmp_path):
     cache(tmp_path)
     other, _ = lower_here(factor=3.0)
     (path,) = tmp_path.glob("*/*")
-    payload = path.read_bytes()[kept._DIGEST_BYTES :]
+    payload = path.read_bytes()[lowering_cache._DIGEST_BYTES :]
     path.unlink()
     text, _ = lower_here()
     (path,) = tmp_path.glob("*/*")
@@ -182,9 +182,11 @@ def test_files_of_something_else_are_made_again(what, cache, tmp_path):
         path.touch()
         os.truncate(path, 1 << 40)
     else:
-        digest = hashlib.sha256(payload).digest() if what == "other launch" else kept._digest(path, payloads[what])
+        digest = (
+            hashlib.sha256(payload).digest() if what == "other launch" else lowering_cache._digest(path, payloads[what])
+        )
         path.write_bytes(digest + payloads[what])
-    context = pytest.warns(UserWarning, match="is not kept") if what == "folder" else contextlib.nullcontext()
+    context = pytest.warns(UserWarning, match="is not cached") if what == "folder" else contextlib.nullcontext()
     with context:
         assert lower_here() == (text, 1)
     if what != "folder":
@@ -232,12 +234,12 @@ def test_files_are_for_one_version_and_kind_of_device(what, cache, tmp_path, mon
     cache(tmp_path)
     lower_here()
     if what == "sources_digest":
-        monkeypatch.setattr(kept, "sources_digest", lambda folder: "others")
+        monkeypatch.setattr(lowering_cache, "sources_digest", lambda folder: "others")
     elif what == "devices":
         kind = type("Device", (), {"device_kind": "another GPU"})()
-        monkeypatch.setattr(kept.jax, "local_devices", lambda: [kind])
+        monkeypatch.setattr(lowering_cache.jax, "local_devices", lambda: [kind])
     else:
-        monkeypatch.setattr(getattr(kept, what), "__version__", "0.0.1")
+        monkeypatch.setattr(getattr(lowering_cache, what), "__version__", "0.0.1")
     assert [lower_here()[1] for _ in range(2)] == [1, 0]
 
 
@@ -245,7 +247,7 @@ def test_files_are_for_one_version_and_kind_of_device(what, cache, tmp_path, mon
 def test_where_nothing_is_kept(why, cache, tmp_path, monkeypatch):
     cache({"no folder": None, "remote": "gs://bucket/folder"}.get(why, tmp_path))
     if why == "no flatbuffers":
-        monkeypatch.setattr(kept.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(lowering_cache.importlib.util, "find_spec", lambda name: None)
     try:
         jax.config.update("jax_enable_compilation_cache", why != "not in use")
         assert [lower_here()[1] for _ in range(2)] == [1, 1]
@@ -258,7 +260,7 @@ def test_a_folder_that_cannot_be_written(cache, tmp_path):
     pytest.importorskip("flatbuffers")
     (tmp_path / "jax_ep_lowered").write_text("not a folder")
     cache(tmp_path)
-    with pytest.warns(UserWarning, match="a lowered kernel is not kept for other processes"):
+    with pytest.warns(UserWarning, match="a lowered kernel is not cached for other processes"):
         assert lower_here()[1] == 1
 
 
@@ -292,7 +294,7 @@ def ahead(monkeypatch, wait):
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(lowered, "_compile_ahead", compile_ahead)
+    monkeypatch.setattr(export_cache, "_compile_ahead", compile_ahead)
     return found
 
 
@@ -335,7 +337,7 @@ def test_programs_do_not_wait_for_it_but_the_end_of_the_process_does(launch, ahe
     def compile_ahead(*facts):
         seen.append((program.wait(PATIENCE_S), threading.current_thread().daemon))
 
-    monkeypatch.setattr(lowered, "_compile_ahead", compile_ahead)
+    monkeypatch.setattr(export_cache, "_compile_ahead", compile_ahead)
     lower(lambda x: run(x, x, interpret=False, factor=2.0), ROWS)
     program.set()
     wait()
@@ -394,7 +396,7 @@ def test_other_errors_are_printed_and_the_program_goes_on(launch, ahead, wait, m
     printed = []
     elsewhere = export.export(jax.jit(lambda x: x), platforms=("tpu",))(ROWS)
     monkeypatch.setattr(threading, "excepthook", printed.append)
-    monkeypatch.setattr(lowered, "_compile_ahead", lambda *facts: _compile_ahead(elsewhere, (ROWS,), False))
+    monkeypatch.setattr(export_cache, "_compile_ahead", lambda *facts: _compile_ahead(elsewhere, (ROWS,), False))
     assert "multiply" in lower(lambda x: run(x, x, interpret=False, factor=2.0), ROWS)
     wait()
     (error,) = printed

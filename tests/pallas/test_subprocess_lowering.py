@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from harness import PATIENCE_S, make_mesh
 from jax_ep.core.mesh_axes import varying_axes
-from jax_ep.pallas import elsewhere, grouped_gemm, lowered
+from jax_ep.pallas import export_cache, grouped_gemm, subprocess_lowering
 from jax_ep.pallas import launch as launches
-from jax_ep.pallas.lowered import lowered_once
+from jax_ep.pallas.export_cache import lowered_once
 from jax_ep.pallas.tiling import ForwardTiles, WeightTiles
 
 pytest.importorskip("flatbuffers")
@@ -56,9 +56,9 @@ def processes(monkeypatch):
         return begin(*args, **options)
 
     begin = subprocess.run
-    monkeypatch.setattr(elsewhere.subprocess, "run", run)
-    monkeypatch.setattr(elsewhere, "most_processes", lambda: 2)
-    monkeypatch.setattr(lowered, "kept_or_made", lambda launch, facts, make: make())
+    monkeypatch.setattr(subprocess_lowering.subprocess, "run", run)
+    monkeypatch.setattr(subprocess_lowering, "most_processes", lambda: 2)
+    monkeypatch.setattr(export_cache, "cached_or_made", lambda launch, facts, make: make())
     return begun
 
 
@@ -71,7 +71,9 @@ def kernels(text):
 
 
 def kernels_here(launch, shapes, static, x64=False):
-    return kernels(lowered.exported(launch.__wrapped__, shapes, tuple(static.items()), x64).mlir_module())
+    return kernels(
+        subprocess_lowering.export_launch(launch.__wrapped__, shapes, tuple(static.items()), x64).mlir_module()
+    )
 
 
 @numbered
@@ -97,9 +99,9 @@ def test_launches_are_the_same_elsewhere(processes):
 def test_a_process_is_told_what_it_cannot_see(x64, processes, monkeypatch):
     """How many multiprocessors there are, and whether numbers have 64 bits."""
     device = type("Device", (), {"core_count": 1})()
-    monkeypatch.setattr(elsewhere.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(subprocess_lowering.jax, "local_devices", lambda: [device])
     launch = grouped_gemm._launch_forward
-    made = elsewhere.lower(launch.__wrapped__, PRODUCT, tuple(FORWARD.items()), x64)
+    made = subprocess_lowering.lower(launch.__wrapped__, PRODUCT, tuple(FORWARD.items()), x64)
     found = kernels(made.mlir_module())
     assert found != kernels_here(launch, PRODUCT, FORWARD, x64)
     monkeypatch.setattr(launches, "_cores", 1)
@@ -107,13 +109,13 @@ def test_a_process_is_told_what_it_cannot_see(x64, processes, monkeypatch):
 
 
 def test_tracing_does_not_wait(processes, monkeypatch):
-    go, exported = threading.Event(), lowered.exported
+    go, exported = threading.Event(), subprocess_lowering.export_launch
 
     def export_later(*args):
         assert go.wait(PATIENCE_S)
         return exported(*args)
 
-    monkeypatch.setattr(lowered, "exported", export_later)
+    monkeypatch.setattr(export_cache, "export_launch", export_later)
     run, traced = make_launch()
     program = jax.jit(lambda x: run(x, x, interpret=False, factor=2.0)["out"] + 1).trace(ROWS)
     assert [alone for *_, alone, _ in traced] == [True] and program.out_info.shape == (8, 3)
@@ -170,7 +172,7 @@ def test_errors_of_the_launch_reach_the_caller(processes):
 
 
 def test_who_waits_takes_the_first_place_that_is_free():
-    places, taken, done = lowered._Places(), [], threading.Event()
+    places, taken, done = export_cache._Places(), [], threading.Event()
 
     def take():
         with places.one(1) as is_here:
@@ -205,15 +207,17 @@ def test_a_process_imports_nothing_from_the_current_folder(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     with pytest.raises(RuntimeError, match="has no attribute 'nothing'"):
-        elsewhere.lower(type("Launch", (), {"__module__": "inspect", "__qualname__": "nothing"}), (), (), False)
+        subprocess_lowering.lower(
+            type("Launch", (), {"__module__": "inspect", "__qualname__": "nothing"}), (), (), False
+        )
 
 
 @pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked", "answers something else"])
 def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
     """This process is busy until the other one fails."""
-    monkeypatch.setattr(lowered, "_places", lowered._Places())
+    monkeypatch.setattr(export_cache, "_places", export_cache._Places())
     busy = contextlib.ExitStack()
-    assert busy.enter_context(lowered._places.one(0))
+    assert busy.enter_context(export_cache._places.one(0))
 
     def run(command, **options):
         busy.close()
@@ -225,7 +229,7 @@ def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
             return subprocess.CompletedProcess(command, 0, b"a word of sitecustomize.py", b"")
         return subprocess.CompletedProcess(command, 1, b"", b"no memory")
 
-    monkeypatch.setattr(elsewhere.subprocess, "run", run)
+    monkeypatch.setattr(subprocess_lowering.subprocess, "run", run)
     factor = Unsent(2.0) if how == "cannot be asked" else 2.0
     monkeypatch.setattr(Unsent, "asked", busy.close)
     run, _ = make_launch()
@@ -259,19 +263,19 @@ class Unsent(float):
     ],
 )
 def test_how_many_processes(cores, backend, asked, most, monkeypatch):
-    monkeypatch.setattr(elsewhere.os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(subprocess_lowering.os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.delenv(elsewhere.VARIABLE, raising=False)
+    monkeypatch.delenv(subprocess_lowering.VARIABLE, raising=False)
     if asked is not None:
-        monkeypatch.setenv(elsewhere.VARIABLE, asked)
-    assert elsewhere.most_processes() == most
-    monkeypatch.setattr(elsewhere.importlib.util, "find_spec", lambda name: None)
-    assert elsewhere.most_processes() == 0
+        monkeypatch.setenv(subprocess_lowering.VARIABLE, asked)
+    assert subprocess_lowering.most_processes() == most
+    monkeypatch.setattr(subprocess_lowering.importlib.util, "find_spec", lambda name: None)
+    assert subprocess_lowering.most_processes() == 0
 
 
 def test_another_number_of_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(elsewhere.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(subprocess_lowering.os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setenv(elsewhere.VARIABLE, "all")
-    with pytest.raises(ValueError, match="JAX_EP_LOWERING_PROCESSES='all', expected how many"):
-        elsewhere.most_processes()
+    monkeypatch.setenv(subprocess_lowering.VARIABLE, "all")
+    with pytest.raises(ValueError, match="JAX_EP_LOWERING_PROCESSES='all', expected the number"):
+        subprocess_lowering.most_processes()

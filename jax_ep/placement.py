@@ -1,12 +1,13 @@
-"""Copies of busy experts: which rank holds which, what routers choose then, and matrices as they lie there.
+"""Expert placement: copies of busy experts, and the mapping from experts to physical slots.
 
-A rank whose experts are chosen more often than others lets all ranks wait. With more slots than experts the busy ones
-have copies on several ranks, which share their tokens. Expert ids of routers are logical; slots are physical, `P / W`
-on each of W ranks, and to `moe` and all other operations a slot is an expert: `num_experts=P`.
+An overloaded rank stalls every rank. With more slots than experts, busy experts get copies on several ranks, which
+share
+their tokens. Routers choose logical expert ids. Slots are physical: each of W ranks has `P / W` of them, and `moe` and
+all other operations treat a slot as an expert (`num_experts=P`).
 
 The policies are those of DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB; arXiv:2412.19437,
-section 3.4): copies go one by one to the expert with the most load per copy, and slots, by falling load, to the rank
-with the least load that has room. The hierarchical policy first gives whole groups of experts to nodes.
+section 3.4): copies go one by one to the expert with the highest load per copy, and slots, in order of decreasing load,
+to the least loaded rank that has room. The hierarchical policy first assigns whole groups of experts to nodes.
 """
 
 from __future__ import annotations
@@ -35,29 +36,32 @@ _ARRAYS = ("physical_to_logical", "logical_to_physical", "num_copies")
 @result_type
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Which expert each slot holds; frozen, and with at least one slot for each expert.
+    """The expert in each slot; frozen, with at least one slot per expert.
 
-    A pytree: as an argument of a jitted function its arrays are data, so that `remap` by another placement of the same
-    sizes compiles nothing. Those of several layers have a leading axis, over which `lax.scan` goes; `placement[i]` is
-    that of one, which the methods take.
+    A pytree: as an argument of a jitted function its arrays are data, so `remap` with another placement of the same
+    sizes
+    does not recompile. Placements of several layers have a leading axis, over which `lax.scan` can run; `placement[i]`
+    is
+    the placement of one layer, which the methods take.
 
     Args:
-      physical_to_logical: `[P]` or `[layers, P]` int32, the expert of each slot; rank r has the slots from `r * P / W`.
-      num_experts: E, experts that routers know.
+      physical_to_logical: `[P]` or `[layers, P]` int32, the expert of each slot; rank r owns the slots from `r * P / W`
+        on.
+      num_experts: E, number of logical experts.
       num_ranks: W, which divides P.
-      num_nodes: of as many ranks each, consecutive ones; it divides W.
+      num_nodes: nodes of equally many consecutive ranks; it divides W.
 
     Attributes:
       physical_to_logical: the argument.
-      logical_to_physical: `[..., E, P - E + 1]` int32, slots of each expert in rising order, then -1.
-      num_copies: `[..., E]` int32, number of those slots.
+      logical_to_physical: `[..., E, P - E + 1]` int32, slots of each expert in ascending order, padded with -1.
+      num_copies: `[..., E]` int32, number of slots of each expert.
       num_experts: the argument.
       num_ranks: the argument.
       num_nodes: the argument.
 
     Raises:
-      ValueError: sizes that do not divide, ids out of range, or an expert without a slot.
-      TypeError: ids that are no integers.
+      ValueError: sizes do not divide, an id is out of range, or an expert has no slot.
+      TypeError: ids are not integers.
 
     Example:
       >>> from jax_ep.placement import Placement
@@ -93,7 +97,7 @@ class Placement:
             expert = int(np.argwhere(copies == 0)[0, -1])
             raise ValueError(
                 f"Placement: physical_to_logical has no slot for expert {expert}, expected one or more for each of the"
-                f" {self.num_experts}; put it into one, or plan() it from loads."
+                f" {self.num_experts}; add one, or use plan()."
             )
         values = {"physical_to_logical": slots, "logical_to_physical": physical, "num_copies": copies}
         for name, value in values.items():
@@ -103,33 +107,36 @@ class Placement:
 
     @property
     def num_slots(self) -> int:
-        """P, slots of all ranks."""
+        """Number of slots of all ranks, P."""
         return self.physical_to_logical.shape[-1]
 
     def __getitem__(self, layer: int) -> Placement:
-        """The placement of one layer of several."""
+        """Return the placement of one layer."""
         if self.physical_to_logical.ndim != 2:
-            raise IndexError("Placement: it is that of one layer, and has none to choose from")
+            raise IndexError(
+                "Placement: indexing needs a placement of several layers, but this one is for a single layer"
+            )
         children, sizes = self.tree_flatten()
         return Placement.tree_unflatten(sizes, tuple(child[layer] for child in children))
 
     def remap(self, topk_idx: Array, *, axis_name: AxisName = "expert", prefer_own_node: bool = False) -> Array:
-        """The slots that tokens go to: token t of rank r takes copy `(t + r) % num_copies` of an expert.
+        """Map expert ids to slots: token t of rank r goes to copy `(t + r) % num_copies` of an expert.
 
-        So copies get equal shares of the tokens, up to how routing follows positions, and the same in every run.
+        Copies get equal shares of the tokens, unless routing depends on positions. The result is deterministic.
 
         Args:
           topk_idx: `[T, K]` int32 logical ids, -1 for no expert.
           axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for global or local arrays outside of it.
-          prefer_own_node: take copies on the own node alone, where it has any. Fewer tokens cross nodes; loads are the
-            planned ones only if tokens of all nodes choose alike.
+          prefer_own_node: use only copies on the token's node, if there are any. Fewer tokens cross nodes, but loads
+            match the
+            plan only if tokens of all nodes are routed alike.
 
         Returns:
           `[T, K]` int32 in [0, P); -1 stays -1, and other ids out of range stay out of range.
 
         Raises:
-          ValueError: shapes, ids, or a number of ranks that does not fit.
-          TypeError: dtypes.
+          ValueError: shapes, ids or the number of ranks do not match.
+          TypeError: a dtype is wrong.
 
         Example:
           >>> import jax.numpy as jnp
@@ -147,27 +154,31 @@ class Placement:
         if axes:
             self._check_ranks("remap", axes)
         elif prefer_own_node:
-            raise ValueError("remap: prefer_own_node=True with axis_name=(), where no rank is known; name the axes.")
+            raise ValueError(
+                "remap: prefer_own_node=True with axis_name=(), expected the axes of the ranks; name the axes."
+            )
         choose = partial(_choose_copies, axes=axes, num_nodes=self.num_nodes if prefer_own_node else None)
         return on_automatic_axes(choose, P(*spec_of(topk_idx)), topk_idx, self)
 
     def expand(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
-        """What slots hold, from what experts have: every copy has the values of its expert.
+        """Copy expert rows to slots: every copy gets the values of its expert.
 
-        The gradient of an expert is the sum of those of its copies, in float32 and in one order. Between ranks a row
-        travels once for each slot elsewhere, by `lax.ppermute`; nothing is gathered whole.
+        The gradient of an expert is the sum of its copies' gradients, in float32 and in a fixed order. A row is sent
+        once per
+        slot on another rank, by `lax.ppermute`; no full array is gathered.
 
         Args:
-          tree: pytree of arrays, such as matrices, biases or `QuantizedExperts`, whose leading axis is that of experts:
-            `[L, ...]` with `L = E / W` of each rank, or `[E, ...]` where `axis_name` is `()`.
+          tree: pytree of arrays, such as weights, biases or `QuantizedExperts`, whose leading axis is experts: `[L,
+            ...]` with
+            `L = E / W` on each rank, or `[E, ...]` with `axis_name=()`.
           axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for whole arrays on one device.
 
         Returns:
           The pytree with `[P / W, ...]`, or `[P, ...]`.
 
         Raises:
-          ValueError: a leading axis of another size, or E is not a multiple of W.
-          TypeError: the placement is traced, and `axis_name` is not `()`: who sends to whom must be known.
+          ValueError: a leading axis has the wrong size, or E is not a multiple of W.
+          TypeError: the placement is traced and `axis_name` is not `()`; communication must be static.
 
         Example:
           >>> import jax.numpy as jnp
@@ -181,21 +192,22 @@ class Placement:
             return _over(tree, "expand", relayed, relayout.gather)
 
     def sum_copies(self, tree: Any, *, axis_name: AxisName = "expert") -> Any:
-        """The transpose of `expand`: for each expert the sum of what its slots have.
+        """Sum the values of each expert's slots: the transpose of `expand`.
 
-        Such as gradients of matrices that are stored by slots, or the number of tokens of each slot, of which `plan`
-        makes the next placement.
+        For example gradients of weights that are stored by slot, or the number of tokens of each slot, from which
+        `plan` makes
+        the next placement.
 
         Args:
-          tree: pytree of arrays `[P / W, ...]` of each rank, or `[P, ...]` where `axis_name` is `()`.
-          axis_name: as in `expand`.
+          tree: pytree of arrays `[P / W, ...]` on each rank, or `[P, ...]` with `axis_name=()`.
+          axis_name: see `expand`.
 
         Returns:
-          The pytree with `[E / W, ...]`, or `[E, ...]`; sums of 16-bit floats are in float32 before they are rounded.
+          The pytree with `[E / W, ...]`, or `[E, ...]`; 16-bit floats are summed in float32 and rounded once.
 
         Raises:
-          ValueError: as `expand`.
-          TypeError: as `expand`.
+          ValueError: see `expand`.
+          TypeError: see `expand`.
 
         Example:
           >>> import jax.numpy as jnp
@@ -209,7 +221,7 @@ class Placement:
             return _over(tree, "sum_copies", relayed, relayout.scatter)
 
     def rank_loads(self, loads: Any) -> np.ndarray:
-        """What each rank has to do where experts have these loads, and copies equal shares of them.
+        """Return the load of each rank for given expert loads, of which copies take equal shares.
 
         Args:
           loads: `[E]`, or `[layers, E]` for a placement of several layers.
@@ -218,8 +230,8 @@ class Placement:
           `[W]` or `[layers, W]` float64.
 
         Raises:
-          ValueError: another shape, or loads that are negative or not finite.
-          TypeError: loads that are no numbers, or traced.
+          ValueError: the shape is wrong, or a load is negative or not finite.
+          TypeError: loads are not numbers, or are traced.
 
         Example:
           >>> from jax_ep.placement import Placement
@@ -229,25 +241,25 @@ class Placement:
         loads = _loads("rank_loads", loads)
         if loads.shape != self.num_copies.shape:
             raise ValueError(
-                f"rank_loads: loads have shape {loads.shape}, expected {self.num_copies.shape}; pass those of as many"
-                " layers and experts."
+                f"rank_loads: loads have shape {loads.shape}, expected {self.num_copies.shape}; pass one load per"
+                " layer and expert."
             )
         shares = np.take_along_axis(loads / self.num_copies, self.physical_to_logical, axis=-1)
-        with np.errstate(over="ignore"):  # a sum past float64 is infinite
+        with np.errstate(over="ignore"):  # A sum beyond float64 is infinite.
             return shares.reshape(*shares.shape[:-1], self.num_ranks, -1).sum(axis=-1)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-        """The arrays, and the sizes."""
+        """Return the arrays, and the static sizes."""
         return tuple(getattr(self, name) for name in _ARRAYS), (self.num_experts, self.num_ranks, self.num_nodes)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-        """The arrays with their names, and the sizes."""
+        """Return the arrays with their names, and the static sizes."""
         arrays, sizes = self.tree_flatten()
         return tuple(zip(map(jax.tree_util.GetAttrKey, _ARRAYS), arrays, strict=True)), sizes
 
     @classmethod
     def tree_unflatten(cls, sizes: tuple[int, int, int], arrays: tuple[Any, ...]) -> Placement:
-        """The placement of these arrays, whatever JAX puts in their place."""
+        """Rebuild a placement without checks, because JAX may replace arrays by other objects."""
         made = object.__new__(cls)
         for name, value in zip((*_ARRAYS, "num_experts", "num_ranks", "num_nodes"), (*arrays, *sizes), strict=True):
             object.__setattr__(made, name, value)
@@ -256,7 +268,7 @@ class Placement:
     def _check_one_layer(self, function: str) -> None:
         if self.physical_to_logical.ndim != 1:
             raise ValueError(
-                f"{function}: the placement has {len(self.physical_to_logical)} layers, expected that of one; pass"
+                f"{function}: the placement has {len(self.physical_to_logical)} layers, expected a single one; pass"
                 " placement[layer], or scan over it."
             )
 
@@ -275,27 +287,31 @@ class Placement:
 
 
 def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 1) -> Placement:
-    """Gives busy experts copies, and all ranks about as much to do; by DeepSeek's algorithm.
+    """Plan a placement that copies busy experts and balances the ranks, by DeepSeek's algorithm.
 
-    With `num_groups` the policy is the hierarchical one: nodes get whole groups, with about equal loads, and copies of
-    an expert lie on the node of its group. That is for routers that choose few groups for a token (DeepSeek-V3), whose
-    tokens then go to few nodes. Without groups it is the global one: copies go anywhere. Copies of an expert are on
-    different ranks if it has no more of them than there are. Equal loads give equal plans.
+    With `num_groups` the policy is hierarchical: nodes get whole groups with roughly equal loads, and copies of an
+    expert
+    stay on the node of its group. It suits routers that choose few groups per token (DeepSeek-V3), whose tokens then go
+    to
+    few nodes. Without groups the policy is global: copies go anywhere. Copies of an expert are on different ranks,
+    unless
+    there are more copies than ranks. Equal loads give equal plans.
 
     Args:
-      loads: `[E]`, or `[layers, E]` for each layer a plan: tokens that each expert had, as `MoEMetrics.load`, or any
-        other measure; zero for all is allowed.
+      loads: `[E]`, or `[layers, E]` for one plan per layer: tokens of each expert, as in `MoEMetrics.load`, or any
+        other
+        measure; all zeros are allowed.
       num_slots: P, at least E and a multiple of `num_ranks`.
       num_ranks: W.
-      num_nodes: of as many ranks each, consecutive ones.
+      num_nodes: nodes of equally many consecutive ranks.
       num_groups: groups of consecutive experts, a multiple of `num_nodes`; 1 for none.
 
     Returns:
-      The `Placement`; the ids of a rank rise.
+      The `Placement`; the expert ids of a rank are in ascending order.
 
     Raises:
-      ValueError: sizes that do not divide, too few slots, or loads that are negative or not finite.
-      TypeError: loads that are no numbers, or traced.
+      ValueError: sizes do not divide, there are too few slots, or a load is negative or not finite.
+      TypeError: loads are not numbers, or are traced.
 
     Example:
       >>> from jax_ep.placement import plan
@@ -317,7 +333,7 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
             f" of num_nodes={num_nodes}; change it, or leave it out for copies on any node."
         )
     sizes = num_slots, num_ranks, num_nodes if num_groups > 1 else 1, num_groups
-    loads = np.ldexp(loads, -np.frexp(loads.max(initial=0))[1])  # sums of what is left are finite, in the same order
+    loads = np.ldexp(loads, -np.frexp(loads.max(initial=0))[1])  # Scaling keeps sums finite and preserves the order.
     layers = [_plan_layer(layer, *sizes) for layer in loads.reshape(-1, num_experts)]
     slots = np.array(layers, np.int32).reshape(*loads.shape[:-1], num_slots)
     return Placement(slots, num_experts, num_ranks, num_nodes)
@@ -325,22 +341,22 @@ def plan(loads: Any, *, num_slots: int, num_ranks: int, num_nodes: int = 1, num_
 
 @operation
 def move(tree: Any, old: Placement, new: Placement, *, axis_name: AxisName = "expert") -> Any:
-    """What lies in the slots of one placement, as that of another has it; from rank to rank, not through the host.
+    """Move rows from the slots of one placement to those of another, between ranks and not through the host.
 
-    For matrices that are stored by slots, and what optimizers keep of them. A row comes from a copy on the own rank
-    where there is one, else from one on the own node, else from the copy whose rank has sent the least.
+    For weights that are stored by slot, and their optimizer state. A row comes from a copy on the same rank if there is
+    one, else from one on the same node, else from the copy whose rank has sent the least.
 
     Args:
-      tree: pytree of arrays `[P / W, ...]` of each rank by `old`, or `[P, ...]` where `axis_name` is `()`.
-      old: the placement so far; copies hold equal values.
-      new: the one to come, of as many experts and ranks; its number of slots may differ.
+      tree: pytree of arrays `[P / W, ...]` on each rank, by `old`, or `[P, ...]` with `axis_name=()`.
+      old: the current placement; copies hold equal values.
+      new: the next placement, with the same numbers of experts and ranks; its number of slots may differ.
       axis_name: mesh axes of the ranks, inside `jax.shard_map`; `()` for whole arrays on one device.
 
     Returns:
       The pytree by `new`.
 
     Raises:
-      ValueError: sizes that do not fit.
+      ValueError: sizes do not match.
       TypeError: a placement is traced.
 
     Example:
@@ -370,7 +386,7 @@ def move(tree: Any, old: Placement, new: Placement, *, axis_name: AxisName = "ex
 
 @partial(jax.jit, static_argnames=("axes", "num_nodes"))
 def _choose_copies(topk_idx: Array, placement: Placement, *, axes: tuple[str, ...], num_nodes: int | None) -> Array:
-    """See `remap`; with `num_nodes`, copies on the own node come first."""
+    """Map ids to slots as `remap` describes; with `num_nodes`, copies on this rank's node come first."""
     rank = lax.axis_index(axes) if axes else 0
     slots, copies = jnp.asarray(placement.logical_to_physical), jnp.asarray(placement.num_copies)
     if num_nodes is not None:
@@ -389,7 +405,7 @@ def _choose_copies(topk_idx: Array, placement: Placement, *, axes: tuple[str, ..
 
 
 def _plan_layer(loads: np.ndarray, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int) -> np.ndarray:
-    """`[P]` expert of each slot."""
+    """Return the expert of each slot, `[P]`."""
     ranks = num_ranks // num_nodes
     groups = np.arange(len(loads)).reshape(num_groups, -1)
     node_of_group = _pack(loads[groups].sum(axis=1), np.arange(num_groups), num_nodes)
@@ -404,7 +420,7 @@ def _plan_layer(loads: np.ndarray, num_slots: int, num_ranks: int, num_nodes: in
 
 
 def _replicate(loads: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
-    """`[n]` copies of each: one, then where a copy has the most load; not more than ranks, as far as that can be."""
+    """Choose copies per expert, `[n]`: each copy goes to the highest load per copy, at most one per rank."""
     copies = np.ones(len(loads), np.int64)
     for _ in range(num_slots - len(loads)):
         full = copies >= num_ranks
@@ -413,7 +429,7 @@ def _replicate(loads: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
 
 
 def _pack(loads: np.ndarray, kinds: np.ndarray, num_bins: int) -> np.ndarray:
-    """`[n]` bin of each item, as many in all: by falling load into the lightest with room, kinds apart."""
+    """Assign items to bins of equal size, `[n]`: by decreasing load to the lightest bin with room, kinds kept apart."""
     room = np.full(num_bins, len(loads) // num_bins)
     total, held = np.zeros(num_bins), np.zeros((num_bins, kinds.max() + 1), np.int64)
     bins = np.zeros(len(loads), np.int64)
@@ -433,10 +449,11 @@ def _pack(loads: np.ndarray, kinds: np.ndarray, num_bins: int) -> np.ndarray:
 def _apart(
     loads: np.ndarray, kinds: np.ndarray, bins: np.ndarray, total: np.ndarray, held: np.ndarray
 ) -> tuple[int, int] | None:
-    """Two items whose exchange leaves fewer kinds twice in a bin, and the heavier bin as light as can be.
+    """Find two items whose swap leaves fewer duplicates of a kind in a bin, and the heavier bin as light as possible.
 
-    There are such items while a kind is twice in one bin and missing in another. If the other has no kind twice, it has
-    two that the first lacks; if it has one twice, that one may go.
+    Such items exist while a kind is twice in one bin and missing in another. The other bin then has a duplicate that
+    can
+    move, or, without duplicates, two kinds that the first bin lacks.
     """
     for item in np.flatnonzero(held[bins, kinds] > 1):
         is_missing = held[:, kinds[item]] == 0
@@ -450,7 +467,7 @@ def _apart(
 
 
 def _nearest(old: Placement, new: Placement) -> np.ndarray:
-    """`[P of new]` slot of old from which each comes."""
+    """Return the old slot from which each new slot is copied, `[P of new]`."""
     sent, sources = np.zeros(old.num_ranks, np.int64), np.zeros(new.num_slots, np.int64)
     per_node = new.num_ranks // new.num_nodes
     for slot, expert in enumerate(new.physical_to_logical):
@@ -463,14 +480,14 @@ def _nearest(old: Placement, new: Placement) -> np.ndarray:
 
 
 def _slots_of(slots: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """`logical_to_physical` and `num_copies`."""
+    """Return `logical_to_physical` and `num_copies`."""
     layers, num_slots = slots.reshape(-1, slots.shape[-1]), slots.shape[-1]
     physical = np.full((len(layers), num_experts, num_slots - num_experts + 1), -1, np.int32)
     copies = np.zeros((len(layers), num_experts), np.int32)
     for layer, held in enumerate(layers):
         copies[layer] = np.bincount(held, minlength=num_experts)
         if not copies[layer].all():
-            break  # an expert without a slot leaves another one with more than fit, and is refused
+            break  # The caller reports an expert without a slot.
         order = np.argsort(held, kind="stable")
         first = np.cumsum(copies[layer]) - copies[layer]
         physical[layer, held[order], np.arange(num_slots) - first[held[order]]] = order
@@ -482,11 +499,11 @@ def _slots_of(slots: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _known(function: str, name: str, value: Any) -> np.ndarray:
-    """An array on the host."""
+    """Return an array on the host; tracers are an error."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{function}: {name} is traced, expected values that are known before; close over it, do not pass it to"
-            " the jitted function."
+            f"{function}: {name} is traced, expected concrete values; close over it instead of passing it to the"
+            " jitted function."
         )
     return np.asarray(value)
 
@@ -514,12 +531,13 @@ def _check_sizes(function: str, num_experts: Any, num_slots: Any, num_ranks: Any
         if whole % parts:
             what = "ranks" if name == "slots" else "nodes"
             raise ValueError(
-                f"{function}: {whole} {name} on {parts} {what}, expected a multiple: each of the {what} has as many."
+                f"{function}: {whole} {name} on {parts} {what}, expected a multiple, because all {what} have equally"
+                " many; change one of the two."
             )
 
 
 def _over(tree: Any, function: str, relayed: relayout.Relayout, move_rows: Callable[..., Array]) -> Any:
-    """Every leaf after `relayout.gather` or `relayout.scatter`; on explicit mesh axes it stays split as it is."""
+    """Apply `relayout.gather` or `relayout.scatter` to every leaf; explicit mesh axes keep sharding it."""
     sizes = relayed.num_sources, relayed.own_rows.shape[-1]
     before, after = sizes if move_rows is relayout.gather else sizes[::-1]
 

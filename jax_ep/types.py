@@ -1,7 +1,9 @@
-"""Static configurations and result pytrees: everything that crosses a function boundary, with its shapes.
+"""Static configurations and result pytrees that cross function boundaries, with their shapes.
 
 Symbols, per shard: T tokens per rank, H hidden size, K experts per token, E experts, W ranks on the expert axis,
 L = E / W local experts, I expert intermediate size, R rows of the expert-major layout.
+
+An assignment is one (token, k) pair. A row of the expert-major layout holds one assignment.
 """
 
 from __future__ import annotations
@@ -18,23 +20,23 @@ import numpy as np
 from jax.typing import DTypeLike
 
 TOKENS_NAME = "jax_ep.tokens"
-"""What `jax.checkpoint` policies know dispatched tokens as."""
+"""Name of dispatched tokens in `jax.checkpoint` policies."""
 HIDDEN_NAME = "jax_ep.hidden"
-"""And the results of the first product."""
+"""Name of the first matmul's results in `jax.checkpoint` policies."""
 OUTPUT_NAME = "jax_ep.output"
-"""And those of the layer."""
+"""Name of the layer's results in `jax.checkpoint` policies."""
 Array = jax.Array
 Quantized = tuple[Array, Array]
 """FP8 rows: `(values float8_e4m3fn [N, H], scales float32 [N, H // group_size])`."""
 Tokens = Array | Quantized
-"""Rows `[N, H]` as they are, or in FP8."""
+"""Rows `[N, H]`, or quantized FP8 rows."""
 
 
 def result_type[Result](cls: type[Result]) -> type[Result]:
-    """Registers a class of the package that crosses function boundaries: a pytree that `jax.export` can serialize.
+    """Register a class of the package as a pytree that `jax.export` can serialize.
 
-    A NamedTuple, a dataclass whose static fields say so in their metadata, or a class with the methods that
-    `jax.tree_util.register_pytree_with_keys_class` wants. Static values are what JSON has, or a `Layout`.
+    The class is a NamedTuple, a dataclass whose metadata marks static fields, or a class with the methods that
+    `jax.tree_util.register_pytree_with_keys_class` needs. Static values are JSON types or a `Layout`.
     """
     name = f"jax_ep.{cls.__name__}"
     if issubclass(cls, tuple):
@@ -57,7 +59,7 @@ def _layout(fields: dict[str, Any]) -> Layout:
 
 
 def type_name(value: object) -> str:
-    """The type of a value with its article, as errors give it: "an int"."""
+    """Return the type of a value with its article for error messages, such as "an int"."""
     if isinstance(value, jax.Array):
         return "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
     name = type(value).__name__
@@ -66,30 +68,33 @@ def type_name(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Mesh axes of the experts of which one is slow: tokens cross it once per node, and spread inside the node.
+    """Expert mesh axes, of which one is slow: tokens cross it once per node and then fan out inside the node.
 
-    Taken as `axis_name` in the place of the tuple `(node, local)`, with the same experts on the same ranks: those of a
-    node are contiguous, and so are those of a rank. The tuple alone means one exchange among all ranks.
+    Pass it as `axis_name` instead of the tuple `(node, local)`; experts stay on the same ranks. Experts of a node are
+    contiguous, and so are those of a rank. The plain tuple means one all-to-all over all ranks.
 
     Attributes:
       node: mesh axis, or tuple of axes, between nodes.
       local: mesh axis, or tuple of axes, inside a node.
-      num_blocks: of a layer, into how many blocks its tokens `[T, H]` are divided, each with exchanges and products of
-        its own, so that one block can cross nodes while another is multiplied. Other functions do not read it.
-      node_capacity: tokens that a rank keeps at most of those that come to it over the node axis, its own among them,
-        in the order of nodes; in a layer, of each block. Their slots in this node are counted as dropped where more
-        come. None: as many as there are, the ranks of `node` times T.
+      num_blocks: number of micro-batches into which a layer divides its tokens `[T, H]`. Each has its own all-to-alls
+        and
+        matmuls, so that one can cross nodes while another computes. Functions other than layers ignore it.
+      node_capacity: maximum number of tokens that a rank accepts over the node axis, including its own, in node order;
+        in
+        a layer, per micro-batch. Assignments of further tokens to this node are dropped and counted. None accepts all,
+          at
+        most the ranks of `node` times T.
 
     Raises:
-      ValueError: an axis that is named twice, or none; a number less than one.
-      TypeError: a value of another type.
+      ValueError: an axis is named twice or no axis is named, or a number is less than one.
+      TypeError: a value has a wrong type.
 
     Example:
       >>> import jax_ep
       >>> jax_ep.Topology(node="node", local="expert").axes
       ('node', 'expert')
 
-    Source: the exchange limited to nodes of DeepSeek-V3 (arXiv:2412.19437, section 3.2.2).
+    Source: the node-limited all-to-all of DeepSeek-V3 (arXiv:2412.19437, section 3.2.2).
     """
 
     node: str | tuple[str, ...]
@@ -108,12 +113,12 @@ class Topology:
                 )
             if not names:
                 raise ValueError(
-                    f"Topology: {field}={value!r} names no axis, expected at least one; pass the other axes alone as"
+                    f"Topology: {field}={value!r} names no axis, expected at least one; pass only the other axes as"
                     " axis_name."
                 )
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(
-                f"Topology: node={self.node!r} and local={self.local!r} name an axis twice; expected different axes:"
+                f"Topology: node={self.node!r} and local={self.local!r} name an axis twice, expected distinct axes;"
                 " remove the repeated one."
             )
         for field in ("num_blocks", "node_capacity"):
@@ -137,12 +142,12 @@ class Topology:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes, nodes first: in this order they number the ranks."""
+        """All axes, nodes first; this order numbers the ranks."""
         return self.node_axes + self.local_axes
 
 
 AxisName = str | tuple[str, ...] | Topology
-"""One mesh axis, several with one exchange over all of them, or several of which some are slow."""
+"""One mesh axis, several axes with one all-to-all over all of them, or a `Topology` with a slow axis."""
 
 DISPATCH_MODES = ("fused", "serial")
 COMBINE_MODES = ("scatter", "serial")
@@ -151,41 +156,44 @@ ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu_squared")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How an operation's launches share the GPU. It changes times and memory, and of results some roundings' order.
+    """How an operation's kernels share the GPU. It affects time and memory, and the rounding order of some results.
 
-    Everything is the package's choice where it is None. A mode, or `fuse_weight_gradients=True`, is an error where
-    there is no such launch; numbers that a launch has no use for are not read. A handle does not depend on the
-    schedule: one may be used with several.
+    None lets the package choose. A mode, or `fuse_weight_gradients=True`, is an error if no kernel supports it; numbers
+    that a kernel does not use are ignored. Handles do not depend on the schedule.
 
     Attributes:
-      dispatch_mode: "fused": one kernel for dispatch and product, in which tokens travel while the rows of those that
-        have arrived are multiplied; "serial": a kernel for each. "fused" exists in `triton`, for tokens of 16 bits
-        without `wire_dtype`.
-      combine_mode: "scatter": one kernel for product and combine, which stores every row at the rank of its token,
-        where the K rows of a token are added and rounded once; "serial": a kernel for each, which rounds the sum of
-        each expert rank, then that of the ranks. "scatter" exists where "fused" does. Gradients are the same in both.
-      fuse_weight_gradients: True: in the backward pass of dispatch + product, the gradient of the matrices comes from
-        the launch that sends the gradient of the tokens, whose other programs multiply meanwhile; False: from a launch
-        of its own. True exists where "fused" does.
-      keep_tokens: of dispatch + product: True: tokens are kept for the gradient of the matrices as they have arrived,
-        under the name `jax_ep.tokens`; False, as None: they are sent again in the backward pass, or on one device read
-        where they lie, which takes one more exchange, or a copy, and no memory between the passes.
-      num_communicating_programs: of dispatch + product in one kernel, how many programs, of one per multiprocessor,
-        send tokens before they multiply too: fewer leave more to the first products, more send sooner. Of a dispatch
-        alone, at most how many it has.
-      num_combining_programs: at most how many programs a launch of combine has.
-      num_summing_programs: of combine beside the gradient of the matrices, how many programs make sums; the others
-        multiply.
-      num_warps: of each program of dispatch and of combine, a power of two up to 16.
-      tokens_per_block: of dispatch and combine, tokens that share a flag, a power of two: fewer tell of arrivals
-        sooner, more cost fewer flags.
-      rows_in_flight: rows on their way to each program of combine while it adds others, 1 to 10.
-      single_launch: True: the whole layer of one device, `fused_moe`, is one launch; False: several. True exists in
-        `triton`, for tokens of 16 bits. Where a gradient is wanted, the layer runs in several in any case.
+      dispatch_mode: "fused": one kernel for dispatch and grouped GEMM, which computes on rows that have arrived while
+        other
+        tokens are in flight; "serial": two kernels. "fused" exists in `triton`, for 16-bit tokens without `wire_dtype`.
+      combine_mode: "scatter": one kernel for grouped GEMM and combine, which stores every row at the rank of its token,
+        where the K rows of a token are added and rounded once; "serial": two kernels, which round the sum on each
+          expert
+        rank, then the sum over ranks. "scatter" exists where "fused" does. Gradients are the same in both modes.
+      fuse_weight_gradients: True: in the backward pass of dispatch + grouped GEMM, the kernel that sends the token
+        gradients also computes the weight gradients; False: a separate kernel does. True exists where "fused" does.
+      keep_tokens: for dispatch + grouped GEMM. True: save the dispatched tokens for the weight gradients, under the
+        name
+        `jax_ep.tokens`. False, the default: dispatch them again in the backward pass (or read them in place on one
+          device),
+        which costs one more all-to-all, or a copy, and no memory between the passes.
+      num_communicating_programs: for dispatch + grouped GEMM in one kernel, how many programs, of one per
+        multiprocessor,
+        send tokens before they compute: fewer leave more for the first tiles, more send sooner. For a separate
+          dispatch,
+        the maximum number of its programs.
+      num_combining_programs: maximum number of programs of a combine kernel.
+      num_summing_programs: for combine fused with the weight gradients, how many programs sum; the others compute.
+      num_warps: warps per program of dispatch and combine, a power of two up to 16.
+      tokens_per_block: for dispatch and combine, tokens that share a flag, a power of two: fewer signal arrivals
+        sooner,
+        more need fewer flags.
+      rows_in_flight: rows that each combine program prefetches while it adds others, 1 to 10.
+      single_launch: True: `fused_moe`, the whole layer on one device, is one kernel; False: several. True exists in
+        `triton`, for 16-bit tokens. With gradients the layer always uses several.
 
     Raises:
-      ValueError: an unknown mode, or a number out of its range.
-      TypeError: a value of another type.
+      ValueError: a mode is unknown, or a number is out of range.
+      TypeError: a value has a wrong type.
 
     Example:
       >>> import jax_ep
@@ -210,7 +218,7 @@ class Schedule:
             mode = getattr(self, name)
             if mode is not None and (not isinstance(mode, str) or mode not in known):
                 raise ValueError(
-                    f"Schedule: {name}={mode!r}, expected one of {known}, or None for what should be fastest."
+                    f"Schedule: {name}={mode!r}, expected one of {known}, or None for the fastest; pass one of them."
                 )
         for name in ("fuse_weight_gradients", "keep_tokens", "single_launch"):
             value = getattr(self, name)
@@ -242,28 +250,30 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What an expert computes: `act(gate) * (up + up_offset)` between its matrices, or `act(hidden)` without gates.
+    """The function of an expert: `act(gate) * (up + up_offset)` between its weights, or `act(hidden)` without gates.
 
-    The hidden rows are `x @ w_gate_up`, plus `b_gate_up` where the experts have biases. All fields beside `activation`
-    and `weight_on` are of the activations of this package; a function of the caller's does all by itself.
+    The hidden rows are `x @ w_gate_up`, plus `b_gate_up` if the experts have biases. Fields other than `activation`,
+    `gated`
+    and `weight_on` apply to built-in activations only; a custom function replaces them.
 
     Attributes:
       activation: "silu", "gelu" (the tanh approximation), "gelu_exact", "relu" or "relu_squared"; or a JAX function of
-        hidden rows `[R, N]`, all their columns, to rows `[R, I]`, each from the row in its place. Such a function may
-        use arrays from around it, which get gradients. It runs as a pass of its own. Pass the same function object in
-        every call, or programs are compiled again. Where a tensor axis splits I, it gets a rank's share of the columns,
-        so it must make a column of each kind by itself.
-      gated: half of the columns are gates. Of a function of the caller's, that layers which make their own matrices
-        give it 2 * I columns, and else I; other functions take any number.
-      interleaved: gates are in the even columns and what they multiply in the odd ones; else in halves.
-      alpha: of "silu", `x * sigmoid(alpha * x)`.
-      clamp: gates are at most this much, and what they multiply at most and, negative, at least; None: no limit.
-      up_offset: added to what gates multiply.
-      weight_on: "output": router weights scale what experts return; "input": what they get, as in Llama 4.
+        hidden rows `[R, N]`, all their columns, to rows `[R, I]`, applied row by row. Such a function may close over
+          arrays,
+        which get gradients. It runs as a separate pass. Pass the same function object in every call to avoid
+          recompilation.
+        With a tensor axis that splits I, it gets this rank's columns, so it must work on any share of them.
+      gated: half of the columns are gates. For a custom function: layers that create their own weights pass it 2 * I
+        columns if True, else I; other functions pass any number.
+      interleaved: gate and up columns alternate, gate first; otherwise the first half is gate.
+      alpha: for "silu", `x * sigmoid(alpha * x)`.
+      clamp: limits gate to at most `clamp` and up to `[-clamp, clamp]`; None: no limit.
+      up_offset: added to up.
+      weight_on: "output": router weights scale the experts' outputs; "input": their inputs, as in Llama 4.
 
     Raises:
-      ValueError: an unknown name, a field for gates where there are none, or a limit that is not positive.
-      TypeError: a value of another type.
+      ValueError: a name is unknown, a field for gates is set without gates, or a limit is not positive.
+      TypeError: a value has a wrong type.
 
     Example:
       >>> import jax_ep
@@ -319,13 +329,13 @@ class Experts:
             raise ValueError(f"Experts: {name}={value}, expected {kind}; pass one.")
 
     def _check_fields(self) -> None:
-        """What has no meaning beside the activation or without a gate."""
+        """Check that no field is set that the activation, or experts without a gate, would ignore."""
         changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         if callable(self.activation):
             useless = changed - {"activation", "gated", "weight_on"}
-            reason = "a function of the caller's gets whole hidden rows and does all by itself"
+            reason = "a custom activation function replaces them"
         elif not self.gated:
-            useless, reason = changed & {"interleaved", "up_offset"}, "experts without a gate have one kind of columns"
+            useless, reason = changed & {"interleaved", "up_offset"}, "experts without a gate have no gate columns"
         else:
             useless, reason = set(), ""
         if self.activation != "silu" and "alpha" in changed:
@@ -336,17 +346,18 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the keywords of one public call settle, checked once and passed on unchanged: static, hashable.
+    """The checked settings of one public call, passed on unchanged: static, hashable.
 
     Attributes:
-      function: the public function, for messages.
-      axis: mesh axes over which the experts are spread; `()` for one device.
-      implementation: names in order of preference, or None for the best that fits.
-      wire_dtype: FP8 where tokens are quantised to travel, or None to send them as they are.
-      schedule: how launches share the GPU.
-      sum_dtype: of the sums that combine returns, or None for that of the rows that it adds. Their transposes take and
-        return what the rows are made of, see `transposed`.
-      recipe: "fp8", or None for products in the dtype of the tokens.
+      function: the public function, for error messages.
+      axis: mesh axes over which the experts are sharded; `()` for one device.
+      implementation: names in order of preference, or None for the best one.
+      wire_dtype: FP8 to quantize tokens before they are sent, or None to send them unchanged.
+      schedule: how kernels share the GPU.
+      sum_dtype: dtype of the sums that combine returns, or None for that of its rows. Transposed operations use the
+        dtype
+        of the rows, see `transposed`.
+      recipe: "fp8", or None for matmuls in the dtype of the tokens.
     """
 
     function: str
@@ -359,18 +370,18 @@ class Options:
 
     @property
     def transposed(self) -> Options:
-        """Those of the backward pass."""
+        """The options of the backward pass."""
         return dataclasses.replace(self, sum_dtype=None)
 
     @property
     def alone(self) -> bool:
-        """Whether the caller named one implementation, and none to fall back to."""
+        """Whether the caller named exactly one implementation, without a fallback."""
         return self.implementation is not None and len(self.implementation) == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What is static in one dispatch: its sizes, from which it alone derives every other, and its mesh axes.
+    """The static facts of one dispatch: its sizes, from which all others follow, and its mesh axes.
 
     Attributes:
       num_ranks: W, ranks on the expert axis.
@@ -379,7 +390,7 @@ class Layout:
       top_k: K, experts per token.
       capacity: R, rows of the expert-major layout on each rank.
       alignment: every group starts at a multiple of this many rows.
-      axis: mesh axes over which the experts are spread, in order, without those of one rank, which change nothing.
+      axis: mesh axes over which the experts are sharded, in order, without axes of size one.
     """
 
     num_ranks: int
@@ -392,29 +403,30 @@ class Layout:
 
     @property
     def num_local_experts(self) -> int:
-        """L = E / W."""
+        """Number of experts per rank, L = E / W."""
         return self.num_experts // self.num_ranks
 
     @property
     def num_slots(self) -> int:
-        """W * T * K: the (source rank, token, k) triples that can ask for a row."""
+        """Number of assignments (source rank, token, k), W * T * K."""
         return self.num_ranks * self.num_tokens * self.top_k
 
 
 @result_type
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """Where every row of a dispatch came from, and where every slot went; a pytree, so a value like any other.
+    """The source of every row of a dispatch, and the row of every assignment; a pytree.
 
     Attributes:
-      row_slot: `[R]` int32. `(source_rank * T + token) * K + k` of each row; -1 marks padding.
-      slot_row: `[W, T, K]` int32. The row of each slot on this rank; -1: not here, dropped or no expert.
-      group_sizes: `[L]` int32. Rows of each local expert, alignment padding included.
-      ids: `[W, T, K]` int32. Expert ids of the tokens of all ranks.
-      group: `[W + 1]` int32, device numbers of the ranks and this rank's position, where the implementation writes to
-        its peers' memory; else None.
-      num_invalid: `[]` int32. Ids of this rank's tokens outside `[0, E)` other than -1; they were treated as -1.
-      num_dropped: `[]` int32. Slots that should have had a row on this rank, but lay past its capacity.
+      row_slot: `[R]` int32, `(source_rank * T + token) * K + k` of each row; -1 marks padding.
+      slot_row: `[W, T, K]` int32, the row of each assignment on this rank; -1: not here, dropped or no expert.
+      group_sizes: `[L]` int32, rows of each local expert, including alignment padding.
+      ids: `[W, T, K]` int32, expert ids of the tokens of all ranks.
+      group: `[W + 1]` int32, device numbers of the ranks and this rank's position, if the implementation writes to
+        peers'
+        memory; else None.
+      num_invalid: `[]` int32, ids of this rank's tokens outside `[0, E)` other than -1, which were treated as -1.
+      num_dropped: `[]` int32, assignments to this rank that were dropped because of its capacity.
       layout: static sizes and axes.
     """
 
@@ -431,15 +443,17 @@ class Handle:
 @result_type
 @dataclasses.dataclass(frozen=True)
 class HierarchicalHandle:
-    """Where the rows of a dispatch over a `Topology` came from: one handle for each leg; a pytree.
+    """The sources of the rows of a dispatch over a `Topology`: one handle per stage; a pytree.
 
     Attributes:
-      node: of the exchange between the ranks of the same place in their nodes, whose "experts" are the nodes: its rows
-        are the tokens that came to this rank, ordered by node and token.
-      local: of the exchange inside the node, whose tokens are these rows.
+      node: handle of the all-to-all between the ranks with the same position in their nodes, whose "experts" are the
+        nodes.
+        Its rows are the tokens that this rank received, ordered by node and token.
+      local: handle of the all-to-all inside the node, whose tokens are these rows.
       num_invalid: `[]` int32, see `Handle`.
-      num_dropped: `[]` int32. Slots that should have had a row on this rank and lay past its capacity, and slots in
-        this node of tokens that came to this rank past `Topology.node_capacity`.
+      num_dropped: `[]` int32, assignments dropped because of this rank's capacity, and assignments to this node of
+        tokens
+        past `Topology.node_capacity`.
     """
 
     node: Handle
@@ -449,7 +463,7 @@ class HierarchicalHandle:
 
     @property
     def group_sizes(self) -> Array:
-        """`[L]` int32, see `Handle`."""
+        """Rows of each local expert, `[L]` int32, see `Handle`."""
         return self.local.group_sizes
 
 
@@ -458,11 +472,12 @@ class Dispatched(NamedTuple):
     """Tokens in expert-major order on the rank that owns the experts.
 
     Attributes:
-      tokens: `[R, H]`, ordered by expert, source rank, token, k; padding rows are zero. A `(values, scales)` pair
-        when the input was one.
+      tokens: `[R, H]`, ordered by expert, source rank, token, k; padding rows are zero. A `(values, scales)` pair if
+        the
+        input was one.
       weights: `[R]` router weight of each row (0 for padding), or None when no weights were given.
       group_sizes: `[L]` int32, ready for `grouped_gemm` and `lax.ragged_dot`.
-      handle: what `combine` and a later `dispatch(handle=...)` need.
+      handle: the input of `combine` and of a later `dispatch(handle=...)`.
       dropped: `[]` int32, rows that did not fit this rank's `capacity`.
     """
 
@@ -475,7 +490,7 @@ class Dispatched(NamedTuple):
 
 @result_type
 class DispatchedGemm(NamedTuple):
-    """`Dispatched` whose rows went through the local experts' matrices.
+    """Results of a dispatch followed by the grouped GEMM of the local experts.
 
     Attributes:
       hidden: `[R, N]`; padding rows are zero.
@@ -494,7 +509,7 @@ class DispatchedGemm(NamedTuple):
 
 @result_type
 class SortedTokens(NamedTuple):
-    """Slots of one device sorted by expert, every expert padded to whole blocks.
+    """Assignments of one device sorted by expert, every expert padded to whole blocks.
 
     Attributes:
       slots: `[P]` int32, `token * K + k` of each row; -1 marks padding.
@@ -514,18 +529,20 @@ class SortedTokens(NamedTuple):
 @result_type
 @dataclasses.dataclass(frozen=True)
 class LowLatencyHandle:
-    """Where the rows of a low-latency dispatch came from.
+    """The sources of the rows of a low-latency dispatch.
 
     Attributes:
       source_token: `[L, W * max_tokens_per_rank]` int32, token index on its source rank; -1 past the count.
       source_start: `[L, W]` int32, first row of each source rank within each expert.
       source_count: `[L, W]` int32, rows of each source rank within each expert.
-      slot_row: `[W, max_tokens_per_rank, K]` int32, row `expert * W * max_tokens_per_rank + i` of each slot on this
+      slot_row: `[W, max_tokens_per_rank, K]` int32, row `expert * W * max_tokens_per_rank + i` of each assignment on
+        this
         rank; -1: not here.
       num_invalid: `[]` int32, see `Handle`.
       layout: static sizes and axes; `num_tokens` is `max_tokens_per_rank`, `capacity` is `L * W * max_tokens_per_rank`.
-      own_ids: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for those that do not count; None
-        where `group` is.
+      own_ids: `[max_tokens_per_rank, K]` int32, expert ids of this rank's tokens, -1 for masked tokens; None if `group`
+        is
+        None.
       group: see `Handle`.
     """
 
@@ -544,10 +561,10 @@ class LowLatencyDispatched(NamedTuple):
     """Tokens of a decode-sized batch, in one fixed block of rows per local expert.
 
     Attributes:
-      tokens: `[L, W * max_tokens_per_rank, H]`, float8_e4m3fn where quantised; rows past the count hold anything.
-      scales: `[L, W * max_tokens_per_rank, H // group_size]` float32, or None where not quantised.
+      tokens: `[L, W * max_tokens_per_rank, H]`, float8_e4m3fn if quantized; rows past the count are undefined.
+      scales: `[L, W * max_tokens_per_rank, H // group_size]` float32, or None if not quantized.
       group_sizes: `[L]` int32, rows received by each local expert.
-      handle: what `low_latency_combine` needs.
+      handle: the input of `low_latency_combine`.
     """
 
     tokens: Array
@@ -558,7 +575,7 @@ class LowLatencyDispatched(NamedTuple):
 
 @result_type
 class Routing(NamedTuple):
-    """What a router decided.
+    """Decisions of a router.
 
     Attributes:
       topk_idx: `[T, K]` int32 expert ids, best first.

@@ -561,7 +561,7 @@ def option_row(name: str, family: Family) -> str:
     others = {key: wanted for key, wanted in family.options.items() if key not in SIZE_OPTIONS}
     others |= {f"experts.{key}": wanted for key, wanted in family.experts.items()}
     cells = [_cell(_setting(*item) for item in items.items()) for items in (layers, others)]
-    refused = (f"`{r.name}` is {' or '.join(f'`{v!r}`' for v in r.allowed) or 'another'}" for r in family.refused)
+    refused = (f"`{r.name}` is {' or '.join(f'`{v!r}`' for v in r.allowed) or 'another'}" for r in family.restrictions)
     return f"| `{name}` | {sizes} | {' | '.join(cells)} | {_cell(refused)} |"
 
 

@@ -103,7 +103,7 @@ def test_header_length_beyond_the_file_or_the_limit(length: int, size: int, fold
     """Sparse files: nothing of such a header is read."""
     (folder / SINGLE).write_bytes(struct.pack("<Q", length))
     os.truncate(folder / SINGLE, size)
-    fails(folder, "is not a whole safetensors file")
+    fails(folder, "is not a complete safetensors file")
 
 
 def test_header_longer_than_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def fields_of(family: str) -> set[str]:
     """The fields of config.json that are read for a family."""
     row = FAMILIES[family]
     keys = [key for key in (*row.options.values(), *row.experts.values(), *row.layers) if isinstance(key, Key)]
-    others = [*(one.name for one in row.refused), *(key.only_if[0] for key in keys if key.only_if)]
+    others = [*(one.name for one in row.restrictions), *(key.only_if[0] for key in keys if key.only_if)]
     return {"hidden_size", "hidden_act", *others, *(name for key in keys for name in key.names)}
 
 

@@ -170,7 +170,7 @@ def test_two_saves_at_once(overwrite: bool, tmp_path: Path, monkeypatch: pytest.
     real = safetensors.numpy.save_file
 
     def save_file(*args: Any, **kwargs: Any) -> None:
-        with pytest.raises(FileExistsError, match="another save writes to"):
+        with pytest.raises(FileExistsError, match="another save is writing to"):
             write(tmp_path, 2, overwrite=overwrite)
         real(*args, **kwargs)
 

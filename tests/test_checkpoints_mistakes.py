@@ -92,16 +92,16 @@ MISTAKES = {
         FileNotFoundError,
         r"cannot read .*model-00002-of-00002.safetensors .No such file",
     ),
-    "cut": (reading(cut, load), ValueError, "not a whole safetensors file .*file not fully covered"),
+    "cut": (reading(cut, load), ValueError, "not a complete safetensors file .*file not fully covered"),
     "no file": (
         reading(lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"abc"), load),
         ValueError,
-        "not a whole safetensors file .*header too small",
+        "not a complete safetensors file .*header too small",
     ),
     "text": (
         reading(lambda folder: (folder / "model-00001-of-00002.safetensors").write_bytes(b"version https://"), load),
         ValueError,
-        "not a whole safetensors file .*header too large",
+        "not a complete safetensors file .*header too large",
     ),
     "index entry": (
         reading(index(lambda entries: entries.update({EXPERT: min(entries.values())})), load),
@@ -126,7 +126,7 @@ MISTAKES = {
     "layer as text": (
         reading(KEEP, lambda checkpoint: checkpoint.moe_weights("0")),
         ValueError,
-        "layer='0' is not MoE",
+        "layer='0' is not an MoE layer",
     ),
     "name": (
         reading(KEEP, lambda checkpoint: checkpoint.read("othre")),
@@ -138,7 +138,11 @@ MISTAKES = {
         TypeError,
         "name is a list, expected a str",
     ),
-    "layer of another type": (reading(KEEP, lambda c: c.moe_weights(True)), ValueError, "layer=True is not MoE"),
+    "layer of another type": (
+        reading(KEEP, lambda c: c.moe_weights(True)),
+        ValueError,
+        "layer=True is not an MoE layer",
+    ),
     "model_type": (
         reading(config(model_type="llama"), lambda checkpoint: checkpoint.moe_layers),
         ValueError,
@@ -170,7 +174,7 @@ MISTAKES = {
     "layer": (
         reading(KEEP, lambda checkpoint: checkpoint.moe_weights(4)),
         ValueError,
-        r"layer=4 is not MoE.*\(0, 1, 2",
+        r"layer=4 is not an MoE layer.*\(0, 1, 2",
     ),
     "dtype": (reading(KEEP, lambda c: load(c, dtype=jnp.int8)), TypeError, "dtype=int8, expected None or one of bfl"),
     "no dtype": (
@@ -193,7 +197,7 @@ MISTAKES = {
     "transpose": (
         reading(KEEP, lambda c: c.read("bias", transpose=True)),
         ValueError,
-        r"shape \(3,\), expected two axes",
+        r"shape \(3,\), expected at least two axes",
     ),
     "eight bits": (reading(KEEP, lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
 }
@@ -214,7 +218,7 @@ def test_mistakes_in_reading(mistake: str, tmp_path: Path, rng: np.random.Genera
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
-        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True, expected False: shared experts have no biases"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True, expected False: biases of shared experts"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2, expected 1"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
         ("longcat_flash", {"router_bias": True}, "router_bias=True"),
@@ -288,7 +292,9 @@ def test_fp8_that_does_not_fit(tmp_path: Path, rng: np.random.Generator) -> None
     tensors = {name: np.asarray(checkpoint.read(name)) for name in checkpoint.names}
     name = "model.layers.3.mlp.experts.1.up_proj.weight_scale_inv"
     other_blocks = tensors | {name: np.ones((3, 4), F32)}
-    with pytest.raises(ValueError, match=r"up_proj.weight_scale_inv' has shape \(3, 4\), expected \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight_scale_inv' has shape \(3, 4\) and dtype float32, expected \(3, 2\)"
+    ):
         Checkpoint(hub_checkpoints.write(tmp_path / "blocks", checkpoint.config, other_blocks)).moe_weights(3)
     del tensors[name]
     with pytest.raises(ValueError, match=r"up_proj.weight' is stored as float8_e4m3fn, without scales"):
@@ -362,11 +368,11 @@ SAVING = {
     ),
     "range": (lambda w: {"config": {"num_experts_per_tok": 9}}, ValueError, "save: config.json has 9 for 'num_experts"),
     "other": (lambda w: {"others": {"norm": None}}, TypeError, r"others\['norm'\] is a NoneType"),
-    "fp8": (lambda w: {"others": {"norm": np.ones(3, FP8)}}, ValueError, "tensors in FP8, and config has no quant"),
+    "fp8": (lambda w: {"others": {"norm": np.ones(3, FP8)}}, ValueError, "tensors in FP8, but config has no quant"),
     "no fp8": (
         lambda w: {"config": {"quantization_config": FP8_CONFIG}},
         ValueError,
-        "has a quantization_config, and no",
+        "has a quantization_config, but no",
     ),
     "blocks": (
         lambda w: {"layers": {0: w | {"w_down": pair(w["w_down"])}}},

@@ -83,7 +83,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     others = {"t": np.ones(3, F32)}
     (tmp_path / "notes.txt").write_text("mine")
     save(tmp_path, config, {}, others)
-    with pytest.raises(FileExistsError, match=r"config.json, model.safetensors already.*overwrite=True"):
+    with pytest.raises(FileExistsError, match=r"already has config.json, model.safetensors.*overwrite=True"):
         save(tmp_path, config, {}, {"t": np.zeros(3, F32)})
 
     import safetensors.numpy

@@ -24,7 +24,7 @@ WRONG = [
     ({"activation": "relu", "alpha": 2.0}, ValueError, "alpha", "silu"),
     ({"gated": False, "interleaved": True}, ValueError, "interleaved", "without a gate"),
     ({"gated": False, "up_offset": 1.0}, ValueError, "up_offset", "without a gate"),
-    ({"activation": jax.nn.silu, "clamp": 1.0}, ValueError, "clamp", "by itself"),
+    ({"activation": jax.nn.silu, "clamp": 1.0}, ValueError, "clamp", "custom activation"),
 ]
 
 

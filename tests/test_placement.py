@@ -363,7 +363,7 @@ IDS = np.zeros((2, 1), np.int32)
     ("call", "error", "fragments"),
     [
         (lambda: Placement([0, 1, 3], 3, 1), ValueError, ("has 3", "[0, 3)", "num_experts")),
-        (lambda: Placement([0, 1, 0], 3, 1), ValueError, ("no slot for expert 2", "put it into one")),
+        (lambda: Placement([0, 1, 0], 3, 1), ValueError, ("no slot for expert 2", "add one")),
         (lambda: Placement([0, 1, 2], 3, 2), ValueError, ("3 slots on 2 ranks", "multiple")),
         (lambda: Placement([0, 1, 2], 3, 3, 2), ValueError, ("3 ranks on 2 nodes", "multiple")),
         (lambda: Placement([0.0, 1.0], 2, 1), TypeError, ("float64", "integers")),
@@ -385,7 +385,7 @@ IDS = np.zeros((2, 1), np.int32)
             ("traced", "close over it"),
         ),
         (lambda: THREE.rank_loads([1, 2]), ValueError, ("(2,)", "(3,)")),
-        (lambda: THREE[0], IndexError, ("one layer",)),
+        (lambda: THREE[0], IndexError, ("single one",)),
         (lambda: THREE.remap(IDS + 7, axis_name=()), ValueError, ("7", "[0, 3)")),
         (lambda: THREE.remap(IDS), ValueError, ("axis_name=('expert',)", "shard_map")),
         (
@@ -421,7 +421,7 @@ def test_errors_on_ranks(expert_mesh: Any) -> None:
         shard(Placement([0, 1, 2, 0], 3, 4).expand)(np.zeros(4))
     placement = plan(np.ones(4), num_slots=8, num_ranks=4)
     traced = jax.jit(lambda placement, w: shard(placement.expand)(w))
-    with pytest.raises(TypeError, match="is traced, expected values that are known before"):
+    with pytest.raises(TypeError, match="is traced, expected concrete values"):
         traced(placement, np.zeros(4))
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints in the format of Hugging Face: read into sharded arrays, and written back.
+"""Checkpoints in Hugging Face's format, read into sharded arrays and written back.
 
-Names of parameters and their orientation are those of `jax_ep.flax.MoE`, which is not needed here; see `Checkpoint`.
-Reading and writing need the package safetensors, and `download` huggingface_hub: the extra `hf` brings both.
+Parameters have the names and orientation of `jax_ep.flax.MoE`, but Flax is not needed here; see `Checkpoint`. Reading
+and writing need the package safetensors, and `download` needs huggingface_hub; the extra `hf` installs both.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _IN_FLOAT32 = ("router", "b_router", "router_bias")
 _OVER_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 _QUANTIZED = ("w_gate_up", "w_down")
 Weights = dict[str, Any]
-"""Arrays by the names of parameters of `jax_ep.flax.MoE`; of FP8 matrices pairs, of MXFP4 `QuantizedExperts`."""
+"""Arrays by parameter name of `jax_ep.flax.MoE`; FP8 weights are pairs, and MXFP4 weights are `QuantizedExperts`."""
 
 
 class Checkpoint:
-    """The tensors of a folder in Hugging Face's format.
+    """A checkpoint folder in Hugging Face's format.
 
-    The config, the index and the headers of all files are read and checked at once; tensors when they are asked for.
+    Opening it reads and checks the config, the index and the headers of all files. Tensors are read on request.
 
     Args:
-      folder: with `config.json`, and `model.safetensors` or the files that `model.safetensors.index.json` names.
+      folder: contains `config.json`, and `model.safetensors` or the files of `model.safetensors.index.json`.
 
     Attributes:
       config: the parsed `config.json`.
@@ -56,8 +56,9 @@ class Checkpoint:
 
     Raises:
       FileNotFoundError: the folder, its config, its tensors or a file of the index does not exist.
-      ValueError: a file is broken, or was replaced since. Later also: an unknown `model_type`, values of the config
-        beyond their range, and tensors that are missing, or whose shape does not fit the config.
+      ValueError: a file is broken, or was replaced since. Methods also raise it for an unknown `model_type`, config
+        values
+        out of range, and tensors that are missing or whose shape does not match the config.
       ImportError: safetensors is not installed.
 
     Example:
@@ -92,20 +93,20 @@ class Checkpoint:
         self._folder = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Open the folder again where the checkpoint is unpickled."""
+        """Pickle the folder's path; unpickling opens the folder again."""
         return Checkpoint, (self._folder,)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Which decoder layers are MoE."""
+        """Return the indices of the MoE layers."""
         return families.Model("Checkpoint.moe_layers", self.config).moe_layers
 
     def moe_options(self) -> dict[str, Any]:
-        """Keyword arguments of `jax_ep.flax.MoE` for this model's layers; mesh, axes, dtypes and `rngs` are not in it.
+        """Return keyword arguments of `jax_ep.flax.MoE` for this model, without mesh, axes, dtypes and `rngs`.
 
         Raises:
-          ValueError: an unknown `model_type`, or a value that `config.json` lacks.
-          NotImplementedError: a router or an activation that the package does not have.
+          ValueError: the `model_type` is unknown, or `config.json` lacks a value.
+          NotImplementedError: the package does not support the model's router or activation.
         """
         return families.Model("Checkpoint.moe_options", self.config).moe_options()
 
@@ -117,23 +118,25 @@ class Checkpoint:
         dtype: DTypeLike | None = None,
         transpose: bool = False,
     ) -> Array:
-        """Any tensor, each device's part alone.
+        """Read one tensor; each process reads only the parts of its devices.
 
         Args:
           name: one of `names`.
-          sharding: of the result; None: whole on one device.
-          dtype: of the result, a floating dtype of 16 bits or more; None: as stored, in 32 bits where that is in 64 and
-            JAX is not (`jax_enable_x64`). With a dtype, FP8 and MXFP4 are multiplied by their scales.
-          transpose: swap the last two axes, `[..., out, in]` to `[..., in, out]`; the sharding is of the result.
+          sharding: sharding of the result; None puts all of it on one device.
+          dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, or its 32-bit version
+            without
+            `jax_enable_x64`. With a dtype, FP8 and MXFP4 values are multiplied by their scales.
+          transpose: swap the last two axes, `[..., out, in]` to `[..., in, out]`; `sharding` applies to the result.
 
         Returns:
-          `[...]` array of the stored shape, or with its last two axes swapped; of MXFP4 with a dtype, that of its
-          values.
+          `[...]` array of the stored shape, or with its last two axes swapped. MXFP4 with a dtype has the shape of its
+            values.
 
         Raises:
-          ValueError: no tensor of that name, nothing to transpose, a sharding of more axes, or integers that 32 bits do
-            not hold.
-          TypeError: another dtype, or a sharding of another type.
+          ValueError: there is no tensor of that name or nothing to transpose, the sharding has more axes, or integers
+            do not
+            fit in 32 bits.
+          TypeError: the dtype is not supported, or the sharding has a wrong type.
         """
         if not isinstance(sharding, jax.sharding.Sharding | None):
             raise TypeError(
@@ -143,7 +146,7 @@ class Checkpoint:
         source = self._files[name] if dtype is None else reading.decoded(self._files, name)
         if transpose and source.ndim < 2:
             raise ValueError(
-                f"Checkpoint.read: {name!r} has shape {source.shape}, expected two axes or more for transpose=True;"
+                f"Checkpoint.read: {name!r} has shape {source.shape}, expected at least two axes with transpose=True;"
                 " leave it out."
             )
         shape = swapped(source.shape) if transpose else source.shape
@@ -152,7 +155,7 @@ class Checkpoint:
                 f"Checkpoint.read: {name!r} has shape {shape}, expected at least the {len(sharding.spec)} axes of"
                 f" {sharding.spec}; pass a spec of its axes."
             )
-        to = source.dtype if dtype is None else _checked("Checkpoint.read", dtype)
+        to = source.dtype if dtype is None else _check_dtype("Checkpoint.read", dtype)
         _check_range(name, source, to)
         memory = HostMemory(shard_bytes(shape, to, sharding)[0])
         parts = [Part(source, whole(source.shape))]
@@ -167,37 +170,44 @@ class Checkpoint:
         dtype: DTypeLike | None = None,
         quantized: bool = False,
     ) -> Weights:
-        """The parameters of one MoE layer, by the names and in the orientation `[in, out]` of `jax_ep.flax.MoE`.
+        """Read the parameters of one MoE layer, with the names and the orientation `[in, out]` of `jax_ep.flax.MoE`.
 
         Args:
           layer: one of `moe_layers`.
-          mesh: the devices; None: those of `jax.set_mesh`, or where there is no mesh one device.
-          axis_name: mesh axis, or axes, over which experts are spread; everything else is on every device.
-          dtype: of the result, a floating dtype of 16 bits or more; None: as stored, and bfloat16 for what is stored
-            in FP8 or MXFP4. Router and biases of the router are float32 in any case.
-          quantized: give the experts' matrices as stored: in FP8 as `jax_ep.quantization.quantize_fp8_weights` does,
-            pairs of float8_e4m3fn `[E, N, K]` and float32 `[E, ceil(N / 128), K / 128]`; in MXFP4 as
-            `jax_ep.QuantizedExperts`, which GPUs multiply faster once `jax_ep.quantization.prepack_experts` has them.
+          mesh: the devices; None uses the mesh of `jax.set_mesh`, or one device without a mesh.
+          axis_name: mesh axis, or axes, over which experts are sharded; all other parameters are replicated.
+          dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, with bfloat16 for
+            weights
+            stored in FP8 or MXFP4. The router and its biases are always float32.
+          quantized: return expert weights as stored. FP8 weights are pairs as from
+            `jax_ep.quantization.quantize_fp8_weights`:
+            float8_e4m3fn `[E, N, K]` and float32 `[E, ceil(N / 128), K / 128]`. MXFP4 weights are
+              `jax_ep.QuantizedExperts`;
+            `jax_ep.quantization.prepack_experts` makes them faster on GPUs.
 
         Returns:
-          `router [H, E]`, `w_gate_up [E, H, 2I]`, `w_down [E, I, H]`, and where the model has them `b_router [E]`,
+          `router [H, E]`, `w_gate_up [E, H, 2I]`, `w_down [E, I, H]`, and if the model has them `b_router [E]`,
           `router_bias [E]`, `b_gate_up [E, 2I]`, `b_down [E, H]`, `shared_gate_up [H, 2 * I_shared]`,
           `shared_down [I_shared, H]`, `shared_gate [H, 1]`.
 
         Raises:
-          ValueError: a layer that is not MoE; tensors that are missing, of other shapes or of several dtypes; experts
-            that do not divide over the axis; with `quantized`, matrices that are stored neither in MXFP4 nor in FP8 by
-            blocks of 128, or in FP8 with an I or H that is not a multiple of 128.
-          TypeError: another dtype.
-          NotImplementedError: this model has weights that `jax_ep.flax.MoE` has not.
+          ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; the experts do
+            not
+            divide over the axis; or with `quantized`, weights are stored neither in MXFP4 nor in FP8 with blocks of
+              128, or in
+            FP8 with an I or H that is not a multiple of 128.
+          TypeError: the dtype is not supported.
+          NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
         """
         function = "Checkpoint.moe_weights"
         model = families.Model(function, self.config)
         shapes, layers = model.shapes(), model.moe_layers
         if not isinstance(layer, int | np.integer) or isinstance(layer, bool) or layer not in layers:
-            raise ValueError(f"{function}: layer={layer!r} is not MoE, expected one of {layers}; pass one of them.")
+            raise ValueError(
+                f"{function}: layer={layer!r} is not an MoE layer, expected one of {layers}; pass one of them."
+            )
         mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
-        to = None if dtype is None else _checked(function, dtype)
+        to = None if dtype is None else _check_dtype(function, dtype)
         form = reading.form_of(self._files, model.family, layer)
         plans: dict[str, tuple[reading.Plan, ...]] = {}
         for name, shape in shapes.items():
@@ -216,12 +226,12 @@ class Checkpoint:
             for name, some in plans.items():
                 sharding = shardings[name]
                 arrays = tuple(make_array(*plan, memory=memory, sharding=sharding, advance=advance) for plan in some)
-                weights[name] = _together(arrays)
+                weights[name] = _combine(arrays)
         return weights
 
 
-def _together(arrays: tuple[Array, ...]) -> Any:
-    """A parameter of one array, or of quantised values and their scales."""
+def _combine(arrays: tuple[Array, ...]) -> Any:
+    """Combine the arrays of a parameter: one array, or quantized values and their scales."""
     if len(arrays) == 1:
         return arrays[0]
     values, scales = arrays
@@ -229,7 +239,7 @@ def _together(arrays: tuple[Array, ...]) -> Any:
 
 
 def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:
-    """The given mesh or that of `jax.set_mesh`, with these axes, over which the experts divide; or None."""
+    """Return the given mesh or that of `jax.set_mesh`, after checking its axes and that the experts divide; or None."""
     if mesh is None:
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
@@ -247,20 +257,20 @@ def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: in
 
 
 def _check_range(name: str, source: Any, to: np.dtype) -> None:
-    """Integers of 64 bits must fit where JAX has 32."""
+    """Check that 64-bit integers fit if JAX is in 32-bit mode."""
     kept = jax.dtypes.canonicalize_dtype(to)
     if to.kind not in "iu" or kept == to or not source.size:
         return
     least, most = np.min(source), np.max(source)
     if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
         raise ValueError(
-            f"Checkpoint.read: {name!r} has {to} from {least} to {most}, expected what {kept} holds; call"
-            " jax.config.update('jax_enable_x64', True) before."
+            f"Checkpoint.read: {name!r} has {to} from {least} to {most}, expected values that fit in {kept}; call"
+            " jax.config.update('jax_enable_x64', True) first."
         )
 
 
-def _checked(function: str, dtype: DTypeLike) -> np.dtype:
-    """A dtype that weights may be converted to."""
+def _check_dtype(function: str, dtype: DTypeLike) -> np.dtype:
+    """Check that weights may be converted to a dtype."""
     names = ", ".join(one.name for one in TOKEN_DTYPES)
     result = check.dtype(function, "dtype", dtype, f"None or one of {names}")
     if result not in TOKEN_DTYPES:
@@ -270,7 +280,7 @@ def _checked(function: str, dtype: DTypeLike) -> np.dtype:
 
 @contextlib.contextmanager
 def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, where rich is installed; yields what to tell of bytes that have been read."""
+    """Show a progress bar on a terminal if rich is installed; yields a function to report read bytes to."""
     if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -292,31 +302,35 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint, with the names and the orientation of the model's family.
+    """Write a checkpoint with the names and the orientation of the model's family.
 
-    Files are written to a folder inside of `folder` and moved to their places when all are complete: a reader finds the
-    old checkpoint, the new one, or an error. Where this fails, the old checkpoint stays. Arrays come to the host one
-    shard at a time, and stay there until their file is written. Where several processes have the same arrays, call it
-    on one of them.
+    The save is atomic: files are written to a folder inside `folder` and moved into place when all are complete, so a
+    reader
+    finds the old checkpoint, the new one, or an error. A failed save leaves the old checkpoint. Arrays are copied to
+    the host
+    one shard at a time, and stay there until their file is written. If several processes have the same arrays, call it
+    in
+    one of them.
 
     Args:
-      folder: made where it does not exist.
-      config: what becomes `config.json`; its `model_type` decides on names.
-      layers: for each MoE layer of `config` its parameters, as `Checkpoint.moe_weights` gives them: `router [H, E]`,
-        `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in any dtype. The experts' matrices may be pairs of FP8.
-      others: every other tensor, by its name in the checkpoint; these are written as they are.
-      max_shard_bytes: of one file; a larger tensor has a file of its own.
-      overwrite: replace a checkpoint that is there. Files that it does not name stay.
+      folder: created if it does not exist.
+      config: the content of `config.json`; its `model_type` selects the names.
+      layers: for each MoE layer of `config` its parameters, as from `Checkpoint.moe_weights`: `router [H, E]`,
+        `w_gate_up [E, H, 2I]`, `w_down [E, I, H]` and so on, in any dtype. Expert weights may be FP8 pairs.
+      others: all other tensors, by their names in the checkpoint, written unchanged.
+      max_shard_bytes: size limit of a file; a larger tensor gets its own file.
+      overwrite: replace an existing checkpoint. Files that it does not name stay.
 
     Raises:
-      FileExistsError: the folder has a checkpoint, and `overwrite` is False; a file that the checkpoint there does not
-        name is in the way; or another save writes to the folder.
-      OSError: the folder cannot be written to, or is full.
-      ValueError: an unknown `model_type`; layers, parameters or shapes that are not those of `config`; a name in
-        `others` that a layer has; FP8 without `quantization_config`, or the reverse; arrays of which other processes
-        have parts.
-      TypeError: what is no array.
-      NotImplementedError: this model has weights that `jax_ep.flax.MoE` has not.
+      FileExistsError: the folder has a checkpoint and `overwrite` is False, a file of that name exists that the
+        checkpoint
+        does not name, or another save is writing to the folder.
+      OSError: the folder is not writable or is full.
+      ValueError: the `model_type` is unknown; layers, parameters or shapes do not match `config`; a name in `others`
+        belongs to a layer; FP8 is used without `quantization_config`, or the reverse; or parts of an array are in other
+        processes.
+      TypeError: a value is not an array.
+      NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
       ImportError: safetensors is not installed.
 
     Example:
@@ -339,7 +353,7 @@ def save(
     safetensors = files.optional(function, "safetensors")
     numpy_files = files.optional(function, "safetensors.numpy")
     path = files.folder_path(function, folder)
-    config = writing.checked_config(function, config)
+    config = writing.normalize_config(function, config)
     tensors = writing.tensors_of(function, config, layers, {} if others is None else others)
     shards = writing.files_of(tensors, max_shard_bytes)
     texts = {CONFIG: config} | ({INDEX: writing.index_of(shards)} if len(shards) > 1 else {})
@@ -365,15 +379,15 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "
 
 
 def download(repo_id: str, *, revision: str | None = None, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Downloads config, tokenizer and safetensors files of a model from the Hugging Face hub.
+    """Download config, tokenizer and safetensors files of a model from the Hugging Face hub.
 
     Args:
       repo_id: owner and name.
-      revision: branch, tag or commit; None: the main branch.
-      folder: where to; None: the cache of huggingface_hub.
+      revision: branch, tag or commit; None uses the main branch.
+      folder: destination; None uses the cache of huggingface_hub.
 
     Returns:
-      The folder, for `Checkpoint`, whose tensors `[...]` are then read from there.
+      The folder, for `Checkpoint`, which reads tensors `[...]` from it.
 
     Raises:
       ImportError: huggingface_hub is not installed.
@@ -387,6 +401,6 @@ def download(repo_id: str, *, revision: str | None = None, folder: str | os.Path
     Source: https://huggingface.co/docs/huggingface_hub/guides/download.
     """
     hub = files.optional("download", "huggingface_hub")
-    # Other formats of the same weights are in folders of their own.
+    # Subfolders hold the same weights in other formats.
     patterns = {"allow_patterns": [*_DOWNLOADED, *_TOKENIZER], "ignore_patterns": ["*/*"]}
     return Path(hub.snapshot_download(repo_id, revision=revision, local_dir=folder, **patterns))

@@ -1,7 +1,8 @@
-"""Quantised tensors of checkpoints as NumPy arrays see them: what is indexed, and no more, is decoded to float32.
+"""Quantized tensors of checkpoints as array-like objects that decode to float32 only what is indexed.
 
-They have what is needed here of an array: `shape`, `ndim`, `dtype`, an index of the first axis, and slices of the last
-two.
+They support the needed part of NumPy's array interface: `shape`, `ndim`, `dtype`, indexing of the first axis, and
+slices
+of the last two axes.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from jax_ep.formats.mxfp4 import BLOCK
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 MXFP4_BYTES = BLOCK // 2
-"""Of the values that share a scale."""
+"""Packed bytes of values that share a scale."""
 SCALES = "_scale_inv"
-"""What the name of the scales has behind that of the values."""
+"""Suffix of the scales' name."""
 _E4M3 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 _E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-# Both values of a byte: the low half comes first.
+# Both values of a byte; the low nibble comes first.
 _E2M1_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1)
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of FP8 values `[..., N, K]`."""
+    """Return the shape of the scales of FP8 values `[..., N, K]`."""
     return (*shape[:-2], *(-(-size // GROUP_SIZE) for size in shape[-2:]))
 
 
 def blocks(part: slice) -> slice:
-    """The blocks in which a slice of rows or columns lies."""
+    """Return the slice of blocks that contains a slice of rows or columns."""
     return slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
 
 
 class BlockFP8:
-    """FP8 values `[..., N, K]`, each times the scale of its block of 128 by 128.
+    """FP8 values `[..., N, K]`, multiplied by the scales of their 128 x 128 blocks.
 
     Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3), whose checkpoints call the factor `weight_scale_inv`.
     """
@@ -59,9 +60,12 @@ class BlockFP8:
 
 
 class MXFP4:
-    """Blocks `[..., N, K / 32, 16]` of two values a byte, and scales `[..., N, K / 32]`, powers of two: `[..., N, K]`.
+    """MXFP4 values `[..., N, K]`: blocks `[..., N, K / 32, 16]` of two values per byte, and power-of-two scales.
 
-    Source: OCP Microscaling Formats 1.0, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf,
+    The scales have shape `[..., N, K / 32]`.
+
+    Source: OCP Microscaling Formats 1.0,
+    https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf,
     sections 5.3.3 and 5.4.1; as in gpt-oss (arXiv:2508.10925).
     """
 
@@ -83,9 +87,9 @@ class MXFP4:
 
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """`blocks [..., G, 16]` uint8 and `scales [..., G]` uint8 to float32 `[..., 32 * G]`, which has them all exactly.
+    """Dequantize `blocks [..., G, 16]` uint8 with `scales [..., G]` uint8 exactly to float32 `[..., 32 * G]`.
 
-    But for what is beyond its range: 4 and 6 times the two largest scales are infinite. Scale 255 is NaN.
+    Values out of float32's range become infinite: 4 and 6 times the two largest scales. Scale 255 is NaN.
     """
     factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     values = _E2M1_PAIRS[blocks].reshape(*scales.shape, BLOCK)

@@ -1,7 +1,8 @@
-"""Where the checkpoints of each model family keep their MoE layers, and what their `config.json` calls the options.
+"""Table of model families: tensor names of their MoE layers, and the options in their `config.json`.
 
-`FAMILIES` has one row per `model_type`. Its facts are those of Hugging Face's model code and of the checkpoints
-published for it; the names of parameters and options are those of `jax_ep.flax.MoE`.
+`FAMILIES` has one row per `model_type`. Its facts come from Hugging Face's model code and published checkpoints; names
+of
+parameters and options are those of `jax_ep.flax.MoE`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
-"""Names in `hidden_act`, and what `jax_ep.Experts` calls the same functions."""
+"""Maps names in `hidden_act` to names of `jax_ep.Experts`."""
 REQUIRED = object()
 
 
@@ -49,13 +50,13 @@ SCHEMA: Mapping[str, Schema] = {
     **dict.fromkeys(("hidden_act", "topk_method", "scoring_func", "quant_method"), TEXT),
     **dict.fromkeys(("text_config", "quantization_config"), OBJECT),
 }
-"""Every field of `config.json` that is read, for all families: numbers are bounded before anything depends on them."""
+"""Schemas of all fields of `config.json` that any family reads; numbers are bounded."""
 
 
 class Key:
-    """A value of `config.json`: the names it may have there, and what a missing or empty one means.
+    """A value of `config.json`: its possible names, and its default if it is missing or null.
 
-    `only_if` is another name and its value; where it is something else, the default holds.
+    `only_if` is another name and its value; with any other value there, the default applies.
     """
 
     def __init__(self, *names: str, default: Any = REQUIRED, only_if: tuple[str, Any] | None = None) -> None:
@@ -69,9 +70,9 @@ class Stored(NamedTuple):
     """The tensors of one parameter: `{expert}` in a name stands for one tensor per expert.
 
     Attributes:
-      names: tensors that stand side by side in the parameter: gates before what they multiply.
+      names: tensors that are concatenated in the parameter, gate before up.
       transposed: the tensors are `[..., out, in]`; parameters are `[..., in, out]`.
-      leading_one: the tensors have a first axis of size one, which the parameter lacks.
+      leading_one: the tensors have an extra first axis of size one.
     """
 
     names: tuple[str, ...]
@@ -80,20 +81,20 @@ class Stored(NamedTuple):
 
     @property
     def per_expert(self) -> bool:
-        """One tensor per expert."""
+        """Whether each expert has its own tensor."""
         return "{expert}" in self.names[0]
 
     def shape(self, region: Region) -> tuple[int, ...]:
-        """Of the tensor that is this region of the parameter."""
+        """Return the shape of the tensor that holds this region of the parameter."""
         sizes = tuple(part.stop - part.start for part in region)
         return (1,) * self.leading_one + sizes[1 if self.per_expert else 0 :]
 
-    def below(self, prefix: str) -> Stored:
-        """The same tensors of one layer."""
+    def with_prefix(self, prefix: str) -> Stored:
+        """Prepend a prefix to the names."""
         return self._replace(names=tuple(prefix + name for name in self.names))
 
     def places(self, shape: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
-        """The tensors of a parameter, which has this shape as it is stored, and the region of it that each one is."""
+        """Yield each tensor of a parameter, and the region of its stored `shape` that the tensor holds."""
         for expert in range(shape[0] if self.per_expert else 1):
             for i, name in enumerate(self.names):
                 region = list(whole(shape))
@@ -106,7 +107,7 @@ class Stored(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Which decoder layers are MoE: those of `first` to `last` at every `step`, but for `dense`; or those `listed`."""
+    """Which decoder layers are MoE: every `step`-th from `first` to `last` except `dense`, or those `listed`."""
 
     count: Any = Key("num_hidden_layers")
     first: Any = 0
@@ -119,15 +120,15 @@ class Layers(NamedTuple):
 ALL_LAYERS = Layers()
 
 
-class Refused(NamedTuple):
-    """A value of `config.json` that must be missing or one of `allowed`, or else `why` is told.
+class Restriction(NamedTuple):
+    """A value of `config.json` that must be missing or one of `allowed`; `reason` explains why.
 
-    `of` is "routing" where the parameters can be read all the same, and "weights" where some would be left out.
+    `of` is "routing" if the parameters can still be read, and "weights" if some would be left out.
     """
 
     name: str
     allowed: tuple[Any, ...]
-    why: str
+    reason: str
     of: str = "routing"
 
 
@@ -139,28 +140,29 @@ class Family:
     """One row of the table.
 
     Attributes:
-      forms: names of the tensors by parameter, below the prefix of the layer; a checkpoint has one of these forms, and
-        the first is the one that is written.
-      options: keywords of `jax_ep.flax.MoE`, with a value or a `Key` each, beside the hidden size; scores are those of
-        "softmax", renormalised, where nothing else is said.
-      experts: fields of `jax_ep.Experts`, likewise, beside the activation.
+      forms: alternative tensor names by parameter, below the prefix of the layer; the first form is the one that is
+        written.
+      options: keywords of `jax_ep.flax.MoE` other than the hidden size, each a value or a `Key`. The defaults are
+        softmax
+        scores, renormalized.
+      experts: fields of `jax_ep.Experts` other than the activation, each a value or a `Key`.
       layers: which layers are MoE.
-      refused: what of this family the package does not have.
-      prefix: what names of the tensors of a layer begin with.
-      section: the part of `config.json` that describes the decoder, where it is not the whole.
+      restrictions: values of the config that the package requires.
+      prefix: prefix of the tensor names of a layer.
+      section: the part of `config.json` that describes the decoder; None for all of it.
     """
 
     forms: tuple[Form, ...]
     options: Mapping[str, Any]
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layers: Layers = ALL_LAYERS
-    refused: tuple[Refused, ...] = ()
+    restrictions: tuple[Restriction, ...] = ()
     prefix: str = "model.layers.{layer}."
     section: str | None = None
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Form:
-    """Three tensors per expert."""
+    """Return names of three tensors per expert."""
     one = f"{block}.experts.{{expert}}"
     return {
         "w_gate_up": Stored((f"{one}.{gate}.weight", f"{one}.{up}.weight")),
@@ -169,7 +171,7 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _fused(block: str, *, suffix: str = "", transposed: bool = True) -> Form:
-    """Two tensors for all experts."""
+    """Return names of two tensors for all experts."""
     return {
         "w_gate_up": Stored((f"{block}.experts.gate_up_proj{suffix}",), transposed),
         "w_down": Stored((f"{block}.experts.down_proj{suffix}",), transposed),
@@ -177,12 +179,12 @@ def _fused(block: str, *, suffix: str = "", transposed: bool = True) -> Form:
 
 
 def _both(others: Form) -> tuple[Form, Form]:
-    """Experts of `mlp` in three tensors each, or in two for all of them."""
+    """Return both forms of experts in `mlp`: three tensors per expert, or two for all experts."""
     return others | _each("mlp"), others | _fused("mlp")
 
 
 def _shared(name: str) -> Form:
-    """Three tensors for all shared experts."""
+    """Return names of three tensors for all shared experts."""
     return {
         "shared_gate_up": Stored((f"{name}.gate_proj.weight", f"{name}.up_proj.weight")),
         "shared_down": Stored((f"{name}.down_proj.weight",)),
@@ -190,7 +192,7 @@ def _shared(name: str) -> Form:
 
 
 def _bias(name: str, *, leading_one: bool = False) -> Form:
-    """The bias of the selection."""
+    """Return the name of the bias of expert selection."""
     return {"router_bias": Stored((f"{name}e_score_correction_bias",), False, leading_one)}
 
 
@@ -223,8 +225,8 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "bias_routing": True,
 }
 _DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
-_EVERY_LAYER = Refused("moe_layer_freq", (1,), "dense layers between MoE layers are not known here", "weights")
-_SIGMOID = Refused("scoring_func", ("sigmoid",), "the router of this family is known with sigmoid scores alone")
+_EVERY_LAYER = Restriction("moe_layer_freq", (1,), "dense layers between MoE layers are not supported", "weights")
+_SIGMOID = Restriction("scoring_func", ("sigmoid",), "only sigmoid scores are supported for this family")
 _DEEPSEEK_V3_FORMS = _both(_router("mlp.gate") | _bias("mlp.gate.") | _shared("mlp.shared_experts"))
 _MIXTRAL_EACH = _router("block_sparse_moe.gate") | _each("block_sparse_moe", "w1", "w3", "w2")
 _GPT_OSS = (
@@ -272,11 +274,11 @@ FAMILIES: Mapping[str, Family] = {
             "group_score": "max",
         },
         layers=_DEEPSEEK_LAYERS,
-        refused=(
-            Refused("topk_method", ("greedy", "group_limited_greedy"), "DeepSeek-V2's router knows these alone"),
-            Refused("scoring_func", ("softmax",), "DeepSeek-V2's router is known with softmax scores alone"),
-            Refused("norm_topk_prob", (False,), "published models of this family do not renormalise"),
-            Refused("mlp_bias", (False,), "shared experts have no biases here", "weights"),
+        restrictions=(
+            Restriction("topk_method", ("greedy", "group_limited_greedy"), "DeepSeek-V2's router supports only these"),
+            Restriction("scoring_func", ("softmax",), "only softmax scores are supported for DeepSeek-V2"),
+            Restriction("norm_topk_prob", (False,), "published models of this family do not renormalize"),
+            Restriction("mlp_bias", (False,), "biases of shared experts are not supported", "weights"),
             _EVERY_LAYER,
         ),
     ),
@@ -284,13 +286,17 @@ FAMILIES: Mapping[str, Family] = {
         forms=_DEEPSEEK_V3_FORMS,
         options=_DEEPSEEK_V3,
         layers=_DEEPSEEK_LAYERS,
-        refused=(_SIGMOID, Refused("topk_method", ("noaux_tc",), "DeepSeek-V3's router knows it alone"), _EVERY_LAYER),
+        restrictions=(
+            _SIGMOID,
+            Restriction("topk_method", ("noaux_tc",), "DeepSeek-V3's router supports only this value"),
+            _EVERY_LAYER,
+        ),
     ),
     "glm4_moe": Family(forms=_DEEPSEEK_V3_FORMS, options=_DEEPSEEK_V3, layers=_DEEPSEEK_LAYERS),
     "minimax_m2": Family(
         forms=(_MIXTRAL_EACH | _bias("block_sparse_moe."), _router("mlp.gate") | _fused("mlp") | _bias("mlp.")),
         options=_LOCAL | {"score": "sigmoid", "bias_routing": True},
-        refused=(_SIGMOID,),
+        restrictions=(_SIGMOID,),
     ),
     "ernie4_5_moe": Family(
         forms=tuple(
@@ -309,7 +315,7 @@ FAMILIES: Mapping[str, Family] = {
             last=Key("moe_layer_end_index", default=-1),
             step=Key("moe_layer_interval", default=1),
         ),
-        refused=(Refused("use_bias", (False,), "shared experts have no biases here", "weights"),),
+        restrictions=(Restriction("use_bias", (False,), "biases of shared experts are not supported", "weights"),),
     ),
     "gpt_oss": Family(
         forms=(
@@ -329,7 +335,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": Family(
         forms=(_MIXTRAL_EACH, _router("mlp.router") | _fused("mlp")),
         options=_LOCAL | {"score": "sparsemixer"},
-        refused=(Refused("router_jitter_noise", (0.01,), "sparsemixer_router takes another, flax.MoE does not"),),
+        restrictions=(Restriction("router_jitter_noise", (0.01,), "flax.MoE does not support other values"),),
     ),
     "longcat_flash": Family(
         forms=_both(_router("mlp.router.classifier") | _bias("mlp.router.")),
@@ -345,20 +351,20 @@ FAMILIES: Mapping[str, Family] = {
             "num_identity_experts": Key("zero_expert_num", default=0),
         },
         layers=Layers(count=Key("num_layers")),
-        refused=(
-            Refused("norm_topk_prob", (False,), "published models of this family do not renormalise"),
-            Refused("router_bias", (False,), "the bias of its router is used by no published code", "weights"),
+        restrictions=(
+            Restriction("norm_topk_prob", (False,), "published models of this family do not renormalize"),
+            Restriction("router_bias", (False,), "no published code uses the bias of its router", "weights"),
         ),
     ),
 }
 
 
 class Model:
-    """The MoE layers of a model, from its parsed `config.json`. Errors begin with the function; see `FAMILIES`.
+    """The MoE layers of a model, from its parsed `config.json`; errors start with `function`. See `FAMILIES`.
 
     Raises:
-      ValueError: an unknown `model_type`, or a value beyond its range.
-      NotImplementedError: the model has weights that `jax_ep.flax.MoE` has not.
+      ValueError: the `model_type` is unknown, or a value is out of range.
+      NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
     """
 
     def __init__(self, function: str, config: Mapping[str, Any]) -> None:
@@ -377,25 +383,25 @@ class Model:
             if section is None:
                 raise self._error(f"no {self.family.section!r}", "the options of the decoder in it")
             self._config = section
-        self._refuse("weights", "read them with Checkpoint.read")
+        self._check_restrictions("weights", "read them with Checkpoint.read")
 
     def _error(self, got: str, expected: str) -> ValueError:
         return ValueError(
             f"{self._function}: config.json has {got}, expected {expected}; use the config.json of the checkpoint."
         )
 
-    def _refuse(self, of: str, remedy: str) -> None:
-        """Raise for what the package does not have."""
-        for name, allowed, why, about in self.family.refused:
+    def _check_restrictions(self, of: str, remedy: str) -> None:
+        """Raise if the config violates a restriction."""
+        for name, allowed, reason, about in self.family.restrictions:
             value = _field(self._function, self._config, name)
             if about == of and value is not None and value not in allowed:
                 raise NotImplementedError(
                     f"{self._function}: config.json has {name}={shown(value)}, expected"
-                    f" {' or '.join(map(repr, allowed))}: {why}; {remedy}."
+                    f" {' or '.join(map(repr, allowed))}: {reason}; {remedy}."
                 )
 
     def _value(self, wanted: Any) -> Any:
-        """A constant, or what the config has for a `Key`."""
+        """Return a constant, or the config's value of a `Key`."""
         if not isinstance(wanted, Key):
             return wanted
         names = wanted.names
@@ -410,21 +416,21 @@ class Model:
         return next(iter(values.values()), wanted.default)
 
     def moe_options(self) -> dict[str, Any]:
-        """Keyword arguments of `jax_ep.flax.MoE`."""
-        self._refuse(
-            "routing", "read the parameters with Checkpoint.moe_weights and route in your own code, before jax_ep.moe"
+        """Return keyword arguments of `jax_ep.flax.MoE`."""
+        self._check_restrictions(
+            "routing", "read the parameters with Checkpoint.moe_weights and route in custom code, before jax_ep.moe"
         )
         activation = self._value(Key("hidden_act", default="silu"))
         if activation not in ACTIVATIONS:
             raise NotImplementedError(
                 f"{self._function}: config.json has hidden_act={shown(activation)}, expected one of"
-                f" {', '.join(ACTIVATIONS)}; pass a JAX function as the activation of jax_ep.Experts yourself."
+                f" {', '.join(ACTIVATIONS)}; pass a JAX function as the activation of jax_ep.Experts."
             )
         fields = {name: self._value(wanted) for name, wanted in self.family.experts.items()}
         return self._options() | {"experts": Experts(ACTIVATIONS[activation], **fields)}
 
     def _options(self) -> dict[str, Any]:
-        """The options but for the experts."""
+        """Return the options without the experts."""
         wanted = _OF_ALL | dict(self.family.options)
         options = {name: self._value(value) for name, value in wanted.items()}
         experts = options["num_experts"] + options.get("num_identity_experts", 0)
@@ -443,7 +449,7 @@ class Model:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Which decoder layers are MoE."""
+        """Return the indices of the MoE layers."""
         count, first, last, step, dense, listed = map(self._value, self.family.layers)
         if listed is None:
             end = count if last == -1 else min(last + 1, count)
@@ -455,10 +461,10 @@ class Model:
         return tuple(listed)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that a MoE layer of this model has, and their shapes."""
+        """Return the shapes of the parameters of an MoE layer of this model."""
         options = self._options()
         experts, hidden, width = (options[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
-        columns = experts + options.get("num_identity_experts", 0)  # the others have no matrices
+        columns = experts + options.get("num_identity_experts", 0)  # Identity experts have no weights.
         shared = options.get("num_shared_experts", 0) * options.get("shared_intermediate_size", width)
         found = {
             "router": (hidden, columns),
@@ -476,7 +482,7 @@ class Model:
 
 
 def _field(function: str, config: Mapping[str, Any], name: str) -> Any:
-    """What `config` has for a name of `SCHEMA`; None where it is missing or null."""
+    """Return the value of a name of `SCHEMA`, or None if it is missing or null."""
     value = config.get(name)
     if value is not None:
         try:
@@ -487,7 +493,7 @@ def _field(function: str, config: Mapping[str, Any], name: str) -> Any:
 
 
 def check_quantization(function: str, config: Mapping[str, Any]) -> None:
-    """Check `quantization_config`: matrices in FP8 have a scale per block of 128 by 128."""
+    """Check `quantization_config`: FP8 weights have a scale per 128 x 128 block."""
     quantization = _field(function, config, "quantization_config") or {}
     _field(function, quantization, "quant_method")
     size = quantization.get("weight_block_size")

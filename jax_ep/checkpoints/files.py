@@ -1,7 +1,7 @@
 """The tensors of a folder of safetensors files.
 
-Everything that the files say about themselves is checked when the folder is opened; the safetensors package checks the
-headers. Data is read where it is indexed, from a memory map: the slices of the package copy, and know no FP8 for NumPy.
+Opening a folder checks everything that the files declare; the safetensors package checks the headers. Data is read from
+a memory map when it is indexed, because slices of the safetensors package copy and do not support FP8 in NumPy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ DTYPES = {
 }
 MAX_JSON_BYTES = 1 << 26
 _LENGTH_BYTES = 8
-_MAPPED_FILES = 64  # at most: each has a file descriptor
-_NEIGHBORS = 100  # in alphabetical order, among which similar names are looked for
+_MAPPED_FILES = 64  # Each has a file descriptor.
+_NEIGHBORS = 100  # Names searched for similar ones, in alphabetical order.
 
 
 def _is_shard(name: Any) -> bool:
@@ -67,23 +67,24 @@ def optional(function: str, module: str) -> ModuleType:
 
 
 def folder_path(function: str, folder: Any) -> Path:
-    """The `Path` of a caller's folder."""
+    """Convert a caller's folder to a `Path`."""
     if not isinstance(folder, str | os.PathLike) or isinstance(os.fspath(folder), bytes):
         raise TypeError(f"{function}: folder is a {type(folder).__name__}, expected a str or a Path; pass one.")
     try:
         if b"\0" in os.fsencode(folder):
             raise ValueError("a NUL")
-        return Path(folder).absolute()  # the caller may change the current folder
+        return Path(folder).absolute()  # The caller may change the current folder.
     except (OSError, ValueError) as error:
         kind = type(error) if isinstance(error, OSError) else ValueError
         raise kind(
-            f"{function}: folder is {shown(folder)} ({error}), expected a path that this system has; pass another one."
+            f"{function}: folder is {shown(folder)} ({error}), expected a path that this system supports; pass another"
+            " one."
         ) from error
 
 
 @contextlib.contextmanager
 def _system_errors(function: str, path: str | Path) -> Iterator[None]:
-    """Say which file the system cannot read."""
+    """Turn system errors into errors that name the file."""
     try:
         yield
     except OSError as error:
@@ -100,20 +101,21 @@ def open_file(function: str, path: Path) -> BinaryIO:
 
 
 def check_unchanged(function: str, path: Path, opened: os.stat_result) -> None:
-    """Check that a path still leads to the file that was opened, and that no save moved it meanwhile."""
+    """Check that a path still leads to the file that was opened, and that no save moved it."""
     with contextlib.suppress(OSError):
         now = os.stat(path)
         if os.path.samestat(opened, now) and opened.st_ctime_ns == now.st_ctime_ns:
             return
     raise FileNotFoundError(
-        f"{function}: {path} was replaced while the checkpoint was opened, expected no save meanwhile; open it again."
+        f"{function}: {path} was replaced while the checkpoint was opened, expected no save at the same time; open it"
+        " again."
     )
 
 
 def read_json(function: str, file: BinaryIO, schema: Schema = OBJECT) -> dict[str, Any]:
-    """The JSON in an open file, checked."""
+    """Parse the JSON of an open file and check it."""
     with _system_errors(function, file.name):
-        data = file.read(MAX_JSON_BYTES + 1) or b""  # None: a file of /proc that has nothing yet
+        data = file.read(MAX_JSON_BYTES + 1) or b""  # None: a file in /proc without data.
     return _parsed(f"{function}: {file.name}", data, schema)
 
 
@@ -127,13 +129,13 @@ def _parsed(what: str, data: bytes, schema: Schema = OBJECT) -> dict[str, Any]:
 
 
 def read_index(function: str, folder: Path) -> dict[str, str]:
-    """The file of each tensor, by the index; all of them are plain names of safetensors files in this folder."""
+    """Read the file of each tensor from the index; all are plain names of safetensors files in this folder."""
     with open_file(function, folder / INDEX) as file:
         return read_json(function, file, _INDEX)["weight_map"]
 
 
 class _Header(NamedTuple):
-    """What one safetensors file says about its tensors, checked, and which file that was."""
+    """The checked header of one safetensors file, and the identity of that file."""
 
     stamp: tuple[int, ...]
     first_byte: int
@@ -147,7 +149,7 @@ def _stamp(file: BinaryIO) -> tuple[int, ...]:
 
 def _read_header(function: str, path: Path) -> _Header:
     safetensors = optional(function, "safetensors")
-    broken = f"{function}: {path} is not a whole safetensors file"
+    broken = f"{function}: {path} is not a complete safetensors file"
     with open_file(function, path) as file:
         try:
             with safetensors.safe_open(f"/dev/fd/{file.fileno()}", "np"):
@@ -163,7 +165,7 @@ def _read_header(function: str, path: Path) -> _Header:
 
 
 class TensorFiles:
-    """`files[name]` is a read-only NumPy array over the bytes of the file: reading begins where it is indexed.
+    """Mapping of names to read-only NumPy arrays over the file's bytes, which are read when indexed.
 
     `config` is the parsed config.json.
     """
@@ -205,8 +207,8 @@ class TensorFiles:
                         " expected each tensor once; download the checkpoint again."
                     )
 
-    def _opened(self, shard: str) -> BinaryIO:
-        """The file whose header was read: what has replaced it is an error, also where the old one is mapped."""
+    def _open(self, shard: str) -> BinaryIO:
+        """Open the file whose header was read; a replaced file is an error."""
         file = open_file(self._function, self._folder / shard)
         if _stamp(file) != self._headers[shard].stamp:
             file.close()
@@ -217,7 +219,7 @@ class TensorFiles:
         return file
 
     def _map(self, shard: str) -> np.memmap:
-        with self._opened(shard) as file, _system_errors(self._function, file.name):
+        with self._open(shard) as file, _system_errors(self._function, file.name):
             return np.memmap(file, np.uint8, "r")
 
     def __contains__(self, name: str) -> bool:
@@ -243,12 +245,12 @@ class TensorFiles:
                 f"{self._function}: {shown(name)} has dtype {tensor['dtype']}, expected one of {', '.join(DTYPES)};"
                 " convert it first."
             )
-        self._opened(shard).close()
+        self._open(shard).close()
         data, first_byte = self._mapped(shard), header.first_byte + tensor["data_offsets"][0]
         try:
             return np.ndarray(tensor["shape"], DTYPES[tensor["dtype"]], data, first_byte)
         except (ValueError, OverflowError) as error:
             raise ValueError(
-                f"{self._function}: {shown(name)} has shape {shown(tensor['shape'])}, expected one that NumPy has"
+                f"{self._function}: {shown(name)} has shape {shown(tensor['shape'])}, expected one that NumPy supports"
                 f" ({error}); convert it first."
             ) from error

@@ -1,4 +1,4 @@
-"""From the parameters of a layer to the tensors that they are made of: checked, and not yet read."""
+"""Plans for reading a layer's parameters: checked lists of tensors and regions, not yet read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MXFP4_SCALES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
 class Plan(NamedTuple):
-    """One array, and what it is made of: what `shards.make_array` takes."""
+    """The arguments of `shards.make_array` for one array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -27,15 +27,15 @@ class Plan(NamedTuple):
 
 
 def form_of(files: TensorFiles, family: Family, layer: int) -> Form:
-    """How these files name the tensors of a layer."""
+    """Return the form that these files use for the tensors of a layer."""
     prefix = family.prefix.format(layer=layer)
-    forms = [{name: stored.below(prefix) for name, stored in form.items()} for form in family.forms]
+    forms = [{name: stored.with_prefix(prefix) for name, stored in form.items()} for form in family.forms]
     present = [form for form in forms if form["w_down"].names[0].format(expert=0) in files]
-    return present[0] if present else forms[0]  # of which the first tensor is then told to be missing
+    return present[0] if present else forms[0]  # An error then names the first missing tensor.
 
 
 def decoded(files: TensorFiles, name: str) -> Any:
-    """A tensor as floats: what is quantised is multiplied by its scales where it is read."""
+    """Return a tensor as floats; quantized values are multiplied by their scales when they are read."""
     values = files[name]
     if values.dtype.itemsize > 1:
         return values
@@ -44,8 +44,8 @@ def decoded(files: TensorFiles, name: str) -> Any:
         scales = files[name + SCALES]
         if scales.shape != num_blocks(values.shape) or not jnp.issubdtype(scales.dtype, np.floating):
             raise ValueError(
-                f"Checkpoint: {name + SCALES!r} has shape {scales.shape}, expected {num_blocks(values.shape)}, and"
-                f" dtype {scales.dtype}, expected a float, as there is one per block of 128 by 128 of {values.shape};"
+                f"Checkpoint: {name + SCALES!r} has shape {scales.shape} and dtype {scales.dtype}, expected"
+                f" {num_blocks(values.shape)} and a float dtype, one scale per block of 128 by 128 of {values.shape};"
                 " convert checkpoints with other scales."
             )
         return BlockFP8(values, scales)
@@ -53,7 +53,7 @@ def decoded(files: TensorFiles, name: str) -> Any:
     if values.dtype != np.uint8 or of_mxfp4 not in files:
         raise ValueError(
             f"Checkpoint: {name!r} is stored as {values.dtype}, without scales of FP8 by blocks of 128 by 128 or of"
-            " MXFP4, expected one of these, or 16 bits and more; convert checkpoints that are quantised otherwise, or"
+            " MXFP4, expected one of these, or 16 bits and more; convert checkpoints in other quantized formats, or"
             " read the tensor as it is stored, without dtype."
         )
     scales = files[of_mxfp4]
@@ -67,7 +67,7 @@ def decoded(files: TensorFiles, name: str) -> Any:
 
 
 def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...], dtype: np.dtype | None) -> Plan:
-    """A parameter in `dtype`; None: in that of its tensors."""
+    """Plan the reading of a parameter in `dtype`; None keeps the dtype of its tensors."""
     parts = []
     found: dict[np.dtype, str] = {}
     for name, region in stored.places(swapped(shape) if stored.transposed else shape):
@@ -76,12 +76,12 @@ def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, .
         if source.shape != expected:
             raise ValueError(
                 f"Checkpoint: {name!r} has shape {source.shape}, expected {expected} for {parameter} {shape};"
-                " config.json and tensors do not belong together: download both again."
+                " config.json and tensors do not match: download both again."
             )
         if not jnp.issubdtype(source.dtype, np.floating):
             raise ValueError(
                 f"Checkpoint: {name!r} is stored as {source.dtype}, expected floats for {parameter}; convert"
-                " checkpoints that are quantised in another format."
+                " checkpoints in other quantized formats."
             )
         found.setdefault(source.dtype, name)
         parts.append(Part(source[0] if stored.leading_one else source, region))
@@ -92,8 +92,8 @@ def plan(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, .
 
 
 def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: tuple[int, ...]) -> tuple[Plan, Plan]:
-    """A parameter as it is stored in FP8 or MXFP4: values `[E, N, K]`, or `[E, N, K / 2]` of two a byte, and scales."""
-    plan(files, parameter, stored, shape, None)  # checks the shapes
+    """Plan the reading of stored FP8 or MXFP4 values `[E, N, K]`, or `[E, N, K / 2]` packed, and their scales."""
+    plan(files, parameter, stored, shape, None)  # Checks the shapes.
     values, scales = [], []
     as_stored = swapped(shape)
     for name, region in stored.places(as_stored):
@@ -104,13 +104,13 @@ def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: t
             continue
         if not isinstance(source, BlockFP8) or not stored.transposed:
             raise ValueError(
-                f"Checkpoint: {name!r} is not stored in FP8 by blocks of 128 by 128, nor in MXFP4, expected one of them"
-                " for quantized=True; leave it out, and quantise with jax_ep.serving.serving_weights."
+                f"Checkpoint: {name!r} is not stored in FP8 by blocks of 128 by 128, nor in MXFP4, expected one of"
+                " them for quantized=True; leave it out, and quantize with jax_ep.serving.serving_weights."
             )
         if region[-2].start % GROUP_SIZE or as_stored[-1] % GROUP_SIZE:
             raise ValueError(
                 f"Checkpoint: {parameter} has shape {shape}, expected I and H that are multiples of 128 for"
-                " quantized=True, as blocks of gate and up would meet; leave it out, and quantise with"
+                " quantized=True, so that no scale block spans gate and up; leave it out, and quantize with"
                 " jax_ep.serving.serving_weights."
             )
         values.append(Part(source.values, region))
@@ -123,6 +123,6 @@ def quantized_plans(files: TensorFiles, parameter: str, stored: Stored, shape: t
 
 
 def _columns(region: Region, per: int) -> Region:
-    """A region of all columns, in an array that has one column for so many."""
+    """Convert a region to packed columns, of which each holds `per` columns of the region."""
     last = region[-1]
     return (*region[:-1], slice(last.start // per, last.stop // per))

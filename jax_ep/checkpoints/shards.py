@@ -1,4 +1,4 @@
-"""From tensors on the host to the shards of global arrays, one shard at a time, and back."""
+"""Transfers between tensors on the host and shards of global arrays, one shard at a time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 from jax_ep.types import Array
 
 _COPIED_AT_ONCE = 1 << 15
-"""Elements: what is decoded on the way stays small beside a shard, and a transposed copy stays in the cache."""
+"""Elements: small next to a shard, and a transposed copy fits in the cache."""
 _ALIGNMENT = 64
-"""Bytes: from there CPU devices take a NumPy array as it is, without a copy."""
+"""Bytes: CPU devices use a NumPy array with this alignment without a copy."""
 
 Region = tuple[slice, ...]
 
 
 class Part(NamedTuple):
-    """A tensor, as a NumPy array or one of `decoded`, and the region of the whole array that it is.
+    """A tensor, as a NumPy array or one of `decoded`, and the region of the whole array that it holds.
 
-    It may lack leading axes, along which the region then has one element.
+    It may lack leading axes, along which the region then has size one.
     """
 
     source: Any
@@ -31,17 +31,17 @@ class Part(NamedTuple):
 
 
 def whole(shape: Iterable[int]) -> Region:
-    """All of an array of this shape."""
+    """Return the region of a whole array of this shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def swapped[Axis](of_axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """A shape, or a region, of the array with its last two axes swapped."""
+    """Swap the last two axes of a shape or a region."""
     return (*of_axes[:-2], of_axes[-1], of_axes[-2])
 
 
 def _overlap(one: Region, other: Region) -> Region | None:
-    """What two regions have in common, if anything."""
+    """Return the intersection of two regions, or None."""
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return None if any(part.start >= part.stop for part in common) else common
 
@@ -51,9 +51,9 @@ def _relative(region: Region, origin: Region) -> Region:
 
 
 class HostMemory:
-    """Memory on the host for one shard after another, where devices have memory of their own.
+    """Reusable host memory for one shard at a time, for devices with their own memory.
 
-    JAX may let go of arrays that it has copied a while later: with an array for each shard they would add up.
+    JAX may release copied arrays late, so a new array for each shard would add up.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -64,7 +64,7 @@ class HostMemory:
         return _aligned(self._num_bytes)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype, devices: list[jax.Device]) -> np.ndarray:
-        """For a shard of these devices; what it had before is lost, but for arrays on devices that share memory."""
+        """Return an array for a shard of these devices; reuses the previous memory unless devices alias it."""
         num_bytes = math.prod(shape) * dtype.itemsize
         shared = any(_has_host_memory(device) for device in devices)
         memory = _aligned(num_bytes) if shared else self._memory[:num_bytes]
@@ -78,7 +78,7 @@ def _aligned(num_bytes: int) -> np.ndarray:
 
 
 def _has_host_memory(device: jax.Device) -> bool:
-    """Whether arrays on the device may be the NumPy arrays that they were made of."""
+    """Return whether arrays on the device may alias NumPy arrays."""
     return device.platform == "cpu"
 
 
@@ -92,18 +92,18 @@ def make_array(
     sharding: jax.sharding.Sharding | None = None,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Array:
-    """A global array from its parts, in `dtype`; without a sharding on JAX's default device.
+    """Assemble a global array in `dtype` from its parts; without a sharding, on JAX's default device.
 
-    `jax.make_array_from_callback` would hold the shards of all devices of the process on the host at once.
+    Unlike `jax.make_array_from_callback`, it does not hold the shards of all devices on the host at once.
 
     Args:
-      shape: of the result.
-      dtype: of the result.
-      parts: tensors and their regions; of the result with its last two axes swapped where `transposed`.
+      shape: shape of the result.
+      dtype: dtype of the result.
+      parts: tensors and their regions; with `transposed`, regions of the result with its last two axes swapped.
       transposed: swap the last two axes.
-      memory: as large as `shard_bytes` says.
-      sharding: of the result.
-      advance: told how many bytes of the result have been read.
+      memory: host memory of at least `shard_bytes`.
+      sharding: sharding of the result.
+      advance: called with the number of bytes of the result read so far.
     """
 
     def read(into: np.ndarray, region: Region) -> None:
@@ -112,7 +112,7 @@ def make_array(
         for part in parts:
             common = _overlap(part.region, region)
             if common is not None:
-                place: Any = (*_relative(common, region), ...)  # without the dots, no view of a scalar
+                place: Any = (*_relative(common, region), ...)  # Without the ellipsis a scalar would not give a view.
                 lacking = len(shape) - part.source.ndim
                 target = np.squeeze(into[place], tuple(range(lacking)))
                 _copy(target, part.source, _relative(common, part.region)[lacking:])
@@ -134,7 +134,7 @@ def make_array(
 
 
 def _local_regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Region, list[jax.Device]]:
-    """What the devices of this process have of an array, and which devices have it."""
+    """Return the regions of an array on this process's devices, and the devices of each region."""
     if sharding is None:
         return {whole(shape): list(jax.device_put(np.zeros((), np.uint8)).devices())}
     regions: dict[Region, list[jax.Device]] = {}
@@ -144,18 +144,18 @@ def _local_regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | Non
 
 
 def shard_bytes(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> tuple[int, int]:
-    """Of one shard; and of all that this process reads, as bytes of the result."""
+    """Return the bytes of one shard, and of all data that this process reads, as bytes of the result."""
     shard = math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
     return shard, shard * len(_local_regions(shape, sharding))
 
 
 def _bounded(index: Region, shape: tuple[int, ...]) -> Region:
-    """Slices with both of their ends."""
+    """Return slices with explicit ends."""
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
 
 
 def _copy(target: np.ndarray, source: Any, region: Region) -> None:
-    """`target[...] = source[region]`, some rows at a time."""
+    """Copy `source[region]` to `target`, some rows at a time."""
     if target.ndim > 2:
         for i, row in enumerate(range(region[0].start, region[0].stop)):
             _copy(target[i], source[row], region[1:])
@@ -167,18 +167,18 @@ def _copy(target: np.ndarray, source: Any, region: Region) -> None:
         for first in range(0, target.shape[0], step):
             last = min(first + step, target.shape[0])
             piece = source[slice(rows.start + first, rows.start + last), columns]
-            target[first:last] = piece.astype(target.dtype, copy=False)  # converted in order, and then transposed
+            target[first:last] = piece.astype(target.dtype, copy=False)  # Convert in memory order, then transpose.
 
 
 class HostCopy:
-    """Regions of an array as NumPy arrays. Shards come to the host whole, and stay until other ones are needed."""
+    """Regions of an array as NumPy arrays. Whole shards are copied to the host, and stay until others are needed."""
 
     def __init__(self, array: Array | np.ndarray) -> None:
         self.array = array
         self._held: dict[Region, np.ndarray] = {}
 
     def region(self, region: Region) -> np.ndarray:
-        """What the array has in this region, all of which must be on devices of this process."""
+        """Return a region of the array, all of which must be on devices of this process."""
         if not isinstance(self.array, jax.Array):
             return np.asarray(self.array)[region]
         shards = {_bounded(shard.index, self.array.shape): shard for shard in self.array.addressable_shards}
@@ -196,6 +196,6 @@ class HostCopy:
 
 
 def _to_host(shard: Array) -> np.ndarray:
-    """A copy that goes when nobody has it any more: a `jax.Array` keeps the one that is made of itself."""
+    """Copy a shard to the host without keeping a copy in the `jax.Array`, which caches its own conversion."""
     alias = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
     return np.asarray(alias)

@@ -1,12 +1,12 @@
-"""Replace the files of a checkpoint in one step: a reader finds the old checkpoint, the new one, or an error.
+"""Atomic replacement of a checkpoint's files: a reader finds the old checkpoint, the new one, or an error.
 
 The steps of a save, under a lock on the folder:
 1. Write the new files into `.jax_ep_save/new`, then list their names as the files of `.jax_ep_save/names`.
 2. Move the old files into `.jax_ep_save/old`, config.json first: without it there is no checkpoint.
 3. Move the new files into the folder, config.json last. This move commits.
 4. Remove `.jax_ep_save`.
-A save that is killed leaves `.jax_ep_save`. The next one undoes steps 3 and 2 where config.json is missing, and goes
-on with step 4. No file is touched that the old checkpoint does not name.
+A killed save leaves `.jax_ep_save`. If config.json is missing, the next save undoes steps 3 and 2; then it continues
+with step 4. Files that the old checkpoint does not name are never changed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _STAGE, _LOCK = ".jax_ep_save", ".jax_ep_save.lock"
 
 @contextlib.contextmanager
 def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder for new files of these names; they become the checkpoint of `folder` when the block ends.
+    """Yield a folder for new files of these names, which become the checkpoint of `folder` when the block ends.
 
-    Where the block raises, the folder stays as it was.
+    If the block raises, the folder stays unchanged.
     """
     stage = folder / _STAGE
     with _locked(function, folder):
@@ -51,11 +51,12 @@ def replacing(function: str, folder: Path, names: Sequence[str], *, overwrite: b
 
 
 def check_ended(function: str, folder: Path) -> None:
-    """Raise where a save has moved config.json away, and has not ended."""
+    """Raise if a save has moved config.json away and has not ended."""
     if os.path.lexists(folder / _STAGE) and not os.path.lexists(folder / CONFIG):
         raise FileNotFoundError(
-            f"{function}: {folder} has no {CONFIG}, as a save is running or was killed, expected a whole checkpoint;"
-            " open it again when the save has ended. If it was killed, call save: it restores the old checkpoint first."
+            f"{function}: {folder} has no {CONFIG}, because a save is running or was killed; expected a complete"
+            " checkpoint. Open it again when the save has ended. If it was killed, call save: it restores the old"
+            " checkpoint first."
         )
 
 
@@ -63,16 +64,17 @@ def check_ended(function: str, folder: Path) -> None:
 def _locked(function: str, folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which ends with the process at the latest."""
     path = folder / _LOCK
-    flags = os.O_NONBLOCK | os.O_NOFOLLOW  # neither waits for a reader of a FIFO, nor makes a file elsewhere
+    flags = os.O_NONBLOCK | os.O_NOFOLLOW  # Neither wait for a reader of a FIFO, nor follow a link.
     with open(path, "ab", opener=lambda name, more: os.open(name, more | flags)) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
         except (BlockingIOError, FileNotFoundError):
             ours = False
-        if not ours:  # the other save holds it, or has just removed it
+        if not ours:  # Another save holds it, or has just removed it.
             raise FileExistsError(
-                f"{function}: another save writes to {folder}, expected one at a time; save again when it has ended."
+                f"{function}: another save is writing to {folder}, expected one at a time; save again when it has"
+                " ended."
             )
         try:
             yield
@@ -81,19 +83,19 @@ def _locked(function: str, folder: Path) -> Iterator[None]:
 
 
 def _replaced(function: str, folder: Path, names: Sequence[str], overwrite: bool) -> list[str]:
-    """The files that the new ones replace, config.json first."""
+    """Return the files that the new ones replace, config.json first."""
     there = [name for name in dict.fromkeys((CONFIG, INDEX, SINGLE, *names)) if os.path.lexists(folder / name)]
     if there and not overwrite:
         raise FileExistsError(
-            f"{function}: {folder} has {', '.join(sorted(there)[:5])} already, expected a folder without a checkpoint;"
+            f"{function}: {folder} already has {', '.join(sorted(there)[:5])}, expected a folder without a checkpoint;"
             " pass another one, or overwrite=True."
         )
     shards = set(read_index(function, folder).values()) if INDEX in there else set()
     strangers = [name for name in there if name not in {CONFIG, INDEX, SINGLE, *shards}]
     if strangers:
         raise FileExistsError(
-            f"{function}: {folder} has {', '.join(strangers[:5])}, which its checkpoint does not name, expected no file"
-            " of that name; move it away, or pass another folder."
+            f"{function}: {folder} has {', '.join(strangers[:5])}, which its checkpoint does not name, expected no"
+            " file of that name; move it away, or pass another folder."
         )
     old = [name for name in (CONFIG, INDEX, *{SINGLE, *shards}) if os.path.lexists(folder / name)]
     folders = [name for name in old if (folder / name).is_dir()]
@@ -105,11 +107,11 @@ def _replaced(function: str, folder: Path, names: Sequence[str], overwrite: bool
 
 
 def _complete(stage: Path, names: Sequence[str]) -> None:
-    """Bring the new files to the disk, with the permissions of the umask, and list them."""
+    """Sync the new files to disk with the permissions of the umask, and list them."""
     mode = (stage / "new" / CONFIG).stat().st_mode
     (stage / "listing").mkdir()
     for name in names:
-        os.chmod(stage / "new" / name, mode)  # the safetensors package makes files for their owner alone
+        os.chmod(stage / "new" / name, mode)  # The safetensors package creates files that only their owner can read.
         _sync(stage / "new" / name)
         (stage / "listing" / name).touch()
     for part in ("new", "listing"):
@@ -119,12 +121,12 @@ def _complete(stage: Path, names: Sequence[str]) -> None:
 
 
 def _recover(function: str, folder: Path) -> None:
-    """Undo a save that has moved files and did not commit, and remove what a save needs."""
+    """Undo a save that moved files and did not commit, and remove its folder."""
     stage = folder / _STAGE
     if not os.path.lexists(stage):
         return
     if stage.is_symlink() or not stage.is_dir():
-        raise FileExistsError(f"{function}: {stage} is no folder of a save, expected none or one; move it away.")
+        raise FileExistsError(f"{function}: {stage} is not the folder of a save, expected none or one; move it away.")
     new, old, names = stage / "new", stage / "old", stage / "names"
     if names.is_dir():
         if not os.path.lexists(folder / CONFIG):
@@ -133,7 +135,7 @@ def _recover(function: str, folder: Path) -> None:
                     os.replace(folder / name, new / name)
             for name in _config_last(os.listdir(old)):
                 os.replace(old / name, folder / name)
-        os.replace(names, stage / "listing")  # nothing is left to undo
+        os.replace(names, stage / "listing")  # Nothing is left to undo.
         _sync(folder)
     shutil.rmtree(stage)
 
@@ -143,7 +145,7 @@ def _config_last(names: Sequence[str]) -> list[str]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

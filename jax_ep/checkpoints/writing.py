@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint consists of, in which files, and how they come to the host."""
+"""Plans for writing a checkpoint: its tensors, their files, and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_ep.types import Array, Quantized
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: a region of an array, perhaps with its last two axes swapped."""
+    """A tensor to write: a region of an array, optionally with its last two axes swapped."""
 
     name: str
     array: Array | np.ndarray
@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.array.dtype.itemsize
 
 
@@ -43,7 +43,7 @@ def tensors_of(
     layers: Mapping[int, Mapping[str, Array | Quantized]],
     others: Mapping[str, Array],
 ) -> list[Tensor]:
-    """All tensors of a checkpoint, checked: those of the layers, in order, then the others."""
+    """Return all tensors of a checkpoint, checked: those of the layers, in order, then the others."""
     model = families.Model(function, config)
     family, shapes, expected = model.family, model.shapes(), model.moe_layers
     _check_dict(function, "layers", layers, "{number: parameters}")
@@ -58,16 +58,16 @@ def tensors_of(
         _check_dict(function, f"layers[{layer}]", layers[layer], "{name: array}")
         if set(layers[layer]) != set(shapes):
             raise ValueError(
-                f"{function}: layer {layer} has {sorted(layers[layer], key=repr)}, expected {sorted(shapes)}, which"
-                " layers of this config have; pass these."
+                f"{function}: layer {layer} has {sorted(layers[layer], key=repr)}, expected {sorted(shapes)}, the"
+                " parameters of this config's layers; pass these."
             )
         for name, shape in shapes.items():
-            stored = family.forms[0][name].below(family.prefix.format(layer=layer))
+            stored = family.forms[0][name].with_prefix(family.prefix.format(layer=layer))
             tensors += _of_parameter(function, f"{name} of layer {layer}", layers[layer][name], stored, shape)
     names = {tensor.name for tensor in tensors}
     for name, array in others.items():
         if name in names:
-            raise ValueError(f"{function}: others has {shown(name)}, which a layer of layers has too; take it out.")
+            raise ValueError(f"{function}: others has {shown(name)}, which is also in a layer of layers; remove it.")
         if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
             raise ValueError(
                 f"{function}: others has {shown(name)}, expected a str of printable characters other than"
@@ -85,11 +85,11 @@ def _check_dict(function: str, what: str, value: Any, expected: str) -> None:
 
 
 def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """The tensors of one parameter."""
+    """Return the tensors of one parameter."""
     if isinstance(value, QuantizedExperts):
         raise TypeError(
-            f"{function}: {what} is QuantizedExperts, expected an array, or a pair in FP8; pass what"
-            " jax_ep.quantization.dequantize_experts makes of it, with its last two axes swapped."
+            f"{function}: {what} is QuantizedExperts, expected an array or an FP8 pair; pass the result of"
+            " jax_ep.quantization.dequantize_experts with its last two axes swapped."
         )
     if isinstance(value, tuple):
         yield from _of_pair(function, what, value, stored, shape)
@@ -103,7 +103,7 @@ def _of_parameter(function: str, what: str, value: Any, stored: Stored, shape: t
 def _of_pair(
     function: str, what: str, pair: tuple[Any, ...], stored: Stored, shape: tuple[int, ...]
 ) -> Iterator[Tensor]:
-    """The tensors of matrices in FP8, which are stored as they are."""
+    """Return the tensors of FP8 weights, which are stored unchanged."""
     as_stored = swapped(shape)
     whole_blocks = not any(size % GROUP_SIZE for size in (shape[-2], shape[-1] // len(stored.names)))
     if len(pair) != 2 or len(shape) != 3 or not stored.transposed or not whole_blocks:
@@ -117,7 +117,7 @@ def _of_pair(
     if values.dtype != FP8 or scales.dtype != np.float32:
         raise TypeError(
             f"{function}: {what} is a pair of {values.dtype} and {scales.dtype}, expected float8_e4m3fn and float32;"
-            " quantise with jax_ep.quantization.quantize_fp8_weights."
+            " quantize with jax_ep.quantization.quantize_fp8_weights."
         )
     for name, region in stored.places(as_stored):
         yield Tensor(name, values, region, stored.shape(region))
@@ -126,11 +126,11 @@ def _of_pair(
 
 
 def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -> None:
-    """An array of this shape, all of whose values this process has."""
+    """Check that a value is an array of this shape with all its values in this process."""
     if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, jax.core.Tracer):
         raise TypeError(
-            f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; of a Flax variable"
-            " pass variable.get_value(), and call it outside of jax.jit."
+            f"{function}: {what} is a {type(array).__name__}, expected a JAX or NumPy array {shape}; for a Flax"
+            " variable pass variable.get_value(), and call it outside of jax.jit."
         )
     if array.dtype not in files.DTYPES.values():
         names = ", ".join(np.dtype(dtype).name for dtype in files.DTYPES.values())
@@ -149,22 +149,22 @@ def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -
 
 
 def _check_quantization(function: str, config: Mapping[str, Any], tensors: list[Tensor]) -> None:
-    """Readers believe the config: it must say what the files have."""
+    """Check that the config declares FP8 if and only if the tensors use it, because readers rely on the config."""
     quantized = any(tensor.array.dtype == FP8 for tensor in tensors)
     if quantized and not config.get("quantization_config"):
         raise ValueError(
-            f"{function}: there are tensors in FP8, and config has no quantization_config, expected both; add that of"
+            f"{function}: there are tensors in FP8, but config has no quantization_config, expected both; add that of"
             " the checkpoint."
         )
     if not quantized and config.get("quantization_config"):
         raise ValueError(
-            f"{function}: config has a quantization_config, and no tensor is in FP8, expected both or none; take"
-            " quantization_config out."
+            f"{function}: config has a quantization_config, but no tensor is in FP8, expected both or none; remove"
+            " quantization_config."
         )
 
 
-def checked_config(function: str, config: Any) -> dict[str, Any]:
-    """The config as it is read again from its file."""
+def normalize_config(function: str, config: Any) -> dict[str, Any]:
+    """Return the config as it will be read from its file."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{function}: config is a {type(config).__name__}, expected a dict; pass that of config.json.")
     try:
@@ -178,14 +178,14 @@ def checked_config(function: str, config: Any) -> dict[str, Any]:
 
 
 def index_of(shards: Mapping[str, list[Tensor]]) -> dict[str, Any]:
-    """The index of these files."""
+    """Return the index of these files."""
     size = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
     file_of = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
     return {"metadata": {"total_size": size}, "weight_map": file_of}
 
 
 def files_of(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[Tensor]]:
-    """The tensors of each file, in order."""
+    """Distribute tensors to files, in order."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -200,7 +200,7 @@ def files_of(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[Tens
 
 
 def on_host(tensors: list[Tensor]) -> dict[str, np.ndarray]:
-    """The tensors of one file."""
+    """Copy the tensors of one file to the host."""
     result = {}
     copy = None
     for tensor in tensors:

@@ -25,6 +25,7 @@ from jax_ep import tuning as tuning
 from jax_ep.context import Context, finalize, init
 from jax_ep.core.balance import Balance
 from jax_ep.core.expert_matrices import Fp8Weights, QuantizedExperts
+from jax_ep.core.router import Router
 from jax_ep.ops.exchange import combine, dispatch, row_experts
 from jax_ep.ops.exchange_gemm import dispatch_grouped_gemm, grouped_gemm_combine
 from jax_ep.ops.grouped_gemm import grouped_gemm
@@ -33,7 +34,7 @@ from jax_ep.ops.masked import masked_gated_activation, masked_grouped_gemm
 from jax_ep.ops.moe import fused_moe, moe
 from jax_ep.ops.moe_low_latency import low_latency_gemm_combine, low_latency_moe
 from jax_ep.ops.moe_sort import moe_sort
-from jax_ep.routing import identity_experts, load_balancing_loss, router_z_loss, sparsemixer_router, topk_router
+from jax_ep.routing import load_balancing_loss, router_z_loss, topk_router, update_router_bias
 from jax_ep.types import (
     Dispatched,
     DispatchedGemm,
@@ -62,6 +63,7 @@ __all__ = [
     "LowLatencyDispatched",
     "LowLatencyHandle",
     "QuantizedExperts",
+    "Router",
     "Routing",
     "Schedule",
     "SortedTokens",
@@ -73,7 +75,6 @@ __all__ = [
     "fused_moe",
     "grouped_gemm",
     "grouped_gemm_combine",
-    "identity_experts",
     "init",
     "load_balancing_loss",
     "low_latency_combine",
@@ -86,8 +87,8 @@ __all__ = [
     "moe_sort",
     "router_z_loss",
     "row_experts",
-    "sparsemixer_router",
     "topk_router",
+    "update_router_bias",
 ]
 
 

@@ -12,33 +12,26 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_ep.core import check, check_recipe, check_router
+from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate_tokens
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
 from jax_ep.core.mesh_axes import axis_tuple, rearrange
 from jax_ep.core.named_scopes import errors_begin_with
+from jax_ep.core.router import Router
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.routing import (
-    MoEMetrics,
-    Routed,
-    RouterOptions,
-    RouterWeights,
-    count_dropped,
-    route,
-    update_router_bias,
-)
+from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serve, serving_weights
 from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, sharded_moe
-from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology
+from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
 
 try:
     from flax import nnx
@@ -74,17 +67,8 @@ class MoE(nnx.Module):
       num_shared_experts: experts that every token passes, computed as one dense MLP.
       shared_intermediate_size: I of one shared expert where it is another one, as in Qwen2-MoE.
       shared_expert_gate: what shared experts return is scaled by `sigmoid(x @ shared_gate)`, as in Qwen2-MoE.
-      router_use_bias: the router's logits have biases, as in gpt-oss.
-      router_fn: a module or function of tokens `[N, H]` to a `jax_ep.Routing`, in place of the router of this layer.
-      num_identity_experts: experts that return their token, as in LongCat-Flash; the router counts them behind E.
-      score: `"softmax"` (Mixtral, Qwen3), `"sigmoid"` (DeepSeek-V3) or `"sparsemixer"` (Phi-3.5-MoE, which takes no
-        factor and no groups, and whose weights do not sum to 1).
-      renormalize: weights of a token sum to `routed_scale`.
-      routed_scale: factor on the routed experts' weights.
-      num_groups: groups of experts for group-limited routing; 1 is none.
-      topk_groups: groups a token may choose from.
-      group_score: `"top2_sum"` (DeepSeek-V3) or `"max"` (DeepSeek-V2).
-      bias_routing: keep a `RouterBias` that corrects the selection; see `update_bias`.
+      router: how the router of this layer chooses, see `jax_ep.Router`; or a module or function that takes tokens
+        `[N, H]` and returns a `jax_ep.Routing` of the E experts, and replaces that router.
       activation: as for `jax_ep.moe`; short for `experts`.
       gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`; likewise.
       capacity: rows each rank can take over all its experts; None never drops.
@@ -121,16 +105,7 @@ class MoE(nnx.Module):
         num_shared_experts: int = 0,
         shared_intermediate_size: int | None = None,
         shared_expert_gate: bool = False,
-        router_use_bias: bool = False,
-        router_fn: Callable[[Array], Routing] | None = None,
-        num_identity_experts: int = 0,
-        score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax",
-        renormalize: bool = True,
-        routed_scale: float = 1.0,
-        num_groups: int = 1,
-        topk_groups: int = 1,
-        group_score: Literal["top2_sum", "max"] = "top2_sum",
-        bias_routing: bool = False,
+        router: Router | Callable[[Array], Routing] | None = None,
         activation: Literal["silu", "gelu", "relu"] = "silu",
         gated: bool = True,
         capacity: int | None = None,
@@ -154,19 +129,14 @@ class MoE(nnx.Module):
         if experts is not None and (activation, gated) != ("silu", True):
             raise ValueError(f"MoE: {activation=}, {gated=} beside experts={experts}, which says both: leave them out")
         check.at_least("MoE", "num_shared_experts", num_shared_experts, 0)
-        check.at_least("MoE", "num_identity_experts", num_identity_experts, 0)
         if shared_intermediate_size is not None:
             check.positive("MoE", "shared_intermediate_size", shared_intermediate_size)
             check.positive("MoE", "num_shared_experts", num_shared_experts)
         check.positive("MoE", "hidden_size", hidden_size)
-        all_experts = num_experts + num_identity_experts
-        if not 1 <= num_experts_per_tok <= all_experts:
-            names = "num_experts + num_identity_experts" if num_identity_experts else "num_experts"
-            raise ValueError(f"MoE: {num_experts_per_tok=} must be between 1 and {names}={all_experts}")
-        if score == "sparsemixer" and (num_experts_per_tok, bias_routing, routed_scale, num_groups) != (2, False, 1, 1):
-            asked = f"{num_experts_per_tok=}, {bias_routing=}, {routed_scale=}, {num_groups=}"
-            raise ValueError(f"MoE: score='sparsemixer' with {asked}: it chooses 2 of all, without a bias or a factor")
-        check_router.factor("MoE", "routed_scale", routed_scale)
+        options, router_fn = _checked_router(router)
+        all_experts = check.positive("MoE", "num_experts", num_experts) + options.num_identity_experts
+        check.positive("MoE", "num_experts_per_tok", num_experts_per_tok)
+        options.check_sizes("MoE", "num_experts_per_tok", num_experts_per_tok, all_experts)
         for name, value in (
             ("dtype", dtype),
             ("param_dtype", param_dtype),
@@ -175,23 +145,7 @@ class MoE(nnx.Module):
             if value is not None and check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
                 names = ", ".join(found.name for found in TOKEN_DTYPES)
                 raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which gradients are of; pass one.")
-        self.router_options = RouterOptions(
-            num_experts_per_tok,
-            score,
-            renormalize,
-            num_groups,
-            topk_groups,
-            group_score,
-            routed_scale,
-            num_identity_experts,
-        )
-        default = RouterOptions(num_experts_per_tok, num_identity_experts=num_identity_experts)
-        if router_fn is not None and (router_use_bias or bias_routing or self.router_options != default):
-            given = {f.name: getattr(self.router_options, f.name) for f in dataclasses.fields(RouterOptions)[1:-1]}
-            raise ValueError(
-                f"MoE: router_fn with {router_use_bias=}, {bias_routing=} and {given}, expected the defaults, which the"
-                " router of this layer alone reads; leave them out, and pass them to the router in router_fn."
-            )
+        self.router_options = options
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
@@ -238,8 +192,8 @@ class MoE(nnx.Module):
         # The router decides by small differences of its logits: float32, whatever param_dtype is.
         kernel, zeros = (hidden_size, all_experts), nnx.initializers.zeros_init()
         self.router = param(DENSE_INIT, kernel, everywhere, jnp.float32) if router_fn is None else None
-        self.b_router = param(zeros, kernel[1:], PartitionSpec(None), jnp.float32) if router_use_bias else None
-        self.router_bias = RouterBias(jnp.zeros(all_experts, jnp.float32)) if bias_routing else None
+        self.b_router = param(zeros, kernel[1:], PartitionSpec(None), jnp.float32) if options.logit_bias else None
+        self.router_bias = RouterBias(jnp.zeros(all_experts, jnp.float32)) if options.selection_bias else None
         shape = (num_experts, hidden_size, *columns)
         self.w_gate_up: nnx.Param | None = param(gate_up_init, shape, specs.w_gate_up, param_dtype)
         self.w_down: nnx.Param | None = param(
@@ -302,7 +256,10 @@ class MoE(nnx.Module):
     def update_bias(self, load: Array, *, rate: float = 1e-3) -> None:
         """Moves the `RouterBias` by one step of `update_router_bias`; call it once per training step."""
         if self.router_bias is None:
-            raise ValueError("MoE: this MoE has no router bias; construct it with bias_routing=True")
+            raise ValueError(
+                "MoE: update_bias without a RouterBias, expected one; construct the layer with router="
+                "jax_ep.Router(..., selection_bias=True)."
+            )
         self.router_bias[...] = update_router_bias(self.router_bias[...], load, rate=rate)
 
     def _columns(self, intermediate_size: int) -> int:
@@ -444,14 +401,11 @@ class MoE(nnx.Module):
     def _router(self, tokens: Array) -> RouterWeights | Routing:
         if self.router_fn is None:
             return self._router_weights()
-        num_scores = self.num_experts + self.router_options.num_identity_experts
-        return check.routing("MoE", "router_fn", self.router_fn(tokens), tokens.shape[0], num_scores)
+        return check.routing("MoE", "router", self.router_fn(tokens), tokens.shape[0], self.num_experts)
 
     def _router_weights(self) -> RouterWeights:
-        if self.router is None:
-            raise ValueError("MoE: this MoE has a router_fn, and no router of its own")
         biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
-        return RouterWeights(self.router[...], *biases)
+        return RouterWeights(cast(nnx.Param, self.router)[...], *biases)
 
     def _specs(self) -> MoESpecs:
         return moe_specs(
@@ -474,7 +428,8 @@ class MoE(nnx.Module):
     ) -> tuple[Array, MoEMetrics]:
         tokens = x.reshape(-1, self.hidden_size)
         mask = None if token_mask is None else token_mask.reshape(-1)
-        routed = route(tokens, mask, self._router(tokens), options=self.router_options, axes=())
+        how: dict[str, Any] = {"options": self.router_options, "top_k": self.num_experts_per_tok}
+        routed = route(tokens, mask, self._router(tokens), axes=(), **how)
         if isinstance(weights, ServingWeights) and tokens.shape[0] <= LOW_LATENCY_TOKENS:
             y = errors_begin_with("MoE")(serve)(
                 tokens, routed.topk_idx, routed.topk_weights, weights, **self._low_latency(())
@@ -513,7 +468,7 @@ class MoE(nnx.Module):
         router_spec = PartitionSpec() if self.router_fn is None else token_spec
         everywhere = PartitionSpec()
         specs_of_routing: Any = (token_spec, token_spec, mask_spec, everywhere, everywhere, everywhere)
-        of_router = {"options": self.router_options, "axes": routing_axes}
+        of_router = {"options": self.router_options, "top_k": self.num_experts_per_tok, "axes": routing_axes}
         specs_of_tokens = token_spec, mask_spec, router_spec
         run = run_sharded(route, of_router, self.mesh, specs_of_tokens, Routed(*specs_of_routing))
         routed = run(tokens, mask, router)
@@ -568,6 +523,20 @@ def _warn_of_no_mesh() -> None:
         " pass mesh=, to spread experts and tokens. A mesh of one device keeps them on it without this warning.",
         stacklevel=4,
     )
+
+
+def _checked_router(
+    router: Router | Callable[[Array], Routing] | None,
+) -> tuple[Router, Callable[[Array], Routing] | None]:
+    """Split `router` into the Router of the layer, and the callable that replaces it or None."""
+    if router is None or isinstance(router, Router):
+        return router or Router(), None
+    if not callable(router):
+        raise TypeError(
+            f"MoE: router is {type_name(router)}, expected a jax_ep.Router, or a callable of tokens that returns a"
+            " jax_ep.Routing; pass jax_ep.Router(...)."
+        )
+    return Router(), router
 
 
 def _axes(names: str | Sequence[str]) -> tuple[str, ...]:

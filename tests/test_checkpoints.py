@@ -28,6 +28,7 @@ import oracle_serving
 from cases import BF16, F16, F32, assert_same_bits
 from harness import STRICT_PYTHON, make_mesh
 from hub_checkpoints import EXPERTS, FP8, HIDDEN, HUB, WIDTH, assert_equal, fp8_checkpoint, written
+from jax_ep import Router
 from jax_ep.checkpoints import Checkpoint, download, save, shards
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
@@ -107,9 +108,13 @@ def test_moe_layers(
 @pytest.mark.parametrize(
     ("name", "changes", "wanted"),
     [
-        ("deepseek_v2", {"topk_method": "greedy"}, {"num_groups": 1, "topk_groups": 1}),
+        (
+            "deepseek_v2",
+            {"topk_method": "greedy"},
+            {"router": Router(renormalize=False, group_score="max", scale=2.5)},
+        ),
         ("deepseek_v3", {"n_shared_experts": None, "norm_topk_prob": False}, {"num_shared_experts": 0}),
-        ("qwen3_moe", {"norm_topk_prob": None}, {"renormalize": False}),
+        ("qwen3_moe", {"norm_topk_prob": None}, {"router": Router(renormalize=False)}),
         ("qwen3_moe", {"num_experts": None, "num_local_experts": 16}, {"num_experts": 16}),
         ("gpt_oss", {"swiglu_limit": None, "hidden_act": None}, {"experts": Experts(**HUB["gpt_oss"].experts)}),
         *(("mixtral", {"hidden_act": theirs}, {"experts": Experts(ours)}) for theirs, ours in ACTIVATIONS.items()),
@@ -138,7 +143,7 @@ def test_columns_of_the_router_for_experts_without_matrices(tmp_path: Path, rng:
     config = dict(hub.config) | {"zero_expert_num": 3}
     checkpoint = Checkpoint(hub_checkpoints.write(tmp_path, config, tensors))
     assert_equal(checkpoint.moe_weights(0), want | {"router": wider.T, "router_bias": wider[:, 0]})
-    assert checkpoint.moe_options()["num_identity_experts"] == 3
+    assert checkpoint.moe_options()["router"].num_identity_experts == 3
 
 
 def test_sparsemixer_with_other_thresholds(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -558,8 +563,9 @@ def option_row(name: str, family: Family) -> str:
     sizes = ", ".join(_keys(family.options[key]) for key in SIZE_OPTIONS)
     rule, every = family.layers._asdict(), Layers()._asdict()
     layers = {key: wanted for key, wanted in rule.items() if wanted != every[key]}
-    others = {key: wanted for key, wanted in family.options.items() if key not in SIZE_OPTIONS}
-    others |= {f"experts.{key}": wanted for key, wanted in family.experts.items()}
+    others = {key: wanted for key, wanted in family.options.items() if key not in ("hidden_size", *SIZE_OPTIONS)}
+    for value, fields in (("router", family.router), ("experts", family.experts)):
+        others |= {f"{value}.{key}": wanted for key, wanted in fields.items()}
     cells = [_cell(_setting(*item) for item in items.items()) for items in (layers, others)]
     refused = (f"`{r.name}` is {' or '.join(f'`{v!r}`' for v in r.allowed) or 'another'}" for r in family.restrictions)
     return f"| `{name}` | {sizes} | {' | '.join(cells)} | {_cell(refused)} |"

@@ -321,7 +321,11 @@ def test_current_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.Mon
 def fields_of(family: str) -> set[str]:
     """The fields of config.json that are read for a family."""
     row = FAMILIES[family]
-    keys = [key for key in (*row.options.values(), *row.experts.values(), *row.layers) if isinstance(key, Key)]
+    keys = [
+        key
+        for key in (*row.options.values(), *row.router.values(), *row.experts.values(), *row.layers)
+        if isinstance(key, Key)
+    ]
     others = [*(one.name for one in row.restrictions), *(key.only_if[0] for key in keys if key.only_if)]
     return {"hidden_size", "hidden_act", *others, *(name for key in keys for name in key.names)}
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
 H, INNER, E, K = 16, 24, 8, 2
 SIZES = {"hidden_size": H, "intermediate_size": INNER, "num_experts": E, "num_experts_per_tok": K, "dtype": jnp.float32}
-ON_MESH = {"batch_axes": "data", "num_shared_experts": 1, "bias_routing": True, "score": "sigmoid"}
+ON_MESH = {"batch_axes": "data", "num_shared_experts": 1, "router": jax_ep.Router("sigmoid", selection_bias=True)}
 
 
 def data_expert_mesh(kind: str) -> jax.sharding.Mesh:
@@ -210,7 +210,8 @@ def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> Non
 def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Generator) -> None:
     """With identity experts and shared ones, and where it serves."""
     mesh = data_expert_mesh("Auto") if on_mesh else None
-    options = {**SIZES, "dtype": jnp.bfloat16, "num_identity_experts": 2, "num_shared_experts": 1, "mesh": mesh}
+    options = {**SIZES, "dtype": jnp.bfloat16, "num_shared_experts": 1, "mesh": mesh}
+    options |= {"router": jax_ep.Router(num_identity_experts=2)}
     x = jnp.asarray(rng.normal(size=(16, H)), jnp.bfloat16)
     layers = [MoE(**options, preferred_element_type=dtype, rngs=nnx.Rngs(0)) for dtype in (None, jnp.float32)]
     for serves in (False, True):
@@ -242,7 +243,7 @@ def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
 
 def test_bias_update_moves_load_to_idle_experts(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(256, H)), jnp.float32)
-    moe = MoE(**SIZES, bias_routing=True, score="sigmoid", rngs=nnx.Rngs(3))
+    moe = MoE(**SIZES, router=jax_ep.Router("sigmoid", selection_bias=True), rngs=nnx.Rngs(3))
     # Uneven at first, far beyond what steps of one size leave at the end.
     moe.router_bias[...] = jnp.linspace(-0.3, 0.3, E)
     step = nnx.jit(lambda m, x: m(x)[1].load)
@@ -273,7 +274,7 @@ def test_mistakes_are_explained() -> None:
         MoE(H, INNER, 7, 2, mesh=mesh, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"shape \(2, 5\), but this MoE takes \[..., hidden_size=16\]"):
         MoE(**SIZES, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
-    with pytest.raises(ValueError, match="bias_routing=True"):
+    with pytest.raises(ValueError, match=r"MoE: update_bias .*selection_bias=True"):
         MoE(**SIZES, rngs=nnx.Rngs(0)).update_bias(jnp.zeros(E))
 
 
@@ -492,9 +493,9 @@ def _routing_of(**changes):
 @pytest.mark.parametrize(
     ("router", "error", "match"),
     [
-        (lambda tokens: None, TypeError, "router_fn returned a NoneType, expected a jax_ep.Routing"),
-        (lambda tokens: (tokens, tokens, tokens), TypeError, "router_fn returned a tuple"),
-        (_routing_of(scores=None), TypeError, "scores of what router_fn returned is a NoneType"),
+        (lambda tokens: None, TypeError, "MoE: router returned a NoneType, expected a jax_ep.Routing"),
+        (lambda tokens: (tokens, tokens, tokens), TypeError, "MoE: router returned a tuple"),
+        (_routing_of(scores=None), TypeError, "MoE: scores returned by router is a NoneType"),
         (_routing_of(topk_idx=jnp.zeros((6, K))), TypeError, "returned ids of float32"),
         (_routing_of(topk_idx=jnp.zeros((5, K), jnp.int32)), ValueError, r"ids \(5, 2\) and weights \(6, 2\)"),
         (_routing_of(topk_weights=jnp.ones((6, 1))), ValueError, r"weights \(6, 1\), expected both \[6, K\]"),
@@ -503,14 +504,8 @@ def _routing_of(**changes):
 )
 def test_what_a_router_returns_is_checked(router, error, match):
     """A router over other experts would lose tokens, and count none of them as dropped."""
-    moe = MoE(**SIZES, router_fn=router, rngs=nnx.Rngs(0))
+    moe = MoE(**SIZES, router=router, rngs=nnx.Rngs(0))
     with pytest.raises(error, match=match):
-        moe(jnp.ones((6, H)))
-
-
-def test_a_router_scores_identity_experts_too():
-    moe = MoE(**SIZES, router_fn=_routing_of(), num_identity_experts=2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=rf"scores \(6, {E}\), expected \[6, {E + 2}\]"):
         moe(jnp.ones((6, H)))
 
 
@@ -574,12 +569,10 @@ def test_no_mesh_on_several_devices_warns_once(recwarn):
     ("options", "error", "match"),
     [
         ({"hidden_size": 0}, ValueError, "MoE: hidden_size=0, expected"),
-        ({"routed_scale": 0.0}, ValueError, "MoE: routed_scale=0.0, expected a finite number other than 0"),
+        ({"router": "sigmoid"}, TypeError, "MoE: router is a str, expected a jax_ep.Router, or a callable"),
         ({"dtype": jnp.int32}, TypeError, "MoE: dtype=.*int32.*, expected one of bfloat16"),
         ({"param_dtype": jnp.complex64}, TypeError, "MoE: param_dtype=.*, expected one of bfloat16"),
         ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),
-        ({"router_fn": _routing_of(), "renormalize": False}, ValueError, "MoE: router_fn with .*'renormalize': False"),
-        ({"router_fn": _routing_of(), "routed_scale": 2.5}, ValueError, "MoE: router_fn with .*'scale': 2.5"),
     ],
 )
 def test_option_that_no_gradient_would_see(options, error, match):
@@ -588,14 +581,25 @@ def test_option_that_no_gradient_would_see(options, error, match):
 
 
 def test_router_weights_of_integers():
-    moe = MoE(**SIZES, router_fn=_routing_of(topk_weights=jnp.ones((6, K), jnp.int32)), rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="MoE: router_fn returned weights of int32, expected floating"):
+    moe = MoE(**SIZES, router=_routing_of(topk_weights=jnp.ones((6, K), jnp.int32)), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="MoE: router returned weights of int32, expected a floating"):
         moe(jnp.ones((6, H)))
 
 
-def test_one_renormalized_expert_names_the_remedy():
-    moe = MoE(**SIZES | {"num_experts_per_tok": 1}, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"num_experts_per_tok": 1}, r"pass Router\(renormalize=False\)"),
+        ({"num_experts_per_tok": 1, "num_experts": 1}, r"pass Router\(renormalize=False\)"),
+        (
+            {"num_experts_per_tok": 1, "num_experts": 1, "router": jax_ep.Router(renormalize=False)},
+            r"pass Router\('sigmoid', renormalize=False\)",
+        ),
+    ],
+)
+def test_router_without_a_gradient_names_the_remedy(options, remedy):
+    moe = MoE(**SIZES | options, rngs=nnx.Rngs(0))
     x = jnp.ones((6, H))
     assert moe(x)[0].shape == x.shape
-    with pytest.raises(TypeError, match="renormalize=False, here or to MoE"):
+    with pytest.raises(TypeError, match=remedy):
         nnx.grad(lambda moe: moe(x)[0].sum())(moe)

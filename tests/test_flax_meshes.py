@@ -166,7 +166,7 @@ def test_another_router(kind: str, rng: np.random.Generator) -> None:
     own.router.set_value(2 * router.linear.kernel.get_value())
     want, wanted = own(jnp.asarray(x))
     with jax.set_mesh(mesh_of(kind)):
-        moe = MoE(**SIZES, router_fn=router, batch_axes="data", rngs=nnx.Rngs(0))
+        moe = MoE(**SIZES, router=router, batch_axes="data", rngs=nnx.Rngs(0))
         assert moe.router is None
         for name in ("w_gate_up", "w_down"):
             place = getattr(moe, name).get_value().sharding
@@ -185,8 +185,8 @@ def test_another_router(kind: str, rng: np.random.Generator) -> None:
 def test_identity_experts_return_their_token(on_mesh: bool, rng: np.random.Generator) -> None:
     x = rng.normal(size=(12, H)).astype(np.float32)
     with jax.set_mesh(mesh_of("Auto")) if on_mesh else contextlib.nullcontext():
-        options = {"num_identity_experts": 4, "renormalize": False, "routed_scale": 3.0, "bias_routing": True}
-        moe = fill(MoE(**SIZES, **options, rngs=nnx.Rngs(0)), rng)
+        router = jax_ep.Router(renormalize=False, scale=3.0, selection_bias=True, num_identity_experts=4)
+        moe = fill(MoE(**SIZES, router=router, rngs=nnx.Rngs(0)), rng)
         mask = jnp.arange(12) < 10
         y, metrics = nnx.jit(lambda m, x: m(x, token_mask=mask))(moe, jnp.asarray(x))
     scores = np.asarray(jax.nn.softmax(jnp.asarray(x) @ np.asarray(moe.router.get_value())))
@@ -203,18 +203,17 @@ def test_identity_experts_return_their_token(on_mesh: bool, rng: np.random.Gener
 
 
 def test_sparsemixer(rng: np.random.Generator) -> None:
-    moe = fill(MoE(**SIZES, score="sparsemixer", rngs=nnx.Rngs(0)), rng)
+    moe = fill(MoE(**SIZES, router=jax_ep.Router("sparsemixer"), rngs=nnx.Rngs(0)), rng)
     x = jnp.asarray(rng.normal(size=(12, H)), jnp.float32)
-    routing = jax_ep.sparsemixer_router(x @ moe.router.get_value())
+    routing = jax_ep.routing.sparsemixer_router(x @ moe.router.get_value())
     want = jax_ep.fused_moe(x, *routing[:2], moe.w_gate_up.get_value(), moe.w_down.get_value(), implementation="xla")
     np.testing.assert_allclose(moe(x)[0], want, rtol=1e-4, atol=1e-5)
 
 
 WRONG = [
-    ({"score": "sparsemixer", "num_experts_per_tok": 3}, "num_experts_per_tok=3"),
-    ({"score": "sparsemixer", "routed_scale": 2.5}, "routed_scale=2.5, num_groups=1: it chooses 2 of all"),
-    ({"score": "sparsemixer", "num_groups": 2}, "num_groups=2: it chooses 2 of all"),
-    ({"router_fn": lambda x: x, "bias_routing": True}, "router_fn.*bias_routing=True"),
+    ({"router": jax_ep.Router("sparsemixer"), "num_experts_per_tok": 3}, "MoE: num_experts_per_tok=3 of 8 experts"),
+    ({"router": jax_ep.Router(num_groups=3)}, "MoE: 8 experts do not divide into num_groups=3"),
+    ({"router": jax_ep.Router(num_groups=8)}, "MoE: num_experts_per_tok=2 exceeds the 1 experts that can be chosen"),
     ({"experts": GPT_OSS, "activation": "gelu"}, "activation='gelu'.*leave them out"),
     ({"shared_expert_gate": True}, "num_shared_experts"),
     ({"fsdp_axis": "data"}, "fsdp_axis='data'.*batch_axes"),

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import quantization as q
+from jax_ep import update_router_bias
 from jax_ep.formats import FORMATS
 from jax_ep.placement import move, plan
-from jax_ep.routing import update_router_bias
+from jax_ep.routing import identity_experts, sparsemixer_router
 from jax_ep.serving import serving_weights
 
 T, E, K, H, SLOTS = 16, 16, 2, 256, 24
@@ -48,7 +49,7 @@ def of_logits(router: Callable[..., Any], *more: Any) -> Case:
 BIAS, MASK = ((E,), "float", EXPERTS), ((T,), "mask", TOKENS)
 MATRICES = ((E, H, 128), "float", EXPERTS)
 IDS, LAYER = ((T, K), "ids", TOKENS), (MATRICES, ((E, 64, H), "float", EXPERTS))
-DEEPSEEK = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2}
+DEEPSEEK = jax_ep.Router("sigmoid", num_groups=4, topk_groups=2)
 
 
 def balance(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -93,23 +94,25 @@ CASES = {
     "dispatch and combine": Case(dispatch_and_combine, (((T, H), "float", TOKENS), IDS)),
     "low_latency_dispatch": Case(in_blocks, (((T, H), "float", TOKENS), IDS), has_gradient=False),
     "topk_router": of_logits(lambda logits: jax_ep.topk_router(logits, K)),
-    "topk_router scale": of_logits(
-        lambda logits, scale: jax_ep.topk_router(logits, K, score="sigmoid", renormalize=False, scale=scale),
-        ((), "float", ()),
-    ),
     "topk_router bias": of_logits(lambda logits, bias: jax_ep.topk_router(logits, K, bias=bias), BIAS),
-    "topk_router groups": of_logits(lambda logits, bias: jax_ep.topk_router(logits, K, bias=bias, **DEEPSEEK), BIAS),
+    "topk_router groups": of_logits(
+        lambda logits, bias: jax_ep.topk_router(logits, K, bias=bias, router=DEEPSEEK), BIAS
+    ),
     "topk_router max": of_logits(
-        lambda logits: jax_ep.topk_router(logits, 1, renormalize=False, num_groups=8, topk_groups=3, group_score="max")
+        lambda logits: jax_ep.topk_router(
+            logits, 1, router=jax_ep.Router(renormalize=False, num_groups=8, topk_groups=3, group_score="max")
+        )
     ),
     "topk_router mask": of_logits(lambda logits, mask: jax_ep.topk_router(logits, E, token_mask=mask), MASK),
-    "topk_router bfloat16": of_logits(lambda logits: jax_ep.topk_router(logits.astype(jnp.bfloat16), K, **DEEPSEEK)),
-    "sparsemixer_router": of_logits(jax_ep.sparsemixer_router),
+    "topk_router bfloat16": of_logits(
+        lambda logits: jax_ep.topk_router(logits.astype(jnp.bfloat16), K, router=DEEPSEEK)
+    ),
+    "sparsemixer_router": of_logits(sparsemixer_router),
     "sparsemixer_router key": of_logits(
-        lambda logits, key: jax_ep.sparsemixer_router(logits, key=jax.random.wrap_key_data(key), jitter_eps=0.4),
+        lambda logits, key: sparsemixer_router(logits, key=jax.random.wrap_key_data(key), jitter_eps=0.4),
         ((2,), "key", ("",)),
     ),
-    "identity_experts": of_logits(lambda logits: jax_ep.identity_experts(jax_ep.topk_router(logits, K), 12)),
+    "identity_experts": of_logits(lambda logits: identity_experts(jax_ep.topk_router(logits, K), 12)),
     "load_balancing_loss": of_logits(balance),
     "load_balancing_loss mask": of_logits(balance, MASK),
     "router_z_loss": of_logits(jax_ep.router_z_loss),

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import jax_ep
+from jax_ep.routing import identity_experts, sparsemixer_router
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "golden_blocks.npz")
 CONFIGS = json.loads(str(GOLDEN["families"]))["families"]
@@ -37,31 +38,35 @@ def of_family(name: str, kind: str = "") -> dict[str, np.ndarray]:
 
 
 def normalised(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
-    return jax_ep.topk_router(logits, c["num_experts_per_tok"], renormalize=c.get("norm_topk_prob", True))
+    return jax_ep.topk_router(
+        logits, c["num_experts_per_tok"], router=jax_ep.Router(renormalize=c.get("norm_topk_prob", True))
+    )
 
 
 def deepseek_v2(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
     groups = {"num_groups": c["n_group"], "topk_groups": c["topk_group"], "group_score": "max"}
-    scale = c["routed_scaling_factor"]
-    return jax_ep.topk_router(logits, c["num_experts_per_tok"], renormalize=False, scale=scale, **groups)
+    router = jax_ep.Router(renormalize=False, scale=c["routed_scaling_factor"], **groups)
+    return jax_ep.topk_router(logits, c["num_experts_per_tok"], router=router)
 
 
 def deepseek_v3(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
     return jax_ep.topk_router(
         logits,
         c["num_experts_per_tok"],
-        score="sigmoid",
+        router=jax_ep.Router(
+            "sigmoid",
+            renormalize=c["norm_topk_prob"],
+            num_groups=c["n_group"],
+            topk_groups=c["topk_group"],
+            scale=c["routed_scaling_factor"],
+        ),
         bias=state["gate.e_score_correction_bias"],
-        renormalize=c["norm_topk_prob"],
-        num_groups=c["n_group"],
-        topk_groups=c["topk_group"],
-        scale=c["routed_scaling_factor"],
     )
 
 
 def minimax_m2(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
     bias = state["e_score_correction_bias"]
-    return jax_ep.topk_router(logits, c["num_experts_per_tok"], score="sigmoid", bias=bias)
+    return jax_ep.topk_router(logits, c["num_experts_per_tok"], router=jax_ep.Router("sigmoid"), bias=bias)
 
 
 def ernie(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
@@ -69,16 +74,16 @@ def ernie(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
 
 
 def llama4(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
-    return jax_ep.topk_router(logits, c["num_experts_per_tok"], score="sigmoid", renormalize=False)
+    return jax_ep.topk_router(logits, c["num_experts_per_tok"], router=jax_ep.Router("sigmoid", renormalize=False))
 
 
 def phimoe(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
-    return jax_ep.sparsemixer_router(logits, jitter_eps=c["router_jitter_noise"])
+    return sparsemixer_router(logits, jitter_eps=c["router_jitter_noise"])
 
 
 def longcat(logits: jax.Array, state: State, c: Config) -> jax_ep.Routing:
     bias, scale = state["router.e_score_correction_bias"], c["routed_scaling_factor"]
-    return jax_ep.topk_router(logits, c["moe_topk"], bias=bias, renormalize=False, scale=scale)
+    return jax_ep.topk_router(logits, c["moe_topk"], bias=bias, router=jax_ep.Router(renormalize=False, scale=scale))
 
 
 def plain_experts(state: State) -> dict[str, Any]:
@@ -161,7 +166,7 @@ def block(name: str, implementation: str, state: State, x: jax.Array) -> jax.Arr
     """The whole MoE block `[T, H]` to `[T, H]`."""
     family, routing, rest = FAMILIES[name], routing_of(name, state, x), []
     if "zero_expert_num" in CONFIGS[name]:
-        routing, weight = jax_ep.identity_experts(routing, CONFIGS[name]["n_routed_experts"])
+        routing, weight = identity_experts(routing, CONFIGS[name]["n_routed_experts"])
         rest.append(weight[:, None] * x)
     if family.shared:
         rest.append(shared_experts(state, family.shared, x))

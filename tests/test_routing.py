@@ -1,5 +1,6 @@
 """topk_router, sparsemixer_router and identity_experts against plain NumPy versions of the published models."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 import finite_differences
 import jax_ep
+from jax_ep.routing import identity_experts
 
-STATIC = ("k", "score", "renormalize", "num_groups", "topk_groups", "group_score", "scale")
+STATIC = ("k", "router")
 topk_router = jax.jit(jax_ep.topk_router, static_argnames=STATIC)  # one compilation instead of one per operation
-sparsemixer_router = jax.jit(jax_ep.sparsemixer_router)
+sparsemixer_router = jax.jit(jax_ep.routing.sparsemixer_router)
 
 # --- the models, each written out in NumPy float64 from its own definition -----------------------------------------
 
@@ -85,17 +87,23 @@ def llama4(logits):
     return idx, _sigmoid(np.take_along_axis(logits, idx, axis=-1)), _sigmoid(logits)
 
 
-V3_ROUTER = partial(topk_router, k=8, score="sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
-V2_ROUTER = partial(topk_router, k=6, renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0)
+DEEPSEEK_V2 = jax_ep.Router(renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0)
+DEEPSEEK_V3 = jax_ep.Router("sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
+V3_ROUTER = partial(topk_router, k=8, router=DEEPSEEK_V3)
+V2_ROUTER = partial(topk_router, k=6, router=DEEPSEEK_V2)
 # name: (number of experts, the call under test, the NumPy model); each is called with logits alone
 MODELS = {
     "mixtral": (8, partial(topk_router, k=2), mixtral),
     "qwen3": (128, partial(topk_router, k=8), qwen3),
-    "qwen3-unnormalised": (128, partial(topk_router, k=8, renormalize=False), partial(qwen3, renormalize=False)),
+    "qwen3-unnormalised": (
+        128,
+        partial(topk_router, k=8, router=jax_ep.Router(renormalize=False)),
+        partial(qwen3, renormalize=False),
+    ),
     "deepseek-v2": (160, V2_ROUTER, deepseek_v2),
     "deepseek-v3-no-bias": (256, V3_ROUTER, partial(deepseek_v3, bias=0.0)),
     "gpt-oss": (32, partial(topk_router, k=4), gpt_oss),
-    "llama4": (16, partial(topk_router, k=1, score="sigmoid", renormalize=False), llama4),
+    "llama4": (16, partial(topk_router, k=1, router=jax_ep.Router("sigmoid", renormalize=False)), llama4),
 }
 
 
@@ -147,14 +155,14 @@ def test_softmax_router_takes_a_bias_too():
 def test_equal_logits_take_the_lowest_indices():
     routing = topk_router(jnp.full((4, 12), 0.25, jnp.float32), 5)
     np.testing.assert_array_equal(routing.topk_idx, [[0, 1, 2, 3, 4]] * 4)
-    limited = topk_router(jnp.full((4, 12), 0.25, jnp.float32), 5, num_groups=4, topk_groups=2)
+    limited = topk_router(jnp.full((4, 12), 0.25, jnp.float32), 5, router=jax_ep.Router(num_groups=4, topk_groups=2))
     np.testing.assert_array_equal(limited.topk_idx, [[0, 1, 2, 3, 4]] * 4)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_scores_that_round_to_the_same_number_keep_the_order_of_their_logits(score):
     logits = jnp.asarray([[30.0, 200.0, 40.0, 35.0], [-300.0, -290.0, 0.0, -280.0]], jnp.float32)
-    routing = topk_router(logits, 3, score=score)
+    routing = topk_router(logits, 3, router=jax_ep.Router(score))
     assert len(np.unique(routing.scores[int(score == "softmax")])) < 4, "the scores must be equal somewhere"
     np.testing.assert_array_equal(routing.topk_idx, [[1, 2, 3], [2, 3, 1]])
 
@@ -170,7 +178,7 @@ def test_groups_of_one_expert_sum_the_one_they_have():
     # E == num_groups: a group has no second best expert, so top2_sum and max agree
     logits = jnp.asarray(_logits("normal", 9, 6))
     both = [
-        topk_router(logits, 2, num_groups=6, topk_groups=3, group_score=group_score)
+        topk_router(logits, 2, router=jax_ep.Router(num_groups=6, topk_groups=3, group_score=group_score))
         for group_score in ("top2_sum", "max")
     ]
     plain = topk_router(logits, 2)
@@ -181,8 +189,8 @@ def test_groups_of_one_expert_sum_the_one_they_have():
 def test_the_two_group_scores_differ_where_they_should():
     # group 0 holds the best expert, group 1 the best pair
     logits = jnp.log(jnp.asarray([[0.40, 0.02, 0.30, 0.28]], jnp.float32))
-    by_sum = topk_router(logits, 2, num_groups=2, topk_groups=1, group_score="top2_sum")
-    by_max = topk_router(logits, 2, num_groups=2, topk_groups=1, group_score="max")
+    by_sum = topk_router(logits, 2, router=jax_ep.Router(num_groups=2, topk_groups=1, group_score="top2_sum"))
+    by_max = topk_router(logits, 2, router=jax_ep.Router(num_groups=2, topk_groups=1, group_score="max"))
     np.testing.assert_array_equal(by_sum.topk_idx, [[2, 3]])
     np.testing.assert_array_equal(by_max.topk_idx, [[0, 1]])
 
@@ -200,10 +208,12 @@ def test_bfloat16_logits_are_computed_in_float32(name):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_extreme_logits_stay_finite(score):
     logits = jnp.asarray([[1e30, -1e30, 3e4, 0.0], [-1e30, -1e30, -1e30, -1e30]], jnp.float32)
-    routing = topk_router(logits, 2, score=score)
+    routing = topk_router(logits, 2, router=jax_ep.Router(score))
     assert np.isfinite(routing.topk_weights).all()
     assert np.isfinite(routing.scores).all()
-    gradient = jax.grad(lambda values: topk_router(values, 2, score=score).topk_weights[:, 0].sum())(logits)
+    gradient = jax.grad(lambda values: topk_router(values, 2, router=jax_ep.Router(score)).topk_weights[:, 0].sum())(
+        logits
+    )
     assert np.isfinite(gradient).all()
 
 
@@ -226,7 +236,9 @@ def test_weights_are_differentiable_in_the_logits(score, renormalize):
     num_tokens, num_experts, k, scale = 5, 12, 3, 2.5
     logits = _logits("normal", num_tokens, num_experts)
     cotangent = np.random.default_rng(2).normal(size=(num_tokens, k)).astype(np.float32)
-    routing = partial(topk_router, k=k, score=score, renormalize=renormalize, num_groups=4, topk_groups=2, scale=scale)
+    routing = partial(
+        topk_router, k=k, router=jax_ep.Router(score, renormalize=renormalize, num_groups=4, topk_groups=2, scale=scale)
+    )
     chosen = np.asarray(routing(jnp.asarray(logits)).topk_idx)
 
     def objective(values):  # the selection is piecewise constant, so it stays fixed here
@@ -254,7 +266,7 @@ def test_no_gradient_reaches_the_bias(renormalize):
     logits = jnp.asarray(_logits("normal", 8, 64))
 
     def objective(bias):
-        routing = V3_ROUTER(logits, bias=bias, renormalize=renormalize)
+        routing = V3_ROUTER(logits, bias=bias, router=dataclasses.replace(DEEPSEEK_V3, renormalize=renormalize))
         # every float output, so that none of them leaks a gradient
         return jnp.sum(routing.topk_weights**2) + jnp.sum(routing.scores**2)
 
@@ -266,20 +278,16 @@ def test_gradient_in_the_logits_ignores_the_bias_values():
     logits = jnp.asarray(_logits("normal", 8, 16))
 
     def gradient(bias):
-        return jax.grad(lambda values: jnp.sum(topk_router(values, 16, score="sigmoid", bias=bias).topk_weights ** 2))(
-            logits
-        )
+        return jax.grad(
+            lambda values: jnp.sum(
+                topk_router(values, 16, router=jax_ep.Router("sigmoid"), bias=bias).topk_weights ** 2
+            )
+        )(logits)
 
     # k == E: the selected set is the same whatever the bias, only the order changes
     np.testing.assert_allclose(
         gradient(jnp.linspace(-3.0, 3.0, 16, dtype=jnp.float32)), gradient(None), rtol=1e-4, atol=1e-7
     )
-
-
-@pytest.mark.parametrize("scale", [None, "2", jnp.ones(3), [1.0]], ids=str)
-def test_scale_is_a_number(scale):
-    with pytest.raises(TypeError, match=r"topk_router: scale is an? .*, expected a number"):
-        jax_ep.topk_router(jnp.ones((2, 4)), 2, scale=scale)
 
 
 # --- tokens without experts -----------------------------------------------------------------------------------------
@@ -462,19 +470,34 @@ def test_sparsemixer_in_other_precisions_and_transformations():
     np.testing.assert_array_equal(*same)
 
 
+def test_topk_router_with_sparsemixer():
+    """It is `sparsemixer_router` without draws, and takes a mask."""
+    logits, mask = jnp.asarray(_sparsemixer_logits(24)), jnp.arange(24) % 5 > 0
+    router, want = jax_ep.Router("sparsemixer"), sparsemixer_router(logits)
+    for got, expected in zip(topk_router(logits, 2, router=router), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    masked = topk_router(jnp.where(mask[:, None], logits, jnp.nan), 2, router=router, token_mask=mask)
+    for got, expected, nothing in zip(masked, want, (-1, 0, 0), strict=True):
+        np.testing.assert_array_equal(got, np.where(mask[:, None], expected, nothing))
+    with pytest.raises(ValueError, match=r"topk_router: k=3 of 16 experts with Router\('sparsemixer'\), expected 2"):
+        topk_router(logits, 3, router=router)
+    with pytest.raises(ValueError, match=r"topk_router: bias with Router\('sparsemixer'\), expected none"):
+        topk_router(logits, 2, router=router, bias=jnp.zeros(16))
+
+
 # --- identity experts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 8])
 def test_identity_experts_are_taken_out(num_experts):
     rng = np.random.default_rng(9)
-    routing = topk_router(jnp.asarray(_logits("normal", 32, 8)), 3, renormalize=False, scale=6.0)
+    routing = topk_router(jnp.asarray(_logits("normal", 32, 8)), 3, router=jax_ep.Router(renormalize=False, scale=6.0))
     idx, weights, scores = map(np.asarray, routing)
     is_identity = idx >= num_experts
     d_weights, d_weight = (rng.normal(size=shape).astype(np.float32) for shape in ((32, 3), (32,)))
 
     def call(weights):
-        rest, weight = jax_ep.identity_experts(routing._replace(topk_weights=weights), num_experts)
+        rest, weight = identity_experts(routing._replace(topk_weights=weights), num_experts)
         return (rest.topk_weights, weight), rest
 
     (rest_weights, weight), pull, rest = jax.vjp(call, routing.topk_weights, has_aux=True)
@@ -489,7 +512,7 @@ def test_identity_experts_are_taken_out(num_experts):
 
 def test_identity_experts_leave_tokens_without_experts_alone():
     logits, mask = jnp.asarray(_logits("normal", 6, 8)), jnp.arange(6) < 4
-    rest, weight = jax_ep.identity_experts(topk_router(logits, 3, token_mask=mask), 2)
+    rest, weight = identity_experts(topk_router(logits, 3, token_mask=mask), 2)
     np.testing.assert_array_equal(rest.topk_idx[4:], np.full((2, 3), -1))
     np.testing.assert_array_equal(weight[4:], np.zeros(2))
     assert (np.asarray(weight[:4]) > 0).all()
@@ -498,19 +521,13 @@ def test_identity_experts_leave_tokens_without_experts_alone():
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float16, bool])
 def test_selection_bias_of_a_dtype_that_rounds_steps_away(dtype):
     with pytest.raises(TypeError, match=r"update_router_bias: bias has dtype .*, expected float32 or float64"):
-        jax_ep.routing.update_router_bias(jnp.zeros(3, dtype), jnp.array([6, 2, 1]))
+        jax_ep.update_router_bias(jnp.zeros(3, dtype), jnp.array([6, 2, 1]))
 
 
 @pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
 def test_rate_of_a_selection_bias_out_of_range(rate):
     with pytest.raises(ValueError, match=r"update_router_bias: rate=.*, expected a finite number from 0 on"):
-        jax_ep.routing.update_router_bias(jnp.zeros(3), jnp.array([6, 2, 1]), rate=rate)
-
-
-@pytest.mark.parametrize("scale", [0, 0.0, float("nan"), np.float32("inf")])
-def test_scale_that_silences_all_experts(scale):
-    with pytest.raises(ValueError, match=r"topk_router: scale=.*, expected a finite number other than 0"):
-        topk_router(jnp.zeros((2, 4)), 2, scale=scale)
+        jax_ep.update_router_bias(jnp.zeros(3), jnp.array([6, 2, 1]), rate=rate)
 
 
 def _weight_gradient(router):
@@ -521,29 +538,39 @@ def _weight_gradient(router):
 def test_one_renormalized_expert_has_no_gradient(score):
     """The weight is constant, so differentiating it is an error; inference and the losses work."""
     with pytest.raises(TypeError, match=r"topk_router: renormalize=True with one expert .*renormalize=False"):
-        _weight_gradient(lambda logits: topk_router(logits, 1, score=score))
-    assert np.abs(_weight_gradient(lambda logits: topk_router(logits, 1, score=score, renormalize=False))).max() > 0
+        _weight_gradient(lambda logits: topk_router(logits, 1, router=jax_ep.Router(score)))
+    free = jax_ep.Router(score, renormalize=False)
+    assert np.abs(_weight_gradient(lambda logits: topk_router(logits, 1, router=free))).max() > 0
     logits = jnp.asarray(_logits("normal", 6, 8))
-    np.testing.assert_allclose(jax.jit(lambda x: topk_router(x, 1, scale=2.0).topk_weights)(logits), 2.0, rtol=1e-6)
+    weights = topk_router(logits, 1, router=jax_ep.Router(scale=2.0)).topk_weights
+    np.testing.assert_allclose(weights, 2.0, rtol=1e-6)
 
     def loss(logits):
-        scores = topk_router(logits, 1, score=score).scores
+        scores = topk_router(logits, 1, router=jax_ep.Router(score)).scores
         return jax_ep.router_z_loss(logits) + jnp.sum(scores**2)
 
     assert np.abs(jax.grad(loss)(logits)).max() > 0
-    one = _weight_gradient(lambda logits: topk_router(logits[:, :1], 1, score=score))  # there is nothing to choose
-    np.testing.assert_allclose(one, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router_of_one_expert_without_gradient(renormalize):
+    """A softmax over one logit is 1 whatever the logit; a sigmoid has a gradient."""
+    router = jax_ep.Router(renormalize=renormalize)
+    with pytest.raises(TypeError, match=r"topk_router: (renormalize=True with one expert|the softmax over one expert)"):
+        _weight_gradient(lambda logits: topk_router(logits[:, :1], 1, router=router))
+    sigmoid = jax_ep.Router("sigmoid", renormalize=False)
+    assert np.abs(_weight_gradient(lambda logits: topk_router(logits[:, :1], 1, router=sigmoid))).max() > 0
 
 
 def test_sparsemixer_without_rivals_has_no_gradient():
     with pytest.raises(TypeError, match=r"sparsemixer_router: jitter_eps=0 .*pass a positive jitter_eps"):
-        _weight_gradient(lambda logits: jax_ep.sparsemixer_router(logits, jitter_eps=0))
-    _weight_gradient(jax_ep.sparsemixer_router)
+        _weight_gradient(lambda logits: jax_ep.routing.sparsemixer_router(logits, jitter_eps=0))
+    _weight_gradient(jax_ep.routing.sparsemixer_router)
 
 
 @pytest.mark.parametrize(("bias", "load"), [((4,), (3,)), ((4,), (3, 4)), ((2, 4), (4,)), ((4,), (1,))])
 def test_bias_and_load_have_one_shape(bias, load):
     with pytest.raises(ValueError, match="update_router_bias: load has shape"):
-        jax_ep.routing.update_router_bias(jnp.zeros(bias), jnp.ones(load, jnp.int32))
+        jax_ep.update_router_bias(jnp.zeros(bias), jnp.ones(load, jnp.int32))
     with pytest.raises(TypeError, match="load is a list"):
-        jax_ep.routing.update_router_bias(jnp.zeros(bias), [1, 2])
+        jax_ep.update_router_bias(jnp.zeros(bias), [1, 2])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep import Schedule
+from jax_ep import Router, Schedule
 from jax_ep.flax import MoE, MoEMetrics, TrainingWeights
 from jax_ep.serving import ServingWeights
 from lm.data import NUM_BYTES
@@ -127,8 +127,9 @@ class Block(nnx.Module):
             config.experts,
             config.top_k,
             num_shared_experts=config.shared_experts,
-            bias_routing=config.balance == "bias",
-            score="sigmoid" if config.balance == "bias" else "softmax",
+            router=Router(
+                "sigmoid" if config.balance == "bias" else "softmax", selection_bias=config.balance == "bias"
+            ),
             capacity=config.capacity,
             dtype=config.dtype,
             recipe=config.recipe,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, number, shown
+from jax_ep.core.router import Router
 from jax_ep.types import Experts
 
 ACTIVATIONS = {
@@ -142,9 +143,8 @@ class Family:
     Attributes:
       forms: alternative tensor names by parameter, below the prefix of the layer; the first form is the one that is
         written.
-      options: keywords of `jax_ep.flax.MoE` other than the hidden size, each a value or a `Key`. The defaults are
-        softmax
-        scores, renormalized.
+      options: keywords of `jax_ep.flax.MoE`, each a value or a `Key`, except `router` and `experts`.
+      router: fields of `jax_ep.Router`, each a value or a `Key`.
       experts: fields of `jax_ep.Experts` other than the activation, each a value or a `Key`.
       layers: which layers are MoE.
       restrictions: values of the config that the package requires.
@@ -154,6 +154,7 @@ class Family:
 
     forms: tuple[Form, ...]
     options: Mapping[str, Any]
+    router: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layers: Layers = ALL_LAYERS
     restrictions: tuple[Restriction, ...] = ()
@@ -200,29 +201,25 @@ def _router(name: str) -> Form:
     return {"router": Stored((f"{name}.weight",))}
 
 
-_OF_ALL: dict[str, Any] = {"hidden_size": Key("hidden_size"), "score": "softmax", "renormalize": True}
-
-
 def _sizes(width: Key, experts: Key, chosen: Key = Key("num_experts_per_tok")) -> dict[str, Any]:  # noqa: B008
-    return {"intermediate_size": width, "num_experts": experts, "num_experts_per_tok": chosen}
+    sizes = {"intermediate_size": width, "num_experts": experts, "num_experts_per_tok": chosen}
+    return {"hidden_size": Key("hidden_size")} | sizes
 
 
 _LOCAL = _sizes(Key("intermediate_size"), Key("num_local_experts", "num_experts"))
 _QWEN = _sizes(Key("moe_intermediate_size"), Key("num_experts", "num_local_experts"))
-_QWEN |= {"renormalize": Key("norm_topk_prob", default=False)}
+_QWEN_ROUTER = {"renormalize": Key("norm_topk_prob", default=False)}
 _QWEN_LAYERS = Layers(step=Key("decoder_sparse_step", default=1), dense=Key("mlp_only_layers", default=()))
 _DEEPSEEK = _sizes(Key("moe_intermediate_size"), Key("n_routed_experts", "num_local_experts", "num_experts"))
-_DEEPSEEK |= {
-    "num_shared_experts": Key("n_shared_experts", default=0),
-    "routed_scale": Key("routed_scaling_factor", default=1.0),
-}
-_DEEPSEEK_V3 = _DEEPSEEK | {
+_DEEPSEEK |= {"num_shared_experts": Key("n_shared_experts", default=0)}
+_SCALE = {"scale": Key("routed_scaling_factor", default=1.0)}
+_DEEPSEEK_V3_ROUTER = _SCALE | {
     "score": "sigmoid",
     "renormalize": Key("norm_topk_prob", default=True),
     "num_groups": Key("n_group", default=1),
     "topk_groups": Key("topk_group", default=1),
     "group_score": "top2_sum",
-    "bias_routing": True,
+    "selection_bias": True,
 }
 _DEEPSEEK_LAYERS = Layers(first=Key("first_k_dense_replace", default=0))
 _EVERY_LAYER = Restriction("moe_layer_freq", (1,), "dense layers between MoE layers are not supported", "weights")
@@ -241,7 +238,8 @@ _LLAMA4 = Family(
         | _fused("feed_forward", transposed=False)
         | _shared("feed_forward.shared_expert"),
     ),
-    options=_LOCAL | {"score": "sigmoid", "renormalize": False, "num_shared_experts": 1},
+    options=_LOCAL | {"num_shared_experts": 1},
+    router={"score": "sigmoid", "renormalize": False},
     experts={"weight_on": "input"},
     layers=Layers(step=Key("interleave_moe_layer_step", default=1), listed=Key("moe_layers", default=None)),
 )
@@ -260,13 +258,15 @@ FAMILIES: Mapping[str, Family] = {
             "shared_intermediate_size": Key("shared_expert_intermediate_size"),
             "shared_expert_gate": True,
         },
+        router=_QWEN_ROUTER,
         layers=_QWEN_LAYERS,
     ),
-    "qwen3_moe": Family(_both(_router("mlp.gate")), _QWEN, layers=_QWEN_LAYERS),
-    "olmoe": Family(_both(_router("mlp.gate")), _QWEN | {"intermediate_size": Key("intermediate_size")}),
+    "qwen3_moe": Family(_both(_router("mlp.gate")), _QWEN, _QWEN_ROUTER, layers=_QWEN_LAYERS),
+    "olmoe": Family(_both(_router("mlp.gate")), _QWEN | {"intermediate_size": Key("intermediate_size")}, _QWEN_ROUTER),
     "deepseek_v2": Family(
         forms=_both(_router("mlp.gate") | _shared("mlp.shared_experts")),
-        options=_DEEPSEEK
+        options=_DEEPSEEK,
+        router=_SCALE
         | {
             "renormalize": False,
             "num_groups": Key("n_group", default=1, only_if=("topk_method", "group_limited_greedy")),
@@ -284,7 +284,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         forms=_DEEPSEEK_V3_FORMS,
-        options=_DEEPSEEK_V3,
+        options=_DEEPSEEK,
+        router=_DEEPSEEK_V3_ROUTER,
         layers=_DEEPSEEK_LAYERS,
         restrictions=(
             _SIGMOID,
@@ -292,10 +293,11 @@ FAMILIES: Mapping[str, Family] = {
             _EVERY_LAYER,
         ),
     ),
-    "glm4_moe": Family(forms=_DEEPSEEK_V3_FORMS, options=_DEEPSEEK_V3, layers=_DEEPSEEK_LAYERS),
+    "glm4_moe": Family(_DEEPSEEK_V3_FORMS, _DEEPSEEK, _DEEPSEEK_V3_ROUTER, layers=_DEEPSEEK_LAYERS),
     "minimax_m2": Family(
         forms=(_MIXTRAL_EACH | _bias("block_sparse_moe."), _router("mlp.gate") | _fused("mlp") | _bias("mlp.")),
-        options=_LOCAL | {"score": "sigmoid", "bias_routing": True},
+        options=_LOCAL,
+        router={"score": "sigmoid", "selection_bias": True},
         restrictions=(_SIGMOID,),
     ),
     "ernie4_5_moe": Family(
@@ -306,10 +308,8 @@ FAMILIES: Mapping[str, Family] = {
         options=_sizes(
             Key("moe_intermediate_size"), Key("moe_num_experts", "num_experts"), Key("moe_k", "num_experts_per_tok")
         )
-        | {
-            "num_shared_experts": Key("moe_num_shared_experts", default=0),
-            "bias_routing": True,
-        },
+        | {"num_shared_experts": Key("moe_num_shared_experts", default=0)},
+        router={"selection_bias": True},
         layers=Layers(
             first=Key("moe_layer_start_index", default=0),
             last=Key("moe_layer_end_index", default=-1),
@@ -322,7 +322,8 @@ FAMILIES: Mapping[str, Family] = {
             _GPT_OSS | _fused("mlp", transposed=False),
             _GPT_OSS | _fused("mlp", suffix="_blocks"),  # MXFP4
         ),
-        options=_LOCAL | {"use_bias": True, "router_use_bias": True},
+        options=_LOCAL | {"use_bias": True},
+        router={"logit_bias": True},
         experts={
             "interleaved": True,
             "alpha": Key("swiglu_alpha", default=1.702),
@@ -334,7 +335,8 @@ FAMILIES: Mapping[str, Family] = {
     "llama4": dataclasses.replace(_LLAMA4, prefix="language_model.model.layers.{layer}.", section="text_config"),
     "phimoe": Family(
         forms=(_MIXTRAL_EACH, _router("mlp.router") | _fused("mlp")),
-        options=_LOCAL | {"score": "sparsemixer"},
+        options=_LOCAL,
+        router={"score": "sparsemixer"},
         restrictions=(Restriction("router_jitter_noise", (0.01,), "flax.MoE does not support other values"),),
     ),
     "longcat_flash": Family(
@@ -343,11 +345,11 @@ FAMILIES: Mapping[str, Family] = {
             Key("expert_ffn_hidden_size", "moe_intermediate_size"),
             Key("n_routed_experts", "num_local_experts"),
             Key("moe_topk", "num_experts_per_tok"),
-        )
+        ),
+        router=_SCALE
         | {
             "renormalize": False,
-            "routed_scale": Key("routed_scaling_factor", default=1.0),
-            "bias_routing": True,
+            "selection_bias": True,
             "num_identity_experts": Key("zero_expert_num", default=0),
         },
         layers=Layers(count=Key("num_layers")),
@@ -431,21 +433,31 @@ class Model:
 
     def _options(self) -> dict[str, Any]:
         """Return the options without the experts."""
-        wanted = _OF_ALL | dict(self.family.options)
-        options = {name: self._value(value) for name, value in wanted.items()}
-        experts = options["num_experts"] + options.get("num_identity_experts", 0)
-        groups, chosen_groups = options.get("num_groups", 1), options.get("topk_groups", 1)
-        limits = {
-            "num_groups": (experts, "experts"),
-            "topk_groups": (groups, "groups of experts"),
-            "num_experts_per_tok": (experts // groups * chosen_groups, "experts in the chosen groups"),
-        }
-        for name, (most, what) in limits.items():
-            if options.get(name, 1) > most:
-                raise self._error(f"{options[name]} for {wanted[name]}", f"at most the {most} {what}")
+        options = {name: self._value(value) for name, value in self.family.options.items()}
+        return options | {"router": self._router(options["num_experts"], options["num_experts_per_tok"])}
+
+    def _router(self, num_experts: int, top_k: int) -> Router:
+        """Return the router, after checks of the sizes that depend on several values of the config."""
+        wanted = self.family.router
+        fields = {name: self._value(value) for name, value in wanted.items()}
+        experts = num_experts + fields.get("num_identity_experts", 0)
+        groups, chosen_groups = fields.get("num_groups", 1), fields.get("topk_groups", 1)
+        limits = (
+            (groups, wanted.get("num_groups"), experts, "experts"),
+            (chosen_groups, wanted.get("topk_groups"), groups, "groups of experts"),
+            (
+                top_k,
+                self.family.options["num_experts_per_tok"],
+                experts // groups * chosen_groups,
+                "experts in the chosen groups",
+            ),
+        )
+        for value, key, most, what in limits:
+            if value > most:
+                raise self._error(f"{value} for {key}", f"at most the {most} {what}")
         if experts % groups:
             raise self._error(f"{groups} for {wanted['num_groups']}", f"a divisor of the {experts} experts")
-        return options
+        return Router(**fields)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -464,14 +476,15 @@ class Model:
         """Return the shapes of the parameters of an MoE layer of this model."""
         options = self._options()
         experts, hidden, width = (options[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
-        columns = experts + options.get("num_identity_experts", 0)  # Identity experts have no weights.
+        router: Router = options["router"]
+        columns = experts + router.num_identity_experts  # identity experts have no weights
         shared = options.get("num_shared_experts", 0) * options.get("shared_intermediate_size", width)
         found = {
             "router": (hidden, columns),
             "w_gate_up": (experts, hidden, 2 * width),
             "w_down": (experts, width, hidden),
-            "b_router": (columns,) if options.get("router_use_bias") else None,
-            "router_bias": (columns,) if options.get("bias_routing") else None,
+            "b_router": (columns,) if router.logit_bias else None,
+            "router_bias": (columns,) if router.selection_bias else None,
             "b_gate_up": (experts, 2 * width) if options.get("use_bias") else None,
             "b_down": (experts, hidden) if options.get("use_bias") else None,
             "shared_gate_up": (hidden, 2 * shared) if shared else None,

@@ -86,7 +86,7 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     if scores.shape != (num_tokens, num_experts):
         raise ValueError(
             f"{function}: {name} returned scores {scores.shape}, expected [{num_tokens}, {num_experts}]; return scores"
-            " of all experts of the layer, identity experts included."
+            " of all experts of the layer."
         )
     return value
 

@@ -1,4 +1,4 @@
-"""Argument checks of routers and their losses."""
+"""Argument checks of routers, their losses and the update of the selection bias."""
 
 from __future__ import annotations
 
@@ -11,66 +11,39 @@ import numpy as np
 
 from jax_ep.core import check
 from jax_ep.core.mesh_axes import axis_size
+from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing, type_name
 
 
-def router(
-    logits: Any,
-    k: Any,
-    score: str,
-    bias: Any,
-    num_groups: Any,
-    topk_groups: Any,
-    group_score: str,
-    scale: Any,
-    token_mask: Any,
-) -> None:
-    """Arguments of `topk_router`."""
+def topk(logits: Any, k: Any, router: Any, bias: Any, token_mask: Any) -> None:
+    """Check the arguments of `topk_router`."""
     function = "topk_router"
     num_tokens, num_experts = check.matrix(function, "logits", logits).shape
-    for name, value in (("k", k), ("num_groups", num_groups), ("topk_groups", topk_groups)):
-        check.positive(function, name, value)
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"{function}: score={score!r}, expected 'softmax' or 'sigmoid'; pass one of them.")
-    if group_score not in ("top2_sum", "max"):
-        raise ValueError(f"{function}: group_score={group_score!r}, expected 'top2_sum' or 'max'; pass one of them.")
-    factor(function, "scale", scale)
-    if num_experts % num_groups:
-        raise ValueError(
-            f"{function}: {num_experts} experts do not divide into num_groups={num_groups}; change either."
-        )
-    if topk_groups > num_groups:
-        raise ValueError(f"{function}: topk_groups={topk_groups} exceeds num_groups={num_groups}; lower topk_groups.")
-    selectable = num_experts // num_groups * topk_groups if num_groups > 1 else num_experts
-    if k > selectable:
-        raise ValueError(
-            f"{function}: k={k} exceeds the {selectable} experts that can be chosen; lower k or raise topk_groups."
-        )
+    if not isinstance(router, Router):
+        raise TypeError(f"{function}: router is {type_name(router)}, expected a jax_ep.Router; pass one, or None.")
+    router.check_sizes(function, "k", check.positive(function, "k", k), num_experts)
     if bias is not None:
         bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))
         check.size(function, "the length of bias", bias.shape[0], num_experts, "pass one value per expert")
+    if bias is not None and router.score == "sparsemixer":
+        raise ValueError(f"{function}: bias with Router('sparsemixer'), expected none; leave bias out.")
+    if bias is None and router.selection_bias:
+        raise ValueError(
+            f"{function}: bias=None with selection_bias=True of the Router, expected an array [{num_experts}]; pass"
+            " bias=, or a Router without selection_bias."
+        )
     other_tokens(function, num_tokens, token_mask, None)
 
 
 def number(function: str, name: str, value: Any) -> None:
-    """A number of any kind, traced ones included."""
+    """Check that `value` is a number, which may be traced."""
     if not isinstance(value, int | float | np.number | jax.Array | np.ndarray) or np.ndim(value) != 0:
         shape = f" of shape {np.shape(value)}" if hasattr(value, "shape") else ""
         raise TypeError(f"{function}: {name} is {type_name(value)}{shape}, expected a number; pass a float.")
 
 
-def factor(function: str, name: str, value: Any) -> None:
-    """A factor on router weights; with 0, no gradient reaches any expert or the router."""
-    number(function, name, value)
-    if not isinstance(value, jax.Array) and (value == 0 or not math.isfinite(value)):
-        raise ValueError(
-            f"{function}: {name}={value}, expected a finite number other than 0, since it scales all router weights and"
-            " their gradients; pass 1.0 for no factor."
-        )
-
-
 def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
-    """Arguments of `sparsemixer_router`."""
+    """Check the arguments of `sparsemixer_router`."""
     function = "sparsemixer_router"
     num_experts = check.matrix(function, "logits", logits).shape[1]
     if num_experts < 2:
@@ -86,7 +59,7 @@ def sparsemixer(logits: Any, jitter_eps: Any, key: Any) -> None:
 
 
 def identity_experts(routing: Any, num_experts: Any) -> None:
-    """Arguments of `identity_experts`."""
+    """Check the arguments of `identity_experts`."""
     function = "identity_experts"
     if not isinstance(routing, Routing):
         raise TypeError(
@@ -101,7 +74,7 @@ def identity_experts(routing: Any, num_experts: Any) -> None:
 
 
 def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisName | None) -> None:
-    """Arguments of `load_balancing_loss`."""
+    """Check the arguments of `load_balancing_loss`."""
     function = "load_balancing_loss"
     scores = check.matrix(function, "scores", scores)
     _some_experts(function, "scores", scores)
@@ -114,7 +87,7 @@ def balancing_loss(scores: Any, topk_idx: Any, token_mask: Any, axis_name: AxisN
 
 
 def z_loss(logits: Any, token_mask: Any, axis_name: AxisName | None) -> None:
-    """Arguments of `router_z_loss`."""
+    """Check the arguments of `router_z_loss`."""
     function = "router_z_loss"
     logits = check.matrix(function, "logits", logits)
     _some_experts(function, "logits", logits)
@@ -127,7 +100,7 @@ def _some_experts(function: str, name: str, value: Array) -> None:
 
 
 def other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: AxisName | None) -> None:
-    """Which tokens count, here and on other ranks."""
+    """Check the arguments that say which tokens count, here and on other ranks."""
     if token_mask is not None:
         check.token_mask(function, token_mask, (num_tokens,), "[T]")
     if axis_name is not None:
@@ -135,7 +108,7 @@ def other_tokens(function: str, num_tokens: int, token_mask: Any, axis_name: Axi
 
 
 def bias_step(bias: Any, load: Any, rate: Any) -> tuple[Array, Array]:
-    """Arrays of `update_router_bias`: a step of 1e-3 is lost in integers, and in 16 bits from a bias of 0.25 on."""
+    """Return the checked arrays of `update_router_bias`: integers and 16-bit biases would lose a step of 1e-3."""
     function = "update_router_bias"
     bias, load = (check.rows(function, name, x, "[..., E]") for name, x in (("bias", bias), ("load", load)))
     if bias.dtype not in (jnp.float32, jnp.float64):

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from cases import BF16, F32, assert_same_bits
+from jax_ep import Router
 from jax_ep.checkpoints import Checkpoint
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -56,15 +57,10 @@ SPARSE = {n: f"block_sparse_moe.experts.{{}}.{w}.weight" for n, w in (("gate", "
 SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": NUM_LAYERS, "num_experts_per_tok": 2, "hidden_act": "silu"}
 SMALL = SIZES | {"moe_intermediate_size": WIDTH, "intermediate_size": 99}
 LOCAL = SIZES | {"intermediate_size": WIDTH, "num_local_experts": EXPERTS}
-SOFTMAX = {"score": "softmax", "renormalize": True}
+SOFTMAX = {"router": Router()}
+NOT_RENORMALIZED = {"router": Router(renormalize=False)}
 DEEPSEEK_V3 = {
-    **SOFTMAX,
-    "score": "sigmoid",
-    "num_groups": 4,
-    "topk_groups": 2,
-    "group_score": "top2_sum",
-    "routed_scale": 2.5,
-    "bias_routing": True,
+    "router": Router("sigmoid", num_groups=4, topk_groups=2, scale=2.5, selection_bias=True),
     "num_shared_experts": 1,
 }
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_routed_experts": EXPERTS}
@@ -77,7 +73,7 @@ LLAMA4 = Hub(
         "interleave_moe_layer_step": 2,
     },
     layers=(1, 3),
-    options={"score": "sigmoid", "renormalize": False, "num_shared_experts": 1, "num_experts_per_tok": 1},
+    options={"router": Router("sigmoid", renormalize=False), "num_shared_experts": 1, "num_experts_per_tok": 1},
     experts={"weight_on": "input"},
     router="feed_forward.router.weight",
     gate="feed_forward.experts.gate_up_proj",
@@ -95,8 +91,7 @@ HUB: dict[str, Hub] = {
         | {"model_type": "qwen2_moe", "num_experts": EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}
         | {"shared_expert_intermediate_size": 14},
         (0, 2, 3),
-        {"score": "softmax", "renormalize": False, "num_shared_experts": 1, "shared_intermediate_size": 14}
-        | {"shared_expert_gate": True},
+        NOT_RENORMALIZED | {"num_shared_experts": 1, "shared_intermediate_size": 14, "shared_expert_gate": True},
         "mlp.gate.weight",
         **MLP,
         shared=14,
@@ -115,7 +110,7 @@ HUB: dict[str, Hub] = {
     "olmoe": Hub(
         SIZES | {"model_type": "olmoe", "num_experts": EXPERTS, "intermediate_size": WIDTH, "norm_topk_prob": False},
         (0, 1, 2, 3),
-        {"score": "softmax", "renormalize": False},
+        NOT_RENORMALIZED,
         "mlp.gate.weight",
         **MLP,
     ),
@@ -125,9 +120,10 @@ HUB: dict[str, Hub] = {
         | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
         | {"first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False, "moe_layer_freq": 1},
         (1, 2, 3),
-        DEEPSEEK_V3
-        | {"score": "softmax", "renormalize": False, "group_score": "max", "num_shared_experts": 2}
-        | {"bias_routing": None},
+        {
+            "router": Router(renormalize=False, num_groups=4, topk_groups=2, group_score="max", scale=2.5),
+            "num_shared_experts": 2,
+        },
         "mlp.gate.weight",
         **MLP,
         shared=2 * WIDTH,
@@ -161,7 +157,7 @@ HUB: dict[str, Hub] = {
     "minimax_m2": Hub(
         LOCAL | {"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True},
         (0, 1, 2, 3),
-        {"score": "sigmoid", "renormalize": True, "bias_routing": True},
+        {"router": Router("sigmoid", selection_bias=True)},
         "block_sparse_moe.gate.weight",
         **SPARSE,
         selection_bias="block_sparse_moe.e_score_correction_bias",
@@ -171,7 +167,7 @@ HUB: dict[str, Hub] = {
         | {"model_type": "ernie4_5_moe", "moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 2}
         | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1, "use_bias": False},
         (1, 2),
-        SOFTMAX | {"bias_routing": True, "num_shared_experts": 2},
+        {"router": Router(selection_bias=True), "num_shared_experts": 2},
         "mlp.gate.weight",
         **MLP,
         selection_bias="mlp.moe_statics.e_score_correction_bias",
@@ -181,7 +177,7 @@ HUB: dict[str, Hub] = {
     "gpt_oss": Hub(
         LOCAL | {"model_type": "gpt_oss", "swiglu_limit": 7.0},
         (0, 1, 2, 3),
-        SOFTMAX | {"use_bias": True, "router_use_bias": True},
+        {"use_bias": True, "router": Router(logit_bias=True)},
         "mlp.router.weight",
         gate="mlp.experts.gate_up_proj",
         up="",
@@ -203,7 +199,7 @@ HUB: dict[str, Hub] = {
     "phimoe": Hub(
         LOCAL | {"model_type": "phimoe", "router_jitter_noise": 0.01},
         (0, 1, 2, 3),
-        {"score": "sparsemixer", "renormalize": True},
+        {"router": Router("sparsemixer")},
         "block_sparse_moe.gate.weight",
         **SPARSE,
     ),
@@ -212,13 +208,7 @@ HUB: dict[str, Hub] = {
         | {"expert_ffn_hidden_size": WIDTH, "ffn_hidden_size": 99, "n_routed_experts": EXPERTS, "zero_expert_num": 0}
         | {"routed_scaling_factor": 6.0},
         (0, 1, 2, 3),
-        {
-            "score": "softmax",
-            "renormalize": False,
-            "routed_scale": 6.0,
-            "bias_routing": True,
-            "num_identity_experts": 0,
-        },
+        {"router": Router(renormalize=False, scale=6.0, selection_bias=True)},
         "mlp.router.classifier.weight",
         **MLP,
         selection_bias="mlp.router.e_score_correction_bias",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import jax_ep
-from jax_ep import quantization
+from jax_ep import quantization, routing
 
 # per-shard sizes of the correct calls; nearly all different, so that a number in a message has one meaning
 T, K, E, W, H, INNER, N, MAX_T = 6, 2, 8, 4, 256, 24, 40, 9
@@ -109,6 +109,7 @@ GOOD = {
     "topk_router": {"logits": f32(T, 32), "k": 4},
     "sparsemixer_router": {"logits": f32(T, 32)},
     "identity_experts": {"routing": jax_ep.Routing(i32(T, K), f32(T, K), f32(T, 32)), "num_experts": E},
+    "update_router_bias": {"bias": f32(E), "load": i32(E)},
     "load_balancing_loss": {"scores": f32(T, 32), "topk_idx": i32(T, K)},
     "router_z_loss": {"logits": f32(T, 32)},
     "quantize_fp8": {"x": f32(T, H)},
@@ -120,7 +121,7 @@ NEEDS_AXIS = [name for name in GOOD if "dispatch" in name or "combine" in name o
 
 
 def function(name):
-    return getattr(jax_ep, name, None) or getattr(quantization, name)
+    return next(getattr(module, name) for module in (jax_ep, routing, quantization) if hasattr(module, name))
 
 
 def is_array(value):

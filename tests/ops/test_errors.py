@@ -357,18 +357,19 @@ ROUTER_CASES = [
     *value("topk_router", "k = 0", {"k": 0}, r"\bk\b", number(0), number(1)),
     *value("topk_router", "k > E", {"k": 33}, r"\bk\b", number(33), number(32)),
     *value("topk_router", "k = 2.0", {"k": 2.0}, r"\bk\b", r"float|2\.0", r"\bint", error=TypeError),
-    *value("topk_router", "score", {"score": "tanh"}, "score", "tanh", "softmax", "sigmoid"),
-    *value("topk_router", "group_score", {"group_score": "mean"}, "group_score", "mean", "top2_sum", "max"),
+    *value("topk_router", "a name", {"router": "sigmoid"}, "router", r"\bstr\b", "jax_ep.Router", error=TypeError),
+    *value(
+        "topk_router", "no bias", {"router": jax_ep.Router(selection_bias=True)}, "selection_bias", "None", number(32)
+    ),
     *size("topk_router", "bias", f32(31), 31, 32),
     *dtype("topk_router", "bias", i32(32), FLOATING),
-    *positive("topk_router", "num_groups"),
-    *positive("topk_router", "topk_groups", num_groups=4),
-    *value("topk_router", "uneven groups", {"num_groups": 5}, "num_groups", number(5), number(32), DIVISIBLE),
-    *value("topk_router", "topk_groups", {"num_groups": 4, "topk_groups": 5}, "topk_groups", number(5), number(4)),
+    *value(
+        "topk_router", "uneven groups", {"router": jax_ep.Router(num_groups=5)}, "num_groups", number(5), number(32)
+    ),
     *value(
         "topk_router",
         "fewer selectable experts than k",
-        {"num_groups": 16, "topk_groups": 3, "k": 7},
+        {"router": jax_ep.Router(num_groups=16, topk_groups=3), "k": 7},
         *("topk_groups", number(7), number(6), "raise|increase|lower|reduce|at least|at most"),
     ),
     *rank("topk_router", "token_mask", array(jnp.bool_, T, 1), "T"),

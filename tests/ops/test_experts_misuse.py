@@ -176,7 +176,7 @@ def test_masked_tokens_spoil_no_gradient() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
-    layer = MoE(8, 6, 4, 2, dtype=jnp.float32, router_use_bias=True, rngs=nnx.Rngs(0))
+    layer = MoE(8, 6, 4, 2, dtype=jnp.float32, router=jax_ep.Router(logit_bias=True), rngs=nnx.Rngs(0))
     x, mask = jnp.ones((4, 8)).at[0].set(jnp.nan), jnp.asarray([False, True, True, True])
 
     def loss(layer: Any) -> jax.Array:

@@ -1,0 +1,146 @@
+"""How a router chooses experts: one frozen value for `topk_router`, `jax_ep.flax.MoE` and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+
+from jax_ep.types import type_name
+
+_SCORES = ("softmax", "sigmoid", "sparsemixer")
+_GROUP_SCORES = ("top2_sum", "max")
+_SPARSEMIXER_TOP_K = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a router chooses experts. Frozen and hashable; values are checked at construction.
+
+    Routers of published models; the page Models lists the rest of their layers:
+
+    - Mixtral, Qwen3-MoE, gpt-oss: `Router()`. Qwen2-MoE, OLMoE: `Router(renormalize=False)`.
+    - DeepSeek-V2: `Router(renormalize=False, num_groups=8, topk_groups=3, group_score="max", scale=16.0)`.
+    - DeepSeek-V3: `Router("sigmoid", num_groups=8, topk_groups=4, scale=2.5, selection_bias=True)`. GLM-4.5: without
+      groups. MiniMax-M2: without groups and scale.
+    - ERNIE-4.5: `Router(selection_bias=True)`.
+    - LongCat-Flash: `Router(renormalize=False, scale=6.0, selection_bias=True, num_identity_experts=256)`.
+    - Llama 4: `Router("sigmoid", renormalize=False)` with one expert per token and `Experts(weight_on="input")`.
+    - Phi-3.5-MoE: `Router("sparsemixer")`.
+
+    Attributes:
+      score: "softmax" or "sigmoid" of the logits, or "sparsemixer", see `jax_ep.routing.sparsemixer_router`, which
+        chooses two experts and supports neither groups, nor a scale, nor a selection bias.
+      renormalize: divide the chosen scores by their sum, so that the weights of a token sum to `scale`. "sparsemixer"
+        ignores it. With one expert per token every weight is then `scale`, so differentiating it is an error: pass
+        False to train such a router.
+      num_groups: number of contiguous groups of equal size that the experts form.
+      topk_groups: number of groups per token from which experts are chosen.
+      group_score: the score of a group: the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2).
+      scale: factor on the weights (`routed_scaling_factor`), finite and not 0.
+      logit_bias: the logits have a bias, as in gpt-oss. `jax_ep.flax.MoE` makes it a parameter; the logits that
+        `topk_router` takes contain it already.
+      selection_bias: experts are chosen by score plus bias (auxiliary-loss-free balancing, arXiv:2408.15664).
+        `jax_ep.flax.MoE` keeps it as a `RouterBias`; `topk_router` takes it as `bias=`.
+      num_identity_experts: experts behind all others that return their token, as in LongCat-Flash. `jax_ep.flax.MoE`
+        computes them; after `topk_router` see `jax_ep.routing.identity_experts`.
+
+    Raises:
+      ValueError: an unknown score, more chosen groups than groups, a scale of 0, or an option that "sparsemixer" lacks.
+      TypeError: a value of another type.
+
+    Example:
+      >>> import jax_ep
+      >>> deepseek_v3 = jax_ep.Router("sigmoid", num_groups=8, topk_groups=4, scale=2.5, selection_bias=True)
+      >>> deepseek_v3.renormalize
+      True
+
+    Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
+    """
+
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    _: dataclasses.KW_ONLY
+    renormalize: bool = True
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    scale: float = 1.0
+    logit_bias: bool = False
+    selection_bias: bool = False
+    num_identity_experts: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("score", _SCORES), ("group_score", _GROUP_SCORES)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise ValueError(f"Router: {name}={value!r}, expected one of {allowed}; pass one of them.")
+        for name in ("renormalize", "logit_bias", "selection_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise TypeError(f"Router: {name}={value!r} is {type_name(value)}, expected True or False; pass one.")
+            object.__setattr__(self, name, bool(value))
+        for name, least in (("num_groups", 1), ("topk_groups", 1), ("num_identity_experts", 0)):
+            self._check_int(name, least)
+        self._check_scale()
+        if self.topk_groups > self.num_groups:
+            raise ValueError(
+                f"Router: topk_groups={self.topk_groups} exceeds num_groups={self.num_groups}, expected at most that;"
+                " lower topk_groups."
+            )
+        if self.score == "sparsemixer" and (self.selection_bias, self.scale, self.num_groups) != (False, 1, 1):
+            given = f"selection_bias={self.selection_bias}, scale={self.scale}, num_groups={self.num_groups}"
+            raise ValueError(
+                f"Router: {given} with score='sparsemixer', expected the defaults, since SparseMixer has no bias, no"
+                " scale and no groups; leave them out."
+            )
+
+    def _check_int(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"Router: {name}={value!r} is {type_name(value)}, expected an int; pass one.")
+        object.__setattr__(self, name, int(value))
+        if value < least:
+            raise ValueError(f"Router: {name}={value}, expected at least {least}; pass such a number.")
+
+    def _check_scale(self) -> None:
+        value = self.scale
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            raise TypeError(
+                f"Router: scale is {type_name(value)}, expected a number; pass a float, and multiply topk_weights by an"
+                " array yourself."
+            )
+        try:
+            object.__setattr__(self, "scale", float(value))
+        except OverflowError:
+            object.__setattr__(self, "scale", math.inf)
+        if self.scale == 0 or not math.isfinite(self.scale):
+            raise ValueError(
+                f"Router: scale={value}, expected a finite number other than 0, since it scales all router weights and"
+                " their gradients; pass 1.0 for no factor."
+            )
+
+    def check_sizes(self, function: str, name: str, top_k: int, num_logits: int) -> None:
+        """Check that `top_k`, which the caller knows by `name`, of so many experts can be chosen."""
+        if num_logits % self.num_groups:
+            raise ValueError(
+                f"{function}: {num_logits} experts do not divide into num_groups={self.num_groups} of the Router,"
+                " expected a multiple; change either."
+            )
+        if self.num_identity_experts >= num_logits:
+            raise ValueError(
+                f"{function}: {num_logits} experts with num_identity_experts={self.num_identity_experts} of the Router,"
+                " expected fewer, since the others compute; lower it."
+            )
+        if self.score == "sparsemixer" and (top_k != _SPARSEMIXER_TOP_K or num_logits < _SPARSEMIXER_TOP_K):
+            raise ValueError(
+                f"{function}: {name}={top_k} of {num_logits} experts with Router('sparsemixer'), expected 2 of at least"
+                f" 2; pass {name}=2, or another Router."
+            )
+        selectable = num_logits // self.num_groups * self.topk_groups
+        if top_k > selectable:
+            raise ValueError(
+                f"{function}: {name}={top_k} exceeds the {selectable} experts that can be chosen, expected at most that"
+                f" many; lower {name} or raise topk_groups."
+            )

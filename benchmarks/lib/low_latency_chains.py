@@ -123,7 +123,7 @@ def variants(inputs: Inputs) -> dict[str, Variant]:
     num_bytes, num_ranks = traffic(case), case.layout.num_ranks
     sizes = (case.layout, case.layout.num_tokens, case.x.shape[1], case.x.dtype)
     _, tile = low_latency.combine_tile(Schedule(), *sizes)
-    back = "tokens" if tile.SUMS else "rows"
+    back = "tokens" if tile.sends_sums else "rows"
     found = {}
     for wire, quantize in (("fp8", True), ("bf16", False)):
         step, there = ids_step(case, quantize), num_bytes[f"tokens {wire}"]

@@ -21,8 +21,8 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two, row_groups
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs, whole_registers
-from jax_ep.megakernels.kernels.structs import Rows
-from jax_ep.megakernels.kernels.structs_serving import Activation, ColumnPass, RowBias, RowPass
+from jax_ep.megakernels.kernels.activation_structs import Activation, ColumnPass, RowBias, RowPass
+from jax_ep.megakernels.kernels.exchange_structs import Rows
 from jax_ep.megakernels.launch import launch
 from jax_ep.megakernels.rows import BLOCK_ELEMENTS, num_blocks, pass_config, row_pass
 from jax_ep.types import Array, Experts, Quantized, Tokens
@@ -69,7 +69,7 @@ def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None
         return activations.weighted(experts, hidden, weights, bias, group_sizes)
     hidden, weights, bias, group_sizes = vary_alike((hidden, weights, bias, group_sizes))
     sizes = sizes_of((hidden.shape[0], _columns(experts, hidden)), group_sizes)
-    result = jax.ShapeDtypeStruct((sizes.R, sizes.H), hidden.dtype)
+    result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.width), hidden.dtype)
     operands, constants = _with_bias((hidden, weights, group_sizes), bias)
     constants |= {"S": sizes, "KIND": kind_of(experts)}
     return launch(_ACTIVATE, operands, (result,), pass_config(num_blocks(sizes)), constants)[0]
@@ -110,13 +110,13 @@ def activate_gradient(
 def kind_of(experts: Experts) -> Activation:
     """What kernels are told of experts."""
     return Activation(
-        NAME=str(experts.activation),
-        GATED=experts.gated,
-        INTERLEAVED=experts.interleaved,
-        ALPHA=float(experts.alpha),
-        CLAMP=None if experts.clamp is None else float(experts.clamp),
-        UP_OFFSET=float(experts.up_offset),
-        ON_INPUT=experts.weight_on == "input",
+        name=str(experts.activation),
+        gated=experts.gated,
+        interleaved=experts.interleaved,
+        alpha=float(experts.alpha),
+        clamp=None if experts.clamp is None else float(experts.clamp),
+        up_offset=float(experts.up_offset),
+        weights_on_input=experts.weight_on == "input",
     )
 
 
@@ -274,7 +274,7 @@ def column_sizes_of(shape: tuple[int, ...], group_sizes: Array, block: int) -> C
 
 def column_tasks(sizes: ColumnPass) -> int:
     """As many as there may be."""
-    return sizes.P // GROUP_SIZE * -(-sizes.H // sizes.BC)
+    return sizes.num_places // GROUP_SIZE * -(-sizes.width // sizes.block_columns)
 
 
 def columns_config(sizes: ColumnPass, *, in_fp8: bool) -> Config:
@@ -293,8 +293,8 @@ def activated_columns_config(experts: Experts, sizes: ColumnPass) -> Config:
 
 
 def _quantized_columns(sizes: ColumnPass) -> Rows:
-    scales = jax.ShapeDtypeStruct((sizes.P // GROUP_SIZE, sizes.H), jnp.float32)
-    return Rows(jax.ShapeDtypeStruct((sizes.H, sizes.P), FP8), scales)
+    scales = jax.ShapeDtypeStruct((sizes.num_places // GROUP_SIZE, sizes.width), jnp.float32)
+    return Rows(jax.ShapeDtypeStruct((sizes.width, sizes.num_places), FP8), scales)
 
 
 def sizes_of(shape: tuple[int, ...], group_sizes: Array) -> RowPass:
@@ -310,7 +310,7 @@ def gradient_sizes_of(experts: Experts, shape: tuple[int, ...], group_sizes: Arr
 
 def gradient_config(experts: Experts, sizes: RowPass, keep: bool) -> Config:
     """Fewer programs where one needs more registers than eight leave it, as where rows are kept."""
-    num_tasks = -(-sizes.R // sizes.BR)
+    num_tasks = -(-sizes.num_rows // sizes.block_rows)
     if _is_wide(experts):
         return pass_config(num_tasks, 4)
     return pass_config(num_tasks, 5) if keep else pass_config(num_tasks)

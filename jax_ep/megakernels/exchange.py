@@ -22,7 +22,7 @@ from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.heap.symmetric import MAX_BLOCKS
 from jax_ep.megakernels import grid, tuned
-from jax_ep.megakernels.kernels import structs
+from jax_ep.megakernels.kernels import exchange_structs as structs
 from jax_ep.megakernels.launch import group_of, group_on, launch
 from jax_ep.types import Array, Handle, Layout, Options, Quantized, Schedule
 from jax_ep.xla import exchange as xla
@@ -51,7 +51,7 @@ def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
     """`[T, K]` ids of this rank to the handle, whose `group` tells kernels the devices of the ranks."""
     group = group_on(options.axis, varying_axes(topk_idx))
     config, sizes = plan_config(layout)
-    if layout.num_local_experts <= MOST_EXPERTS and sizes.tile.BLOCK <= MOST_POSITIONS:
+    if layout.num_local_experts <= MOST_EXPERTS and sizes.tile.block <= MOST_POSITIONS:
         return _plan_in_one_launch(topk_idx, layout, group, config, sizes)
     # Beyond that each block would count thousands of experts: sorting, which knows no experts, is better.
     ids = all_gather_i32(topk_idx.reshape(-1), group)
@@ -62,12 +62,12 @@ def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
 
 def _plan_in_one_launch(topk_idx: Array, layout: Layout, group: Array, config: Config, sizes: structs.Plan) -> Handle:
     """The same by one kernel."""
-    context.reserve("dispatch", layout.num_ranks * rows.round_up(sizes.N, 32) * 4)
+    context.reserve("dispatch", layout.num_ranks * rows.round_up(sizes.num_assignments, 32) * 4)
     per_slot = (layout.num_ranks, layout.num_tokens, layout.top_k)
-    source_blocks = -(-sizes.N // sizes.tile.BLOCK)
+    source_blocks = -(-sizes.num_assignments // sizes.tile.block)
     shapes = ((layout.capacity,), per_slot, (layout.num_local_experts,), per_slot, (), ())
     scratch = structs.PlanScratch(
-        *map(_int32, (per_slot, (layout.num_ranks * source_blocks, sizes.tile.BINS), (source_blocks,)))
+        *map(_int32, (per_slot, (layout.num_ranks * source_blocks, sizes.tile.bins), (source_blocks,)))
     )
     results = (*map(_int32, shapes), scratch)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
@@ -144,7 +144,8 @@ def _dispatch_arguments(
     taken, given, constants = weight_arguments(weights, (layout.capacity,))
     weight_bytes = layout.num_ranks * num_bytes(weights)
     common = _reserved_sizes(_DISPATCH, layout, hidden, x.dtype, wire_dtype, weight_bytes)
-    sizes = structs.Dispatch(**common, R=layout.capacity, QUANTIZED=quantized, CLEAR=clear, tile=tile)
+    common |= {"num_rows": layout.capacity, "quantized": quantized, "clears_padding": clear}
+    sizes = structs.Dispatch(**common, tile=tile)
     operands = (x, *taken, handle.ids, handle.slot_row, handle.row_slot)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH)}
     return operands, (result, scales, *given), config, constants
@@ -181,7 +182,7 @@ def combine_tokens(options: Options, y: Array, row_weights: Array | None, handle
     common = _reserved_sizes(_COMBINE, layout, y.shape[1], y.dtype, wire_dtype, sum(map(num_bytes, given)))
     sizes = structs.Combine(**common, tile=tile)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.COMBINE)}
-    results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.LENGTH)
+    results = sum_results((layout.num_tokens, y.shape[1]), options.sum_dtype or y.dtype, config, tile.list_length)
     operands = (y, *taken, handle.ids, handle.slot_row)
     sums, *slot_weights = launch(_COMBINE, operands, (results, *given), config, constants, group=group_of(handle))
     return sums.out_ptr[:, :hidden], next(iter(slot_weights), None)
@@ -202,14 +203,14 @@ def _reserved_sizes(
     scale_bytes = rows.round_up(num_slots * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0, 16)
     context.reserve(kernel.function, value_bytes + scale_bytes + weight_bytes)
     return {
-        "T": layout.num_tokens,
-        "K": layout.top_k,
-        "H": hidden,
-        "L": layout.num_local_experts,
-        "E": layout.num_experts,
-        "SCALES": value_bytes,
-        "WEIGHTS": value_bytes + scale_bytes,
-        "FP8": wire_dtype is not None,
+        "num_tokens": layout.num_tokens,
+        "top_k": layout.top_k,
+        "hidden": hidden,
+        "num_local_experts": layout.num_local_experts,
+        "num_experts": layout.num_experts,
+        "scales_offset": value_bytes,
+        "weights_offset": value_bytes + scale_bytes,
+        "fp8": wire_dtype is not None,
     }
 
 
@@ -262,13 +263,13 @@ def plan_config(layout: Layout) -> tuple[Config, structs.Plan]:
     num_blocks = layout.num_ranks * source_blocks
     bins = max(32, power_of_two(layout.num_local_experts))
     sizes = structs.Plan(
-        N=slots,
-        L=layout.num_local_experts,
-        R=layout.capacity,
-        ALIGNMENT=layout.alignment,
-        FILL=fill,
-        SOURCE_BLOCKS=power_of_two(source_blocks),
-        tile=structs.CountTile(block, lanes, bins, ROWS=max(1, min(4096 // bins, power_of_two(num_blocks)))),
+        num_assignments=slots,
+        num_local_experts=layout.num_local_experts,
+        num_rows=layout.capacity,
+        alignment=layout.alignment,
+        fill_rows=fill,
+        source_blocks=power_of_two(source_blocks),
+        tile=structs.CountTile(block, lanes, bins, max(1, min(4096 // bins, power_of_two(num_blocks)))),
     )
     # Registers are enough for three at a time; one that had to wait would only make the end later.
     return Config(grid.num_programs(3 * num_blocks + -(-layout.capacity // fill), 3), num_warps=4), sizes
@@ -301,7 +302,7 @@ def dispatch_config(
     block, warps = schedule.tokens_per_block or block, schedule.num_warps or warps
     num_tasks = layout.num_ranks * -(-layout.num_tokens // block)
     lag = min(max(1, 128 // block), -(-layout.num_tokens // block))
-    tile = structs.DispatchTile(block, columns, BLOCK_R=16 if clear else 1024, LAG=lag)
+    tile = structs.DispatchTile(block, columns, block_rows=16 if clear else 1024, lag=lag)
     return at_most(Config(grid.num_programs(num_tasks, per_processor), num_warps=warps), limit), tile
 
 
@@ -320,13 +321,13 @@ def combine_config(
     columns, stages = summed_columns(hidden, dtype.itemsize)
     choices, ranks = power_of_two(layout.top_k), power_of_two(layout.num_ranks)
     tile = structs.CombineTile(
-        BLOCK_T=block,
-        BLOCK_H=columns,
-        CHOICES=choices,
-        RANKS=ranks,
-        LENGTH=block * max(choices, ranks),
-        STAGES=stages if schedule.rows_in_flight is None else 1 + schedule.rows_in_flight,
-        LAG=min(max(1, 256 // block), -(-layout.num_tokens // block)),
+        block_tokens=block,
+        block_hidden=columns,
+        padded_top_k=choices,
+        padded_ranks=ranks,
+        list_length=block * max(choices, ranks),
+        num_stages=stages if schedule.rows_in_flight is None else 1 + schedule.rows_in_flight,
+        lag=min(max(1, 256 // block), -(-layout.num_tokens // block)),
     )
     num_tasks = (layout.num_ranks + 1) * -(-layout.num_tokens // block)
     warps = max(1, min(4, columns * dtype.itemsize // 512))  # as many as have 16 bytes for each thread

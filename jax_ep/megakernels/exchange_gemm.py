@@ -32,7 +32,9 @@ from jax_ep.megakernels.exchange import (
     summed_columns,
     weight_arguments,
 )
-from jax_ep.megakernels.kernels import structs, structs_gemm
+from jax_ep.megakernels.kernels import exchange_gemm_structs as structs
+from jax_ep.megakernels.kernels import gemm_structs
+from jax_ep.megakernels.kernels.exchange_structs import Combine, Sums, SumTile
 from jax_ep.megakernels.launch import group_of, launch, stores_by_descriptor
 from jax_ep.megakernels.rows import gather_rows
 from jax_ep.megakernels.send_order import order_sends
@@ -134,40 +136,40 @@ def _dispatch_arguments(
     weights: Array | None,
     w: Array,
     handle: Handle,
-    order: structs_gemm.OrderedSends,
+    order: structs.OrderedSends,
     transpose_rhs: bool,
     save_as: str | None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Config, dict[str, Any]]:
     """Of one launch for both, whose second result are the tokens by source rank and token, where they are saved."""
     layout, saves = handle.layout, save_as is not None
     config, sizes = dispatch_gemm_sizes(schedule, layout, _product_of(w, transpose_rhs), transpose_rhs, saves)
-    context.reserve("dispatch_gemm", sizes.WEIGHTS + layout.num_ranks * num_bytes(weights))
+    context.reserve("dispatch_gemm", sizes.weights_offset + layout.num_ranks * num_bytes(weights))
     saved_shape = (layout.num_ranks * layout.num_tokens if saves else 1, x.shape[1])
-    shapes = ((layout.capacity, sizes.product.N), saved_shape)
+    shapes = ((layout.capacity, sizes.gemm.N), saved_shape)
     results = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes)
     taken, given, constants = weight_arguments(weights, (layout.capacity,))
-    operands = (x, *taken, _matrices(w, sizes.product), _arrays_of(handle), order)
+    operands = (x, *taken, _matrices(w, sizes.gemm), _arrays_of(handle), order)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.DISPATCH_GROUPED_GEMM)}
     return operands, (*results, *given), config, constants
 
 
-def _arrays_of(handle: Handle) -> structs_gemm.HandleArrays:
-    return structs_gemm.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
+def _arrays_of(handle: Handle) -> structs.HandleArrays:
+    return structs.HandleArrays(handle.ids, handle.slot_row, handle.row_slot, handle.group_sizes)
 
 
 def dispatch_gemm_sizes(
     schedule: Schedule, layout: Layout, product: tuple[int, int], transpose_rhs: bool, saves: bool
-) -> tuple[Config, structs_gemm.DispatchGemm]:
+) -> tuple[Config, structs.DispatchGemm]:
     """Config and sizes of dispatch + GEMM, `[., hidden]` times `[hidden, columns]` with (hidden, columns) `product`."""
-    sizes = structs_gemm.DispatchGemm(
-        T=layout.num_tokens,
-        K=layout.top_k,
-        COMM=schedule.num_communicating_programs or 16,
-        BLOCK_T=32,
-        BLOCK_H=copied_columns(product[0], 2),
-        SAVES=saves,
-        WEIGHTS=layout.num_ranks * layout.num_tokens * product[0] * _ITEM_BYTES,
-        product=_product_sizes(layout, *product, transpose_rhs),
+    sizes = structs.DispatchGemm(
+        num_tokens=layout.num_tokens,
+        top_k=layout.top_k,
+        comm_programs=schedule.num_communicating_programs or 16,
+        block_tokens=32,
+        block_hidden=copied_columns(product[0], 2),
+        saves_tokens=saves,
+        weights_offset=layout.num_ranks * layout.num_tokens * product[0] * _ITEM_BYTES,
+        gemm=_product_sizes(layout, *product, transpose_rhs),
     )
     return Config(grid.all_programs(), num_warps=8, num_stages=4), sizes
 
@@ -177,13 +179,13 @@ def _product_of(w: Array, transpose_rhs: bool) -> tuple[int, int]:
     return (w.shape[2], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
 
 
-def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool) -> structs_gemm.GroupedGemm:
+def _product_sizes(layout: Layout, depth: int, columns: int, transpose_rhs: bool) -> gemm_structs.GroupedGemm:
     """Sizes of a product in the launch of an exchange; its tile is narrow where the matrices are."""
-    tile = structs_gemm.GemmTile(BM=128, BN=256 if columns > 128 else 128, BK=64, GROUP_M=8)
+    tile = gemm_structs.GemmTile(block_m=128, block_n=256 if columns > 128 else 128, block_k=64, group_m=8)
     if jax.default_backend() == "cpu":
-        tile = structs_gemm.GemmTile(BM=32, BN=16, BK=16, GROUP_M=8)
+        tile = gemm_structs.GemmTile(block_m=32, block_n=16, block_k=16, group_m=8)
     common = grouped_gemm.common_sizes(layout.capacity, columns, depth, layout.num_local_experts)
-    return structs_gemm.GroupedGemm(**common, TRANSPOSED=transpose_rhs, TMA_PARTS=0, tile=tile)
+    return gemm_structs.GroupedGemm(**common, transposed=transpose_rhs, tma_parts=0, tile=tile)
 
 
 def grouped_gemm_combine(
@@ -224,17 +226,17 @@ def _scatter_arguments(
     handle: Handle,
     bias: Bias | None,
     config: Config,
-    sizes: structs_gemm.GemmCombine,
+    sizes: structs.GemmCombine,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
     """Operands, results and constants of launches that store each row at its source, where the heap gets room for it.
 
     The results are `Sums`, and slots of weights where there are any.
     """
-    layout, product = handle.layout, sizes.product
+    layout, product = handle.layout, sizes.gemm
     taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
-    context.reserve("gemm_combine", sizes.WEIGHTS + sum(map(num_bytes, given)))
-    rows = Descriptor(h, (product.tile.BM, product.tile.BK))
-    sums = sum_results((layout.num_tokens, product.N), options.sum_dtype or h.dtype, config, sizes.sums.LENGTH)
+    context.reserve("gemm_combine", sizes.weights_offset + sum(map(num_bytes, given)))
+    rows = Descriptor(h, (product.tile.block_m, product.tile.block_k))
+    sums = sum_results((layout.num_tokens, product.N), options.sum_dtype or h.dtype, config, sizes.sums.list_length)
     added, without_bias = grouped_gemm.bias_arguments(bias, layout.capacity)
     constants |= without_bias | {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
     return (rows, *taken, _matrices(w, product), _arrays_of(handle), *added), (sums, *given), constants
@@ -245,24 +247,24 @@ def gemm_combine_sizes(
     features: int,
     hidden: int,
     transpose_rhs: bool,
-    gradient: structs_gemm.WeightGradient | None = None,
-) -> tuple[Config, structs_gemm.GemmCombine]:
+    gradient: gemm_structs.WeightGradient | None = None,
+) -> tuple[Config, structs.GemmCombine]:
     """Config and sizes of GEMM + combine, `[., features]` times `[features, hidden]`, and of the gradient with it."""
     # Sums all at the end: between products they come at a seventh of the rate (docs/design/rejected.md).
     tokens, choices = 4, power_of_two(layout.top_k)
     columns, stages = summed_columns(hidden, 2)
-    sizes = structs_gemm.GemmCombine(
-        T=layout.num_tokens,
-        K=layout.top_k,
-        DROPS=layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment),
-        CLEAR_T=16,
-        CLEAR_H=min(512, copied_columns(hidden, 2)),
-        SUM_T=tokens,
-        WEIGHT_T=max(1, 1024 // choices),
-        WEIGHTS=layout.num_tokens * layout.top_k * hidden * _ITEM_BYTES,
-        CHOICES=choices,
-        sums=structs.SumTile(columns, tokens * choices, stages),
-        product=_product_sizes(layout, features, hidden, transpose_rhs),
+    sizes = structs.GemmCombine(
+        num_tokens=layout.num_tokens,
+        top_k=layout.top_k,
+        may_drop=layout.capacity < dropless_capacity(layout.num_slots, layout.num_local_experts, layout.alignment),
+        clear_tokens=16,
+        clear_hidden=min(512, copied_columns(hidden, 2)),
+        sum_tokens=tokens,
+        weight_tokens=max(1, 1024 // choices),
+        weights_offset=layout.num_tokens * layout.top_k * hidden * _ITEM_BYTES,
+        padded_top_k=choices,
+        sums=SumTile(columns, tokens * choices, stages),
+        gemm=_product_sizes(layout, features, hidden, transpose_rhs),
         gradient=gradient,
     )
     return Config(grid.all_programs(), num_warps=8, num_stages=3), sizes
@@ -270,29 +272,31 @@ def gemm_combine_sizes(
 
 def scattered_gradient_sizes(
     layout: Layout, features: int, hidden: int, transpose_rhs: bool
-) -> structs_gemm.WeightGradient:
+) -> gemm_structs.WeightGradient:
     """Sizes of the weight gradient in the launch of GEMM + combine."""
     # As many blocks in flight as there is memory beside that through which a tile is stored.
     width = features if transpose_rhs else hidden
-    tile = structs_gemm.WeightGradientTile(BM=128, BN=256 if width > 128 else 128, BR=64, GROUP_M=8, STAGES=3)
+    tile = gemm_structs.WeightGradientTile(
+        block_m=128, block_n=256 if width > 128 else 128, block_rows=64, group_m=8, num_stages=3
+    )
     if jax.default_backend() == "cpu":
-        tile = structs_gemm.WeightGradientTile(BM=32, BN=32, BR=16, GROUP_M=8, STAGES=2)
+        tile = gemm_structs.WeightGradientTile(block_m=32, block_n=32, block_rows=16, group_m=8, num_stages=2)
     return _gradient_sizes(layout, features, hidden, transpose_rhs, tile, parts=1)
 
 
 def _gradient_sizes(
-    layout: Layout, features: int, hidden: int, transpose_rhs: bool, tile: structs_gemm.WeightGradientTile, parts: int
-) -> structs_gemm.WeightGradient:
+    layout: Layout, features: int, hidden: int, transpose_rhs: bool, tile: gemm_structs.WeightGradientTile, parts: int
+) -> gemm_structs.WeightGradient:
     """Sizes of the gradient of `[features, hidden]` matrices, or `[hidden, features]` with `transpose_rhs`."""
     rows, columns = (hidden, features) if transpose_rhs else (features, hidden)
     common = grouped_gemm.common_sizes(layout.capacity, columns, rows, layout.num_local_experts)
-    return structs_gemm.WeightGradient(**common, PARTS=parts, TMA_STORE=stores_by_descriptor(), tile=tile)
+    return gemm_structs.WeightGradient(**common, store_parts=parts, tma_store=stores_by_descriptor(), tile=tile)
 
 
-def _matrices(w: Array, product: structs_gemm.GroupedGemm) -> Descriptor:
+def _matrices(w: Array, product: gemm_structs.GroupedGemm) -> Descriptor:
     """The experts' matrices in the blocks of a tile."""
     tile = product.tile
-    return Descriptor(w, (1, *((tile.BN, tile.BK) if product.TRANSPOSED else (tile.BK, tile.BN))))
+    return Descriptor(w, (1, *((tile.block_n, tile.block_k) if product.transposed else (tile.block_k, tile.block_n))))
 
 
 def fuses_weight_gradient(schedule: Schedule, layout: Layout, dtype: DTypeLike, features: int, hidden: int) -> bool:
@@ -376,7 +380,7 @@ def _scatter_beside_gradient(
     tokens: Array,
     handle: Handle,
     transpose_rhs: bool,
-) -> tuple[structs.Sums, Array | None, Array]:
+) -> tuple[Sums, Array | None, Array]:
     widths = h.shape[1], tokens.shape[1]
     gradient_sizes = scattered_gradient_sizes(handle.layout, *widths, transpose_rhs)
     config, sizes = gemm_combine_sizes(handle.layout, *widths, transpose_rhs, gradient_sizes)
@@ -395,7 +399,7 @@ def _combine_beside_gradient(
     tokens: Array,
     handle: Handle,
     transpose_rhs: bool,
-) -> tuple[structs.Sums, Array | None, Array]:
+) -> tuple[Sums, Array | None, Array]:
     layout, hidden = handle.layout, tokens.shape[1]
     products = _fastest(h, hidden, handle)
     y = products.grouped_gemm(h, w, handle.group_sizes, transpose_rhs=transpose_rhs, out_dtype=h.dtype)
@@ -404,8 +408,8 @@ def _combine_beside_gradient(
     )
     factors, gradient = _gradient_arguments(h, w, tokens, sizes.gradient, transpose_rhs)
     taken, given, constants = weight_arguments(row_weights, (layout.num_tokens, layout.top_k))
-    context.reserve("combine", sizes.combine.WEIGHTS + sum(map(num_bytes, given)))
-    sums = sum_results((layout.num_tokens, hidden), h.dtype, config, sizes.combine.tile.LENGTH)
+    context.reserve("combine", sizes.combine.weights_offset + sum(map(num_bytes, given)))
+    sums = sum_results((layout.num_tokens, hidden), h.dtype, config, sizes.combine.tile.list_length)
     constants |= {"S": sizes, "OPERATION": int(ffi.Operation.GROUPED_GEMM_COMBINE)}
     operands, results = (y, *taken, _arrays_of(handle), factors), (sums, *given, gradient)
     launched = launch(_COMBINE_WITH_WEIGHT_GRADIENT, operands, results, config, constants, group=group_of(handle))
@@ -415,42 +419,45 @@ def _combine_beside_gradient(
 
 def combine_with_weight_gradient_sizes(
     schedule: Schedule, layout: Layout, features: int, hidden: int, dtype: jnp.dtype, transpose_rhs: bool
-) -> tuple[Config, structs_gemm.CombineWithWeightGradient]:
+) -> tuple[Config, structs.CombineWithWeightGradient]:
     """Config and sizes of combine beside the gradient of `[features, hidden]` matrices, for sums of `dtype`."""
     programs = schedule.num_summing_programs or (BESIDE if jax.default_backend() != "cpu" else 1)
     _, combine_tile = combine_config(
         dataclasses.replace(schedule, num_combining_programs=programs), layout, hidden, dtype
     )
     value_bytes = layout.num_ranks * layout.num_tokens * hidden * _ITEM_BYTES
-    combine = structs.Combine(
-        T=layout.num_tokens,
-        K=layout.top_k,
-        H=hidden,
-        L=layout.num_local_experts,
-        E=layout.num_experts,
-        SCALES=value_bytes,
-        WEIGHTS=value_bytes,
-        FP8=False,
+    combine = Combine(
+        num_tokens=layout.num_tokens,
+        top_k=layout.top_k,
+        hidden=hidden,
+        num_local_experts=layout.num_local_experts,
+        num_experts=layout.num_experts,
+        scales_offset=value_bytes,
+        weights_offset=value_bytes,
+        fp8=False,
         tile=combine_tile,
     )
     tiles = grouped_gemm.weight_tiles(dtype.itemsize)
-    tile = structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)
+    tile = gemm_structs.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, tiles.num_stages)
     gradient = _gradient_sizes(layout, features, hidden, transpose_rhs, tile, tiles.store_parts)
     config = Config(grid.all_programs(tiles.programs), num_warps=tiles.num_warps)
-    return config, structs_gemm.CombineWithWeightGradient(programs, TASKS=4, combine=combine, gradient=gradient)
+    return config, structs.CombineWithWeightGradient(programs, tiles_per_task=4, combine=combine, gradient=gradient)
 
 
 def _gradient_arguments(
-    h: Array, w: Array, tokens: Array, sizes: structs_gemm.WeightGradient, transpose_rhs: bool
-) -> tuple[structs_gemm.WeightGradientOperands, Descriptor | jax.ShapeDtypeStruct]:
+    h: Array, w: Array, tokens: Array, sizes: gemm_structs.WeightGradient, transpose_rhs: bool
+) -> tuple[gemm_structs.WeightGradientOperands, Descriptor | jax.ShapeDtypeStruct]:
     """Both factors of the gradient of w, and the gradient itself."""
     left, right = (tokens, h) if transpose_rhs else (h, tokens)
     tile = sizes.tile
-    factors = structs_gemm.WeightGradientOperands(
-        Descriptor(left, (tile.BR, tile.BM), bounded=True), Descriptor(right, (tile.BR, tile.BN), bounded=True)
+    factors = gemm_structs.WeightGradientOperands(
+        Descriptor(left, (tile.block_rows, tile.block_m), bounded=True),
+        Descriptor(right, (tile.block_rows, tile.block_n), bounded=True),
     )
     gradient = jax.ShapeDtypeStruct(w.shape, h.dtype)
-    return factors, Descriptor(gradient, (1, tile.BM, tile.BN // sizes.PARTS)) if sizes.TMA_STORE else gradient
+    return factors, Descriptor(
+        gradient, (1, tile.block_m, tile.block_n // sizes.store_parts)
+    ) if sizes.tma_store else gradient
 
 
 def weight_gradient(saved: Array, rows: Array, handle: Handle, *, transpose: bool, saved_as: str) -> Array:

@@ -22,9 +22,9 @@ from jax_ep.megakernels.activation import kind_of, quantize_rows
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.cost_model import few_rows, serves_in_one_launch
 from jax_ep.megakernels.grid import all_programs, whole_registers
-from jax_ep.megakernels.kernels.structs_serving import (
+from jax_ep.megakernels.kernels.fused_moe_structs import (
+    FusedGemm,
     FusedMoE,
-    FusedProduct,
     FusedTile,
     LayerScratch,
     LayerTensors,
@@ -153,16 +153,16 @@ def fused_moe(
         _operands(w, product) for w, product in ((w_gate_up, sizes.gate_up), (w_down, sizes.down))
     )
     tokens, token_scales = x, topk_weights
-    if sizes.gate_up.FP8_TOKENS:
-        tokens, token_scales = quantize_rows(x, jnp.full((1,), sizes.T, jnp.int32))
+    if sizes.gate_up.fp8_rows:
+        tokens, token_scales = quantize_rows(x, jnp.full((1,), sizes.num_tokens, jnp.int32))
     tensors: tuple[Any, ...] = LayerTensors(tokens, token_scales, gate_up, down, topk_idx, topk_weights)
-    if sizes.SORTED:
-        order = {"first_expert": 0, "num_local_experts": sizes.E, "block_size": sizes.down.tile.BM}
+    if sizes.presorted:
+        order = {"first_expert": 0, "num_local_experts": sizes.num_experts, "block_size": sizes.down.tile.block_m}
         found = moe_sort(topk_idx, None, None, **order)
         tensors = SortedLayerTensors._make((*tensors, found.slots, found.block_expert, found.num_rows))
     named = {"gate_up_scales_ptr": gate_up_scales, "down_scales_ptr": down_scales}
     named |= dict(zip(("gate_up_bias_ptr", "down_bias_ptr"), biases, strict=True))
-    counters = jnp.zeros((2 + sizes.MOST_BLOCKS,), jnp.int32)
+    counters = jnp.zeros((2 + sizes.max_blocks,), jnp.int32)
     operands = (tensors, *(value for value in named.values() if value is not None), counters)
     constants: dict[str, Any] = {name: None for name, value in named.items() if value is None}
     constants |= {"KIND": kind_of(experts), "S": sizes}
@@ -174,23 +174,23 @@ def fused_moe(
 
 def _scratch(sizes: FusedMoE, dtype: DTypeLike) -> LayerScratch:
     """Shapes and dtypes, for tokens of `dtype`."""
-    slots, in_fp8 = sizes.T * sizes.K, sizes.down.FP8_TOKENS
-    rows = (slots, sizes.down.SPLITS, sizes.H)
+    slots, in_fp8 = sizes.num_tokens * sizes.top_k, sizes.down.fp8_rows
+    rows = (slots, sizes.down.k_splits, sizes.hidden)
     return LayerScratch(
-        jax.ShapeDtypeStruct((slots, sizes.INNER), FP8 if in_fp8 else dtype),
-        jax.ShapeDtypeStruct((slots, sizes.INNER // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
+        jax.ShapeDtypeStruct((slots, sizes.intermediate_size), FP8 if in_fp8 else dtype),
+        jax.ShapeDtypeStruct((slots, sizes.intermediate_size // GROUP_SIZE) if in_fp8 else (1,), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32 if 4 * math.prod(rows) <= _FEW_BYTES else dtype),
-        jax.ShapeDtypeStruct((1 if sizes.SORTED else sizes.SLOTS,), jnp.int32),
-        jax.ShapeDtypeStruct((1 if sizes.SORTED else sizes.MOST_BLOCKS,), jnp.int32),
+        jax.ShapeDtypeStruct((1 if sizes.presorted else sizes.padded_assignments,), jnp.int32),
+        jax.ShapeDtypeStruct((1 if sizes.presorted else sizes.max_blocks,), jnp.int32),
     )
 
 
-def _operands(w: Matrices, product: FusedProduct) -> tuple[Descriptor, Array | None]:
+def _operands(w: Matrices, product: FusedGemm) -> tuple[Descriptor, Array | None]:
     """Matrices as the kernel reads them, and their scales."""
-    columns, depth = product.tile.BN, product.tile.BK
+    columns, depth = product.tile.block_n, product.tile.block_k
     if isinstance(w, QuantizedExperts):
         stored = depth * w.values.shape[-1] // w.shape[-1]
-        if product.HALVES:
+        if product.split_halves:
             halves = w.values.reshape(w.shape[0], 2, w.shape[1] // 2, -1)
             return Descriptor(halves, (1, 2, columns // 2, stored)), w.scales
         return Descriptor(w.values, (1, columns, stored)), w.scales
@@ -227,17 +227,17 @@ def fused_sizes(
             f"fused_moe: depth={tiles.depth} with prepacked weights, expected 128 or 256; leave the setting out."
         )
     sizes = FusedMoE(
-        T=num_tokens,
-        K=top_k,
-        H=hidden,
-        INNER=intermediate,
-        E=num_experts,
-        SLOTS=max(16, power_of_two(slots)),
-        MOST_BLOCKS=min(slots, num_experts + slots // tiles.block_m),
-        SORTED=slots > _MOST_UNSORTED or tiles.block_m > 32,
-        BT=min(8, power_of_two(num_tokens)),
-        BH=256,
-        BN=tiles.hidden_columns,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        hidden=hidden,
+        intermediate_size=intermediate,
+        num_experts=num_experts,
+        padded_assignments=max(16, power_of_two(slots)),
+        max_blocks=min(slots, num_experts + slots // tiles.block_m),
+        presorted=slots > _MOST_UNSORTED or tiles.block_m > 32,
+        sum_tokens=min(8, power_of_two(num_tokens)),
+        sum_hidden=256,
+        block_intermediate=tiles.hidden_columns,
         gate_up=_product(w_gate_up, tiles, wide * tiles.hidden_columns, 1, halves=halves),
         down=_product(w_down, tiles, tiles.columns, tiles.splits),
     )
@@ -246,14 +246,16 @@ def fused_sizes(
     return Config(all_programs(tiles.programs), tiles.num_warps, tiles.num_stages, registers), sizes
 
 
-def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedProduct:
+def _product(w: Matrices, tiles: FusedTiles, columns: int, splits: int, *, halves: bool = False) -> FusedGemm:
     if not isinstance(w, QuantizedExperts):
-        tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=False)
-        stored: dict[str, Any] = {"DECODER": "", "PER_BYTE": 1, "BLOCK_SIZE": 0, "PREPACKED": False}
-        return FusedProduct(w.shape[2], w.shape[1], **stored, HALVES=False, FP8_TOKENS=False, SPLITS=splits, tile=tile)
-    tile = FusedTile(tiles.block_m, columns, tiles.depth, SWAP=is_turned(w, tiles.block_m))
-    sizes: dict[str, Any] = {"N": w.shape[1], "K": w.shape[2], "SPLITS": splits, **storage_of(w)}
-    return FusedProduct(**sizes, HALVES=halves, FP8_TOKENS=w.activations is not None, tile=tile)
+        tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=False)
+        stored: dict[str, Any] = {"decoder": "", "values_per_byte": 1, "block_size": 0, "prepacked": False}
+        return FusedGemm(
+            w.shape[2], w.shape[1], **stored, split_halves=False, fp8_rows=False, k_splits=splits, tile=tile
+        )
+    tile = FusedTile(tiles.block_m, columns, tiles.depth, swap_ab=is_turned(w, tiles.block_m))
+    sizes: dict[str, Any] = {"N": w.shape[1], "K": w.shape[2], "k_splits": splits, **storage_of(w)}
+    return FusedGemm(**sizes, split_halves=halves, fp8_rows=w.activations is not None, tile=tile)
 
 
 def fused_tiles(

@@ -26,7 +26,7 @@ from jax_ep.core.layout import power_of_two, round_up
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels import structs_gemm
+from jax_ep.megakernels.kernels import gemm_structs
 from jax_ep.megakernels.launch import launch, stores_by_descriptor
 from jax_ep.types import Array
 from jax_ep.xla import grouped_gemm as xla
@@ -185,11 +185,11 @@ def grouped_gemm(
     lhs, rhs, group_sizes, bias = vary_alike((pad(lhs, 1), pad(rhs, 1, 2), group_sizes, bias))
     (num_rows, depth), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     inner, outer = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
-    sizes = structs_gemm.GroupedGemm(
+    sizes = gemm_structs.GroupedGemm(
         **common_sizes(num_rows, columns, depth, groups),
-        TRANSPOSED=transpose_rhs,
-        TMA_PARTS=tiles.store_parts if tiles.tma_store else 0,
-        tile=structs_gemm.GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m),
+        transposed=transpose_rhs,
+        tma_parts=tiles.store_parts if tiles.tma_store else 0,
+        tile=gemm_structs.GemmTile(tiles.block_m, tiles.block_n, tiles.block_k, tiles.group_m),
     )
     most_tasks = (num_rows // tiles.block_m + groups) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((num_rows, columns), out_dtype)
@@ -201,14 +201,14 @@ def grouped_gemm(
     return launch(_FORWARD, operands + added, (result,), _config(tiles, most_tasks), constants)[0][:, :wanted]
 
 
-def bias_arguments(bias: Bias | None, num_rows: int) -> tuple[tuple[structs_gemm.Bias, ...], dict[str, Any]]:
+def bias_arguments(bias: Bias | None, num_rows: int) -> tuple[tuple[gemm_structs.Bias, ...], dict[str, Any]]:
     """The operand that kernels take as `bias`, with values for each column that they compute; or the constant."""
     if bias is None:
         return (), {"bias": None}
     scales = bias.scales
     if scales is None:
         scales = jnp.ones_like(bias.values, dtype=jnp.float32, shape=(num_rows,))
-    return (structs_gemm.Bias(pad(bias.values, 1), scales.astype(jnp.float32)),), {}
+    return (gemm_structs.Bias(pad(bias.values, 1), scales.astype(jnp.float32)),), {}
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -225,11 +225,13 @@ def weight_gradient(
     num_rows, rows, columns, groups = *lhs.shape, rhs.shape[1], group_sizes.shape[0]
     left = Descriptor(lhs, (tiles.block_r, tiles.block_m), bounded=True)
     right = Descriptor(rhs, (tiles.block_r, tiles.block_n), bounded=True)
-    sizes = structs_gemm.WeightGradient(
+    sizes = gemm_structs.WeightGradient(
         **common_sizes(num_rows, columns, rows, groups),
-        PARTS=tiles.store_parts,
-        TMA_STORE=tiles.tma_store,
-        tile=structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, STAGES=None),
+        store_parts=tiles.store_parts,
+        tma_store=tiles.tma_store,
+        tile=gemm_structs.WeightGradientTile(
+            tiles.block_m, tiles.block_n, tiles.block_r, tiles.group_m, num_stages=None
+        ),
     )
     num_tasks = groups * -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
     result: jax.ShapeDtypeStruct | Descriptor = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
@@ -296,18 +298,18 @@ def weight_gradient_fp8(
 
 def fp8_weight_sizes(
     num_places: int, columns: int, rows: int, groups: int, tiles: Fp8WeightTiles
-) -> structs_gemm.WeightGradient:
+) -> gemm_structs.WeightGradient:
     """The sizes of the kernel."""
     sizes = common_sizes(num_places, columns, rows, groups)
-    tile = structs_gemm.WeightGradientTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m, STAGES=None)
-    return structs_gemm.WeightGradient(**sizes, PARTS=1, TMA_STORE=False, tile=tile)
+    tile = gemm_structs.WeightGradientTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m, num_stages=None)
+    return gemm_structs.WeightGradient(**sizes, store_parts=1, tma_store=False, tile=tile)
 
 
-def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> structs_gemm.GroupedGemm:
+def fp8_sizes(num_rows: int, columns: int, depth: int, groups: int, tiles: Fp8Tiles) -> gemm_structs.GroupedGemm:
     """The sizes of the kernel."""
     sizes = common_sizes(num_rows, columns, depth, groups)
-    tile = structs_gemm.GemmTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
-    return structs_gemm.GroupedGemm(**sizes, TRANSPOSED=True, TMA_PARTS=0, tile=tile)
+    tile = gemm_structs.GemmTile(tiles.block_m, tiles.block_n, GROUP_SIZE, tiles.group_m)
+    return gemm_structs.GroupedGemm(**sizes, transposed=True, tma_parts=0, tile=tile)
 
 
 def _facts(shape: tuple[int, ...], columns: int, groups: int, dtype: jnp.dtype, out_dtype: DTypeLike) -> dict[str, Any]:
@@ -318,7 +320,13 @@ def _facts(shape: tuple[int, ...], columns: int, groups: int, dtype: jnp.dtype, 
 
 def common_sizes(num_rows: int, columns: int, depth: int, groups: int) -> dict[str, int]:
     """What a product and a weight gradient have in common; the gradient's depth is the rows of a matrix."""
-    return {"M": num_rows, "N": columns, "K": depth, "G": groups, "GROUPS": max(16, power_of_two(groups))}
+    return {
+        "M": num_rows,
+        "N": columns,
+        "K": depth,
+        "num_groups": groups,
+        "padded_groups": max(16, power_of_two(groups)),
+    }
 
 
 def _config(tiles: _Programs, num_tasks: int) -> Config:

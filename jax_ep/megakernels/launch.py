@@ -23,7 +23,7 @@ from jax_ep.heap.memory import Generation
 from jax_ep.heap.symmetric import MAX_BLOCKS, HeapLayout, SymmetricHeap
 from jax_ep.megakernels import compile, pending
 from jax_ep.megakernels.compile import Parameter
-from jax_ep.megakernels.kernels.structs import Heap, Peers
+from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers
 from jax_ep.types import Array, Handle, LowLatencyHandle
 
 

@@ -25,9 +25,9 @@ from jax_ep.core.mesh_axes import varying_axes
 from jax_ep.megakernels import quantized_gemm, tuned
 from jax_ep.megakernels.capability import has_tma
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels import structs, structs_serving
-from jax_ep.megakernels.kernels.structs_gemm import QuantizedGemm
-from jax_ep.megakernels.kernels.structs_serving import MaskedGemm
+from jax_ep.megakernels.kernels import low_latency_structs as structs
+from jax_ep.megakernels.kernels.exchange_structs import Rows
+from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, QuantizedGemm
 from jax_ep.megakernels.launch import group_on, launch
 from jax_ep.megakernels.masked import MaskedTiles, gemm_operands, gemm_sizes, tuned_tiles
 from jax_ep.megakernels.requirements import MOST_LOW_LATENCY_TOKENS
@@ -65,20 +65,20 @@ def low_latency_dispatch(
     schedule = tuned.schedule(options.schedule, "low_latency_dispatch", **facts, wire_dtype=wire_dtype)
     config, tile = dispatch_tile(schedule, layout, actual, hidden, values.dtype, wire_dtype, num_scales)
     offsets, buffer_bytes = buffer_offsets(
-        IDS=actual * layout.top_k * 4,
-        VALUES=actual * hidden * wire_dtype.itemsize,
-        SCALES=actual * num_scales * 4,
+        ids_offset=actual * layout.top_k * 4,
+        values_offset=actual * hidden * wire_dtype.itemsize,
+        scales_offset=actual * num_scales * 4,
     )
-    sizes = structs_serving.LowLatencyDispatch(
+    sizes = structs.LowLatencyDispatch(
         **layout_sizes(layout, actual, hidden),
         **offsets,
-        G=num_scales,
-        GROUP=made,
-        COUNTED=num_tokens is not None,
-        tile=dataclasses.replace(tile, SEND_H=max(tile.SEND_H, made)),
+        num_scales=num_scales,
+        scale_block=made,
+        has_num_tokens=num_tokens is not None,
+        tile=dataclasses.replace(tile, send_hidden=max(tile.send_hidden, made)),
     )
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_DISPATCH)}
-    tokens = structs.Rows(values, values if scales is None else scales)
+    tokens = Rows(values, values if scales is None else scales)
     operands = (tokens, topk_idx, topk_idx if num_tokens is None else num_tokens)
     group = group_on(options.axis, varying_axes(topk_idx))
     results = dispatch_results(layout, hidden, wire_dtype, num_scales)
@@ -91,7 +91,7 @@ def low_latency_dispatch(
 
 def dispatch_results(
     layout: Layout, hidden: int, wire_dtype: jnp.dtype, num_scales: int
-) -> tuple[structs.Rows, structs_serving.LowLatencyPlan]:
+) -> tuple[Rows, structs.LowLatencyPlan]:
     """Rows, and the arrays of the handle, as the kernel writes them."""
     experts, ranks = layout.num_local_experts, layout.num_ranks
     rows, slots = ranks * layout.num_tokens, (layout.num_tokens, layout.top_k)
@@ -99,7 +99,7 @@ def dispatch_results(
     scales = (experts, rows, num_scales) if num_scales else (1,)
     tokens = jax.ShapeDtypeStruct((experts, rows, hidden), wire_dtype)
     arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-    return structs.Rows(tokens, jax.ShapeDtypeStruct(scales, jnp.float32)), structs_serving.LowLatencyPlan(*arrays)
+    return Rows(tokens, jax.ShapeDtypeStruct(scales, jnp.float32)), structs.LowLatencyPlan(*arrays)
 
 
 def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
@@ -113,14 +113,14 @@ def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle:
     facts = tuned.exchange_facts(layout, hidden, y.dtype)
     schedule = tuned.schedule(options.schedule, "low_latency_combine", **facts)
     config, tile = combine_tile(schedule, layout, actual, hidden, y.dtype)
-    num_rows = actual * (1 if tile.SUMS else layout.top_k)
+    num_rows = actual * (1 if tile.sends_sums else layout.top_k)
     offsets, buffer_bytes = buffer_offsets(
-        WEIGHTS=topk_weights.nbytes,
-        VALUES=num_rows * hidden * jnp.dtype(wire_dtype or y.dtype).itemsize,
-        SCALES=num_rows * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0,
+        weights_offset=topk_weights.nbytes,
+        values_offset=num_rows * hidden * jnp.dtype(wire_dtype or y.dtype).itemsize,
+        scales_offset=num_rows * (hidden // GROUP_SIZE) * 4 if wire_dtype else 0,
     )
     common = {**layout_sizes(layout, actual, hidden), **offsets}
-    sizes = structs_serving.LowLatencyCombine(**common, FP8=wire_dtype is not None, tile=tile)
+    sizes = structs.LowLatencyCombine(**common, fp8=wire_dtype is not None, tile=tile)
     constants = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_COMBINE)}
     operands = (y, handle.slot_row, handle.own_ids, topk_weights)
     heap = context.reserve(_COMBINE.function, 0, buffer_bytes)
@@ -133,8 +133,13 @@ def _add_row(x: Array) -> Array:
 
 def layout_sizes(layout: Layout, num_tokens: int, hidden: int) -> dict[str, Any]:
     """Sizes that all kernels take, for `num_tokens` tokens of this rank."""
-    sizes = {"W": layout.num_ranks, "T": num_tokens, "M": layout.num_tokens, "K": layout.top_k}
-    return {**sizes, "H": hidden, "L": layout.num_local_experts}
+    sizes = {
+        "num_ranks": layout.num_ranks,
+        "num_tokens": num_tokens,
+        "max_tokens": layout.num_tokens,
+        "top_k": layout.top_k,
+    }
+    return {**sizes, "hidden": hidden, "num_local_experts": layout.num_local_experts}
 
 
 def buffer_offsets(**num_bytes: int) -> tuple[dict[str, int], int]:
@@ -188,7 +193,7 @@ def low_latency_gemm_combine(
     result = jax.ShapeDtypeStruct((actual, hidden), dtype)
     if actual == 0:
         return jnp.zeros_like(lhs, dtype=dtype, shape=result.shape)
-    offsets, buffer_bytes = buffer_offsets(VALUES=actual * layout.top_k * hidden * dtype.itemsize)
+    offsets, buffer_bytes = buffer_offsets(values_offset=actual * layout.top_k * hidden * dtype.itemsize)
     tiles: MaskedTiles | quantized_gemm.QuantizedTiles
     product: MaskedGemm | QuantizedGemm
     multiplied: tuple[Any, ...]
@@ -202,9 +207,9 @@ def low_latency_gemm_combine(
         tiles = tuned_tiles("low_latency_gemm_combine", found, expected_rows, lhs.dtype, dtype)
         product = gemm_sizes(experts, rows, hidden, depth, lhs_scales is not None, tiles)
         multiplied = gemm_operands(lhs, rhs, group_sizes, lhs_scales, rhs_scales, tiles)
-    sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["VALUES"])
+    sizes = gemm_combine_sizes(layout, actual, hidden, product, offsets["values_offset"])
     constants: dict[str, Any] = {"S": sizes, "OPERATION": int(ffi.Operation.LOW_LATENCY_GEMM_COMBINE)}
-    sources = structs_serving.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
+    sources = structs.RowSources(handle.source_token, handle.source_start, handle.slot_row, handle.own_ids)
     operands: tuple[Any, ...] = (*multiplied, sources, topk_weights, bias)
     if bias is None:
         operands, constants["bias_ptr"] = operands[:-1], None
@@ -216,15 +221,15 @@ def low_latency_gemm_combine(
 
 def gemm_combine_sizes(
     layout: Layout, num_tokens: int, hidden: int, product: MaskedGemm | QuantizedGemm, values: int
-) -> structs_serving.LowLatencyGemmCombine:
+) -> structs.LowLatencyGemmCombine:
     """What the kernel is compiled for; `values` is where rows lie in a low-latency buffer."""
-    return structs_serving.LowLatencyGemmCombine(
+    return structs.LowLatencyGemmCombine(
         **layout_sizes(layout, num_tokens, hidden),
-        VALUES=values,
-        BLOCK_H=min(power_of_two(hidden), _BLOCK_H),
-        CHOICES=power_of_two(layout.top_k),
-        RANKS=power_of_two(layout.num_ranks),
-        QUANTIZED=isinstance(product, QuantizedGemm),
+        values_offset=values,
+        block_hidden=min(power_of_two(hidden), _BLOCK_H),
+        padded_top_k=power_of_two(layout.top_k),
+        padded_ranks=power_of_two(layout.num_ranks),
+        quantized=isinstance(product, QuantizedGemm),
         gemm=product,
     )
 
@@ -252,7 +257,7 @@ def dispatch_tile(
     dtype: jnp.dtype,
     wire_dtype: jnp.dtype,
     scales: int,
-) -> tuple[Config, structs_serving.LowLatencyDispatchTile]:
+) -> tuple[Config, structs.LowLatencyDispatchTile]:
     """Config and blocks of dispatch, for `num_tokens` tokens of `dtype` that travel as `wire_dtype`."""
     num_ranks, top_k = layout.num_ranks, power_of_two(layout.top_k)
     tokens = power_of_two(num_ranks * num_tokens)
@@ -260,34 +265,34 @@ def dispatch_tile(
     block = 1 if direct else 4 if wire_dtype.itemsize == 1 else 2
     num_tasks = num_ranks + layout.num_local_experts + num_tokens + num_ranks * -(-num_tokens // block)
     programs = num_programs(num_tasks, 2)
-    tile = structs_serving.LowLatencyDispatchTile(
-        SEND_H=_columns(hidden, 16 << 10, max(2, dtype.itemsize)),
-        BLOCK_T=block,
+    tile = structs.LowLatencyDispatchTile(
+        send_hidden=_columns(hidden, 16 << 10, max(2, dtype.itemsize)),
+        block_tokens=block,
         # More would take the registers of the second program of a multiprocessor.
-        BLOCK_H=_columns(hidden, (16 if direct else 8) << 10, wire_dtype.itemsize),
-        BLOCK_G=power_of_two(scales),
-        CHOICES=top_k,
-        RANKS=power_of_two(num_ranks),
-        CHUNK=tokens if direct else min(tokens, 4096 // top_k),
-        LAG=num_tokens if direct else -(-programs // block),
-        DIRECT=direct,
+        block_hidden=_columns(hidden, (16 if direct else 8) << 10, wire_dtype.itemsize),
+        padded_scales=power_of_two(scales),
+        padded_top_k=top_k,
+        padded_ranks=power_of_two(num_ranks),
+        chunk=tokens if direct else min(tokens, 4096 // top_k),
+        lag=num_tokens if direct else -(-programs // block),
+        direct=direct,
     )
     return program_config(programs, schedule.num_communicating_programs), tile
 
 
 def combine_tile(
     schedule: Schedule, layout: Layout, num_tokens: int, hidden: int, dtype: jnp.dtype
-) -> tuple[Config, structs_serving.LowLatencyCombineTile]:
+) -> tuple[Config, structs.LowLatencyCombineTile]:
     """Config and blocks of combine, for `num_tokens` tokens and rows of `dtype`."""
     num_ranks = layout.num_ranks
     sums = num_tokens * layout.top_k > _MOST_ROWS
     sends = num_ranks * (1 if sums else layout.top_k)  # of a token
     programs = num_programs(num_ranks + (sends + 1) * num_tokens + 1, 2)
-    tile = structs_serving.LowLatencyCombineTile(
-        BLOCK_H=_columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
-        CHOICES=power_of_two(layout.top_k),
-        RANKS=power_of_two(num_ranks),
-        LAG=-(-programs // sends),
-        SUMS=sums,
+    tile = structs.LowLatencyCombineTile(
+        block_hidden=_columns(hidden, _SUM_BYTES[sums] >> (layout.top_k > 8), max(2, dtype.itemsize)),
+        padded_top_k=power_of_two(layout.top_k),
+        padded_ranks=power_of_two(num_ranks),
+        lag=-(-programs // sends),
+        sends_sums=sums,
     )
     return program_config(programs, schedule.num_combining_programs), tile

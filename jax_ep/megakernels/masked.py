@@ -17,7 +17,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.activation import kind_of
 from jax_ep.megakernels.grid import num_programs, whole_registers
-from jax_ep.megakernels.kernels.structs_serving import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
+from jax_ep.megakernels.kernels.gemm_structs import MaskedActivation, MaskedActivationTile, MaskedGemm, MaskedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, Experts
 
@@ -173,7 +173,7 @@ def masked_gated_activation(
         return jnp.zeros_like(hidden, dtype=FP8 if quantize else None, shape=shape), scales if quantize else None
     hidden, group_sizes, bias = vary_alike((hidden, group_sizes, bias))
     sizes = activation_sizes(groups, rows, inner, quantize)
-    num_tasks = groups * -(-rows // sizes.tile.BM) * -(-inner // sizes.tile.BN)
+    num_tasks = groups * -(-rows // sizes.tile.block_m) * -(-inner // sizes.tile.block_n)
     config = activation_config(num_tasks)
     results = (
         jax.ShapeDtypeStruct((groups, rows, inner), FP8 if quantize else hidden.dtype),

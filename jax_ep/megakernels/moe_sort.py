@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import dropless_capacity, power_of_two
 from jax_ep.megakernels.grid import all_programs, num_programs
-from jax_ep.megakernels.kernels.structs_serving import Sort
+from jax_ep.megakernels.kernels.fused_moe_structs import Sort
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array, SortedTokens
 from jax_ep.xla import moe_sort as xla
@@ -39,9 +39,9 @@ def moe_sort(
     operands = (topk_idx, *(value for value in given.values() if value is not None))
     constants: dict[str, Any] = {name: None for name, value in given.items() if value is None} | {"S": sizes}
     results = (
-        jax.ShapeDtypeStruct((sizes.R,), jnp.int32),
-        jax.ShapeDtypeStruct((1 if topk_weights is None else sizes.R,), jnp.float32),
-        jax.ShapeDtypeStruct((sizes.R // block_size,), jnp.int32),
+        jax.ShapeDtypeStruct((sizes.num_rows,), jnp.int32),
+        jax.ShapeDtypeStruct((1 if topk_weights is None else sizes.num_rows,), jnp.float32),
+        jax.ShapeDtypeStruct((sizes.num_rows // block_size,), jnp.int32),
         jax.ShapeDtypeStruct((num_local_experts,), jnp.int32),
         jax.ShapeDtypeStruct((), jnp.int32),
     )
@@ -54,16 +54,16 @@ def sort_sizes(shape: tuple[int, ...], first_expert: int, num_experts: int, bloc
     num_slots = shape[0] * shape[1]
     block = _LANES * -(-num_slots // (_LANES * all_programs()))
     sizes = Sort(
-        N=num_slots,
-        K=shape[1],
-        FIRST=first_expert,
-        L=num_experts,
-        R=dropless_capacity(num_slots, num_experts, block_size),
-        BLOCK_SIZE=block_size,
-        BLOCK=block,
-        LANES=_LANES,
-        COUNTED=min(_MOST_COUNTED, max(_LANES, power_of_two(num_slots))),
-        BINS=max(32, power_of_two(num_experts)),
+        num_assignments=num_slots,
+        top_k=shape[1],
+        first_expert=first_expert,
+        num_local_experts=num_experts,
+        num_rows=dropless_capacity(num_slots, num_experts, block_size),
+        block_size=block_size,
+        per_program=block,
+        lanes=_LANES,
+        count_block=min(_MOST_COUNTED, max(_LANES, power_of_two(num_slots))),
+        bins=max(32, power_of_two(num_experts)),
     )
     programs = max(-(-num_slots // block), num_programs(-(-num_experts // _EXPERTS_OF_PROGRAM)))
     return Config(programs, num_warps=8), sizes

@@ -19,7 +19,7 @@ from jax_ep.formats import format_of, stored_name
 from jax_ep.megakernels import tuned
 from jax_ep.megakernels.grid import num_programs
 from jax_ep.megakernels.grouped_gemm import MAX_GROUPS, common_sizes
-from jax_ep.megakernels.kernels.structs_gemm import QuantizedGemm, QuantizedTile
+from jax_ep.megakernels.kernels.gemm_structs import QuantizedGemm, QuantizedTile
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 from jax_ep.xla import quantized_gemm as xla
@@ -84,8 +84,8 @@ def sizes_of(num_rows: int, rhs: QuantizedExperts, tiles: QuantizedTiles) -> Qua
     sizes: dict[str, Any] = {**common_sizes(num_rows, columns, depth, groups), **storage_of(rhs)}
     return QuantizedGemm(
         **sizes,
-        TMA_PARTS=0,
-        tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, GROUP_M=8, SWAP=is_turned(rhs, tiles.block_m)),
+        tma_parts=0,
+        tile=QuantizedTile(tiles.block_m, tiles.block_n, _DEPTH, group_m=8, swap_ab=is_turned(rhs, tiles.block_m)),
     )
 
 
@@ -104,8 +104,8 @@ def is_turned(rhs: QuantizedExperts, block_m: int) -> bool:
 def storage_of(rhs: QuantizedExperts) -> dict[str, Any]:
     """How the kernels find elements and scales, see `QuantizedGemm`."""
     wanted = format_of(rhs)
-    sizes = {"PER_BYTE": 8 // wanted.bits, "BLOCK_SIZE": wanted.block_size(rhs), "PREPACKED": rhs.is_prepacked}
-    return {"DECODER": wanted.decoder, **sizes}
+    sizes = {"values_per_byte": 8 // wanted.bits, "block_size": wanted.block_size(rhs), "prepacked": rhs.is_prepacked}
+    return {"decoder": wanted.decoder, **sizes}
 
 
 def is_readable(rhs: QuantizedExperts) -> bool:

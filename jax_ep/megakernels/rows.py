@@ -8,7 +8,7 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.megakernels.grid import num_programs, thread_registers
-from jax_ep.megakernels.kernels.structs_serving import RowPass
+from jax_ep.megakernels.kernels.activation_structs import RowPass
 from jax_ep.megakernels.launch import launch
 from jax_ep.types import Array
 
@@ -34,7 +34,7 @@ def gather_rows(x: Array, index: Array, group_sizes: Array) -> Array:
       `[R, H]`.
     """
     sizes = row_pass((index.shape[0], x.shape[1]), group_sizes, 1024, _BLOCK_BYTES // x.dtype.itemsize)
-    result = jax.ShapeDtypeStruct((sizes.R, sizes.H), x.dtype)
+    result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.width), x.dtype)
     operands = vary_alike((x, index, group_sizes))
     return launch(_GATHER, operands, (result,), pass_config(num_blocks(sizes)), {"S": sizes})[0]
 
@@ -48,7 +48,7 @@ def row_pass(shape: tuple[int, ...], group_sizes: Array, most_columns: int, elem
 
 def num_blocks(sizes: RowPass) -> int:
     """How many blocks a pass has if all rows are in use."""
-    return -(-sizes.R // sizes.BR) * -(-sizes.H // sizes.BC)
+    return -(-sizes.num_rows // sizes.block_rows) * -(-sizes.width // sizes.block_columns)
 
 
 def pass_config(num_tasks: int, programs: int = _PROGRAMS) -> Config:

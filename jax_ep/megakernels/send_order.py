@@ -10,8 +10,8 @@ from jax_ep.core.kernel import Config, Kernel
 from jax_ep.core.layout import power_of_two
 from jax_ep.megakernels.exchange import MOST_EXPERTS, MOST_POSITIONS
 from jax_ep.megakernels.grid import num_programs
-from jax_ep.megakernels.kernels.structs import CountTile, SendOrder
-from jax_ep.megakernels.kernels.structs_gemm import OrderedSends
+from jax_ep.megakernels.kernels.exchange_gemm_structs import OrderedSends
+from jax_ep.megakernels.kernels.exchange_structs import CountTile, SendOrder
 from jax_ep.megakernels.launch import group_of, launch
 from jax_ep.types import Array, Handle, Layout
 
@@ -23,13 +23,13 @@ def order_sends(handle: Handle) -> OrderedSends:
     """The sends of a handle in order, by two small launches, or by XLA where there are too many experts."""
     layout = handle.layout
     sizes = send_order_sizes(layout)
-    if layout.num_local_experts >= MOST_EXPERTS or sizes.tile.BLOCK > MOST_POSITIONS:
+    if layout.num_local_experts >= MOST_EXPERTS or sizes.tile.block > MOST_POSITIONS:
         return sort_sends(handle)
-    num_ranks, num_tokens, num_blocks = sizes.W, sizes.T, -(-sizes.T // sizes.tile.BLOCK)
-    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.BINS))
+    num_ranks, num_tokens, num_blocks = sizes.num_ranks, sizes.num_tokens, -(-sizes.num_tokens // sizes.tile.block)
+    counted = ((num_ranks, num_tokens), (2 * num_ranks, num_blocks, sizes.tile.bins))
     config = Config(num_programs(2 * num_ranks * num_blocks, 4), num_warps=4)
     found = launch(_COUNT, (handle.ids, group_of(handle)), _int32(*counted), config, {"S": sizes})
-    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.L))
+    results = ((num_ranks, num_tokens), (num_ranks,), (num_ranks, sizes.num_local_experts))
     return OrderedSends(*launch(_PLACE, found, _int32(*results), config, {"S": sizes}))
 
 

@@ -4,7 +4,7 @@
 `Trace`: a table of events, a summary, and a file that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 """
 
-from jax_ep.megakernels.kernels.structs_trace import KINDS
+from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.recording import Recording, record
 from jax_ep.tracing.trace import Trace, merge
 

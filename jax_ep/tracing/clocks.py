@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ep.megakernels.kernels.structs_trace import GREETING, KINDS
+from jax_ep.megakernels.kernels.trace_structs import GREETING, KINDS
 from jax_ep.tracing.events import Launch
 
 _MOST_NS = 1 << 61  # so that aligned times are int64

@@ -1,4 +1,4 @@
-"""What kernels have written, as tables: kernels/structs_trace.py has the layout."""
+"""What kernels have written, as tables: kernels/trace_structs.py has the layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ep.megakernels.kernels.structs_trace import (
+from jax_ep.megakernels.kernels.trace_structs import (
     AREA_LAUNCHES,
     AREA_LOST,
     AREA_PROGRAMS,

@@ -19,7 +19,7 @@ import numpy as np
 from jax_ep.core import json_files
 from jax_ep.core.files import write_atomically
 from jax_ep.core.json_files import BOOLEAN, OBJECT, array, choice, integer, mapping, optional, record, value_of
-from jax_ep.megakernels.kernels.structs_trace import KINDS
+from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.clocks import Clocks
 from jax_ep.tracing.events import EVENT, Launch
 from jax_ep.tracing.timeline import Timeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ep.megakernels.kernels.structs_trace import KINDS
+from jax_ep.megakernels.kernels.trace_structs import KINDS
 from jax_ep.tracing.clocks import Sent
 from jax_ep.tracing.events import Launch
 from jax_ep.tracing.timeline import Timeline

@@ -75,9 +75,9 @@ def test_tilings_fit_their_format(slots: int) -> None:
         for tiles in fitting:
             _, sizes = fused_sizes(jax_ep.Experts(gated=False), (slots // 2, 256), 2, w, w, tiles)
             for product in (sizes.gate_up, sizes.down):
-                assert product.tile.BK % max(1, product.BLOCK_SIZE) == 0
-                assert not product.PREPACKED or product.tile.BK in (128, 256)
-                assert expert_format != "fp8" or (product.tile.BK == 128 and 128 % product.tile.BN == 0)
+                assert product.tile.block_k % max(1, product.block_size) == 0
+                assert not product.prepacked or product.tile.block_k in (128, 256)
+                assert expert_format != "fp8" or (product.tile.block_k == 128 and 128 % product.tile.block_n == 0)
 
 
 def test_the_plot_shows_layers_in_the_order_of_their_sizes() -> None:

@@ -128,8 +128,8 @@ def test_blocks_of_fp8(implementation: str, kind: str, stored: str, num_tokens: 
     operands = layer.x[0], layer.topk_idx[0], layer.topk_weights[0]
     matrices = [store(w, stored) for w in (layer.w_gate_up, layer.w_down)]
     _, sizes = fused_moe.fused_sizes(experts, operands[0].shape, shape.top_k, *matrices)
-    assert {sizes.gate_up.tile.BM, sizes.down.tile.BM} == {32 if num_tokens == 24 else 64}
-    assert sizes.gate_up.tile.SWAP and sizes.down.tile.SWAP
+    assert {sizes.gate_up.tile.block_m, sizes.down.tile.block_m} == {32 if num_tokens == 24 else 64}
+    assert sizes.gate_up.tile.swap_ab and sizes.down.tile.swap_ab
     got = to_numpy(jax.jit(call(implementation, experts=experts))(*operands, *matrices))
     dense = [jnp.swapaxes(dequantize_experts(q, jnp.float32), -1, -2) for q in matrices]
     want = jax.jit(partial(jax_ep.fused_moe, experts=experts, implementation="xla"))

@@ -13,19 +13,23 @@ import pytest
 from jax_ep.core.kernel import Config, Descriptor, Kernel, regrouped, type_of
 from jax_ep.megakernels import compile, pending
 from jax_ep.megakernels.compile import Parameter
-from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
-from jax_ep.megakernels.kernels.structs_gemm import WeightGradient, WeightGradientTile
-from jax_ep.megakernels.kernels.structs_serving import MaskedGemm, MaskedTile, RowPass
+from jax_ep.megakernels.kernels.activation_structs import RowPass
+from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
+from jax_ep.megakernels.kernels.gemm_structs import MaskedGemm, MaskedTile, WeightGradient, WeightGradientTile
 from jax_ep.megakernels.launch import launch
 
 pytest.importorskip("triton")
 
 BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 GATHER = Kernel("rows", "gather_rows")
-GATHER_SIZES = {"S": RowPass(R=32, H=128, G=4, GROUPS=16, BR=16, BC=128)}
+GATHER_SIZES = {"S": RowPass(num_rows=32, width=128, num_groups=4, padded_groups=16, block_rows=16, block_columns=128)}
 GRADIENT = Kernel("grouped_gemm", "weight_gradient")
-GRADIENT_TILE = WeightGradientTile(64, 64, 64, 8, STAGES=None)
-GRADIENT_SIZES = {"S": WeightGradient(M=256, N=128, K=192, G=4, GROUPS=16, PARTS=1, TMA_STORE=True, tile=GRADIENT_TILE)}
+GRADIENT_TILE = WeightGradientTile(64, 64, 64, 8, num_stages=None)
+GRADIENT_SIZES = {
+    "S": WeightGradient(
+        M=256, N=128, K=192, num_groups=4, padded_groups=16, store_parts=1, tma_store=True, tile=GRADIENT_TILE
+    )
+}
 Array = jax.ShapeDtypeStruct
 
 
@@ -96,7 +100,9 @@ def test_descriptors_of_operands_and_results(on_hopper):
 
 def test_a_kernel_can_do_without_some_arrays(on_hopper):
     """Those that the constants name are no parameters of the code, wherever they stand."""
-    sizes = MaskedGemm(64, 128, 64, G=4, GROUPS=16, FP8=False, tile=MaskedTile(64, 128, 64, SWAP=False))
+    sizes = MaskedGemm(
+        64, 128, 64, num_groups=4, padded_groups=16, fp8=False, tile=MaskedTile(64, 128, 64, swap_ab=False)
+    )
     constants = {"S": sizes, "lhs_scales_ptr": None, "rhs_scales_ptr": None}
     shapes = Array((4, 64, 64), BF16), Array((4, 128, 64), BF16), Array((4,), I32)
     describe = lambda a, b, sizes: (Descriptor(a, (1, 64, 64)), Descriptor(b, (1, 128, 64)), sizes)  # noqa: E731

@@ -158,7 +158,7 @@ def leave_ones(patch: pytest.MonkeyPatch) -> None:
 def identity(request: Launch) -> int:
     """What the launch is to the heap, 0 without one."""
     heap = request.constants.get("HEAP")
-    return 0 if heap is None else heap.LAUNCH
+    return 0 if heap is None else heap.launch_id
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -276,7 +276,7 @@ def test_ranks_that_launch_something_else_exchange_nothing(monkeypatch, mesh, rn
         found = identity(request)
         if worker == 1 and found & 0xFF == ffi.Operation[operation.upper()]:
             changed = found ^ 256 if other is None else found >> 8 << 8 | other
-            other_launch = dataclasses.replace(request.constants["HEAP"], LAUNCH=changed)
+            other_launch = dataclasses.replace(request.constants["HEAP"], launch_id=changed)
             request = dataclasses.replace(request, constants={**request.constants, "HEAP": other_launch})
         return launch(pool, request, worker=worker, **rest)
 

@@ -14,7 +14,7 @@ from jax_ep import Experts
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import activation as kernels
 from jax_ep.megakernels import exchange, rows
-from jax_ep.megakernels.kernels.structs import Dispatch, Peers, Rows
+from jax_ep.megakernels.kernels.exchange_structs import Dispatch, Peers, Rows
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -111,7 +111,15 @@ def test_dispatch(capability: int) -> None:
     types: dict[str, Any] = {"x_ptr": "*bf16", "out_ptr": "*fp8e4nv", "out_scales_ptr": "*fp32"}
     types["peers"] = Peers("*i32", "*i64")
     types |= {"weights_ptr": "*fp32", "out_weights_ptr": "*fp32"}
-    sizes = {"T": 4096, "K": 8, "H": HIDDEN, "L": 64, "E": 256, "R": layout.capacity, "SCALES": 1 << 29}
-    options = {"WEIGHTS": 1 << 30, "FP8": True, "QUANTIZED": True, "CLEAR": False}
+    sizes = {
+        "num_tokens": 4096,
+        "top_k": 8,
+        "hidden": HIDDEN,
+        "num_local_experts": 64,
+        "num_experts": 256,
+        "num_rows": layout.capacity,
+        "scales_offset": 1 << 29,
+    }
+    options = {"weights_offset": 1 << 30, "fp8": True, "quantized": True, "clears_padding": False}
     constants = {"S": Dispatch(**sizes, **options, tile=tile), "HEAP": heap_of(HeapLayout(4), 4, 1)}
     check(exchange._DISPATCH, types | dict.fromkeys(integers, "*i32"), constants, config, capability)

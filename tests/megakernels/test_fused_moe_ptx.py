@@ -15,7 +15,7 @@ from jax_ep import Experts
 from jax_ep.core.kernel import element_type
 from jax_ep.megakernels import fused_moe
 from jax_ep.megakernels.activation import kind_of
-from jax_ep.megakernels.kernels.structs_serving import LayerScratch, LayerTensors, SortedLayerTensors
+from jax_ep.megakernels.kernels.fused_moe_structs import LayerScratch, LayerTensors, SortedLayerTensors
 from jax_ep.quantization import prepack_experts, quantize_experts
 from oracle_experts import GPT_OSS
 
@@ -105,7 +105,7 @@ def compile_layer(
         )
     rows = "*fp8e4nv" if in_fp8 else "*bf16"
     tensors: Any = LayerTensors(rows, "*fp32", *described, "*i32", "*fp32")
-    types["tensors"] = SortedLayerTensors(*tensors, *["*i32"] * 3) if sizes.SORTED else tensors
+    types["tensors"] = SortedLayerTensors(*tensors, *["*i32"] * 3) if sizes.presorted else tensors
     types |= {"counters_ptr": "*i32", "written_counters_ptr": "*i32"}
     types |= {"scratch": LayerScratch(rows, "*fp32", "*fp32", "*i32", "*i32"), "out_ptr": "*bf16"}
     biases = ("gate_up_bias_ptr", "down_bias_ptr")
@@ -144,14 +144,14 @@ def test_layer(
     monkeypatch.setattr(fused_moe, "all_programs", lambda programs: 132 * programs)
     built, config, sizes = compile_layer(tokens, top_k, w_down, experts, expert_format)
     assert re.search(r"mma\.sync|wgmma\.mma_async", built["ptx"]), "the tensor cores are not used"
-    dimensions = 4 if sizes.gate_up.HALVES else 3
+    dimensions = 4 if sizes.gate_up.split_halves else 3
     assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared", built["ptx"]), "matrices are not read by TMA"
     # Three programs of a multiprocessor with some registers in memory were faster than two without.
-    most = 64 if config.max_registers and sizes.down.PER_BYTE == 2 else 0
+    most = 64 if config.max_registers and sizes.down.values_per_byte == 2 else 0
     # Places of a thread, kept for what is behind a loop: these tiles are the fastest even so.
-    if expert_format == "int4" and sizes.down.tile.BM == 32:
+    if expert_format == "int4" and sizes.down.tile.block_m == 32:
         most = 24
-    turned_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.SWAP
+    turned_fp8 = expert_format in ("fp8", "fp8_channel") and sizes.down.tile.swap_ab
     if turned_fp8:
         most = 96
     if prepacked := expert_format is not None and expert_format.endswith("_prepacked"):
@@ -164,7 +164,7 @@ def test_layer(
     registers = int(re.findall(r"Used (\d+) registers", built["report"])[0])
     assert programs * config.num_warps * 32 * registers <= 65536
     active = min(tokens * top_k, w_down[0])
-    tasks = active * sizes.down.SPLITS * -(-w_down[2] // sizes.down.tile.BN)
+    tasks = active * sizes.down.k_splits * -(-w_down[2] // sizes.down.tile.block_n)
     assert tasks >= 128, "multiprocessors without a task of the second product"
 
 
@@ -176,11 +176,11 @@ def test_tokens_in_fp8(expert_format: str) -> None:
     assert "QGMMA.64x16x32.F32.E4M3.E4M3" in built["code"]
     assert "HMMA" not in built["code"]
     assert "HGMMA" not in built["code"]
-    assert sizes.down.tile.SWAP
+    assert sizes.down.tile.swap_ab
     if expert_format != "fp8":
         # Of 32 elements of a thread, 8 registers: each takes one permutation for magnitudes and one or two for signs.
         permutations = {"mxfp4": 2, "int4": 3}[expert_format]
-        elements = sum(t.BN * t.BK for t in (sizes.gate_up.tile, sizes.gate_up.tile, sizes.down.tile)) // 128
+        elements = sum(t.block_n * t.block_k for t in (sizes.gate_up.tile, sizes.gate_up.tile, sizes.down.tile)) // 128
         assert built["code"].count("PRMT") <= permutations * elements // 4 + 128
 
 
@@ -192,7 +192,7 @@ def test_pairs_of_four_bits() -> None:
     # One product for each pair, with 2**126 and the scale in one; an instruction of tensor cores takes two of a thread.
     assert 0 < loop[0] <= 2 * loop[1] + 16
     assert "I2F" not in built["code"].replace("I2FP", ""), "integers are converted one by one"
-    assert sizes.gate_up.PER_BYTE == 2
+    assert sizes.gate_up.values_per_byte == 2
 
 
 @pytest.mark.slow
@@ -216,8 +216,8 @@ def test_elements_of_prepacked_matrices_stay_where_they_are(
     for stored in (expert_format, f"{expert_format}_prepacked"):
         built, _, sizes = compile_layer(16, *QWEN3, Experts(), stored)
         steps = steps_of(built["code"])
-        elements = 2 * sizes.gate_up.tile.BN if stored == expert_format else sizes.gate_up.tile.BN
-        assert elements == sizes.down.tile.BN == 128
+        elements = 2 * sizes.gate_up.tile.block_n if stored == expert_format else sizes.gate_up.tile.block_n
+        assert elements == sizes.down.tile.block_n == 128
         instructions = [line for line in steps if re.search(r"^\s+(/\*\w+\*/)?\s*(@!?U?P\w+ )?[A-Z]", line)]
         counts[stored] = len(instructions)
     assert len([line for line in steps if "HGMMA" in line]) == 32

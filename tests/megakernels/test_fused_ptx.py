@@ -13,7 +13,7 @@ from compiling import build
 from jax_ep.core.kernel import Config
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange_gemm
-from jax_ep.megakernels.kernels import structs, structs_gemm
+from jax_ep.megakernels.kernels import exchange_gemm_structs, exchange_structs, gemm_structs
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -23,8 +23,8 @@ SHARED_BYTES = 227 << 10
 PRODUCTS = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # tokens per rank, hidden, columns of the first product, depth of the second
 DEEPSEEK, DEEPSEEK_LONG, MIXTRAL = (4096, 7168, 4096, 2048), (16384, 7168, 4096, 2048), (1024, 4096, 28672, 14336)
-PEERS = {"peers": structs.Peers("*i32", "*i64")}
-HANDLE = structs_gemm.HandleArrays(*["*i32"] * 4)
+PEERS = {"peers": exchange_structs.Peers("*i32", "*i64")}
+HANDLE = exchange_gemm_structs.HandleArrays(*["*i32"] * 4)
 WEIGHTS = {"weights_ptr": "*fp32", "out_weights_ptr": "*fp32"}
 
 
@@ -36,18 +36,18 @@ def constants(sizes: Any) -> dict[str, Any]:
     return {"S": sizes, "HEAP": heap_of(HeapLayout(4), 4, 1)}
 
 
-def matrices(product: structs_gemm.GroupedGemm) -> str:
+def matrices(product: gemm_structs.GroupedGemm) -> str:
     tile = product.tile
-    shape = (tile.BN, tile.BK) if product.TRANSPOSED else (tile.BK, tile.BN)
+    shape = (tile.block_n, tile.block_k) if product.transposed else (tile.block_k, tile.block_n)
     return f"tensordesc<bf16[1, {shape[0]}, {shape[1]}]>"
 
 
-def of_gradient(gradient: structs_gemm.WeightGradient) -> dict[str, Any]:
+def of_gradient(gradient: gemm_structs.WeightGradient) -> dict[str, Any]:
     """Types of what the gradient is made of, and of itself."""
     tile = gradient.tile
-    factors = [f"tensordesc<bf16[1, 1, {tile.BR}, {width}]>" for width in (tile.BM, tile.BN)]
-    stored = f"tensordesc<bf16[1,{tile.BM},{tile.BN // gradient.PARTS}]>"
-    return {"factors": structs_gemm.WeightGradientOperands(*factors), "gradient": stored}
+    factors = [f"tensordesc<bf16[1, 1, {tile.block_rows}, {width}]>" for width in (tile.block_m, tile.block_n)]
+    stored = f"tensordesc<bf16[1,{tile.block_m},{tile.block_n // gradient.store_parts}]>"
+    return {"factors": gemm_structs.WeightGradientOperands(*factors), "gradient": stored}
 
 
 def check(built: dict, capability: int) -> None:
@@ -60,9 +60,9 @@ def check(built: dict, capability: int) -> None:
     assert built["scratch"] == 0
 
 
-def check_flat(built: dict, product: structs_gemm.GroupedGemm, num_stages: int) -> None:
+def check_flat(built: dict, product: gemm_structs.GroupedGemm, num_stages: int) -> None:
     """One loop over tiles and their depth: a tile has memory to be stored through while the next one is loaded."""
-    loaded = 2 * num_stages * product.tile.BK * (product.tile.BM + product.tile.BN)
+    loaded = 2 * num_stages * product.tile.block_k * (product.tile.block_m + product.tile.block_n)
     assert built["shared"] > loaded + (8 << 10)
 
 
@@ -75,8 +75,8 @@ def check_flat(built: dict, product: structs_gemm.GroupedGemm, num_stages: int) 
 def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, columns, _ = shape
     config, sizes = exchange_gemm.dispatch_gemm_sizes(Schedule(), layout(tokens), (hidden, columns), transposed, keep)
-    types = {"handle": HANDLE, "order": structs_gemm.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
-    types |= {"b_desc": matrices(sizes.product)}
+    types = {"handle": HANDLE, "order": exchange_gemm_structs.OrderedSends(*["*i32"] * 3)} | PEERS | WEIGHTS
+    types |= {"b_desc": matrices(sizes.gemm)}
     types |= dict.fromkeys(["x_ptr", "out_ptr", "saved_ptr"], "*bf16")
     options = config.num_warps, config.num_stages, capability
     built = build("exchange_gemm", "dispatch_gemm", types, constants(sizes), *options)
@@ -92,9 +92,9 @@ def test_dispatch_gemm(shape: tuple[int, ...], transposed: bool, keep: bool, cap
 def test_gemm_combine(shape: tuple[int, ...], transposed: bool, drops: bool, capability: int, on_h200: None) -> None:
     tokens, hidden, _, features = shape
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, transposed)
-    built = build_gemm_combine(config, dataclasses.replace(sizes, DROPS=drops), capability)
+    built = build_gemm_combine(config, dataclasses.replace(sizes, may_drop=drops), capability)
     check(built, capability)
-    check_flat(built, sizes.product, config.num_stages)
+    check_flat(built, sizes.gemm, config.num_stages)
 
 
 def test_gemm_combine_with_bias(on_h200: None) -> None:
@@ -102,7 +102,7 @@ def test_gemm_combine_with_bias(on_h200: None) -> None:
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
     built = build_gemm_combine(config, sizes, 90, bias=True)
     check(built, 90)
-    check_flat(built, sizes.product, config.num_stages)
+    check_flat(built, sizes.gemm, config.num_stages)
 
 
 def test_gemm_combine_to_float32(on_h200: None) -> None:
@@ -110,18 +110,18 @@ def test_gemm_combine_to_float32(on_h200: None) -> None:
     config, sizes = exchange_gemm.gemm_combine_sizes(layout(tokens), features, hidden, False)
     built = build_gemm_combine(config, sizes, 90, out="*fp32")
     check(built, 90)
-    check_flat(built, sizes.product, config.num_stages)
+    check_flat(built, sizes.gemm, config.num_stages)
 
 
 def build_gemm_combine(
-    config: Config, sizes: structs_gemm.GemmCombine, capability: int, *, bias: bool = False, out: str = "*bf16"
+    config: Config, sizes: exchange_gemm_structs.GemmCombine, capability: int, *, bias: bool = False, out: str = "*bf16"
 ) -> dict:
-    types = {"handle": HANDLE, "sums": structs.Sums(out, "*i32")} | PEERS | WEIGHTS
-    types |= {"b_desc": matrices(sizes.product)}
-    types["h_desc"] = f"tensordesc<bf16[{sizes.product.tile.BM}, {sizes.product.tile.BK}]>"
+    types = {"handle": HANDLE, "sums": exchange_structs.Sums(out, "*i32")} | PEERS | WEIGHTS
+    types |= {"b_desc": matrices(sizes.gemm)}
+    types["h_desc"] = f"tensordesc<bf16[{sizes.gemm.tile.block_m}, {sizes.gemm.tile.block_k}]>"
     values = constants(sizes)
     if bias:
-        types["bias"] = structs_gemm.Bias("*bf16", "*fp32")
+        types["bias"] = gemm_structs.Bias("*bf16", "*fp32")
     else:
         values["bias"] = None
     if sizes.gradient is None:
@@ -148,9 +148,9 @@ def test_gemm_combine_with_weights(
     widths = layout(tokens), features, hidden, transposed
     gradient = exchange_gemm.scattered_gradient_sizes(*widths)
     config, sizes = exchange_gemm.gemm_combine_sizes(*widths, gradient)
-    built = build_gemm_combine(config, dataclasses.replace(sizes, DROPS=drops), capability)
+    built = build_gemm_combine(config, dataclasses.replace(sizes, may_drop=drops), capability)
     check(built, capability)
-    check_flat(built, sizes.product, config.num_stages)
+    check_flat(built, sizes.gemm, config.num_stages)
     assert "serialized" not in built["report"], built["report"]  # products that do not overlap
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared", built["ptx"]), "rows and tokens do not come by TMA"
 
@@ -165,7 +165,7 @@ def test_combine_with_weights(capability: int, shape: tuple[int, ...], transpose
     config, sizes = exchange_gemm.combine_with_weight_gradient_sizes(
         Schedule(), layout(tokens), features, hidden, jnp.dtype(jnp.bfloat16), transposed
     )
-    types = {"handle": HANDLE, "y_ptr": "*bf16", "sums": structs.Sums("*bf16", "*i32")} | PEERS | WEIGHTS
+    types = {"handle": HANDLE, "y_ptr": "*bf16", "sums": exchange_structs.Sums("*bf16", "*i32")} | PEERS | WEIGHTS
     types |= of_gradient(sizes.gradient)
     options = config.num_warps, config.num_stages, capability
     built = build("exchange_gemm", "combine_with_weight_gradient", types, constants(sizes), *options)

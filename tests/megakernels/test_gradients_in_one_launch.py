@@ -18,7 +18,7 @@ from cases import BF16, Shape
 from jax_ep.core.kernel import Config
 from jax_ep.core.layout import dropless_capacity
 from jax_ep.megakernels import cost_model, exchange_gemm
-from jax_ep.megakernels.kernels.structs_gemm import WeightGradientOperands
+from jax_ep.megakernels.kernels.gemm_structs import WeightGradientOperands
 from jax_ep.ops import registry
 from jax_ep.types import Layout, Options, Schedule
 from routings import ROUTINGS
@@ -119,12 +119,12 @@ def test_programs_and_tiles_change_no_bits(mode: str, mesh: jax.sharding.Mesh, r
         def divided(*arguments: Any, choice: Any = (num_programs, few)) -> Any:
             launched.append(choice)
             _, sizes = chosen(*arguments)
-            shares = {"COMM": choice[1], "TASKS": choice[1]} if mode == "serial" else {}
+            shares = {"comm_programs": choice[1], "tiles_per_task": choice[1]} if mode == "serial" else {}
             return Config(choice[0]), dataclasses.replace(sizes, **shares)
 
         def narrowed(*arguments: Any, width: int = width, **options: Any) -> Any:
             sizes = gradient_sizes(*arguments, **options)
-            return dataclasses.replace(sizes, tile=dataclasses.replace(sizes.tile, BN=width))
+            return dataclasses.replace(sizes, tile=dataclasses.replace(sizes.tile, block_n=width))
 
         monkeypatch.setattr(exchange_gemm, MODES[mode], divided)
         monkeypatch.setattr(exchange_gemm, "_gradient_sizes", narrowed)

@@ -26,8 +26,8 @@ from jax_ep import Schedule, context, megakernels
 from jax_ep.core import jax_triton
 from jax_ep.core.kernel import Config, Descriptor, Kernel, flat, type_of
 from jax_ep.megakernels import compile, grouped_gemm
-from jax_ep.megakernels.kernels.structs import Heap, Peers, SmallExchange
-from jax_ep.megakernels.kernels.structs_serving import RowPass
+from jax_ep.megakernels.kernels.activation_structs import RowPass
+from jax_ep.megakernels.kernels.exchange_structs import Heap, Peers, SmallExchange
 from jax_ep.quantization import quantize_experts, quantize_fp8_weights
 
 pytest.importorskip("triton")
@@ -376,7 +376,10 @@ def test_flat_parameters_make_the_same_code(grouped: bool) -> None:
         constants |= {"HEAP": Heap(2, 2, 1 << 20, 4096, 32768, 1)}
         arguments = {"x_ptr": "*i32", "peers": Peers("*i32", "*i64"), "out_ptr": "*i32"}
     else:
-        kernel, constants = Kernel("rows", "gather_rows"), {"S": RowPass(R=32, H=128, G=4, GROUPS=16, BR=16, BC=128)}
+        kernel, constants = (
+            Kernel("rows", "gather_rows"),
+            {"S": RowPass(32, 128, 4, 16, 16, 128)},
+        )
         arguments = {"x_ptr": "*bf16", "index_ptr": "*i32", "sizes_ptr": "*i32", "out_ptr": "*bf16"}
     values = tuple(arguments.values())
     kinds = tuple(map(type_of, values))

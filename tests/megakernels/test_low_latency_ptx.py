@@ -12,8 +12,8 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency
-from jax_ep.megakernels.kernels.structs import Peers, Rows
-from jax_ep.megakernels.kernels.structs_serving import LowLatencyCombine, LowLatencyDispatch, LowLatencyPlan
+from jax_ep.megakernels.kernels.exchange_structs import Peers, Rows
+from jax_ep.megakernels.kernels.low_latency_structs import LowLatencyCombine, LowLatencyDispatch, LowLatencyPlan
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -28,23 +28,23 @@ def built(name: str, num_tokens: int, fp8: bool, capability: int) -> Any:
     wire, scales = (FP8, H // 128) if fp8 else (BF16, 0)
     sizes = low_latency.layout_sizes(layout, num_tokens, H)
     types: dict[str, Any] = {"peers": Peers("*i32", "*i64")}
-    parts = {"VALUES": num_tokens * H * wire.itemsize, "SCALES": num_tokens * K * scales * 4}
+    parts = {"values_offset": num_tokens * H * wire.itemsize, "scales_offset": num_tokens * K * scales * 4}
     # The tuning of a CPU has fewer programs, and so another order of tasks.
     lag = min(num_tokens, PROGRAMS // 4)
     if name == "dispatch":
         _, tile = low_latency.dispatch_tile(Schedule(), layout, num_tokens, H, BF16, wire, scales)
         types |= {"x": Rows("*bf16", "*bf16"), "ids_ptr": "*i32", "num_tokens_ptr": "*i32"}
         types |= {"out": Rows("*fp8e4nv" if fp8 else "*bf16", "*fp32"), "plan": LowLatencyPlan(*["*i32"] * 7)}
-        offsets, _ = low_latency.buffer_offsets(IDS=num_tokens * K * 4, **parts)
-        sizes |= {"G": scales, "GROUP": 128 if fp8 else 0, "COUNTED": True}
-        given: Any = LowLatencyDispatch(**sizes, **offsets, tile=dataclasses.replace(tile, LAG=lag))
+        offsets, _ = low_latency.buffer_offsets(ids_offset=num_tokens * K * 4, **parts)
+        sizes |= {"num_scales": scales, "scale_block": 128 if fp8 else 0, "has_num_tokens": True}
+        given: Any = LowLatencyDispatch(**sizes, **offsets, tile=dataclasses.replace(tile, lag=lag))
     else:
         _, tile = low_latency.combine_tile(Schedule(), layout, num_tokens, H, BF16)
         types |= {"y_ptr": "*bf16", "out_ptr": "*bf16", "weights_ptr": "*fp32"}
         types |= {"slot_row_ptr": "*i32", "own_ids_ptr": "*i32"}
-        parts["VALUES"] *= K
-        offsets, _ = low_latency.buffer_offsets(WEIGHTS=num_tokens * K * 4, **parts)
-        given = LowLatencyCombine(**sizes, **offsets, FP8=fp8, tile=dataclasses.replace(tile, LAG=lag))
+        parts["values_offset"] *= K
+        offsets, _ = low_latency.buffer_offsets(weights_offset=num_tokens * K * 4, **parts)
+        given = LowLatencyCombine(**sizes, **offsets, fp8=fp8, tile=dataclasses.replace(tile, lag=lag))
     registers = 128 if num_tokens > 1 else None
     constants = {"S": given, "HEAP": heap_of(HeapLayout(W), W, 6)}
     return build("low_latency", f"low_latency_{name}", types, constants, 8, 3, capability, registers)

@@ -16,8 +16,8 @@ from jax_ep import Experts, ffi
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import low_latency, masked, quantized_gemm
 from jax_ep.megakernels.activation import kind_of
-from jax_ep.megakernels.kernels.structs import Peers
-from jax_ep.megakernels.kernels.structs_serving import RowSources
+from jax_ep.megakernels.kernels.exchange_structs import Peers
+from jax_ep.megakernels.kernels.low_latency_structs import RowSources
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.megakernels.masked import MaskedTiles
 from jax_ep.quantization import quantize_experts
@@ -118,7 +118,7 @@ def test_gemm_combine_of_quantised_matrices(tokens_in: str, expected_rows: int, 
     stored, scales = ("u8", "*u8") if expert_format == "mxfp4" else ("fp8e4nv", "*fp32")
     types: dict[str, Any] = {"lhs_scales_ptr": "*fp32", "rhs_scales_ptr": scales, "weights_ptr": "*fp32"}
     types["lhs"] = f"tensordesc<{tokens_in}[1,{tiles.block_m},128]>"
-    types["rhs"] = f"tensordesc<{stored}[1,{tiles.block_n},{128 // product.PER_BYTE}]>"
+    types["rhs"] = f"tensordesc<{stored}[1,{tiles.block_n},{128 // product.values_per_byte}]>"
     types |= {"sizes_ptr": "*i32", "sources": RowSources(*["*i32"] * 4)}
     types |= {"out_ptr": "*bf16", "peers": Peers("*i32", "*i64")}
     constants: dict[str, Any] = {"S": sizes, "HEAP": heap, "bias_ptr": None}

@@ -130,8 +130,8 @@ def test_edges(heaps, rng, name):
 @pytest.mark.parametrize(
     "blocks",
     [
-        {"tile": {"BLOCK": 256, "ROWS": 2}, "SOURCE_BLOCKS": 16, "FILL": 2048},
-        {"tile": {"BLOCK": 2048, "ROWS": 1}, "SOURCE_BLOCKS": 2, "FILL": 1024},
+        {"tile": {"block": 256, "blocks_at_once": 2}, "source_blocks": 16, "fill_rows": 2048},
+        {"tile": {"block": 2048, "blocks_at_once": 1}, "source_blocks": 2, "fill_rows": 1024},
     ],
     ids=["many blocks", "long blocks"],
 )
@@ -149,11 +149,11 @@ def test_blocks_of_many_parts(heaps, rng, monkeypatch, blocks):
 def test_tiles_cover_every_layout():
     for layout in (*LAYOUTS.values(), Layout(63, 63, 1 << 18, 8, 1 << 27), Layout(4, 256, 32768, 8, 1 << 20)):
         _, sizes = exchange.plan_config(layout)
-        source_blocks = -(-layout.num_tokens * layout.top_k // sizes.tile.BLOCK)
+        source_blocks = -(-layout.num_tokens * layout.top_k // sizes.tile.block)
         assert layout.num_ranks * source_blocks <= 256
-        assert source_blocks <= sizes.SOURCE_BLOCKS
-        assert layout.num_local_experts <= sizes.tile.BINS
-        assert sizes.tile.BLOCK % sizes.tile.LANES == 0
+        assert source_blocks <= sizes.source_blocks
+        assert layout.num_local_experts <= sizes.tile.bins
+        assert sizes.tile.block % sizes.tile.lanes == 0
 
 
 def test_the_same_bits_whatever_the_heap_holds(heaps, rng):

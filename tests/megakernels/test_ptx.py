@@ -10,7 +10,7 @@ from compiling import build
 
 from jax_ep.heap.symmetric import HeapLayout
 from jax_ep.megakernels import exchange
-from jax_ep.megakernels.kernels.structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange, Sums
+from jax_ep.megakernels.kernels.exchange_structs import Combine, Dispatch, Peers, PlanScratch, SmallExchange, Sums
 from jax_ep.megakernels.launch import heap_of
 from jax_ep.types import Layout, Schedule
 
@@ -26,7 +26,16 @@ HEAP, PEERS = heap_of(HeapLayout(4), 4, 1), Peers("*i32", "*i64")
 
 
 def row_sizes(hidden: int, fp8: bool) -> dict[str, int]:
-    return {"T": 4096, "K": 8, "H": hidden, "L": 64, "E": 256, "SCALES": 1 << 29, "WEIGHTS": 1 << 30, "FP8": fp8}
+    return {
+        "num_tokens": 4096,
+        "top_k": 8,
+        "hidden": hidden,
+        "num_local_experts": 64,
+        "num_experts": 256,
+        "scales_offset": 1 << 29,
+        "weights_offset": 1 << 30,
+        "fp8": fp8,
+    }
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -43,7 +52,7 @@ def test_row_kernels(name, limit, dtype, fp8, capability):
     if name == "dispatch":
         schedule = Schedule(num_communicating_programs=limit)
         config, tile = exchange.dispatch_config(schedule, LAYOUT, HIDDEN, jnp.dtype(dtype), wire_dtype)
-        options = {"R": 40960, "QUANTIZED": False, "CLEAR": True}
+        options = {"num_rows": 40960, "quantized": False, "clears_padding": True}
         sizes = Dispatch(**row_sizes(HIDDEN, fp8), **options, tile=tile)
         rows = {"x_ptr": element, "out_ptr": element, "row_slot_ptr": "*i32", "out_scales_ptr": "*fp32"}
     else:

@@ -98,7 +98,7 @@ def test_what_traces_cost(
     traced = True
 
     def build(module: str, function: str, types: Any, constants: Any, *options: Any) -> dict[str, Any]:
-        heap = dataclasses.replace(constants["HEAP"], TRACE=traced)
+        heap = dataclasses.replace(constants["HEAP"], traced=traced)
         requests.append([module, function, types, constants | {"HEAP": heap}, *options])
         built[traced] = compiling.build(*requests[-1])
         return built[traced]

@@ -107,18 +107,18 @@ def test_every_task_of_an_exchange_once_and_in_order(two_ranks: Mesh, rng: np.ra
     )
     assert {launch.group for launch in trace.launches.values()} == {(0, 1)}
     _, tile = exchange.dispatch_config(Schedule(), layout, H, BF16, BF16)
-    blocks, clears = -(-T // tile.BLOCK_T), -(-layout.capacity // tile.BLOCK_R)
+    blocks, clears = -(-T // tile.block_tokens), -(-layout.capacity // tile.block_rows)
     expected = [("announce", 0)]
-    for step in range(blocks + tile.LAG):
-        expected += [("push", 1 + step * W)] * (step < blocks) + [("copy", 2 + step * W)] * (step >= tile.LAG)
-    expected += [("zero", 1 + (blocks + tile.LAG) * W + i) for i in range(clears)]
+    for step in range(blocks + tile.lag):
+        expected += [("push", 1 + step * W)] * (step < blocks) + [("copy", 2 + step * W)] * (step >= tile.lag)
+    expected += [("zero", 1 + (blocks + tile.lag) * W + i) for i in range(clears)]
     _, sums = exchange.combine_config(Schedule(), layout, H, BF16)
-    blocks, back = -(-T // sums.BLOCK_T), [("announce", 0)]
-    for step in range(blocks + sums.LAG):
+    blocks, back = -(-T // sums.block_tokens), [("announce", 0)]
+    for step in range(blocks + sums.lag):
         first = 1 + step * (W + 1)
-        back += [("push", first + i) for i in range(W) if step < blocks] + [("sum", first + W)] * (step >= sums.LAG)
+        back += [("push", first + i) for i in range(W) if step < blocks] + [("sum", first + W)] * (step >= sums.lag)
     _, sizes = exchange.plan_config(layout)
-    blocks, fills = -(-T * K // sizes.tile.BLOCK), -(-layout.capacity // sizes.FILL)
+    blocks, fills = -(-T * K // sizes.tile.block), -(-layout.capacity // sizes.fill_rows)
     plan = ["announce", *["push"] * blocks, *["zero"] * fills, *["count"] * W * blocks, *["place"] * W * blocks]
     for device in range(W):
         assert tasks(trace, "dispatch", device, *WAITS) == expected
@@ -198,7 +198,9 @@ def test_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Generator) -
             _, tile = low_latency.combine_tile(Schedule(), layout, T, H, BF16)
             assert Counter(kind for kind, _ in found)["announce"] == W
             assert len({task for kind, task in found if kind == "sum"}) == T
-            assert sum(kind == "publish" for kind, _ in found) == (W * T if tile.SUMS else sum_of_rows(args[1], device))
+            assert sum(kind == "publish" for kind, _ in found) == (
+                W * T if tile.sends_sums else sum_of_rows(args[1], device)
+            )
         else:
             found = tasks(trace, "low_latency_gemm_combine", device)
             tiles = [task for kind, task in found if kind == "tile"]

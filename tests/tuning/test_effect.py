@@ -86,17 +86,17 @@ def test_who_wins(
     with tuning.override("combine", num_warps=1, tokens_per_block=8):
         np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
     config, sizes = of(launched, "combine")
-    assert (config.num_warps, sizes.tile.BLOCK_T, sizes.tile.STAGES, config.num_programs) == (8, 8, 4, 1)
+    assert (config.num_warps, sizes.tile.block_tokens, sizes.tile.num_stages, config.num_programs) == (8, 8, 4, 1)
     assert of(launched, "dispatch")[0] == Config(2, num_warps=8)
     launched.clear()
     np.testing.assert_array_equal(fn(x, ids), sums(x, ids))  # traced again without the override
-    assert of(launched, "combine")[1].tile.BLOCK_T == 2
+    assert of(launched, "combine")[1].tile.block_tokens == 2
     launched.clear()
     fn(x, ids)
     assert launched == []  # and then no more
     tuning.use(None)
     np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
-    assert of(launched, "combine")[1].tile.BLOCK_T == 4
+    assert of(launched, "combine")[1].tile.block_tokens == 4
 
 
 def test_entries_are_for_their_sizes_alone(
@@ -158,12 +158,12 @@ def test_tiles_reach_the_launch(two_ranks: Mesh, launched: Launched, make_file: 
 
     got = product(lhs, rhs)
     config, found = of(launched, "grouped_gemm")
-    assert (config.num_warps, found.tile.BM, found.tile.BN) == (4, 32, 32)
+    assert (config.num_warps, found.tile.block_m, found.tile.block_n) == (4, 32, 32)
     with tuning.override("grouped_gemm", block_n=64, block_m=16):  # the same call, traced again
         np.testing.assert_array_equal(product(lhs, rhs), got)
-    assert [found.tile.BN for name, _, found in launched if name == "grouped_gemm"] == [32, 64]
+    assert [found.tile.block_n for name, _, found in launched if name == "grouped_gemm"] == [32, 64]
     jax.eval_shape(jax.grad(total, argnums=1), lhs, rhs)
-    assert of(launched, "weight_gradient")[1].tile.BR == 32
+    assert of(launched, "weight_gradient")[1].tile.block_rows == 32
     want = np.concatenate(
         [
             np.asarray(lhs[:20], float) @ np.asarray(rhs[0], float),
@@ -188,12 +188,12 @@ def test_what_is_tuned_of_products_is_what_launches_look_up(
     for case in cases:
         launched.clear()
         case.make_chain({})(1)
-        assert of(launched, case.operation)[1].tile.BN == 128, case.title
+        assert of(launched, case.operation)[1].tile.block_n == 128, case.title
         launched.clear()
         with tuning.override(case.operation, num_warps=2, block_n=64):
             case.make_chain({"block_n": 32})(1)
         config, sizes_of_launch = of(launched, case.operation)
-        assert (config.num_warps, sizes_of_launch.tile.BN) == (2, 32), case.title
+        assert (config.num_warps, sizes_of_launch.tile.block_n) == (2, 32), case.title
 
 
 @pytest.mark.parametrize("make", [tune_products.quantized_gemm, tune_cases.fused_moe])
@@ -211,7 +211,7 @@ def test_prepacked_matrices_are_tuned_by_a_name_of_their_own(
         case.make_chain(case.start)(1)
         _, found = of(launched, "fused_moe" if case.operation == "fused_moe" else "quantized_grouped_gemm")
         products = (found.gate_up, found.down) if case.operation == "fused_moe" else (found,)
-        heights[expert_format] = {product.tile.BM for product in products}
+        heights[expert_format] = {product.tile.block_m for product in products}
         launched.clear()
     assert heights["mxfp4_prepacked"] == {64} != heights["mxfp4"]
 

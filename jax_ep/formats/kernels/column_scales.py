@@ -21,6 +21,6 @@ def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, col
 @triton.jit
 def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
     """Multiply by the scale of each column."""
-    columns = column + tl.arange(0, S.tile.BN)
+    columns = column + tl.arange(0, S.tile.block_n)
     scales = tl.load(scales_ptr + group.to(tl.int64) * S.N + columns, mask=columns < S.N, other=0.0)
     return total * scales[None, :]

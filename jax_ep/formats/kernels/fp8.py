@@ -17,7 +17,7 @@ def locate_scales(scales_ptr, group, column, k, S: tl.constexpr):
 @triton.jit
 def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
     """See quantized.py."""
-    tl.static_assert(S.tile.BK == FP8_BLOCK and FP8_BLOCK % S.tile.BN == 0, "a tile has one scale in a step")
+    tl.static_assert(S.tile.block_k == FP8_BLOCK and FP8_BLOCK % S.tile.block_n == 0, "a tile has one scale in a step")
     source, _ = locate_scales(scales_ptr, group, column, k, S)
     part = multiply(rows, to_float(packed, rows.dtype), tl.zeros(total.shape, tl.float32), S)
     return total + part * tl.load(source)
@@ -27,10 +27,10 @@ def add_product(total, rows, packed, scales, scales_ptr, group, column, k, S: tl
 def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
     """See quantized.py; tiles may have several scales in a step."""
     part = multiply(rows, packed, tl.zeros(total.shape, tl.float32), S)
-    BN: tl.constexpr = S.tile.BN
+    BLOCK_N: tl.constexpr = S.tile.block_n
     source, column_blocks = locate_scales(scales_ptr, group, column, k, S)
-    if BN > FP8_BLOCK:
-        blocks = tl.arange(0, BN) // FP8_BLOCK
+    if BLOCK_N > FP8_BLOCK:
+        blocks = tl.arange(0, BLOCK_N) // FP8_BLOCK
         inside = column // FP8_BLOCK + blocks < column_blocks
         factors *= broadcast_columns(tl.load(source + blocks * (S.K // FP8_BLOCK), mask=inside, other=0.0), S)
     else:

@@ -98,9 +98,9 @@ def add_even_odd(total, even, odd, packed, scales, S: tl.constexpr):
         _TO_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
     low, high = low.to(dtype), high.to(dtype)
-    if S.BLOCK_SIZE == S.tile.BK and S.tile.BM <= 32:
+    if S.block_size == S.tile.block_k and S.tile.block_m <= 32:
         part = multiply(odd, high, multiply(even, low, tl.zeros(total.shape, tl.float32), S), S)
-        total += part * broadcast_columns(tl.reshape(scales, (S.tile.BN,)), S)
+        total += part * broadcast_columns(tl.reshape(scales, (S.tile.block_n,)), S)
     else:
         factors = repeat_per_byte(scales, S)
         low, high = (low * factors).to(dtype), (high * factors).to(dtype)
@@ -112,11 +112,11 @@ def add_even_odd(total, even, odd, packed, scales, S: tl.constexpr):
 def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, column, k, S: tl.constexpr):
     """See quantized.py; scales of blocks below 128 multiply the elements, which are bfloat16 then."""
     part = tl.zeros(total.shape, tl.float32)
-    if S.BLOCK_SIZE == FP8_BLOCK:
+    if S.block_size == FP8_BLOCK:
         first, second = tl.inline_asm_elementwise(
             _TO_FP8, "=r,=r,r", [packed], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
         )
-        part = multiply_fours(rows, first, second, tl.reshape(scales, (S.tile.BN,)), part, S)
+        part = multiply_fours(rows, first, second, tl.reshape(scales, (S.tile.block_n,)), part, S)
     else:
         even, odd = split_even_odd(rows, S)
         part = add_even_odd(part, to_float(even, tl.bfloat16), to_float(odd, tl.bfloat16), packed, scales, S)
@@ -129,15 +129,15 @@ def add_prepacked_pair(
 ):
     """See `add_prepacked_product` of quantized.py."""
     dtype: tl.constexpr = first_rows.dtype
-    if S.BLOCK_SIZE == 2 * PIECE:  # one scale for both pieces, which multiplies their sum
+    if S.block_size == 2 * PIECE:  # one scale for both pieces, which multiplies their sum
         first, second = unpack_prepacked(first, S).to(dtype), unpack_prepacked(second, S).to(dtype)
         scales = load_prepacked_scales(scales_ptr, group, columns, inside, k, 1, S)
         part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
         total += multiply(second_rows, second, part, S) * scales
     else:
-        NUM: tl.constexpr = PIECE // S.BLOCK_SIZE
-        of_first = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k, NUM, S), S.BLOCK_SIZE)
-        of_second = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k + PIECE, NUM, S), S.BLOCK_SIZE)
+        NUM: tl.constexpr = PIECE // S.block_size
+        of_first = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k, NUM, S), S.block_size)
+        of_second = repeat(load_prepacked_scales(scales_ptr, group, columns, inside, k + PIECE, NUM, S), S.block_size)
         first = (unpack_prepacked(first, S) * of_first).to(dtype)
         second = (unpack_prepacked(second, S) * of_second).to(dtype)
         part = multiply(first_rows, first, tl.zeros(total.shape, tl.float32), S)
@@ -157,7 +157,7 @@ def unpack_prepacked(packed, S: tl.constexpr):
 @triton.jit
 def load_prepacked_scales(scales_ptr, group, columns, inside, k, NUM: tl.constexpr, S: tl.constexpr):
     """`[BN, NUM]` scales of each column from element k on, of `[., K / BLOCK_SIZE, N]`."""
-    BLOCKS: tl.constexpr = S.K // S.BLOCK_SIZE
-    blocks = k // S.BLOCK_SIZE + tl.arange(0, NUM)[None, :]
+    BLOCKS: tl.constexpr = S.K // S.block_size
+    blocks = k // S.block_size + tl.arange(0, NUM)[None, :]
     source = scales_ptr + (group.to(tl.int64) * BLOCKS + blocks) * S.N + columns[:, None]
     return tl.load(source, mask=inside[:, None] & (blocks < BLOCKS), other=0.0)

@@ -194,7 +194,7 @@ def add_fp8_product(total, rows, factors, packed, scales, scales_ptr, group, col
 @triton.jit
 def scale_columns(total, scales_ptr, group, column, rows_dtype: tl.constexpr, S: tl.constexpr):
     """Undo the shift of `bf16_factors`, which prepacked products undo step by step."""
-    if not S.PREPACKED and rows_dtype == tl.bfloat16:
+    if not S.prepacked and rows_dtype == tl.bfloat16:
         total *= UNDO_E2M1_SHIFT
     return total
 

@@ -31,10 +31,10 @@ def unpack_bf16x2(packed):
 @triton.jit
 def unpack_piece(a, b, c, d, S: tl.constexpr):
     """Four pairs of bfloat16 per packed uint32, `[BN, PIECE / 8]` each, to `[BN, PIECE]` in the order of K."""
-    BN: tl.constexpr = S.tile.BN
+    BLOCK_N: tl.constexpr = S.tile.block_n
     pairs = join_2x2(unpack_bf16x2(a), unpack_bf16x2(b), unpack_bf16x2(c), unpack_bf16x2(d))
-    pairs = tl.reshape(pairs, (BN, PIECE // 32, 4, 2, 2, 2))  # ., 32 of K, thread, which of the pair, pair
-    return tl.reshape(tl.permute(pairs, (0, 1, 4, 5, 2, 3)), (BN, PIECE))
+    pairs = tl.reshape(pairs, (BLOCK_N, PIECE // 32, 4, 2, 2, 2))  # ., 32 of K, thread, which of the pair, pair
+    return tl.reshape(tl.permute(pairs, (0, 1, 4, 5, 2, 3)), (BLOCK_N, PIECE))
 
 
 @triton.jit
@@ -44,17 +44,17 @@ def load_pieces(weights, group, column, k, S: tl.constexpr):
     A descriptor of four axes, `[., 2, N / 2, .]`, loads the same columns of both halves: of gates and of what they
     multiply.
     """
-    BN: tl.constexpr = S.tile.BN
+    BLOCK_N: tl.constexpr = S.tile.block_n
     if len(weights.block_shape) == 4:
         packed = weights.load([group, 0, column, k // 8])
     else:
         packed = weights.load([group, column, k // 8])
-    packed = tl.permute(tl.reshape(packed, (BN, S.tile.BK // PIECE, PIECE // 8)), (0, 2, 1))
-    if S.tile.BK == 2 * PIECE:
+    packed = tl.permute(tl.reshape(packed, (BLOCK_N, S.tile.block_k // PIECE, PIECE // 8)), (0, 2, 1))
+    if S.tile.block_k == 2 * PIECE:
         pieces = tl.split(packed)
     else:
-        tl.static_assert(S.tile.BK == 4 * PIECE, "a step has two or four pieces")
-        even, odd = tl.split(tl.reshape(packed, (BN, PIECE // 8, 2, 2)))
+        tl.static_assert(S.tile.block_k == 4 * PIECE, "a step has two or four pieces")
+        even, odd = tl.split(tl.reshape(packed, (BLOCK_N, PIECE // 8, 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         pieces = first, second, third, fourth
@@ -64,9 +64,9 @@ def load_pieces(weights, group, column, k, S: tl.constexpr):
 @triton.jit
 def locate_columns(weights, column, S: tl.constexpr):
     """`[BN]` columns of `load_pieces`, and which of them exist."""
-    columns = tl.arange(0, S.tile.BN)
+    columns = tl.arange(0, S.tile.block_n)
     if len(weights.block_shape) == 4:
-        HALF: tl.constexpr = S.tile.BN // 2
+        HALF: tl.constexpr = S.tile.block_n // 2
         inside = column + columns % HALF < S.N // 2
         columns = columns // HALF * (S.N // 2) + column + columns % HALF
     else:

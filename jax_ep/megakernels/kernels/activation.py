@@ -14,7 +14,7 @@ from .rows import block_of_task, num_row_tasks, rows_in_use
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     """float32 to float32."""
-    NAME: tl.constexpr = KIND.NAME
+    NAME: tl.constexpr = KIND.name
     if NAME == "relu":
         # NaN stays NaN.
         y = tl.where(x < 0, 0.0, x)
@@ -28,14 +28,14 @@ def activate(x, KIND: tl.constexpr):
         y = x * 0.5 * (1 + tl.erf(0.7071067811865476 * x))
     else:
         tl.static_assert(NAME == "silu")
-        y = x * tl.sigmoid(KIND.ALPHA * x)
+        y = x * tl.sigmoid(KIND.alpha * x)
     return y
 
 
 @triton.jit
 def slope(x, KIND: tl.constexpr):
     """The derivative of `activate`."""
-    NAME: tl.constexpr = KIND.NAME
+    NAME: tl.constexpr = KIND.name
     if NAME == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
     elif NAME == "relu_squared":
@@ -51,26 +51,26 @@ def slope(x, KIND: tl.constexpr):
         y = 0.5 * (1 + tl.erf(0.7071067811865476 * x)) + tl.where(density == 0.0, 0.0, x * density)
     else:
         tl.static_assert(NAME == "silu")
-        share = tl.sigmoid(KIND.ALPHA * x)
-        y = share * (1 + KIND.ALPHA * x * (1 - share))
+        share = tl.sigmoid(KIND.alpha * x)
+        y = share * (1 + KIND.alpha * x * (1 - share))
     return y
 
 
 @triton.jit
 def limit_gate(gate, KIND: tl.constexpr):
     """What of a gate is activated; NaN stays NaN, here and below."""
-    if KIND.CLAMP is not None:
-        gate = tl.where(gate > KIND.CLAMP, KIND.CLAMP, gate)
+    if KIND.clamp is not None:
+        gate = tl.where(gate > KIND.clamp, KIND.clamp, gate)
     return gate
 
 
 @triton.jit
 def factor_of(up, KIND: tl.constexpr):
     """What an activated gate multiplies."""
-    if KIND.CLAMP is not None:
-        up = tl.where(up > KIND.CLAMP, KIND.CLAMP, tl.where(up < -KIND.CLAMP, -KIND.CLAMP, up))
-    if KIND.UP_OFFSET != 0:
-        up += KIND.UP_OFFSET
+    if KIND.clamp is not None:
+        up = tl.where(up > KIND.clamp, KIND.clamp, tl.where(up < -KIND.clamp, -KIND.clamp, up))
+    if KIND.up_offset != 0:
+        up += KIND.up_offset
     return up
 
 
@@ -90,44 +90,44 @@ def store_block(x_ptr, rows, columns, values, mask, WIDTH: tl.constexpr):
 @triton.jit
 def load_halves(x_ptr, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
     """Gates and what they multiply of a block of `[., 2 * H]`; without gates the block of `[., H]`, twice."""
-    if KIND.INTERLEAVED:
-        columns = (2 * column + tl.arange(0, 2 * S.BC))[None, :]
-        both = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < 2 * S.H), 2 * S.H)
-        gate, up = tl.split(tl.reshape(both, (rows.shape[0], S.BC, 2)))
+    if KIND.interleaved:
+        columns = (2 * column + tl.arange(0, 2 * S.block_columns))[None, :]
+        both = load_block(x_ptr, rows, columns, (rows < used)[:, None] & (columns < 2 * S.width), 2 * S.width)
+        gate, up = tl.split(tl.reshape(both, (rows.shape[0], S.block_columns, 2)))
     else:
-        columns = (column + tl.arange(0, S.BC))[None, :]
-        mask = (rows < used)[:, None] & (columns < S.H)
-        width: tl.constexpr = 2 * S.H if KIND.GATED else S.H
+        columns = (column + tl.arange(0, S.block_columns))[None, :]
+        mask = (rows < used)[:, None] & (columns < S.width)
+        width: tl.constexpr = 2 * S.width if KIND.gated else S.width
         gate = load_block(x_ptr, rows, columns, mask, width)
-        up = load_block(x_ptr, rows, S.H + columns, mask, width) if KIND.GATED else gate
+        up = load_block(x_ptr, rows, S.width + columns, mask, width) if KIND.gated else gate
     return gate, up
 
 
 @triton.jit
 def store_halves(x_ptr, rows, column, gate, up, used, KIND: tl.constexpr, S: tl.constexpr):
     """The inverse of `load_halves`; without gates the first is stored."""
-    if KIND.INTERLEAVED:
-        columns = (2 * column + tl.arange(0, 2 * S.BC))[None, :]
-        both = tl.reshape(tl.join(gate, up), (rows.shape[0], 2 * S.BC))
-        store_block(x_ptr, rows, columns, both, (rows < used)[:, None] & (columns < 2 * S.H), 2 * S.H)
+    if KIND.interleaved:
+        columns = (2 * column + tl.arange(0, 2 * S.block_columns))[None, :]
+        both = tl.reshape(tl.join(gate, up), (rows.shape[0], 2 * S.block_columns))
+        store_block(x_ptr, rows, columns, both, (rows < used)[:, None] & (columns < 2 * S.width), 2 * S.width)
     else:
-        columns = (column + tl.arange(0, S.BC))[None, :]
-        mask = (rows < used)[:, None] & (columns < S.H)
-        width: tl.constexpr = 2 * S.H if KIND.GATED else S.H
+        columns = (column + tl.arange(0, S.block_columns))[None, :]
+        mask = (rows < used)[:, None] & (columns < S.width)
+        width: tl.constexpr = 2 * S.width if KIND.gated else S.width
         store_block(x_ptr, rows, columns, gate, mask, width)
-        if KIND.GATED:
-            store_block(x_ptr, rows, S.H + columns, up, mask, width)
+        if KIND.gated:
+            store_block(x_ptr, rows, S.width + columns, up, mask, width)
 
 
 @triton.jit
 def load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND: tl.constexpr, S: tl.constexpr):
     """Gates and what they multiply, with weights on the input and biases, of a block of hidden rows."""
     gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
-    if KIND.ON_INPUT:
+    if KIND.weights_on_input:
         gate, up = gate * weights[:, None], up * weights[:, None]
     if bias is not None:
         groups = tl.load(bias.group_ptr + rows, mask=rows < used, other=0)
-        gate_bias, up_bias = load_halves(bias.values_ptr, groups, column, S.G, KIND, S)
+        gate_bias, up_bias = load_halves(bias.values_ptr, groups, column, S.num_groups, KIND, S)
         gate, up = gate + gate_bias, up + up_bias
     return gate, up
 
@@ -138,9 +138,9 @@ def activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND: tl.c
     weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
     gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
     values = activate(limit_gate(gate, KIND), KIND)
-    if KIND.GATED:
+    if KIND.gated:
         values *= factor_of(up, KIND)
-    if not KIND.ON_INPUT:
+    if not KIND.weights_on_input:
         values *= weights[:, None]
     return values
 
@@ -152,7 +152,7 @@ def weighted_activation(hidden_ptr, weights_ptr, sizes_ptr, bias, out_ptr, KIND:
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
         rows, column, columns, mask = block_of_task(task, used, S)
         values = activate_block(hidden_ptr, weights_ptr, bias, rows, column, used, KIND, S)
-        store_block(out_ptr, rows, columns, values, mask, S.H)
+        store_block(out_ptr, rows, columns, values, mask, S.width)
 
 
 @triton.jit
@@ -162,13 +162,13 @@ def differentiate_block(gate, up, d_values, KIND: tl.constexpr):
     values = activate(limited, KIND)
     d_gate = d_values * slope(limited, KIND)
     d_up = d_values * values
-    if KIND.GATED:
+    if KIND.gated:
         factor = factor_of(up, KIND)
         values *= factor
         d_gate *= factor
-    if KIND.CLAMP is not None:
-        d_gate = tl.where(gate > KIND.CLAMP, 0.0, d_gate)
-        d_up = tl.where((up > KIND.CLAMP) | (up < -KIND.CLAMP), 0.0, d_up)
+    if KIND.clamp is not None:
+        d_gate = tl.where(gate > KIND.clamp, 0.0, d_gate)
+        d_up = tl.where((up > KIND.clamp) | (up < -KIND.clamp), 0.0, d_up)
     return d_gate, d_up, values
 
 
@@ -190,46 +190,46 @@ def weighted_activation_gradient(
 
     With KEEP also `rows` as `weighted_activation` has them.
     """
-    H: tl.constexpr = S.H
-    BR: tl.constexpr = S.BR
-    BC: tl.constexpr = S.BC
+    WIDTH: tl.constexpr = S.width
+    BLOCK_ROWS: tl.constexpr = S.block_rows
+    BLOCK_COLUMNS: tl.constexpr = S.block_columns
     used = rows_in_use(sizes_ptr, S)
-    for block in range(tl.program_id(0), (S.R + BR - 1) // BR, tl.num_programs(0)):
-        rows = block * BR + tl.arange(0, BR)
+    for block in range(tl.program_id(0), (S.num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS, tl.num_programs(0)):
+        rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         weights = tl.load(weights_ptr + rows, mask=rows < used, other=0.0)
-        products = tl.zeros((BR, BC), tl.float32)
-        if block * BR < used:
-            for column in range(0, H, BC):
-                columns = (column + tl.arange(0, BC))[None, :]
-                mask = (rows < used)[:, None] & (columns < H)
-                d_rows = load_block(d_rows_ptr, rows, columns, mask, H)
+        products = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        if block * BLOCK_ROWS < used:
+            for column in range(0, WIDTH, BLOCK_COLUMNS):
+                columns = (column + tl.arange(0, BLOCK_COLUMNS))[None, :]
+                mask = (rows < used)[:, None] & (columns < WIDTH)
+                d_rows = load_block(d_rows_ptr, rows, columns, mask, WIDTH)
                 gate, up = load_hidden(hidden_ptr, bias, weights, rows, column, used, KIND, S)
-                if KIND.ON_INPUT:
+                if KIND.weights_on_input:
                     d_gate, d_up, values = differentiate_block(gate, up, d_rows, KIND)
                     if KEEP:
-                        store_block(rows_ptr, rows, columns, values, mask, H)
+                        store_block(rows_ptr, rows, columns, values, mask, WIDTH)
                     # Of the rows as they were: there is no bias here, and a weight may be zero.
                     gate, up = load_halves(hidden_ptr, rows, column, used, KIND, S)
                     products += d_gate * gate
-                    if KIND.GATED:
+                    if KIND.gated:
                         products += d_up * up
                     d_gate, d_up = d_gate * weights[:, None], d_up * weights[:, None]
                 else:
                     d_gate, d_up, values = differentiate_block(gate, up, d_rows * weights[:, None], KIND)
                     products += d_rows * values
                     if KEEP:
-                        store_block(rows_ptr, rows, columns, values * weights[:, None], mask, H)
+                        store_block(rows_ptr, rows, columns, values * weights[:, None], mask, WIDTH)
                 store_halves(d_hidden_ptr, rows, column, d_gate, d_up, used, KIND, S)
-        tl.store(d_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < S.R)
+        tl.store(d_weights_ptr + rows, tl.sum(products, axis=1), mask=rows < S.num_rows)
 
 
 @triton.jit
 def store_quantized(quantized, rows, column, values, used, S: tl.constexpr):
     """Stores float32 `[., BC]`, a line for each of `rows`, as values of `[R, H]` and scales of `[R, H / 128]`."""
-    columns = (column + tl.arange(0, S.BC))[None, :]
-    values, scales = quantize(values, values.shape[0], S.BC)
-    store_block(quantized.values_ptr, rows, columns, values, (rows < used)[:, None] & (columns < S.H), S.H)
-    offsets, exist = scale_offsets(rows, column, S.H, S.BC)
+    columns = (column + tl.arange(0, S.block_columns))[None, :]
+    values, scales = quantize(values, values.shape[0], S.block_columns)
+    store_block(quantized.values_ptr, rows, columns, values, (rows < used)[:, None] & (columns < S.width), S.width)
+    offsets, exist = scale_offsets(rows, column, S.width, S.block_columns)
     tl.store(quantized.scales_ptr + offsets, scales, mask=(rows < used)[:, None] & exist)
 
 
@@ -239,7 +239,7 @@ def quantize_rows(x_ptr, sizes_ptr, quantized, S: tl.constexpr):
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
         rows, column, columns, mask = block_of_task(task, used, S)
-        values = load_block(x_ptr, rows, columns, mask, S.H)
+        values = load_block(x_ptr, rows, columns, mask, S.width)
         store_quantized(quantized, rows, column, values, used, S)
 
 
@@ -249,11 +249,11 @@ def dequantize_rows(quantized, sizes_ptr, out_ptr, S: tl.constexpr):
     used = rows_in_use(sizes_ptr, S)
     for task in range(tl.program_id(0), num_row_tasks(used, S), tl.num_programs(0)):
         rows, column, columns, mask = block_of_task(task, used, S)
-        source = quantized.values_ptr + rows.to(tl.int64)[:, None] * S.H + columns
+        source = quantized.values_ptr + rows.to(tl.int64)[:, None] * S.width + columns
         values = tl.load(source, mask=mask, other=0.0)
-        offsets, exist = scale_offsets(rows, column, S.H, S.BC)
+        offsets, exist = scale_offsets(rows, column, S.width, S.block_columns)
         scales = tl.load(quantized.scales_ptr + offsets, mask=(rows < used)[:, None] & exist, other=0.0)
-        store_block(out_ptr, rows, columns, dequantize(values, scales, S.BR, S.BC), mask, S.H)
+        store_block(out_ptr, rows, columns, dequantize(values, scales, S.block_rows, S.block_columns), mask, S.width)
 
 
 @triton.jit

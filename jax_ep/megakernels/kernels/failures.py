@@ -14,14 +14,14 @@ POISON_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
-def poison(ptr, N: tl.constexpr):
+def poison(ptr, NUM: tl.constexpr):
     """Fills `[N]` elements of any type with the bytes 0xFF: NaN in floats, -1 in integers."""
     bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     word: tl.constexpr = tl.int8 if bits == 8 else tl.int16 if bits == 16 else tl.int32 if bits == 32 else tl.int64
     words = ptr.to(tl.pointer_type(word), bitcast=True)
     index = tl.arange(0, POISON_BLOCK).to(tl.int64)
-    for _ in range((N + POISON_BLOCK - 1) // POISON_BLOCK):
-        tl.store(words + index, tl.full((POISON_BLOCK,), -1, word), mask=index < N)
+    for _ in range((NUM + POISON_BLOCK - 1) // POISON_BLOCK):
+        tl.store(words + index, tl.full((POISON_BLOCK,), -1, word), mask=index < NUM)
         index += POISON_BLOCK
 
 
@@ -36,12 +36,12 @@ def give_up(launch, flag, epoch, peer_rank, task, timeout_ns, HEAP: tl.constexpr
 @triton.jit
 def refuse_greeting(launch, peer_rank, epoch, seen, task, HEAP: tl.constexpr):
     """Tells the host of an expired wait for a greeting: the peer did not come, or it launches something else."""
-    LAUNCH: tl.constexpr = HEAP.LAUNCH
+    LAUNCH: tl.constexpr = HEAP.launch_id
     seen_epoch, seen_launch = seen.to(tl.int32), (seen >> 32).to(tl.int32)
     is_other = (seen_epoch == epoch) & (seen_launch != LAUNCH)
     state = tl.where(is_other, STATE_OTHER_LAUNCH, STATE_TIMEOUT)
     expected, found = tl.where(is_other, LAUNCH, epoch), tl.where(is_other, seen_launch, seen_epoch)
-    timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+    timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
     detail = tl.where(is_other, epoch, (timeout_ns // 1000000).to(tl.int32))
     report(launch, state, peer_rank, expected, found, task, detail, HEAP)
 
@@ -56,9 +56,9 @@ def report_timeout(launch, peer_rank, epoch, seen, task, timeout_ns, HEAP: tl.co
 @triton.jit
 def report(launch, state, peer_rank, expected, seen, task, detail, HEAP: tl.constexpr):
     """Fills the status record (jax_ep/ffi/csrc/status.h), unless an earlier failure holds it."""
-    status = tl.load(launch.table_ptr + HEAP.D + STATUS).to(tl.pointer_type(tl.int32))
+    status = tl.load(launch.table_ptr + HEAP.num_devices + STATUS).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(status, 0, STATE_WRITING, sem="relaxed", scope="sys") == 0:
-        tl.store(status + 1, HEAP.LAUNCH & 0xFF)  # the operation
+        tl.store(status + 1, HEAP.launch_id & 0xFF)  # the operation
         tl.store(status + 2, launch.rank)
         tl.store(status + 3, peer_rank)
         tl.store(status + 4, expected)

@@ -11,8 +11,7 @@ import triton.language as tl
 from .activation import activate_block, store_quantized
 from .fp8_words import fourth, largest_of, store_turned, words_of
 from .quantization import GROUP, scales_for
-from .structs_gemm import Groups
-from .tiles import locate_groups, num_turns, task_of_turn
+from .tiles import Groups, locate_groups, num_turns, task_of_turn
 
 
 @triton.jit
@@ -25,38 +24,38 @@ def locate_places(sizes_ptr, S: tl.constexpr):
 @triton.jit
 def find_block(task, groups, places, S: tl.constexpr):
     """First place of a task's block, its first row, the end of those of its group, and its first column."""
-    tiles: tl.constexpr = (S.H + S.BC - 1) // S.BC
+    tiles: tl.constexpr = (S.width + S.block_columns - 1) // S.block_columns
     place = task // tiles * GROUP
     is_group = (places.starts <= place) & (place < places.starts + places.rows)
     # Both numbers of the one group by one sum; how far rows are behind places is never more than P.
-    end, behind = groups.starts + groups.rows, groups.starts - places.starts + S.P
+    end, behind = groups.starts + groups.rows, groups.starts - places.starts + S.num_places
     found = tl.sum(tl.where(is_group, end.to(tl.int64) << 32 | behind.to(tl.int64), 0), axis=0)
-    first = place + (found & 0x7FFFFFFF).to(tl.int32) - S.P
-    return place, first, (found >> 32).to(tl.int32), task % tiles * S.BC
+    first = place + (found & 0x7FFFFFFF).to(tl.int32) - S.num_places
+    return place, first, (found >> 32).to(tl.int32), task % tiles * S.block_columns
 
 
 @triton.jit
 def num_tasks(places, S: tl.constexpr):
     """Of all blocks in use."""
-    return tl.sum(places.rows, axis=0) // GROUP * ((S.H + S.BC - 1) // S.BC)
+    return tl.sum(places.rows, axis=0) // GROUP * ((S.width + S.block_columns - 1) // S.block_columns)
 
 
 @triton.jit
 def store_columns(columns, place, column, a, b, c, d, S: tl.constexpr):
     """Stores a block of float32 `[BR, BC]`, zero where there are no rows, as values `[H, P]` and scales."""
-    lines = column + tl.arange(0, S.BC)
+    lines = column + tl.arange(0, S.block_columns)
     scales, inverse = scales_for(tl.max(largest_of(a, b, c, d), axis=0))
     words = words_of(a, b, c, d, inverse[None, :])
-    store_turned(columns.values_ptr, column.to(tl.int64) * S.P + place, words, S.P, lines < S.H)
-    tl.store(columns.scales_ptr + (place // GROUP).to(tl.int64) * S.H + lines, scales, mask=lines < S.H)
+    store_turned(columns.values_ptr, column.to(tl.int64) * S.num_places + place, words, S.num_places, lines < S.width)
+    tl.store(columns.scales_ptr + (place // GROUP).to(tl.int64) * S.width + lines, scales, mask=lines < S.width)
 
 
 @triton.jit
 def load_rows(x_ptr, first, i: tl.constexpr, end, column, S: tl.constexpr):
     """`fourth` of rows of `x [M, H]` as they are stored, BC columns of them; zero behind those of the group."""
-    lines, across = fourth(i, S.BR), tl.arange(0, S.BC)
-    source = x_ptr + (first.to(tl.int64) * S.H + column) + (lines[:, None] * S.H + across[None, :])
-    return tl.load(source, mask=(lines < end - first)[:, None] & (across < S.H - column)[None, :], other=0.0)
+    lines, across = fourth(i, S.block_rows), tl.arange(0, S.block_columns)
+    source = x_ptr + (first.to(tl.int64) * S.width + column) + (lines[:, None] * S.width + across[None, :])
+    return tl.load(source, mask=(lines < end - first)[:, None] & (across < S.width - column)[None, :], other=0.0)
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def unscaled(values, scales_ptr, lines, end, column, S: tl.constexpr):
     """Rows in float32, of FP8 times their scales."""
     values = values.to(tl.float32)
     if scales_ptr is not None:
-        source = scales_ptr + lines.to(tl.int64) * (S.H // GROUP) + column // GROUP
+        source = scales_ptr + lines.to(tl.int64) * (S.width // GROUP) + column // GROUP
         values *= tl.load(source, mask=lines < end, other=0.0)[:, None]
     return values
 
@@ -86,19 +85,19 @@ def quantize_columns(x_ptr, scales_ptr, sizes_ptr, columns, rows, S: tl.constexp
     place, first, end, column = find_block(task_of_turn(0), groups, places, S)
     block = load_block(x_ptr, first, tl.where(turns > 0, end, first), column, S)
     for turn in range(turns):
-        a = unscaled(block[0], scales_ptr, first + fourth(0, S.BR), end, column, S)
-        b = unscaled(block[1], scales_ptr, first + fourth(1, S.BR), end, column, S)
-        c = unscaled(block[2], scales_ptr, first + fourth(2, S.BR), end, column, S)
-        d = unscaled(block[3], scales_ptr, first + fourth(3, S.BR), end, column, S)
+        a = unscaled(block[0], scales_ptr, first + fourth(0, S.block_rows), end, column, S)
+        b = unscaled(block[1], scales_ptr, first + fourth(1, S.block_rows), end, column, S)
+        c = unscaled(block[2], scales_ptr, first + fourth(2, S.block_rows), end, column, S)
+        d = unscaled(block[3], scales_ptr, first + fourth(3, S.block_rows), end, column, S)
         at, line, used, across = place, first, end, column
         place, first, end, column = find_block(task_of_turn(turn + 1), groups, places, S)
         block = load_block(x_ptr, first, tl.where(turn + 1 < turns, end, first), column, S)
         store_columns(columns, at, across, a, b, c, d, S)
         if rows is not None:
-            store_quantized(rows, line + fourth(0, S.BR), across, a, used, S)
-            store_quantized(rows, line + fourth(1, S.BR), across, b, used, S)
-            store_quantized(rows, line + fourth(2, S.BR), across, c, used, S)
-            store_quantized(rows, line + fourth(3, S.BR), across, d, used, S)
+            store_quantized(rows, line + fourth(0, S.block_rows), across, a, used, S)
+            store_quantized(rows, line + fourth(1, S.block_rows), across, b, used, S)
+            store_quantized(rows, line + fourth(2, S.block_rows), across, c, used, S)
+            store_quantized(rows, line + fourth(3, S.block_rows), across, d, used, S)
 
 
 @triton.jit
@@ -116,8 +115,8 @@ def activate_columns(hidden_ptr, weights_ptr, sizes_ptr, bias, columns, KIND: tl
     places = locate_places(sizes_ptr, S)
     for turn in range(num_turns(num_tasks(places, S))):
         place, first, end, column = find_block(task_of_turn(turn), groups, places, S)
-        a = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(0, S.BR), column, end, KIND, S)
-        b = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(1, S.BR), column, end, KIND, S)
-        c = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(2, S.BR), column, end, KIND, S)
-        d = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(3, S.BR), column, end, KIND, S)
+        a = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(0, S.block_rows), column, end, KIND, S)
+        b = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(1, S.block_rows), column, end, KIND, S)
+        c = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(2, S.block_rows), column, end, KIND, S)
+        d = activate_rows(hidden_ptr, weights_ptr, bias, first + fourth(3, S.block_rows), column, end, KIND, S)
         store_columns(columns, place, column, a, b, c, d, S)

@@ -36,20 +36,20 @@ TIMEOUT_NS = tl.constexpr(10_000_000_000)
 @triton.jit
 def sort_slots(tensors, scratch, S: tl.constexpr):
     """How many blocks there are; of few slots, stores their order by expert, and where in it each block begins."""
-    BM: tl.constexpr = S.down.tile.BM
-    if S.SORTED:
-        num_blocks = tl.load(tensors.num_rows_ptr) // BM
+    BLOCK_M: tl.constexpr = S.down.tile.block_m
+    if S.presorted:
+        num_blocks = tl.load(tensors.num_rows_ptr) // BLOCK_M
     else:
-        lanes = tl.arange(0, S.SLOTS)
-        ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.T * S.K, other=-1)
-        order = tl.sort(tl.where((ids >= 0) & (ids < S.E), ids, S.E) * S.SLOTS + lanes)
+        lanes = tl.arange(0, S.padded_assignments)
+        ids = tl.load(tensors.ids_ptr + lanes, mask=lanes < S.num_tokens * S.top_k, other=-1)
+        order = tl.sort(tl.where((ids >= 0) & (ids < S.num_experts), ids, S.num_experts) * S.padded_assignments + lanes)
         # All programs store the same, and each reads what itself has stored: behind a barrier, not waiting for another.
         tl.store(scratch.order_ptr + lanes, order)
         tl.debug_barrier()
-        experts = order // S.SLOTS
-        before = tl.load(scratch.order_ptr + lanes - 1, mask=lanes > 0, other=-1) // S.SLOTS
+        experts = order // S.padded_assignments
+        before = tl.load(scratch.order_ptr + lanes - 1, mask=lanes > 0, other=-1) // S.padded_assignments
         first = tl.associative_scan(tl.where((lanes > 0) & (experts == before), 0, lanes), 0, largest)
-        begins = (experts < S.E) & ((lanes - first) % BM == 0)
+        begins = (experts < S.num_experts) & ((lanes - first) % BLOCK_M == 0)
         block = tl.cumsum(begins.to(tl.int32), axis=0) - 1
         tl.store(scratch.blocks_ptr + block, lanes, mask=begins)
         num_blocks = tl.max(block, axis=0) + 1
@@ -66,25 +66,27 @@ def largest(a, b):
 @triton.jit
 def find_block(block, tensors, scratch, S: tl.constexpr):
     """Expert of a block, its slots `[BM]`, and which of these exist; behind `sort_slots`."""
-    BM: tl.constexpr = S.down.tile.BM
-    if S.SORTED:
+    BLOCK_M: tl.constexpr = S.down.tile.block_m
+    if S.presorted:
         expert = tl.load(tensors.block_expert_ptr + block)
-        slots = tl.load(tensors.slots_ptr + block * BM + tl.arange(0, BM))
+        slots = tl.load(tensors.slots_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
         exist = slots >= 0
         slots = tl.maximum(slots, 0)
     else:
         first = tl.load(scratch.blocks_ptr + block)
-        places = first + tl.arange(0, BM)
-        order = tl.load(scratch.order_ptr + places, mask=places < S.SLOTS, other=S.E * S.SLOTS)
-        expert = tl.load(scratch.order_ptr + first) // S.SLOTS
-        slots, exist = order % S.SLOTS, order // S.SLOTS == expert
+        places = first + tl.arange(0, BLOCK_M)
+        order = tl.load(
+            scratch.order_ptr + places, mask=places < S.padded_assignments, other=S.num_experts * S.padded_assignments
+        )
+        expert = tl.load(scratch.order_ptr + first) // S.padded_assignments
+        slots, exist = order % S.padded_assignments, order // S.padded_assignments == expert
     return expert, slots, exist
 
 
 @triton.jit
-def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
+def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """`[BM, BK]` of rows of `[., WIDTH]`, zero behind them."""
-    columns = k + tl.arange(0, BK)[None, :]
+    columns = k + tl.arange(0, BLOCK_K)[None, :]
     source = x_ptr + rows.to(tl.int64)[:, None] * WIDTH + columns
     return tl.load(source, mask=exist[:, None] & (columns < WIDTH), other=0.0)
 
@@ -92,17 +94,17 @@ def load_rows(x_ptr, rows, exist, k, WIDTH: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
     """`[BM, BK]` of rows of `[., WIDTH]`, of a step; with prepacked weights, each piece of it."""
-    if S.PREPACKED:
+    if S.prepacked:
         first = load_rows(x_ptr, rows, exist, k, WIDTH, PIECE)
         second = load_rows(x_ptr, rows, exist, k + PIECE, WIDTH, PIECE)
-        if S.tile.BK == 2 * PIECE:
+        if S.tile.block_k == 2 * PIECE:
             step = first, second
         else:
             third = load_rows(x_ptr, rows, exist, k + 2 * PIECE, WIDTH, PIECE)
             fourth = load_rows(x_ptr, rows, exist, k + 3 * PIECE, WIDTH, PIECE)
             step = first, second, third, fourth  # type: ignore[assignment]
     else:
-        step = load_rows(x_ptr, rows, exist, k, WIDTH, S.tile.BK)
+        step = load_rows(x_ptr, rows, exist, k, WIDTH, S.tile.block_k)
     return step
 
 
@@ -110,7 +112,7 @@ def load_step(x_ptr, rows, exist, k, WIDTH: tl.constexpr, S: tl.constexpr):
 def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
     """`[BM]` scales of rows of `[., K / 128]` at a step, of those in FP8; else anything."""
     scales = exist
-    if S.FP8_TOKENS:
+    if S.fp8_rows:
         scales = tl.load(scales_ptr + rows.to(tl.int64) * (S.K // GROUP) + k // GROUP, mask=exist, other=0.0)
     return scales
 
@@ -118,14 +120,14 @@ def load_row_scales(scales_ptr, rows, exist, k, S: tl.constexpr):
 @triton.jit
 def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column, k, S: tl.constexpr):
     """`total` and the product of rows of `load_step` with the block of an expert's matrix at (k, column)."""
-    if S.DECODER == "":
-        block = tl.reshape(matrix.load([expert, k, column]), (S.tile.BK, S.tile.BN))
+    if S.decoder == "":
+        block = tl.reshape(matrix.load([expert, k, column]), (S.tile.block_k, S.tile.block_n))
         total = tl.dot(rows, block, total)
-    elif S.PREPACKED:
+    elif S.prepacked:
         total = add_prepacked_product(total, rows, matrix, scales_ptr, expert, column, k, S)
     else:
         packed = load_packed(matrix, expert, column, k, S)
-        if S.FP8_TOKENS:
+        if S.fp8_rows:
             total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, expert, column, k, S)
         else:
             total = add_product(total, rows, packed, scales, scales_ptr, expert, column, k, S)
@@ -135,15 +137,15 @@ def add_step(total, rows, row_scales, matrix, scales, scales_ptr, expert, column
 @triton.jit
 def no_sums(S: tl.constexpr):
     """float32 zeros `[BM, BN]`, or with SWAP turned."""
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
-    return tl.zeros((BN, BM) if S.tile.SWAP else (BM, BN), tl.float32)
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
+    return tl.zeros((BLOCK_N, BLOCK_M) if S.tile.swap_ab else (BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
 def whole_sums(total, scales_ptr, expert, column, rows_dtype: tl.constexpr, S: tl.constexpr):
     """`[BM, BN]`, of rows of a dtype, with the scales of columns where they have some."""
-    return scale_columns(tl.trans(total) if S.tile.SWAP else total, scales_ptr, expert, column, rows_dtype, S)
+    return scale_columns(tl.trans(total) if S.tile.swap_ab else total, scales_ptr, expert, column, rows_dtype, S)
 
 
 @triton.jit
@@ -152,49 +154,49 @@ def multiply_hidden(tensors, scales_ptr, tokens, exist, expert, column, KIND: tl
 
     Where gates and what they multiply lie in two halves, these are two products, or of prepacked weights one of both.
     """
-    P: tl.constexpr = S.gate_up
-    BM: tl.constexpr = P.tile.BM
-    BK: tl.constexpr = P.tile.BK
-    TWICE: tl.constexpr = KIND.GATED and not KIND.INTERLEAVED and not P.HALVES
+    GEMM: tl.constexpr = S.gate_up
+    BLOCK_M: tl.constexpr = GEMM.tile.block_m
+    BLOCK_K: tl.constexpr = GEMM.tile.block_k
+    TWICE: tl.constexpr = KIND.gated and not KIND.interleaved and not GEMM.split_halves
     dtype: tl.constexpr = tensors.x_ptr.dtype.element_ty
-    if KIND.INTERLEAVED:
+    if KIND.interleaved:
         column *= 2
-    first, second = no_sums(P), no_sums(P)
-    ahead = load_scales(scales_ptr, expert, column, 0, P)
-    ahead_second = load_scales(scales_ptr, expert, S.INNER + column, 0, P)
-    for k in range(0, S.H, BK):
-        rows = load_step(tensors.x_ptr, tokens, exist, k, S.H, P)
-        row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, P)
-        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BK, P)
-        first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, P)
+    first, second = no_sums(GEMM), no_sums(GEMM)
+    ahead = load_scales(scales_ptr, expert, column, 0, GEMM)
+    ahead_second = load_scales(scales_ptr, expert, S.intermediate_size + column, 0, GEMM)
+    for k in range(0, S.hidden, BLOCK_K):
+        rows = load_step(tensors.x_ptr, tokens, exist, k, S.hidden, GEMM)
+        row_scales = load_row_scales(tensors.x_scales_ptr, tokens, exist, k, GEMM)
+        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
+        first = add_step(first, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, column, k, GEMM)
         if TWICE:
-            up = S.INNER + column
-            scales, ahead_second = ahead_second, load_scales(scales_ptr, expert, up, k + BK, P)
-            second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, P)
-    first = whole_sums(first, scales_ptr, expert, column, dtype, P)
-    if KIND.INTERLEAVED:
-        gate, up = tl.split(tl.reshape(first, (BM, S.BN, 2)))
-    elif P.HALVES:
-        gate, up = tl.split(tl.permute(tl.reshape(first, (BM, 2, S.BN)), (0, 2, 1)))
+            up = S.intermediate_size + column
+            scales, ahead_second = ahead_second, load_scales(scales_ptr, expert, up, k + BLOCK_K, GEMM)
+            second = add_step(second, rows, row_scales, tensors.gate_up, scales, scales_ptr, expert, up, k, GEMM)
+    first = whole_sums(first, scales_ptr, expert, column, dtype, GEMM)
+    if KIND.interleaved:
+        gate, up = tl.split(tl.reshape(first, (BLOCK_M, S.block_intermediate, 2)))
+    elif GEMM.split_halves:
+        gate, up = tl.split(tl.permute(tl.reshape(first, (BLOCK_M, 2, S.block_intermediate)), (0, 2, 1)))
     else:
         gate, up = first, first
         if TWICE:
-            up = whole_sums(second, scales_ptr, expert, S.INNER + column, dtype, P)
+            up = whole_sums(second, scales_ptr, expert, S.intermediate_size + column, dtype, GEMM)
     return gate, up
 
 
 @triton.jit
 def load_bias(bias_ptr, expert, column, KIND: tl.constexpr, S: tl.constexpr):
     """`[1, BN]` biases of gates and of what they multiply."""
-    columns = column + tl.arange(0, S.BN)
-    inside = columns < S.INNER
-    width: tl.constexpr = 2 * S.INNER if KIND.GATED else S.INNER
-    stride: tl.constexpr = 2 if KIND.INTERLEAVED else 1
+    columns = column + tl.arange(0, S.block_intermediate)
+    inside = columns < S.intermediate_size
+    width: tl.constexpr = 2 * S.intermediate_size if KIND.gated else S.intermediate_size
+    stride: tl.constexpr = 2 if KIND.interleaved else 1
     source = bias_ptr + expert.to(tl.int64) * width + stride * columns
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = gate
-    if KIND.GATED:
-        up = tl.load(source + (1 if KIND.INTERLEAVED else S.INNER), mask=inside, other=0.0).to(tl.float32)
+    if KIND.gated:
+        up = tl.load(source + (1 if KIND.interleaved else S.intermediate_size), mask=inside, other=0.0).to(tl.float32)
     return gate[None, :], up[None, :]
 
 
@@ -203,42 +205,44 @@ def make_hidden(
     tensors, scales_ptr, bias_ptr, scratch, expert, slots, exist, column, KIND: tl.constexpr, S: tl.constexpr
 ):
     """Task (1): a tile of the activated and weighted hidden rows of a block."""
-    gate, up = multiply_hidden(tensors, scales_ptr, slots // S.K, exist, expert, column, KIND, S)
+    gate, up = multiply_hidden(tensors, scales_ptr, slots // S.top_k, exist, expert, column, KIND, S)
     weights = tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None]
-    if KIND.ON_INPUT:
+    if KIND.weights_on_input:
         gate, up = gate * weights, up * weights
     if bias_ptr is not None:
         gate_bias, up_bias = load_bias(bias_ptr, expert, column, KIND, S)
         gate, up = gate + gate_bias, up + up_bias
     values = activate(limit_gate(gate, KIND), KIND)
-    if KIND.GATED:
+    if KIND.gated:
         values *= factor_of(up, KIND)
-    if not KIND.ON_INPUT:
+    if not KIND.weights_on_input:
         values *= weights
-    if S.down.FP8_TOKENS:
-        values, scales = quantize(values, S.down.tile.BM, S.BN)
-        offsets, inside = scale_offsets(slots, column, S.INNER, S.BN)
+    if S.down.fp8_rows:
+        values, scales = quantize(values, S.down.tile.block_m, S.block_intermediate)
+        offsets, inside = scale_offsets(slots, column, S.intermediate_size, S.block_intermediate)
         tl.store(scratch.hidden_scales_ptr + offsets, scales, mask=exist[:, None] & inside)
-    columns = column + tl.arange(0, S.BN)[None, :]
-    target = scratch.hidden_ptr + slots.to(tl.int64)[:, None] * S.INNER + columns
-    tl.store(target, values.to(scratch.hidden_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.INNER))
+    columns = column + tl.arange(0, S.block_intermediate)[None, :]
+    target = scratch.hidden_ptr + slots.to(tl.int64)[:, None] * S.intermediate_size + columns
+    tl.store(
+        target, values.to(scratch.hidden_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.intermediate_size)
+    )
 
 
 @triton.jit
 def multiply_part(tensors, scales_ptr, scratch, slots, exist, expert, column, part, S: tl.constexpr):
     """float32 `[BM, BN]`: what a part of the hidden columns adds to rows of the result."""
-    P: tl.constexpr = S.down
-    BK: tl.constexpr = P.tile.BK
-    DEPTH: tl.constexpr = (P.K + P.SPLITS * BK - 1) // (P.SPLITS * BK) * BK
+    GEMM: tl.constexpr = S.down
+    BLOCK_K: tl.constexpr = GEMM.tile.block_k
+    DEPTH: tl.constexpr = (GEMM.K + GEMM.k_splits * BLOCK_K - 1) // (GEMM.k_splits * BLOCK_K) * BLOCK_K
     start = part * DEPTH
-    total = no_sums(P)
-    ahead = load_scales(scales_ptr, expert, column, start, P)
-    for k in range(start, tl.minimum(start + DEPTH, P.K), BK):
-        rows = load_step(scratch.hidden_ptr, slots, exist, k, P.K, P)
-        row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, P)
-        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BK, P)
-        total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, P)
-    return whole_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, P)
+    total = no_sums(GEMM)
+    ahead = load_scales(scales_ptr, expert, column, start, GEMM)
+    for k in range(start, tl.minimum(start + DEPTH, GEMM.K), BLOCK_K):
+        rows = load_step(scratch.hidden_ptr, slots, exist, k, GEMM.K, GEMM)
+        row_scales = load_row_scales(scratch.hidden_scales_ptr, slots, exist, k, GEMM)
+        scales, ahead = ahead, load_scales(scales_ptr, expert, column, k + BLOCK_K, GEMM)
+        total = add_step(total, rows, row_scales, tensors.down, scales, scales_ptr, expert, column, k, GEMM)
+    return whole_sums(total, scales_ptr, expert, column, scratch.hidden_ptr.dtype.element_ty, GEMM)
 
 
 @triton.jit
@@ -246,38 +250,38 @@ def finish_rows(
     total, tensors, bias_ptr, rows_ptr, expert, slots, exist, column, part, KIND: tl.constexpr, S: tl.constexpr
 ):
     """Stores a tile of a block's rows, or a part of them; the first one has the bias."""
-    columns = column + tl.arange(0, S.down.tile.BN)
+    columns = column + tl.arange(0, S.down.tile.block_n)
     if bias_ptr is not None:
-        source = bias_ptr + expert.to(tl.int64) * S.H + columns
-        bias = tl.load(source, mask=(columns < S.H) & (part == 0), other=0.0).to(tl.float32)[None, :]
-        if KIND.ON_INPUT:
+        source = bias_ptr + expert.to(tl.int64) * S.hidden + columns
+        bias = tl.load(source, mask=(columns < S.hidden) & (part == 0), other=0.0).to(tl.float32)[None, :]
+        if KIND.weights_on_input:
             total += bias
         else:
             total += tl.load(tensors.weights_ptr + slots, mask=exist, other=0.0)[:, None] * bias
-    target = rows_ptr + (slots.to(tl.int64) * S.down.SPLITS + part)[:, None] * S.H + columns[None, :]
-    tl.store(target, total.to(rows_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.H)[None, :])
+    target = rows_ptr + (slots.to(tl.int64) * S.down.k_splits + part)[:, None] * S.hidden + columns[None, :]
+    tl.store(target, total.to(rows_ptr.dtype.element_ty), mask=exist[:, None] & (columns < S.hidden)[None, :])
 
 
 @triton.jit
 def add_rows(ids_ptr, rows_ptr, out_ptr, first, column, arrived, S: tl.constexpr):
     """Task (3): the sums of a block of tokens, in order of k and of the parts."""
-    K: tl.constexpr = S.K
-    SPLITS: tl.constexpr = S.down.SPLITS
-    BT: tl.constexpr = S.BT
-    BH: tl.constexpr = S.BH
-    tokens = first + tl.arange(0, BT)
-    columns = column + tl.arange(0, BH)
-    inside = (tokens < S.T)[:, None] & (columns < S.H)[None, :]
-    total = tl.zeros((BT, BH), tl.float32)
+    K: tl.constexpr = S.top_k
+    K_SPLITS: tl.constexpr = S.down.k_splits
+    SUM_TOKENS: tl.constexpr = S.sum_tokens
+    SUM_HIDDEN: tl.constexpr = S.sum_hidden
+    tokens = first + tl.arange(0, SUM_TOKENS)
+    columns = column + tl.arange(0, SUM_HIDDEN)
+    inside = (tokens < S.num_tokens)[:, None] & (columns < S.hidden)[None, :]
+    total = tl.zeros((SUM_TOKENS, SUM_HIDDEN), tl.float32)
     for k in tl.static_range(K):
         slots = tokens * K + k
-        expert = tl.load(ids_ptr + slots, mask=tokens < S.T, other=-1)
-        exists = ((expert >= 0) & (expert < S.E))[:, None] & inside
-        for part in tl.static_range(SPLITS):
-            source = rows_ptr + (slots.to(tl.int64) * SPLITS + part)[:, None] * S.H + columns[None, :]
+        expert = tl.load(ids_ptr + slots, mask=tokens < S.num_tokens, other=-1)
+        exists = ((expert >= 0) & (expert < S.num_experts))[:, None] & inside
+        for part in tl.static_range(K_SPLITS):
+            source = rows_ptr + (slots.to(tl.int64) * K_SPLITS + part)[:, None] * S.hidden + columns[None, :]
             total += tl.load(source, mask=exists, other=0.0).to(tl.float32)
     total = tl.where(arrived, total, float("nan"))
-    target = out_ptr + tokens.to(tl.int64)[:, None] * S.H + columns[None, :]
+    target = out_ptr + tokens.to(tl.int64)[:, None] * S.hidden + columns[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -317,13 +321,13 @@ def fused_moe(
     `counters` are zero: the queue, the tiles of rows of the result that are there, the tiles of hidden rows of each of
     MOST_BLOCKS blocks that are. They are written in place, which `written_counters` is there to say.
     """
-    BN: tl.constexpr = S.down.tile.BN
+    BLOCK_N: tl.constexpr = S.down.tile.block_n
     num_blocks = sort_slots(tensors, scratch, S)
-    hidden_tiles: tl.constexpr = (S.INNER + S.BN - 1) // S.BN
-    row_tiles: tl.constexpr = (S.H + BN - 1) // BN
-    row_tasks: tl.constexpr = row_tiles * S.down.SPLITS
-    sum_tiles: tl.constexpr = (S.H + S.BH - 1) // S.BH
-    sum_tasks: tl.constexpr = (S.T + S.BT - 1) // S.BT * sum_tiles
+    hidden_tiles: tl.constexpr = (S.intermediate_size + S.block_intermediate - 1) // S.block_intermediate
+    row_tiles: tl.constexpr = (S.hidden + BLOCK_N - 1) // BLOCK_N
+    row_tasks: tl.constexpr = row_tiles * S.down.k_splits
+    sum_tiles: tl.constexpr = (S.hidden + S.sum_hidden - 1) // S.sum_hidden
+    sum_tasks: tl.constexpr = (S.num_tokens + S.sum_tokens - 1) // S.sum_tokens * sum_tiles
     done_ptr = counters_ptr + 1
     hidden_counts_ptr = counters_ptr + 2
     first_rows = num_blocks * hidden_tiles
@@ -334,12 +338,12 @@ def fused_moe(
         if task < first_rows:
             block, tile = task // hidden_tiles, task % hidden_tiles
             expert, slots, exist = find_block(block, tensors, scratch, S)
-            column = tile * S.BN
+            column = tile * S.block_intermediate
             make_hidden(tensors, gate_up_scales_ptr, gate_up_bias_ptr, scratch, expert, slots, exist, column, KIND, S)
             count_up(hidden_counts_ptr + block)
         elif task < first_sums:
             block, inside = (task - first_rows) // row_tasks, (task - first_rows) % row_tasks
-            part, column = inside // row_tiles, inside % row_tiles * BN
+            part, column = inside // row_tiles, inside % row_tiles * BLOCK_N
             expert, slots, exist = find_block(block, tensors, scratch, S)
             arrived = await_count(hidden_counts_ptr + block, hidden_tiles)
             total = multiply_part(tensors, down_scales_ptr, scratch, slots, exist, expert, column, part, S)
@@ -347,7 +351,10 @@ def fused_moe(
             finish_rows(total, tensors, down_bias_ptr, scratch.rows_ptr, expert, slots, exist, column, part, KIND, S)
             count_up(done_ptr)
         else:
-            token, column = (task - first_sums) // sum_tiles * S.BT, (task - first_sums) % sum_tiles * S.BH
+            token, column = (
+                (task - first_sums) // sum_tiles * S.sum_tokens,
+                (task - first_sums) % sum_tiles * S.sum_hidden,
+            )
             arrived = await_count(done_ptr, num_blocks * row_tasks)
             add_rows(tensors.ids_ptr, scratch.rows_ptr, out_ptr, token, column, arrived, S)
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")

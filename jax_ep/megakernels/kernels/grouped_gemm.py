@@ -8,13 +8,14 @@ of one group's matrix; each group has the same number of them. The last block of
 what lies behind, another group's rows or none, may hold NaN and reads as zero from both operands.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .bounded import halves, load_bounded
 from .fp8_columns import locate_places
 from .quantization import GROUP
-from .structs_gemm import GradientTile
 from .tiles import (
     add_bias,
     find_tile,
@@ -53,18 +54,18 @@ def multiply_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, tile, S: tl.constexpr
     Products of one block of K are scaled and added in float32 registers, see masked.py. Rows of other groups are
     computed too, whatever they hold, and not stored.
     """
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
-    tl.static_assert(GROUP % BN == 0, "a block has one scale of the matrix")
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
+    tl.static_assert(GROUP % BLOCK_N == 0, "a block has one scale of the matrix")
     num_scales: tl.constexpr = S.K // GROUP
     column_blocks: tl.constexpr = (S.N + GROUP - 1) // GROUP
-    total = tl.zeros((BM, BN), tl.float32)
-    rows = tl.minimum(tile.row + tl.arange(0, BM), S.M - 1).to(tl.int64)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    rows = tl.minimum(tile.row + tl.arange(0, BLOCK_M), S.M - 1).to(tl.int64)
     lhs_scales = lhs_scales_ptr + rows * num_scales
     rhs_scales = rhs_scales_ptr + (tile.group.to(tl.int64) * column_blocks + tile.column // GROUP) * num_scales
     for k in range(0, S.K, GROUP):
-        a = tl.reshape(lhs.load([0, tile.row, k]), (BM, GROUP))
-        b = tl.reshape(rhs.load([tile.group, tile.column, k]), (BN, GROUP))
+        a = tl.reshape(lhs.load([0, tile.row, k]), (BLOCK_M, GROUP))
+        b = tl.reshape(rhs.load([tile.group, tile.column, k]), (BLOCK_N, GROUP))
         scale = tl.load(lhs_scales + k // GROUP) * tl.load(rhs_scales + k // GROUP)
         total += tl.dot(a, tl.trans(b)) * scale[:, None]
     return total
@@ -89,7 +90,7 @@ def grouped_gemm_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out_pt
 @triton.jit
 def store_block(out, values, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr):
     """Stores a block of one group's matrix in `[G, K, N]`, through a descriptor of such blocks or a pointer."""
-    if S.TMA_STORE:
+    if S.tma_store:
         out.store([group, row, column], tl.reshape(values, (1, ROWS, COLUMNS)))
     else:
         rows = row + tl.arange(0, ROWS)
@@ -101,28 +102,38 @@ def store_block(out, values, group, row, column, ROWS: tl.constexpr, COLUMNS: tl
 @triton.jit
 def store_matrix_tile(out, values, group, row, column, COLUMNS: tl.constexpr, PARTS: tl.constexpr, S: tl.constexpr):
     """Stores a tile of one group's matrix in 1, 2 or 4 parts: shared memory then holds a part at a time."""
-    BM: tl.constexpr = S.tile.BM
-    values = values.to(out.dtype if S.TMA_STORE else out.dtype.element_ty)
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    values = values.to(out.dtype if S.tma_store else out.dtype.element_ty)
     if PARTS == 1:
-        store_block(out, values, group, row, column, BM, COLUMNS, S)
+        store_block(out, values, group, row, column, BLOCK_M, COLUMNS, S)
     else:
-        left, right = halves(values, BM, COLUMNS)
+        left, right = halves(values, BLOCK_M, COLUMNS)
         store_matrix_tile(out, left, group, row, column, COLUMNS // 2, PARTS // 2, S)
         store_matrix_tile(out, right, group, row, column + COLUMNS // 2, COLUMNS // 2, PARTS // 2, S)
+
+
+class GradientTile(NamedTuple):
+    """One tile of a group's weight gradient."""
+
+    group: Any
+    start: Any  # first row of the group, over whose rows the tile contracts
+    end: Any  # one past the last row of the group
+    row: Any  # first row of the tile
+    column: Any  # first column of the tile
 
 
 @triton.jit
 def find_matrix_tile(task, groups, S: tl.constexpr):
     """The `GradientTile` of a task."""
-    num_rows: tl.constexpr = (S.K + S.tile.BM - 1) // S.tile.BM
-    num_columns: tl.constexpr = (S.N + S.tile.BN - 1) // S.tile.BN
+    num_rows: tl.constexpr = (S.K + S.tile.block_m - 1) // S.tile.block_m
+    num_columns: tl.constexpr = (S.N + S.tile.block_n - 1) // S.tile.block_n
     group = task // (num_rows * num_columns)
-    is_group = tl.arange(0, S.GROUPS) == group
+    is_group = tl.arange(0, S.padded_groups) == group
     # Both at once: the sum runs over one group.
     bounds = tl.sum(tl.where(is_group, groups.starts.to(tl.int64) << 32 | (groups.starts + groups.rows), 0), axis=0)
-    row, column = tile_in_grid(task % (num_rows * num_columns), num_rows, num_columns, S.tile.GROUP_M)
+    row, column = tile_in_grid(task % (num_rows * num_columns), num_rows, num_columns, S.tile.group_m)
     start, end = (bounds >> 32).to(tl.int32), (bounds & 0xFFFFFFFF).to(tl.int32)
-    return GradientTile(group, start, end, row * S.tile.BM, column * S.tile.BN)
+    return GradientTile(group, start, end, row * S.tile.block_m, column * S.tile.block_n)
 
 
 @triton.jit
@@ -132,38 +143,38 @@ def multiply_rows(lhs, rhs, out, groups, first_task, most_tasks, S: tl.constexpr
     The loops over tiles and rows are one, written by hand since the number of blocks differs from tile to tile: the
     loads of a tile begin before the one before it is stored.
     """
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
-    BR: tl.constexpr = S.tile.BR
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
+    BLOCK_ROWS: tl.constexpr = S.tile.block_rows
     programs = tl.num_programs(0)
-    tiles: tl.constexpr = ((S.K + BM - 1) // BM) * ((S.N + BN - 1) // BN)
+    tiles: tl.constexpr = ((S.K + BLOCK_M - 1) // BLOCK_M) * ((S.N + BLOCK_N - 1) // BLOCK_N)
     # Tasks of this program before the first one of each group, and before that of the next group.
-    index = tl.arange(0, S.GROUPS)
+    index = tl.arange(0, S.padded_groups)
     before = tl.minimum(tl.cdiv(tl.maximum(index * tiles - first_task, 0), programs), most_tasks)
     until = tl.minimum(tl.cdiv(tl.maximum((index + 1) * tiles - first_task, 0), programs), most_tasks)
-    blocks_of_group = tl.maximum(tl.cdiv(groups.rows, BR), 1)
-    num_steps = tl.sum(tl.where(index < S.G, (until - before) * blocks_of_group, 0), axis=0)
+    blocks_of_group = tl.maximum(tl.cdiv(groups.rows, BLOCK_ROWS), 1)
+    num_steps = tl.sum(tl.where(index < S.num_groups, (until - before) * blocks_of_group, 0), axis=0)
     task = first_task
     block = 0
     tile = find_matrix_tile(task, groups, S)
-    num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BR), 1)
-    total = tl.zeros((BM, BN), tl.float32)
-    for _ in tl.range(0, num_steps, num_stages=S.tile.STAGES):
-        first = tile.start + block * BR
-        a = load_bounded(lhs, first, tile.end, tile.row, BR, BM)
-        b = load_bounded(rhs, first, tile.end, tile.column, BR, BN)
+    num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BLOCK_ROWS), 1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in tl.range(0, num_steps, num_stages=S.tile.num_stages):
+        first = tile.start + block * BLOCK_ROWS
+        a = load_bounded(lhs, first, tile.end, tile.row, BLOCK_ROWS, BLOCK_M)
+        b = load_bounded(rhs, first, tile.end, tile.column, BLOCK_ROWS, BLOCK_N)
         total = tl.dot(tl.trans(a), b, total)
         is_last = block == num_blocks - 1
         if is_last:
-            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BN, S.PARTS, S)
-            total = tl.zeros((BM, BN), tl.float32)
+            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         # Apart from the store: the compiler runs this ahead, with the loads of later steps.
         block += 1
         if is_last:
             task += programs
             tile = find_matrix_tile(task, groups, S)
             block = 0
-            num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BR), 1)
+            num_blocks = tl.maximum(tl.cdiv(tile.end - tile.start, BLOCK_ROWS), 1)
 
 
 @triton.jit
@@ -174,27 +185,27 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
     fp8_columns.py, and M places at most; scales are `[M / 128, K]` and `[M / 128, N]`. Products of one block of places
     are scaled and added in float32 registers. The loops over tiles and blocks are one, see `multiply_rows`.
     """
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
     places = locate_places(sizes_ptr, S)
-    num_tiles: tl.constexpr = ((S.K + BM - 1) // BM) * ((S.N + BN - 1) // BN)
+    num_tiles: tl.constexpr = ((S.K + BLOCK_M - 1) // BLOCK_M) * ((S.N + BLOCK_N - 1) // BLOCK_N)
     programs = tl.num_programs(0)
     task = tl.program_id(0)
-    index = tl.arange(0, S.GROUPS)
+    index = tl.arange(0, S.padded_groups)
     before = tl.cdiv(tl.maximum(index * num_tiles - task, 0), programs)
     until = tl.cdiv(tl.maximum((index + 1) * num_tiles - task, 0), programs)
     blocks_of_group = tl.maximum(places.rows // GROUP, 1)
-    num_steps = tl.sum(tl.where(index < S.G, (until - before) * blocks_of_group, 0), axis=0)
+    num_steps = tl.sum(tl.where(index < S.num_groups, (until - before) * blocks_of_group, 0), axis=0)
     tile = find_matrix_tile(task, places, S)
     place = tile.start
-    total = tl.zeros((BM, BN), tl.float32)
-    for _ in tl.range(0, num_steps, num_stages=S.tile.STAGES):
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in tl.range(0, num_steps, num_stages=S.tile.num_stages):
         # A group without rows has one step, behind the last place: what lies there reads as zero.
         first = tl.where(place < tile.end, place, S.M)
         a = lhs.load([tile.row, first])
         b = rhs.load([tile.column, first])
-        rows = tile.row + tl.arange(0, BM)
-        columns = tile.column + tl.arange(0, BN)
+        rows = tile.row + tl.arange(0, BLOCK_M)
+        columns = tile.column + tl.arange(0, BLOCK_N)
         block = (first // GROUP).to(tl.int64)
         left = tl.load(lhs_scales_ptr + block * S.K + rows, mask=(rows < S.K) & (first < S.M), other=0.0)
         right = tl.load(rhs_scales_ptr + block * S.N + columns, mask=(columns < S.N) & (first < S.M), other=0.0)
@@ -202,8 +213,8 @@ def weight_gradient_fp8(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
         place += GROUP
         is_last = place >= tile.end
         if is_last:
-            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BN, S.PARTS, S)
-            total = tl.zeros((BM, BN), tl.float32)
+            store_matrix_tile(out, total, tile.group, tile.row, tile.column, BLOCK_N, S.store_parts, S)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if is_last:
             task += programs
             tile = find_matrix_tile(task, places, S)

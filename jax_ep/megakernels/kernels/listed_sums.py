@@ -34,44 +34,44 @@ def write_list(list_ptr, rows, exists, targets, needed, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def load_row(rows, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr):
+def load_row(rows, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, SUM: tl.constexpr):
     """Columns from h of a row, `[1, BLOCK_H]`; FP8 with its scales; zeros of row -1."""
-    columns = h + tl.arange(0, BLOCK_H)[None, :]
-    source = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * H + columns, (16, 16))
-    values = tl.load(source, mask=(columns < H) & (row >= 0), other=0.0)
+    columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
+    source = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * HIDDEN + columns, (16, 16))
+    values = tl.load(source, mask=(columns < HIDDEN) & (row >= 0), other=0.0)
     if rows.values_ptr.dtype.element_ty == tl.float8e4nv:
-        offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, H, BLOCK_H)
+        offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, HIDDEN, BLOCK_HIDDEN)
         scales = tl.load(rows.scales_ptr + offsets, mask=exists & (row >= 0), other=0.0)
-        row_values = dequantize(values, scales, 1, BLOCK_H)
+        row_values = dequantize(values, scales, 1, BLOCK_HIDDEN)
     else:
         row_values = values.to(SUM)
     return row_values
 
 
 @triton.jit
-def store_row(rows, values, row, h, H: tl.constexpr, BLOCK_H: tl.constexpr):
+def store_row(rows, values, row, h, HIDDEN: tl.constexpr, BLOCK_HIDDEN: tl.constexpr):
     """The reverse, for a row that exists."""
-    columns = h + tl.arange(0, BLOCK_H)[None, :]
-    target = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * H + columns, (16, 16))
+    columns = h + tl.arange(0, BLOCK_HIDDEN)[None, :]
+    target = tl.multiple_of(rows.values_ptr + row.to(tl.int64) * HIDDEN + columns, (16, 16))
     if rows.values_ptr.dtype.element_ty == tl.float8e4nv:
-        quantized, scales = quantize(values, 1, BLOCK_H)
-        offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, H, BLOCK_H)
+        quantized, scales = quantize(values, 1, BLOCK_HIDDEN)
+        offsets, exists = scale_offsets(row + tl.zeros((1,), tl.int32), h, HIDDEN, BLOCK_HIDDEN)
         tl.store(rows.scales_ptr + offsets, scales, mask=exists)
-        tl.store(target, quantized, mask=columns < H)
+        tl.store(target, quantized, mask=columns < HIDDEN)
     else:
-        tl.store(target, values.to(rows.values_ptr.dtype.element_ty), mask=columns < H)
+        tl.store(target, values.to(rows.values_ptr.dtype.element_ty), mask=columns < HIDDEN)
 
 
 @triton.jit
-def sum_listed(list_ptr, count, source, target, SUM: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
+def sum_listed(list_ptr, count, source, target, SUM: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr):
     """Sums `Rows` `[., H]` as the list says, BLOCK_H columns at a time; what is FP8 has scales."""
-    BLOCK_H: tl.constexpr = TILE.BLOCK_H
-    for h in tl.static_range(0, H, BLOCK_H):
-        total = tl.zeros((1, BLOCK_H), SUM)
-        for i in tl.range(0, count, num_stages=TILE.STAGES):
+    BLOCK_HIDDEN: tl.constexpr = TILE.block_hidden
+    for h in tl.static_range(0, HIDDEN, BLOCK_HIDDEN):
+        total = tl.zeros((1, BLOCK_HIDDEN), SUM)
+        for i in tl.range(0, count, num_stages=TILE.num_stages):
             row = tl.load(list_ptr + i)
-            sum_row = tl.load(list_ptr + TILE.LENGTH + i)
-            total += load_row(source, row, h, H, BLOCK_H, SUM)
+            sum_row = tl.load(list_ptr + TILE.list_length + i)
+            total += load_row(source, row, h, HIDDEN, BLOCK_HIDDEN, SUM)
             if sum_row >= 0:
-                store_row(target, total, sum_row, h, H, BLOCK_H)
+                store_row(target, total, sum_row, h, HIDDEN, BLOCK_HIDDEN)
                 total = tl.zeros_like(total)

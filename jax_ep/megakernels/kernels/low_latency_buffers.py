@@ -19,21 +19,30 @@ may follow each other, and launches of other operations in between change nothin
 count, and need not wait for anybody.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .failures import report_timeout
 from .masks import goes_to
 from .protocol import await_greetings, first_missing, greeting
-from .structs_serving import LowLatencyBuffers
 from .table import AREA, BUFFER_BYTES, DONE, EPOCHS, EXITED, FAILED, STARTED, TICKET, TIMEOUT_NS
 from .trace import ANNOUNCE_EVENT, PUBLISH_EVENT, stamp, trace_members, trace_set, trace_wait
+
+
+class LowLatencyBuffers(NamedTuple):
+    """The buffers of a launch, as `[padded_ranks]` tensors by rank."""
+
+    epochs: Any  # number of this launch among those with the rank
+    outgoing: Any  # address of the buffer to write to
+    incoming: Any  # address of the buffer to read
 
 
 @triton.jit
 def pair_epochs(launch, devices, HEAP: tl.constexpr):
     """Pointers to the numbers of launches so far with each of `devices`."""
-    return launch.control + EPOCHS + HEAP.D + devices
+    return launch.control + EPOCHS + HEAP.num_devices + devices
 
 
 @triton.jit
@@ -42,14 +51,14 @@ def open_buffers(launch, HEAP: tl.constexpr):
 
     All that a launch must look up, at its start: after a wait it would cost more.
     """
-    D: tl.constexpr = HEAP.D
-    lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-    peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
+    NUM_DEVICES: tl.constexpr = HEAP.num_devices
+    lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+    peers = tl.load(launch.group_ptr + tl.where(lanes < HEAP.num_ranks, lanes, 0))
     epochs = tl.load(pair_epochs(launch, peers, HEAP)) + 1
     halves = epochs & 1
-    area, size = tl.load(launch.table_ptr + D + AREA), tl.load(launch.table_ptr + D + BUFFER_BYTES)
-    outgoing = tl.load(launch.table_ptr + peers) + area + (halves * D + launch.device).to(tl.int64) * size
-    incoming = tl.load(launch.table_ptr + launch.device) + area + (halves * D + peers).to(tl.int64) * size
+    area, size = tl.load(launch.table_ptr + NUM_DEVICES + AREA), tl.load(launch.table_ptr + NUM_DEVICES + BUFFER_BYTES)
+    outgoing = tl.load(launch.table_ptr + peers) + area + (halves * NUM_DEVICES + launch.device).to(tl.int64) * size
+    incoming = tl.load(launch.table_ptr + launch.device) + area + (halves * NUM_DEVICES + peers).to(tl.int64) * size
     return LowLatencyBuffers(epochs, outgoing, incoming)
 
 
@@ -81,7 +90,7 @@ def greet(launch, buffers, ranks, task, HEAP: tl.constexpr):
     words = part_of(buffers.outgoing, 0, tl.int64)
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
-    mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
+    mask = (lanes < HEAP.num_ranks) & goes_to(ranks, lanes)
     tl.atomic_store(words, greeting(buffers.epochs, HEAP), mask=mask, sem="release", scope="sys")
     trace_set(launch, ANNOUNCE_EVENT, began, task, ranks, 0, HEAP)
 
@@ -100,7 +109,7 @@ def publish_to(launch, buffers, ranks, flag, task, HEAP: tl.constexpr):
     flags = part_of(buffers.outgoing, 0, tl.int32) + 1 + flag
     # A release by some threads covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
-    mask = (lanes < HEAP.W) & goes_to(ranks, lanes)
+    mask = (lanes < HEAP.num_ranks) & goes_to(ranks, lanes)
     tl.atomic_store(flags, buffers.epochs, mask=mask, sem="release", scope="sys")
     trace_set(launch, PUBLISH_EVENT, began, task, ranks, flag, HEAP)
 
@@ -110,7 +119,7 @@ def await_flags(launch, incoming, flags, epochs, ranks, alive, task, HEAP: tl.co
     """Waits for `flags [N]` in buffers `incoming [N]`, those of `ranks [N]`; returns whether the launch is alive."""
     began = stamp(HEAP)
     if alive != 0:
-        timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+        timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
         words = part_of(incoming, 0, tl.int32) + 1 + flags
         arrived = tl.atomic_poll(words, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns)
         arrived = arrived.to(tl.int32)
@@ -139,11 +148,11 @@ def end_low_latency_launch(launch, HEAP: tl.constexpr):
         tl.store(control + EXITED, 0)
         tl.store(control + DONE, 0)
         tl.store(control + STARTED, 0)
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-        inside = lanes < HEAP.W
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        inside = lanes < HEAP.num_ranks
         peers = tl.load(launch.group_ptr + lanes, mask=inside, other=0)
         epochs = pair_epochs(launch, peers, HEAP)
-        trace_members(launch, EPOCHS + HEAP.D, HEAP)
+        trace_members(launch, EPOCHS + HEAP.num_devices, HEAP)
         tl.store(epochs, tl.load(epochs, mask=inside, other=0) + 1, mask=inside)
     # Nothing of what other programs have stored may come after what poisons it.
     tl.debug_barrier()

@@ -35,10 +35,10 @@ def rows_of(sizes_ptr, group, M: tl.constexpr, mask=None):
 @triton.jit
 def number_masked_tasks(sizes_ptr, S: tl.constexpr):
     """`[GROUPS]` int32: the first task after each group."""
-    column_tiles: tl.constexpr = (S.N + S.tile.BN - 1) // S.tile.BN
-    group = tl.arange(0, S.GROUPS)
-    rows = rows_of(sizes_ptr, group, S.M, group < S.G)
-    return tl.cumsum((rows + S.tile.BM - 1) // S.tile.BM * column_tiles, axis=0)
+    column_tiles: tl.constexpr = (S.N + S.tile.block_n - 1) // S.tile.block_n
+    group = tl.arange(0, S.padded_groups)
+    rows = rows_of(sizes_ptr, group, S.M, group < S.num_groups)
+    return tl.cumsum((rows + S.tile.block_m - 1) // S.tile.block_m * column_tiles, axis=0)
 
 
 @triton.jit
@@ -48,35 +48,35 @@ def find_masked_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
     group = tl.sum(before.to(tl.int32), axis=0)
     local = task - tl.max(tl.where(before, group_ends, 0), axis=0)
     rows = rows_of(sizes_ptr, group, S.M)
-    row_tiles = (rows + S.tile.BM - 1) // S.tile.BM
-    return group, local % row_tiles * S.tile.BM, rows, local // row_tiles
+    row_tiles = (rows + S.tile.block_m - 1) // S.tile.block_m
+    return group, local % row_tiles * S.tile.block_m, rows, local // row_tiles
 
 
 @triton.jit
 def multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S: tl.constexpr):
     """float32 `[BM, BN]`, or `[BN, BM]` with SWAP, from descriptors of `[G, M, K]` and `[G, N, K]`."""
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
-    BK: tl.constexpr = S.tile.BK
-    SWAP: tl.constexpr = S.tile.SWAP
-    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
+    BLOCK_K: tl.constexpr = S.tile.block_k
+    SWAP_AB: tl.constexpr = S.tile.swap_ab
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
     num_scales: tl.constexpr = S.K // GROUP
-    if S.FP8:
-        tl.static_assert(BK == GROUP and GROUP % BN == 0, "a block has one scale of the matrix")
-        rows = group.to(tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
+    if S.fp8:
+        tl.static_assert(BLOCK_K == GROUP and GROUP % BLOCK_N == 0, "a block has one scale of the matrix")
+        rows = group.to(tl.int64) * S.M + tl.minimum(row + tl.arange(0, BLOCK_M), S.M - 1)
         lhs_scales = lhs_scales_ptr + rows * num_scales
         column_blocks: tl.constexpr = (S.N + GROUP - 1) // GROUP
         rhs_scales = rhs_scales_ptr + (group.to(tl.int64) * column_blocks + column // GROUP) * num_scales
-    for k in range(0, S.K, BK):
-        a = tl.reshape(lhs.load([group, row, k]), (BM, BK))
-        b = tl.reshape(rhs.load([group, column, k]), (BN, BK))
-        if S.FP8:
+    for k in range(0, S.K, BLOCK_K):
+        a = tl.reshape(lhs.load([group, row, k]), (BLOCK_M, BLOCK_K))
+        b = tl.reshape(rhs.load([group, column, k]), (BLOCK_N, BLOCK_K))
+        if S.fp8:
             scale = tl.load(lhs_scales + k // GROUP) * tl.load(rhs_scales + k // GROUP)
-            if SWAP:
+            if SWAP_AB:
                 total += tl.dot(b, tl.trans(a)) * scale[None, :]
             else:
                 total += tl.dot(a, tl.trans(b)) * scale[:, None]
-        elif SWAP:
+        elif SWAP_AB:
             total = tl.dot(b, tl.trans(a), total)
         else:
             total = tl.dot(a, tl.trans(b), total)
@@ -92,12 +92,12 @@ def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
     group_ends = number_masked_tasks(sizes_ptr, S)
     for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
         group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
-        column = column_tile * S.tile.BN
+        column = column_tile * S.tile.block_n
         total = multiply_masked(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, group, row, column, S)
-        if S.tile.SWAP:
+        if S.tile.swap_ab:
             total = tl.trans(total)
-        rows = row + tl.arange(0, S.tile.BM)
-        columns = column + tl.arange(0, S.tile.BN)
+        rows = row + tl.arange(0, S.tile.block_m)
+        columns = column + tl.arange(0, S.tile.block_n)
         target = out_ptr + (group.to(tl.int64) * S.M + rows)[:, None] * S.N + columns[None, :]
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])
 
@@ -106,17 +106,17 @@ def masked_grouped_gemm(lhs, rhs, lhs_scales_ptr, rhs_scales_ptr, sizes_ptr, out
 def load_masked_halves(x_ptr, rows, mask, column, KIND: tl.constexpr, S: tl.constexpr):
     """float32 gates and what they multiply of a block of `[., 2 * N]`; without gates the block of `[., N]`, twice."""
     N: tl.constexpr = S.N
-    BN: tl.constexpr = S.tile.BN
-    if KIND.INTERLEAVED:
-        columns = 2 * column + tl.arange(0, 2 * BN)[None, :]
+    BLOCK_N: tl.constexpr = S.tile.block_n
+    if KIND.interleaved:
+        columns = 2 * column + tl.arange(0, 2 * BLOCK_N)[None, :]
         both = tl.load(x_ptr + rows[:, None] * (2 * N) + columns, mask=mask[:, None] & (columns < 2 * N), other=0.0)
-        gate, up = tl.split(tl.reshape(both.to(tl.float32), (rows.shape[0], BN, 2)))
+        gate, up = tl.split(tl.reshape(both.to(tl.float32), (rows.shape[0], BLOCK_N, 2)))
     else:
-        columns = column + tl.arange(0, BN)[None, :]
+        columns = column + tl.arange(0, BLOCK_N)[None, :]
         inside = mask[:, None] & (columns < N)
-        source = x_ptr + rows[:, None] * (2 * N if KIND.GATED else N) + columns
+        source = x_ptr + rows[:, None] * (2 * N if KIND.gated else N) + columns
         gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32) if KIND.GATED else gate
+        up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32) if KIND.gated else gate
     return gate, up
 
 
@@ -127,26 +127,26 @@ def masked_gated_activation(hidden_ptr, sizes_ptr, bias_ptr, out_ptr, scales_ptr
     With biases `[G, 2 * N]` of the hidden rows, or None. Without gates hidden is `[G, M, N]`, and biases as wide.
     """
     N: tl.constexpr = S.N
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
     group_ends = number_masked_tasks(sizes_ptr, S)
     for turn in range(num_turns(tl.max(group_ends, axis=0))):
         group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
-        local = row + tl.arange(0, BM)
+        local = row + tl.arange(0, BLOCK_M)
         rows = group.to(tl.int64) * S.M + local
-        column = column_tile * BN
+        column = column_tile * BLOCK_N
         gate, up = load_masked_halves(hidden_ptr, rows, local < size, column, KIND, S)
         if bias_ptr is not None:
             one = group.to(tl.int64) + tl.zeros((1,), tl.int64)
             gate_bias, up_bias = load_masked_halves(bias_ptr, one, one >= 0, column, KIND, S)
             gate, up = gate + gate_bias, up + up_bias
         values = activate(limit_gate(gate, KIND), KIND)
-        if KIND.GATED:
+        if KIND.gated:
             values *= factor_of(up, KIND)
-        if S.QUANTIZE:
-            values, scales = quantize(values, BM, BN)
-            offsets, exist = scale_offsets(rows, column, N, BN)
+        if S.quantizes:
+            values, scales = quantize(values, BLOCK_M, BLOCK_N)
+            offsets, exist = scale_offsets(rows, column, N, BLOCK_N)
             tl.store(scales_ptr + offsets, scales, mask=(local < size)[:, None] & exist)
-        columns = column + tl.arange(0, BN)[None, :]
+        columns = column + tl.arange(0, BLOCK_N)[None, :]
         target = out_ptr + rows[:, None] * N + columns
         tl.store(target, values.to(out_ptr.dtype.element_ty), mask=(local < size)[:, None] & (columns < N))

@@ -5,24 +5,26 @@ import triton.language as tl
 
 
 @triton.jit
-def destinations(ids_ptr, first_slots, in_range, K: tl.constexpr, L: tl.constexpr, E: tl.constexpr):
+def destinations(
+    ids_ptr, first_slots, in_range, TOP_K: tl.constexpr, LOCAL_EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr
+):
     """Bit r of each token's int64: it has an expert on rank r; `first_slots` is the index of each token's first id."""
     ranks = first_slots.to(tl.int64) * 0
-    for k in tl.static_range(K):
+    for k in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + first_slots + k, mask=in_range, other=-1)
-        valid = (expert >= 0) & (expert < E)
-        ranks = ranks | tl.where(valid, 1, 0).to(tl.int64) << tl.where(valid, expert // L, 0).to(tl.int64)
+        valid = (expert >= 0) & (expert < NUM_EXPERTS)
+        ranks = ranks | tl.where(valid, 1, 0).to(tl.int64) << tl.where(valid, expert // LOCAL_EXPERTS, 0).to(tl.int64)
     return ranks
 
 
 @triton.jit
-def send_mask(ids_ptr, first_slots, in_range, rank, K: tl.constexpr, L: tl.constexpr):
+def send_mask(ids_ptr, first_slots, in_range, rank, TOP_K: tl.constexpr, LOCAL_EXPERTS: tl.constexpr):
     """Which tokens have an expert on `rank`."""
-    first = rank * L
+    first = rank * LOCAL_EXPERTS
     mask = in_range & False
-    for k in tl.static_range(K):
+    for k in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + first_slots + k, mask=in_range, other=-1)
-        mask = mask | ((expert >= first) & (expert < first + L))
+        mask = mask | ((expert >= first) & (expert < first + LOCAL_EXPERTS))
     return mask
 
 

@@ -59,17 +59,19 @@ def count_alike_before(expert, LANES: tl.constexpr):
 
 
 @triton.jit
-def count_block(ids_ptr, positions_ptr, counts_ptr, count, first_expert, L: tl.constexpr, TILE: tl.constexpr):
+def count_block(
+    ids_ptr, positions_ptr, counts_ptr, count, first_expert, LOCAL_EXPERTS: tl.constexpr, TILE: tl.constexpr
+):
     """`positions` of the first `count` ids of a block, and `counts [BINS]` of it by local expert."""
-    BINS: tl.constexpr = TILE.BINS
-    lanes = tl.arange(0, TILE.LANES)
+    BINS: tl.constexpr = TILE.bins
+    lanes = tl.arange(0, TILE.lanes)
     counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, tl.minimum(count, TILE.BLOCK), TILE.LANES):
+    for start in range(0, tl.minimum(count, TILE.block), TILE.lanes):
         inside = start + lanes < count
         ids = tl.load(ids_ptr + start + lanes, mask=inside, other=-1)
-        here = (ids >= first_expert) & (ids < first_expert + L)
+        here = (ids >= first_expert) & (ids < first_expert + LOCAL_EXPERTS)
         expert = tl.where(here, ids - first_expert, BINS)
-        position = tl.gather(counts, expert & (BINS - 1), 0) + count_alike_before(expert, TILE.LANES)
+        position = tl.gather(counts, expert & (BINS - 1), 0) + count_alike_before(expert, TILE.lanes)
         tl.store(positions_ptr + start + lanes, tl.where(here, (expert << EXPERT_BIT) | position, -1), mask=inside)
         counts += tl.histogram(expert, BINS, mask=here)
     tl.store(counts_ptr + tl.arange(0, BINS), counts)
@@ -78,12 +80,12 @@ def count_block(ids_ptr, positions_ptr, counts_ptr, count, first_expert, L: tl.c
 @triton.jit
 def sum_counts(counts_ptr, block, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """`[BINS]` int32 slots of each local expert: in all blocks, and in those before `block`."""
-    bins = tl.arange(0, TILE.BINS)[None, :]
-    total = tl.zeros((TILE.ROWS, TILE.BINS), tl.int32)
-    before = tl.zeros((TILE.ROWS, TILE.BINS), tl.int32)
-    for start in range(0, NUM_BLOCKS, TILE.ROWS):
-        blocks = start + tl.arange(0, TILE.ROWS)[:, None]
-        counts = tl.load(counts_ptr + blocks * TILE.BINS + bins, mask=blocks < NUM_BLOCKS, other=0)
+    bins = tl.arange(0, TILE.bins)[None, :]
+    total = tl.zeros((TILE.blocks_at_once, TILE.bins), tl.int32)
+    before = tl.zeros((TILE.blocks_at_once, TILE.bins), tl.int32)
+    for start in range(0, NUM_BLOCKS, TILE.blocks_at_once):
+        blocks = start + tl.arange(0, TILE.blocks_at_once)[:, None]
+        counts = tl.load(counts_ptr + blocks * TILE.bins + bins, mask=blocks < NUM_BLOCKS, other=0)
         total += counts
         before += tl.where(blocks < block, counts, 0)
     return tl.sum(total, axis=0), tl.sum(before, axis=0)
@@ -92,13 +94,13 @@ def sum_counts(counts_ptr, block, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def store_rows(positions_ptr, slot_row_ptr, row_slot_ptr, first, count, bases, S: tl.constexpr):
     """The rows of `count` slots from `first` on; `bases [BINS]` is the row of each local expert's first slot here."""
-    lanes: tl.constexpr = min(1024, S.tile.BLOCK)
-    for start in range(0, tl.minimum(count, S.tile.BLOCK), lanes):
+    lanes: tl.constexpr = min(1024, S.tile.block)
+    for start in range(0, tl.minimum(count, S.tile.block), lanes):
         index = start + tl.arange(0, lanes)
         inside = index < count
         packed = tl.load(positions_ptr + first + index, mask=inside, other=-1)
-        row = tl.gather(bases, (packed >> EXPERT_BIT) & (S.tile.BINS - 1), 0) + (packed & POSITION_MASK)
-        has_row = (packed >= 0) & (row >= 0) & (row < S.R)
+        row = tl.gather(bases, (packed >> EXPERT_BIT) & (S.tile.bins - 1), 0) + (packed & POSITION_MASK)
+        has_row = (packed >= 0) & (row >= 0) & (row < S.num_rows)
         tl.store(slot_row_ptr + first + index, tl.where(has_row, row, -1), mask=inside)
         tl.store(row_slot_ptr + row, first + index, mask=has_row)
 
@@ -106,12 +108,14 @@ def store_rows(positions_ptr, slot_row_ptr, row_slot_ptr, first, count, bases, S
 @triton.jit
 def store_sizes(total, starts, ends, invalid_ptr, sizes_ptr, num_invalid_ptr, num_dropped_ptr, S: tl.constexpr):
     """What is known of the plan as a whole: the rows of each group with padding, and two numbers."""
-    bins = tl.arange(0, S.tile.BINS)
-    tl.store(sizes_ptr + bins, tl.minimum(ends, S.R) - tl.minimum(starts, S.R), mask=bins < S.L)
-    placed = tl.minimum(total, tl.maximum(S.R - starts, 0))
+    bins = tl.arange(0, S.tile.bins)
+    tl.store(
+        sizes_ptr + bins, tl.minimum(ends, S.num_rows) - tl.minimum(starts, S.num_rows), mask=bins < S.num_local_experts
+    )
+    placed = tl.minimum(total, tl.maximum(S.num_rows - starts, 0))
     tl.store(num_dropped_ptr, tl.sum(total - placed, axis=0))
-    blocks = tl.arange(0, S.SOURCE_BLOCKS)
-    num_blocks: tl.constexpr = (S.N + S.tile.BLOCK - 1) // S.tile.BLOCK
+    blocks = tl.arange(0, S.source_blocks)
+    num_blocks: tl.constexpr = (S.num_assignments + S.tile.block - 1) // S.tile.block
     tl.store(num_invalid_ptr, tl.sum(tl.load(invalid_ptr + blocks, mask=blocks < num_blocks, other=0), axis=0))
 
 
@@ -139,17 +143,17 @@ def plan(
 ):
     """`x [N]`, the ids of this rank, to the arrays of the handle (jax_ep.types.Handle)."""
     launch, alive = open_launch(peers, HEAP)
-    W: tl.constexpr = HEAP.W
-    N: tl.constexpr = S.N
-    BLOCK: tl.constexpr = S.tile.BLOCK
-    BINS: tl.constexpr = S.tile.BINS
-    NUM_EXPERTS: tl.constexpr = W * S.L
-    source_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    num_blocks: tl.constexpr = W * source_blocks
-    num_fills: tl.constexpr = (S.R + S.FILL - 1) // S.FILL
-    stride: tl.constexpr = (N + 31) // 32 * 32  # of a source in the heap: whole 16-byte words
-    num_peers: tl.constexpr = W - 1 if W > 1 else 1
-    push_end: tl.constexpr = 1 + (W - 1) * source_blocks
+    NUM_RANKS: tl.constexpr = HEAP.num_ranks
+    NUM_ASSIGNMENTS: tl.constexpr = S.num_assignments
+    BLOCK: tl.constexpr = S.tile.block
+    BINS: tl.constexpr = S.tile.bins
+    NUM_EXPERTS: tl.constexpr = NUM_RANKS * S.num_local_experts
+    source_blocks: tl.constexpr = (NUM_ASSIGNMENTS + BLOCK - 1) // BLOCK
+    num_blocks: tl.constexpr = NUM_RANKS * source_blocks
+    num_fills: tl.constexpr = (S.num_rows + S.fill_rows - 1) // S.fill_rows
+    stride: tl.constexpr = (NUM_ASSIGNMENTS + 31) // 32 * 32  # of a source in the heap: whole 16-byte words
+    num_peers: tl.constexpr = NUM_RANKS - 1 if NUM_RANKS > 1 else 1
+    push_end: tl.constexpr = 1 + (NUM_RANKS - 1) * source_blocks
     fill_end: tl.constexpr = push_end + num_fills
     count_end: tl.constexpr = fill_end + num_blocks
     task = next_task(launch)
@@ -158,22 +162,24 @@ def plan(
             announce(launch, HEAP)
         elif task < push_end:
             block = (task - 1) // num_peers
-            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % num_peers) % W)
+            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % num_peers) % NUM_RANKS)
             alive = await_ready(launch, peer, alive, task, HEAP)
             if alive != 0:
                 began = stamp(HEAP)
                 target = (
                     data_of(launch, peer.device, tl.int32, HEAP) + launch.rank.to(tl.int64) * stride + block * BLOCK
                 )
-                copy_ids(x_ptr + block * BLOCK, target, N - block * BLOCK, BLOCK, NUM_EXPERTS)
+                copy_ids(x_ptr + block * BLOCK, target, NUM_ASSIGNMENTS - block * BLOCK, BLOCK, NUM_EXPERTS)
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
                 publish(launch, peer, block, task, HEAP)
         elif task < fill_end:
             began = stamp(HEAP)
-            lanes: tl.constexpr = min(1024, S.FILL)
-            for start in range((task - push_end) * S.FILL, tl.minimum((task - push_end + 1) * S.FILL, S.R), lanes):
+            lanes: tl.constexpr = min(1024, S.fill_rows)
+            for start in range(
+                (task - push_end) * S.fill_rows, tl.minimum((task - push_end + 1) * S.fill_rows, S.num_rows), lanes
+            ):
                 rows = start + tl.arange(0, lanes)
-                tl.store(row_slot_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.R)
+                tl.store(row_slot_ptr + rows, tl.full((lanes,), -1, tl.int32), mask=rows < S.num_rows)
             count_task(launch)
             trace(launch, ZERO_EVENT, began, task, HEAP)
         else:
@@ -184,9 +190,9 @@ def plan(
             if index >= source_blocks:
                 step = 1 + (index - source_blocks) % num_peers
                 block = (index - source_blocks) // num_peers
-            source_rank = (launch.rank + W - step) % W
-            first = source_rank * N + block * BLOCK
-            count = N - block * BLOCK
+            source_rank = (launch.rank + NUM_RANKS - step) % NUM_RANKS
+            first = source_rank * NUM_ASSIGNMENTS + block * BLOCK
+            count = NUM_ASSIGNMENTS - block * BLOCK
             counts_row = source_rank * source_blocks + block
             if task < count_end:
                 began = stamp(HEAP)
@@ -205,7 +211,9 @@ def plan(
                     ids_ptr + first,
                     scratch.positions_ptr + first,
                 )
-                count_block(ids, positions, counts, count, launch.rank * S.L, S.L, S.tile)
+                count_block(
+                    ids, positions, counts, count, launch.rank * S.num_local_experts, S.num_local_experts, S.tile
+                )
                 count_task(launch)
                 trace(launch, COUNT_EVENT, began, task, HEAP)
             else:
@@ -217,7 +225,7 @@ def plan(
                 trace_exchange(launch, WAIT_EVENT, began, task, -1, OWN, HEAP)
                 began = stamp(HEAP)
                 total, before = sum_counts(scratch.counts_ptr, counts_row, num_blocks, S.tile)
-                padded = (total // S.ALIGNMENT + (total % S.ALIGNMENT > 0).to(tl.int32)) * S.ALIGNMENT
+                padded = (total // S.alignment + (total % S.alignment > 0).to(tl.int32)) * S.alignment
                 ends = tl.cumsum(padded, axis=0)
                 starts = ends - padded
                 if index == 0:
@@ -227,12 +235,12 @@ def plan(
                 trace(launch, PLACE_EVENT, began, task, HEAP)
         task = next_task(launch)
     if end_launch(launch, HEAP):
-        poison(row_slot_ptr, S.R)
-        poison(slot_row_ptr, W * N)
-        poison(ids_ptr, W * N)
+        poison(row_slot_ptr, S.num_rows)
+        poison(slot_row_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
+        poison(ids_ptr, NUM_RANKS * NUM_ASSIGNMENTS)
         poison(num_invalid_ptr, 1)
         poison(num_dropped_ptr, 1)
         # Sizes that can be used, and a poisoned row for each expert: the gradient of its matrix is then no zero.
         experts = tl.arange(0, BINS)
-        fits = (experts + 1) * S.ALIGNMENT <= S.R
-        tl.store(sizes_ptr + experts, fits.to(tl.int32) * S.ALIGNMENT, mask=experts < S.L)
+        fits = (experts + 1) * S.alignment <= S.num_rows
+        tl.store(sizes_ptr + experts, fits.to(tl.int32) * S.alignment, mask=experts < S.num_local_experts)

@@ -23,11 +23,12 @@ waits, and nothing is sent. Each function that waits takes it, with the number o
 it.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .failures import STATE_WRONG_MESH, give_up, refuse_greeting, report
-from .structs import Launch, Peer
 from .table import DEVICE, EPOCHS, EXITED, FAILED, QUEUE, TICKET, TIMEOUT_NS
 from .trace import (
     ANNOUNCE_EVENT,
@@ -42,6 +43,23 @@ from .trace import (
 )
 
 
+class Launch(NamedTuple):
+    """A running launch, as one of its programs sees it."""
+
+    group_ptr: Any  # as in `Peers`
+    table_ptr: Any  # as in `Peers`
+    control: Any  # control words of this device
+    rank: Any  # this rank
+    device: Any  # this device's number in the heap
+
+
+class Peer(NamedTuple):
+    """A rank of the EP group."""
+
+    rank: Any
+    device: Any  # its device's number in the heap
+
+
 @triton.jit
 def control_words(table_ptr, device):
     """Pointer to the control words of `device`."""
@@ -51,7 +69,7 @@ def control_words(table_ptr, device):
 @triton.jit
 def data_of(launch, device, dtype: tl.constexpr, HEAP: tl.constexpr, OFFSET: tl.constexpr = 0):
     """Pointer to byte OFFSET, a multiple of 16, of the data area of `device`, as elements of `dtype`."""
-    address = tl.load(launch.table_ptr + device) + (HEAP.DATA + OFFSET)
+    address = tl.load(launch.table_ptr + device) + (HEAP.data_offset + OFFSET)
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
@@ -71,8 +89,8 @@ def open_launch(peers, HEAP: tl.constexpr):
     Returns:
       The launch, and whether it is alive.
     """
-    rank = tl.load(peers.group_ptr + HEAP.W)
-    device = tl.load(peers.table_ptr + HEAP.D + DEVICE).to(tl.int32)
+    rank = tl.load(peers.group_ptr + HEAP.num_ranks)
+    device = tl.load(peers.table_ptr + HEAP.num_devices + DEVICE).to(tl.int32)
     member = tl.load(peers.group_ptr + rank)
     control = control_words(peers.table_ptr, device)
     launch = Launch(peers.group_ptr, peers.table_ptr, control, rank, device)
@@ -100,22 +118,22 @@ def next_epoch(launch, device):
 @triton.jit
 def greeting(epoch, HEAP: tl.constexpr):
     """What a rank tells a peer when it begins a launch: its epoch, and what it is."""
-    return (epoch.to(tl.int64) & 0xFFFFFFFF) | (HEAP.LAUNCH << 32)
+    return (epoch.to(tl.int64) & 0xFFFFFFFF) | (HEAP.launch_id << 32)
 
 
 @triton.jit
 def greetings_of(control, device, epoch, HEAP: tl.constexpr):
     """Pointers to the greetings of `device`, one or several, in the heap that `control` belongs to."""
-    greetings = (control + EPOCHS + 2 * HEAP.D).to(tl.pointer_type(tl.int64), bitcast=True)
-    return greetings + (epoch & 1) * HEAP.D + device
+    greetings = (control + EPOCHS + 2 * HEAP.num_devices).to(tl.pointer_type(tl.int64), bitcast=True)
+    return greetings + (epoch & 1) * HEAP.num_devices + device
 
 
 @triton.jit
 def announce(launch, HEAP: tl.constexpr):
     """Tells all peers that this rank has finished all earlier launches: they may write to its heap."""
     began = stamp(HEAP)
-    for step in range(1, HEAP.W):
-        peer = tl.load(launch.group_ptr + (launch.rank + step) % HEAP.W)
+    for step in range(1, HEAP.num_ranks):
+        peer = tl.load(launch.group_ptr + (launch.rank + step) % HEAP.num_ranks)
         epoch = next_epoch(launch, peer)
         own = greetings_of(control_words(launch.table_ptr, peer), launch.device, epoch, HEAP)
         tl.atomic_store(own, greeting(epoch, HEAP), sem="release", scope="sys")
@@ -129,7 +147,7 @@ def await_ready(launch, peer, alive, task, HEAP: tl.constexpr):
     if alive != 0:
         epoch = next_epoch(launch, peer.device)
         word = greetings_of(launch.control, peer.device, epoch, HEAP)
-        timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+        timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
         expected = greeting(epoch, HEAP)
         if tl.atomic_poll(word, expected, sem="acquire", scope="sys", timeout_ns=timeout_ns) == 0:
             alive = 0
@@ -145,11 +163,11 @@ def await_ready(launch, peer, alive, task, HEAP: tl.constexpr):
 @triton.jit
 def await_peers(launch, alive, task, HEAP: tl.constexpr):
     """Waits, for all peers at once, until each has begun this launch; returns whether it is still alive."""
-    W: tl.constexpr = HEAP.W
-    if W > 1:
-        lanes = tl.arange(0, triton.next_power_of_2(W))
+    NUM_RANKS: tl.constexpr = HEAP.num_ranks
+    if NUM_RANKS > 1:
+        lanes = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
         # Lanes of no peer stand for the next rank.
-        ranks = tl.where((lanes < W) & (lanes != launch.rank), lanes, (launch.rank + 1) % W)
+        ranks = tl.where((lanes < NUM_RANKS) & (lanes != launch.rank), lanes, (launch.rank + 1) % NUM_RANKS)
         peers = tl.load(launch.group_ptr + ranks)
         epochs = next_epoch(launch, peers)
         words = greetings_of(launch.control, peers, epochs, HEAP)
@@ -172,7 +190,7 @@ def await_greetings(launch, words, epochs, ranks, alive, task, HEAP: tl.constexp
     """
     began = stamp(HEAP)
     if alive != 0:
-        timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+        timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
         expected = greeting(epochs, HEAP)
         arrived = tl.atomic_poll(words, expected, sem="acquire", scope="sys", timeout_ns=timeout_ns)
         arrived = arrived.to(tl.int32)
@@ -193,7 +211,7 @@ def await_greetings(launch, words, epochs, ranks, alive, task, HEAP: tl.constexp
 @triton.jit
 def flag_index(device, epoch, block, HEAP: tl.constexpr):
     """The index of the flag of `block` of `device`, as if flags were control words."""
-    return HEAP.FLAGS // 4 + ((epoch & 1) * HEAP.D + device) * HEAP.MAX_BLOCKS + block
+    return HEAP.flags_offset // 4 + ((epoch & 1) * HEAP.num_devices + device) * HEAP.max_blocks + block
 
 
 @triton.jit
@@ -214,8 +232,8 @@ def publish_to_all(launch, block, task, HEAP: tl.constexpr):
     began = stamp(HEAP)
     # A release by one thread covers the others' stores only after a barrier of the program.
     tl.debug_barrier()
-    for step in range(1, HEAP.W):
-        peer = tl.load(launch.group_ptr + (launch.rank + step) % HEAP.W)
+    for step in range(1, HEAP.num_ranks):
+        peer = tl.load(launch.group_ptr + (launch.rank + step) % HEAP.num_ranks)
         epoch = next_epoch(launch, peer)
         flag = control_words(launch.table_ptr, peer) + flag_index(launch.device, epoch, block, HEAP)
         tl.atomic_store(flag, epoch, sem="release", scope="sys")
@@ -237,8 +255,8 @@ def await_block(launch, peer, block, alive, task, HEAP: tl.constexpr):
 def await_block_of_all(launch, block, alive, task, HEAP: tl.constexpr):
     """Waits, for all ranks at once, until `block` of each is complete in this heap; returns whether it is alive."""
     began = stamp(HEAP)
-    lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-    ranks = tl.where(lanes < HEAP.W, lanes, launch.rank)
+    lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+    ranks = tl.where(lanes < HEAP.num_ranks, lanes, launch.rank)
     devices = tl.load(launch.group_ptr + ranks)
     epochs = next_epoch(launch, devices)
     alive = await_flags_at(launch, flag_index(devices, epochs, block, HEAP), epochs, ranks, alive, task, HEAP)
@@ -252,7 +270,7 @@ def await_blocks(launch, peer, first, end, alive, task, HEAP: tl.constexpr):
     began = stamp(HEAP)
     epoch = next_epoch(launch, peer.device)
     flags = launch.control + flag_index(peer.device, epoch, 0, HEAP)
-    timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+    timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
     lanes = tl.arange(0, 64)
     for start in range(first, end, 64):
         if alive != 0:
@@ -272,7 +290,7 @@ def await_blocks(launch, peer, first, end, alive, task, HEAP: tl.constexpr):
 def await_flag(launch, flag, epoch, peer_rank, alive, task, HEAP: tl.constexpr):
     """Waits for `epoch`, at most as long as the table allows. After a failure nothing waits any more."""
     if alive != 0:
-        timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+        timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
         arrived = tl.atomic_poll(flag, epoch, sem="acquire", scope="sys", timeout_ns=timeout_ns)
         if arrived == 0:
             alive = 0
@@ -289,7 +307,7 @@ def await_flags_at(launch, indices, epochs, ranks, alive, task, HEAP: tl.constex
     Of those that stay away, the first is reported.
     """
     if alive != 0:
-        timeout_ns = tl.load(launch.table_ptr + HEAP.D + TIMEOUT_NS)
+        timeout_ns = tl.load(launch.table_ptr + HEAP.num_devices + TIMEOUT_NS)
         flags = launch.control + indices
         arrived = tl.atomic_poll(flags, epochs, sem="acquire", scope="sys", timeout_ns=timeout_ns).to(tl.int32)
         if tl.min(arrived, axis=0) == 0:
@@ -319,7 +337,7 @@ def end_launch(launch, HEAP: tl.constexpr):
         tl.store(control + EXITED, 0)
         tl.store(control + QUEUE + tl.arange(0, 32), tl.zeros((32,), tl.int32))
         trace_members(launch, EPOCHS, HEAP)
-        for peer_rank in range(HEAP.W):
+        for peer_rank in range(HEAP.num_ranks):
             peer = tl.load(launch.group_ptr + peer_rank)
             tl.store(control + EPOCHS + peer, tl.load(control + EPOCHS + peer) + 1)
     # Nothing of what other programs have stored may come after what poisons it.

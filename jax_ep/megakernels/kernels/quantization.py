@@ -50,7 +50,7 @@ def dequantize(values, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def scale_offsets(rows, h, H: tl.constexpr, COLUMNS: tl.constexpr):
+def scale_offsets(rows, h, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr):
     """Where the scales of columns `[h, h + COLUMNS)` of `rows` lie, and which of them exist."""
     groups = h // GROUP + tl.arange(0, COLUMNS // GROUP)[None, :]
-    return rows.to(tl.int64)[:, None] * (H // GROUP) + groups, groups < H // GROUP
+    return rows.to(tl.int64)[:, None] * (HIDDEN // GROUP) + groups, groups < HIDDEN // GROUP

@@ -38,29 +38,31 @@ def multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, block, group, row, 
 
     Rows of int8 have one scale, those of FP8 one in each step.
     """
-    BM: tl.constexpr = S.tile.BM
-    BN: tl.constexpr = S.tile.BN
-    BK: tl.constexpr = S.tile.BK
-    SWAP: tl.constexpr = S.tile.SWAP
-    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.int32 if lhs.dtype == tl.int8 else tl.float32)
+    BLOCK_M: tl.constexpr = S.tile.block_m
+    BLOCK_N: tl.constexpr = S.tile.block_n
+    BLOCK_K: tl.constexpr = S.tile.block_k
+    SWAP_AB: tl.constexpr = S.tile.swap_ab
+    total = tl.zeros(
+        (BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.int32 if lhs.dtype == tl.int8 else tl.float32
+    )
     ahead = load_scales(scales_ptr, group, column, 0, S)
     # Rows of other groups, and behind the last, are multiplied, too, and not stored.
-    scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BM), S.M - 1)
-    for k in range(0, S.K, BK):
-        if S.PREPACKED:
-            first = tl.reshape(lhs.load([block, row, k]), (BM, PIECE))
-            second = tl.reshape(lhs.load([block, row, k + PIECE]), (BM, PIECE))
+    scaled = tl.cast(block, tl.int64) * S.M + tl.minimum(row + tl.arange(0, BLOCK_M), S.M - 1)
+    for k in range(0, S.K, BLOCK_K):
+        if S.prepacked:
+            first = tl.reshape(lhs.load([block, row, k]), (BLOCK_M, PIECE))
+            second = tl.reshape(lhs.load([block, row, k + PIECE]), (BLOCK_M, PIECE))
             total = add_prepacked_product(total, (first, second), rhs, scales_ptr, group, column, k, S)
         else:
-            rows = tl.reshape(lhs.load([block, row, k]), (BM, BK))
+            rows = tl.reshape(lhs.load([block, row, k]), (BLOCK_M, BLOCK_K))
             packed = load_packed(rhs, group, column, k, S)
-            scales, ahead = ahead, load_scales(scales_ptr, group, column, k + BK, S)
+            scales, ahead = ahead, load_scales(scales_ptr, group, column, k + BLOCK_K, S)
             if lhs.dtype == tl.float8e4nv:
                 row_scales = tl.load(row_scales_ptr + scaled * (S.K // FP8_BLOCK) + k // FP8_BLOCK)
                 total = add_fp8_product(total, rows, row_scales, packed, scales, scales_ptr, group, column, k, S)
             else:
                 total = add_product(total, rows, packed, scales, scales_ptr, group, column, k, S)
-    total = scale_columns(tl.trans(total) if SWAP else total, scales_ptr, group, column, lhs.dtype, S)
+    total = scale_columns(tl.trans(total) if SWAP_AB else total, scales_ptr, group, column, lhs.dtype, S)
     if lhs.dtype == tl.int8:
         total *= tl.load(row_scales_ptr + scaled)[:, None]
     return total
@@ -89,10 +91,10 @@ def quantized_masked_grouped_gemm(lhs, rhs, scales_ptr, sizes_ptr, row_scales_pt
     group_ends = number_masked_tasks(sizes_ptr, S)
     for turn in tl.range(0, num_turns(tl.max(group_ends, axis=0)), flatten=True):
         group, row, size, column_tile = find_masked_tile(task_of_turn(turn), group_ends, sizes_ptr, S)
-        column = column_tile * S.tile.BN
+        column = column_tile * S.tile.block_n
         total = multiply_quantized(lhs, rhs, scales_ptr, row_scales_ptr, group, group, row, column, S)
-        rows = row + tl.arange(0, S.tile.BM)
+        rows = row + tl.arange(0, S.tile.block_m)
         before = group.to(tl.int64) * S.M
-        columns = column + tl.arange(0, S.tile.BN)
+        columns = column + tl.arange(0, S.tile.block_n)
         target = out_ptr + (before + rows)[:, None] * S.N + columns[None, :]
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(rows < size)[:, None] & (columns < S.N)[None, :])

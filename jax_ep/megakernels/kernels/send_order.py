@@ -13,39 +13,41 @@ from .plan import EXPERT_BIT, POSITION_MASK, count_alike_before, sum_counts
 
 
 @triton.jit
-def first_expert(ids_ptr, tokens, inside, first, K: tl.constexpr, L: tl.constexpr):
+def first_expert(ids_ptr, tokens, inside, first, TOP_K: tl.constexpr, LOCAL_EXPERTS: tl.constexpr):
     """The lowest of each token's experts in `[first, first + L)`, from there; L where it has none."""
-    lowest = tl.full(tokens.shape, L, tl.int32)
-    for k in tl.static_range(K):
-        local = tl.load(ids_ptr + tokens * K + k, mask=inside, other=-1) - first
-        lowest = tl.where((local >= 0) & (local < L), tl.minimum(lowest, local), lowest)
+    lowest = tl.full(tokens.shape, LOCAL_EXPERTS, tl.int32)
+    for k in tl.static_range(TOP_K):
+        local = tl.load(ids_ptr + tokens * TOP_K + k, mask=inside, other=-1) - first
+        lowest = tl.where((local >= 0) & (local < LOCAL_EXPERTS), tl.minimum(lowest, local), lowest)
     return lowest
 
 
 @triton.jit
 def send_order_count(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.constexpr):
     """`ids [W, T, K]` to `positions [W, T]` of own sends, and `counts [2 * W, blocks, BINS]` of all lists."""
-    W: tl.constexpr = S.W
-    T: tl.constexpr = S.T
-    BLOCK: tl.constexpr = S.tile.BLOCK
-    LANES: tl.constexpr = S.tile.LANES
-    BINS: tl.constexpr = S.tile.BINS
-    rank = tl.load(group_ptr + W)
+    NUM_RANKS: tl.constexpr = S.num_ranks
+    NUM_TOKENS: tl.constexpr = S.num_tokens
+    BLOCK: tl.constexpr = S.tile.block
+    LANES: tl.constexpr = S.tile.lanes
+    BINS: tl.constexpr = S.tile.bins
+    rank = tl.load(group_ptr + NUM_RANKS)
     lanes = tl.arange(0, LANES)
-    blocks: tl.constexpr = (T + BLOCK - 1) // BLOCK
-    for task in range(tl.program_id(0), 2 * W * blocks, tl.num_programs(0)):
+    blocks: tl.constexpr = (NUM_TOKENS + BLOCK - 1) // BLOCK
+    for task in range(tl.program_id(0), 2 * NUM_RANKS * blocks, tl.num_programs(0)):
         number = task // blocks
-        sends = number < W
-        source = tl.where(sends, rank, number - W)
-        first = tl.where(sends, number, rank) * S.L
+        sends = number < NUM_RANKS
+        source = tl.where(sends, rank, number - NUM_RANKS)
+        first = tl.where(sends, number, rank) * S.num_local_experts
         begin = task % blocks * BLOCK
         counts = tl.zeros((BINS,), tl.int32)
-        for start in range(begin, tl.minimum(begin + BLOCK, T), LANES):
+        for start in range(begin, tl.minimum(begin + BLOCK, NUM_TOKENS), LANES):
             tokens = start + lanes
-            inside = tokens < T
-            expert = first_expert(ids_ptr, source * T + tokens, inside, first, S.K, S.L)
+            inside = tokens < NUM_TOKENS
+            expert = first_expert(ids_ptr, source * NUM_TOKENS + tokens, inside, first, S.top_k, S.num_local_experts)
             position = tl.gather(counts, expert, 0) + count_alike_before(expert, LANES)
-            tl.store(positions_ptr + number * T + tokens, (expert << EXPERT_BIT) | position, mask=inside & sends)
+            tl.store(
+                positions_ptr + number * NUM_TOKENS + tokens, (expert << EXPERT_BIT) | position, mask=inside & sends
+            )
             counts += tl.histogram(expert, BINS, mask=inside)
         tl.store(counts_ptr + task * BINS + tl.arange(0, BINS), counts)
 
@@ -53,25 +55,29 @@ def send_order_count(ids_ptr, group_ptr, positions_ptr, counts_ptr, S: tl.conste
 @triton.jit
 def send_order_place(positions_ptr, counts_ptr, order_ptr, num_sends_ptr, num_needed_ptr, S: tl.constexpr):
     """What `send_order_count` has found to `order [W, T]`, `num_sends [W]` and `num_needed [W, L]`."""
-    W: tl.constexpr = S.W
-    T: tl.constexpr = S.T
-    BLOCK: tl.constexpr = S.tile.BLOCK
-    lanes, bins = tl.arange(0, S.tile.LANES), tl.arange(0, S.tile.BINS)
-    blocks: tl.constexpr = (T + BLOCK - 1) // BLOCK
-    for task in range(tl.program_id(0), W * blocks + W, tl.num_programs(0)):
-        is_send = task < W * blocks
-        number = tl.where(is_send, task // blocks, task - W * blocks + W)
+    NUM_RANKS: tl.constexpr = S.num_ranks
+    NUM_TOKENS: tl.constexpr = S.num_tokens
+    BLOCK: tl.constexpr = S.tile.block
+    lanes, bins = tl.arange(0, S.tile.lanes), tl.arange(0, S.tile.bins)
+    blocks: tl.constexpr = (NUM_TOKENS + BLOCK - 1) // BLOCK
+    for task in range(tl.program_id(0), NUM_RANKS * blocks + NUM_RANKS, tl.num_programs(0)):
+        is_send = task < NUM_RANKS * blocks
+        number = tl.where(is_send, task // blocks, task - NUM_RANKS * blocks + NUM_RANKS)
         block = tl.where(is_send, task % blocks, 0)
-        total, before = sum_counts(counts_ptr + number * (blocks * S.tile.BINS), block, blocks, S.tile)
+        total, before = sum_counts(counts_ptr + number * (blocks * S.tile.bins), block, blocks, S.tile)
         ends = tl.cumsum(total, axis=0)
         if is_send:
             bases = ends - total + before
-            for start in range(block * BLOCK, tl.minimum((block + 1) * BLOCK, T), S.tile.LANES):
+            for start in range(block * BLOCK, tl.minimum((block + 1) * BLOCK, NUM_TOKENS), S.tile.lanes):
                 tokens = start + lanes
-                packed = tl.load(positions_ptr + number * T + tokens, mask=tokens < T, other=0)
+                packed = tl.load(positions_ptr + number * NUM_TOKENS + tokens, mask=tokens < NUM_TOKENS, other=0)
                 index = tl.gather(bases, packed >> EXPERT_BIT, 0) + (packed & POSITION_MASK)
-                tl.store(order_ptr + number * T + index, tokens, mask=tokens < T)
+                tl.store(order_ptr + number * NUM_TOKENS + index, tokens, mask=tokens < NUM_TOKENS)
             if block == 0:
-                tl.store(num_sends_ptr + number, tl.sum(tl.where(bins < S.L, total, 0), axis=0))
+                tl.store(num_sends_ptr + number, tl.sum(tl.where(bins < S.num_local_experts, total, 0), axis=0))
         else:
-            tl.store(num_needed_ptr + (number - W) * S.L + bins, ends, mask=bins < S.L)
+            tl.store(
+                num_needed_ptr + (number - NUM_RANKS) * S.num_local_experts + bins,
+                ends,
+                mask=bins < S.num_local_experts,
+            )

@@ -16,37 +16,37 @@ from .trace import COPY_EVENT, PUSH_EVENT, stamp, trace_exchange
 def all_gather_i32(x_ptr, peers, out_ptr, S: tl.constexpr, HEAP: tl.constexpr):
     """`x [N]` to all ranks; `out [W, N]` by source rank."""
     launch, alive = open_launch(peers, HEAP)
-    W: tl.constexpr = HEAP.W
-    N: tl.constexpr = S.N
-    num_blocks: tl.constexpr = (N + S.BLOCK - 1) // S.BLOCK
-    push_end: tl.constexpr = 1 + W * num_blocks
+    NUM_RANKS: tl.constexpr = HEAP.num_ranks
+    NUM_VALUES: tl.constexpr = S.num_values
+    num_blocks: tl.constexpr = (NUM_VALUES + S.block - 1) // S.block
+    push_end: tl.constexpr = 1 + NUM_RANKS * num_blocks
     task = next_task(launch)
-    while task < push_end + W * num_blocks:
+    while task < push_end + NUM_RANKS * num_blocks:
         if task == 0:
             announce(launch, HEAP)
         elif task < push_end:
-            block = (task - 1) // W
-            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % W) % W)
+            block = (task - 1) // NUM_RANKS
+            peer = peer_of(launch, (launch.rank + 1 + (task - 1) % NUM_RANKS) % NUM_RANKS)
             if peer.rank != launch.rank:
                 alive = await_ready(launch, peer, alive, task, HEAP)
             if alive != 0:
                 began = stamp(HEAP)
-                index = block * S.BLOCK + tl.arange(0, S.BLOCK)
-                values = tl.load(x_ptr + index, mask=index < N)
+                index = block * S.block + tl.arange(0, S.block)
+                values = tl.load(x_ptr + index, mask=index < NUM_VALUES)
                 target = data_of(launch, peer.device, x_ptr.dtype.element_ty, HEAP)
-                tl.store(target + launch.rank.to(tl.int64) * N + index, values, mask=index < N)
+                tl.store(target + launch.rank.to(tl.int64) * NUM_VALUES + index, values, mask=index < NUM_VALUES)
                 trace_exchange(launch, PUSH_EVENT, began, task, peer.device, block, HEAP)
                 publish(launch, peer, block, task, HEAP)
         else:
-            block = (task - push_end) // W
-            source = peer_of(launch, (launch.rank + W - 1 - (task - push_end) % W) % W)
+            block = (task - push_end) // NUM_RANKS
+            source = peer_of(launch, (launch.rank + NUM_RANKS - 1 - (task - push_end) % NUM_RANKS) % NUM_RANKS)
             alive = await_block(launch, source, block, alive, task, HEAP)
             began = stamp(HEAP)
-            index = source.rank.to(tl.int64) * N + block * S.BLOCK + tl.arange(0, S.BLOCK)
-            inside = block * S.BLOCK + tl.arange(0, S.BLOCK) < N
+            index = source.rank.to(tl.int64) * NUM_VALUES + block * S.block + tl.arange(0, S.block)
+            inside = block * S.block + tl.arange(0, S.block) < NUM_VALUES
             received = data_of(launch, launch.device, x_ptr.dtype.element_ty, HEAP)
             tl.store(out_ptr + index, tl.load(received + index, mask=inside), mask=inside)
             trace_exchange(launch, COPY_EVENT, began, task, source.device, block, HEAP)
         task = next_task(launch)
     if end_launch(launch, HEAP):
-        poison(out_ptr, W * N)
+        poison(out_ptr, NUM_RANKS * NUM_VALUES)

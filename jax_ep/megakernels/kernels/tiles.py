@@ -9,21 +9,38 @@ neither do rows: those of other groups are computed, whatever they hold, and not
 this code too.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .bounded import store_bounded, store_in_parts
-from .structs_gemm import Groups, Tile
 
 ZERO_ROWS = tl.constexpr(8)  # a block of those past the groups
+
+
+class Groups(NamedTuple):
+    """Rows of each group, as `[padded_groups]` int32 tensors."""
+
+    starts: Any  # first row
+    rows: Any  # number of rows
+
+
+class Tile(NamedTuple):
+    """One tile of a grouped GEMM."""
+
+    group: Any  # whose weights the rows are multiplied with
+    row: Any  # first row
+    end: Any  # one past the last row of the group; rows from here on are not stored
+    column: Any  # first column
 
 
 @triton.jit
 def locate_groups(sizes_ptr, S: tl.constexpr):
     """The `Groups` of sizes `[G]`; none can reach past row M."""
-    index = tl.arange(0, S.GROUPS)
+    index = tl.arange(0, S.padded_groups)
     # The API takes any int32: negative sizes are empty groups, and the sums of large ones need 64 bits.
-    sizes = tl.maximum(tl.load(sizes_ptr + index, mask=index < S.G, other=0), 0).to(tl.int64)
+    sizes = tl.maximum(tl.load(sizes_ptr + index, mask=index < S.num_groups, other=0), 0).to(tl.int64)
     ends = tl.cumsum(sizes, axis=0)
     starts = tl.minimum(ends - sizes, S.M)
     return Groups(starts.to(tl.int32), (tl.minimum(ends, S.M) - starts).to(tl.int32))
@@ -32,7 +49,7 @@ def locate_groups(sizes_ptr, S: tl.constexpr):
 @triton.jit
 def number_tasks(groups, S: tl.constexpr):
     """`[GROUPS]` end of each group, as (last row << 32 | last task) in int64; both never decrease."""
-    tasks = tl.cdiv(groups.rows, S.tile.BM) * ((S.N + S.tile.BN - 1) // S.tile.BN)
+    tasks = tl.cdiv(groups.rows, S.tile.block_m) * ((S.N + S.tile.block_n - 1) // S.tile.block_n)
     return (groups.starts + groups.rows).to(tl.int64) << 32 | tl.cumsum(tasks, axis=0).to(tl.int64)
 
 
@@ -60,8 +77,10 @@ def find_tile(task, group_ends, sizes_ptr, S: tl.constexpr):
     start = (previous >> 32).to(tl.int32)
     local = task - tasks_until(previous)
     rows = tl.minimum(tl.maximum(tl.load(sizes_ptr + group), 0), S.M - start)
-    row, column = tile_in_grid(local, tl.cdiv(rows, S.tile.BM), (S.N + S.tile.BN - 1) // S.tile.BN, S.tile.GROUP_M)
-    return Tile(group, start + row * S.tile.BM, start + rows, column * S.tile.BN)
+    row, column = tile_in_grid(
+        local, tl.cdiv(rows, S.tile.block_m), (S.N + S.tile.block_n - 1) // S.tile.block_n, S.tile.group_m
+    )
+    return Tile(group, start + row * S.tile.block_m, start + rows, column * S.tile.block_n)
 
 
 @triton.jit
@@ -97,18 +116,18 @@ def load_rhs(rhs, group, k, column, S: tl.constexpr):
 
     `rhs` is a descriptor with blocks `[1, BK, BN]`, or `[1, BN, BK]`.
     """
-    if S.TRANSPOSED:
-        block = tl.trans(tl.reshape(rhs.load([group, column, k]), (S.tile.BN, S.tile.BK)))
+    if S.transposed:
+        block = tl.trans(tl.reshape(rhs.load([group, column, k]), (S.tile.block_n, S.tile.block_k)))
     else:
-        block = tl.reshape(rhs.load([group, k, column]), (S.tile.BK, S.tile.BN))
+        block = tl.reshape(rhs.load([group, k, column]), (S.tile.block_k, S.tile.block_n))
     return block
 
 
 @triton.jit
 def multiply(lhs, rhs, tile, S: tl.constexpr):
     """float32 `[BM, BN]` of a `Tile`; `lhs` is a descriptor of `[M, K]` with blocks `[BM, BK]`."""
-    total = tl.zeros((S.tile.BM, S.tile.BN), tl.float32)
-    for k in range(0, S.K, S.tile.BK):
+    total = tl.zeros((S.tile.block_m, S.tile.block_n), tl.float32)
+    for k in range(0, S.K, S.tile.block_k):
         block = load_rhs(rhs, tile.group, k, tile.column, S)
         total = tl.dot(lhs.load([tile.row, k]), block, total)
     return total
@@ -132,11 +151,13 @@ def store_tile(out, total, tile, S: tl.constexpr):
 
     `out` points at `[M, N]`, or is a bounded descriptor of blocks `[BM, BN / TMA_PARTS]`, where that is not 0.
     """
-    if S.TMA_PARTS:
-        store_in_parts(out, total.to(out.dtype), tile.row, tile.end, tile.column, S.tile.BM, S.tile.BN, S.TMA_PARTS)
+    if S.tma_parts:
+        store_in_parts(
+            out, total.to(out.dtype), tile.row, tile.end, tile.column, S.tile.block_m, S.tile.block_n, S.tma_parts
+        )
     else:
         rows = tile.row + tl.arange(0, total.shape[0])
-        columns = tile.column + tl.arange(0, S.tile.BN)
+        columns = tile.column + tl.arange(0, S.tile.block_n)
         target = out + rows.to(tl.int64)[:, None] * S.N + columns[None, :]
         tl.store(target, total.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < S.N)[None, :])
 
@@ -162,10 +183,10 @@ def zero_bounded(out, first, end, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: 
 @triton.jit
 def zero_rest(out, group_ends, S: tl.constexpr):
     """This program's share of the zeros past the groups; `out` as for `store_tile`."""
-    BM: tl.constexpr = S.tile.BM
+    BLOCK_M: tl.constexpr = S.tile.block_m
     used = (tl.max(group_ends, axis=0) >> 32).to(tl.int32)
-    for block in range(num_turns(tl.cdiv(S.M - used, BM if S.TMA_PARTS else ZERO_ROWS))):
-        if S.TMA_PARTS:
-            zero_bounded(out, used + task_of_turn(block) * BM, S.M, S.N, BM, S.tile.BN // S.TMA_PARTS)
+    for block in range(num_turns(tl.cdiv(S.M - used, BLOCK_M if S.tma_parts else ZERO_ROWS))):
+        if S.tma_parts:
+            zero_bounded(out, used + task_of_turn(block) * BLOCK_M, S.M, S.N, BLOCK_M, S.tile.block_n // S.tma_parts)
         else:
-            zero_rows(out, used + task_of_turn(block) * ZERO_ROWS, S.M, S.N, ZERO_ROWS, S.tile.BN)
+            zero_rows(out, used + task_of_turn(block) * ZERO_ROWS, S.M, S.N, ZERO_ROWS, S.tile.block_n)

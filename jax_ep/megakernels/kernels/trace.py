@@ -1,7 +1,7 @@
 """Traces: when each task of a launch began and ended, and on which multiprocessor.
 
 All of it is left out where `Heap.TRACE` is false. Else each program writes its events to its own region of the device's
-trace area (structs_trace.py), one thread for all: its clock is that of the first thread, and what other warps of the
+trace area (trace_structs.py), one thread for all: its clock is that of the first thread, and what other warps of the
 program do until they meet at a barrier is not seen. A program that was compiled with traces may also run while nobody
 records: the table then has no area.
 """
@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from .masks import goes_to
-from .structs_trace import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
-from .structs_trace import GREETING as GREETING_BLOCK
-from .structs_trace import OWN as OWN_BLOCK
 from .table import TRACE
+from .trace_structs import AREA_LAUNCHES, AREA_LOST, AREA_PROGRAMS, AREA_ROOM, KINDS, NUM_HEADER, NUM_WORDS
+from .trace_structs import GREETING as GREETING_BLOCK
+from .trace_structs import OWN as OWN_BLOCK
 
 MEMBER_EVENT = tl.constexpr(KINDS.index("member"))
 ANNOUNCE_EVENT = tl.constexpr(KINDS.index("announce"))
@@ -42,7 +42,7 @@ LOST = tl.constexpr(AREA_LOST)
 def stamp(HEAP: tl.constexpr):
     """Now, on the clock of the device, in ns; 0 where nothing is traced."""
     now = tl.full((), 0, tl.int64)
-    if HEAP.TRACE:
+    if HEAP.traced:
         now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,~{memory}", [], tl.int64, False, 1)
     return now
 
@@ -56,16 +56,16 @@ def trace(launch, KIND: tl.constexpr, began, task, HEAP: tl.constexpr):
 @triton.jit
 def trace_exchange(launch, KIND: tl.constexpr, began, task, peer, block, HEAP: tl.constexpr):
     """The same for a block that goes to device `peer` or is awaited from there; -1: several."""
-    if HEAP.TRACE:
+    if HEAP.traced:
         write_event(launch, KIND, began, stamp(HEAP), task, peer, block, 0, HEAP)
 
 
 @triton.jit
 def trace_set(launch, KIND: tl.constexpr, began, task, ranks, block, HEAP: tl.constexpr):
     """The same for a set of ranks, of which one alone is named."""
-    if HEAP.TRACE:
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-        chosen = (lanes < HEAP.W) & goes_to(ranks, lanes)
+    if HEAP.traced:
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        chosen = (lanes < HEAP.num_ranks) & goes_to(ranks, lanes)
         device = tl.load(launch.group_ptr + tl.max(tl.where(chosen, lanes, 0), axis=0))
         peer = tl.where(tl.sum(chosen.to(tl.int32), axis=0) == 1, device, -1)
         write_event(launch, KIND, began, stamp(HEAP), task, peer, block, 0, HEAP)
@@ -74,7 +74,7 @@ def trace_set(launch, KIND: tl.constexpr, began, task, ranks, block, HEAP: tl.co
 @triton.jit
 def trace_wait(launch, began, task, ranks, block, HEAP: tl.constexpr):
     """Records a wait for `block` of each of several ranks."""
-    if HEAP.TRACE:
+    if HEAP.traced:
         rank = tl.max(ranks, axis=0)
         device = tl.load(launch.group_ptr + rank)
         peer = tl.where(tl.min(ranks, axis=0) == rank, device, -1)
@@ -87,18 +87,18 @@ def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
 
     The epochs are those at control word EPOCHS_AT, before this launch is counted.
     """
-    if HEAP.TRACE:
-        lanes = tl.arange(0, triton.next_power_of_2(HEAP.W))
-        devices = tl.load(launch.group_ptr + tl.where(lanes < HEAP.W, lanes, 0))
+    if HEAP.traced:
+        lanes = tl.arange(0, triton.next_power_of_2(HEAP.num_ranks))
+        devices = tl.load(launch.group_ptr + tl.where(lanes < HEAP.num_ranks, lanes, 0))
         epochs = tl.load(launch.control + EPOCHS_AT + devices) + 1
         now = stamp(HEAP)
-        for rank in range(HEAP.W):
+        for rank in range(HEAP.num_ranks):
             device = tl.load(launch.group_ptr + rank)
             epoch = tl.sum(tl.where(lanes == rank, epochs, 0), axis=0)
-            task = rank | (HEAP.W << 16)
+            task = rank | (HEAP.num_ranks << 16)
             write_event(launch, MEMBER_EVENT, now, now, task, device, tl.num_programs(0), epoch, HEAP)
-        area = tl.load(launch.table_ptr + HEAP.D + TRACE).to(tl.pointer_type(tl.int64))
-        recording = tl.load(launch.table_ptr + HEAP.D + TRACE) != 0
+        area = tl.load(launch.table_ptr + HEAP.num_devices + TRACE).to(tl.pointer_type(tl.int64))
+        recording = tl.load(launch.table_ptr + HEAP.num_devices + TRACE) != 0
         number = tl.load(area + LAUNCHES, mask=recording, other=0)
         tl.store(area + LAUNCHES, number + 1, mask=recording)
 
@@ -106,7 +106,7 @@ def trace_members(launch, EPOCHS_AT: tl.constexpr, HEAP: tl.constexpr):
 @triton.jit
 def write_event(launch, KIND: tl.constexpr, began, ended, task, peer, block, epoch, HEAP: tl.constexpr):
     """Writes an event to this program's region, or only counts it where that is full."""
-    address = tl.load(launch.table_ptr + HEAP.D + TRACE)
+    address = tl.load(launch.table_ptr + HEAP.num_devices + TRACE)
     area = address.to(tl.pointer_type(tl.int64))
     recording = address != 0
     program = tl.program_id(0)
@@ -125,7 +125,7 @@ def write_event(launch, KIND: tl.constexpr, began, ended, task, peer, block, epo
     tl.store(event + 1, ended, mask=fits)
     tl.store(event + 2, what, mask=fits)
     tl.store(event + 3, word(block, 0) | word(epoch, 32), mask=fits)
-    tl.store(event + 4, HEAP.LAUNCH | (number << 32), mask=fits)
+    tl.store(event + 4, HEAP.launch_id | (number << 32), mask=fits)
 
 
 @triton.jit

@@ -1,0 +1,103 @@
+"""Structs of fused_moe.py and moe_sort.py, the expert layer of one device; see exchange_structs.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Sort:
+    """Static sizes of the sort of assignments by expert."""
+
+    num_assignments: int
+    top_k: int
+    first_expert: int  # the first local expert
+    num_local_experts: int
+    num_rows: int  # rows of all experts, padding included
+    block_size: int  # rows per block of one expert
+    per_program: int  # assignments of a program, a multiple of `lanes`
+    lanes: int  # assignments that get their rows at a time
+    count_block: int  # assignments counted at a time
+    bins: int  # power of two >= local experts
+
+
+class LayerTensors(NamedTuple):
+    """Inputs of the expert layer."""
+
+    x_ptr: Any  # [num_tokens, hidden], FP8 if the first GEMM takes FP8 rows
+    x_scales_ptr: Any  # [num_tokens, hidden / 128] float32 scales of FP8 tokens; else any float32 array
+    gate_up: Any  # descriptor of [num_experts, hidden, 2 * intermediate] ([., hidden, intermediate] without gates);
+    # quantized weights are [num_experts, ., hidden]
+    down: Any  # descriptor of [num_experts, intermediate, hidden]; quantized weights are [num_experts, hidden, .]
+    ids_ptr: Any  # [num_tokens, top_k] expert ids
+    weights_ptr: Any  # [num_tokens, top_k] float32 router weights
+
+
+class SortedLayerTensors(NamedTuple):
+    """Inputs of the expert layer with sorted assignments, as in `jax_ep.SortedTokens` for blocks of block_m."""
+
+    x_ptr: Any  # as in `LayerTensors`, up to weights_ptr
+    x_scales_ptr: Any
+    gate_up: Any
+    down: Any
+    ids_ptr: Any
+    weights_ptr: Any
+    slots_ptr: Any  # [num_rows] assignment of each row; -1: padding
+    block_expert_ptr: Any  # [num_rows / block_m] expert of each block
+    num_rows_ptr: Any  # [] rows in use
+
+
+class LayerScratch(NamedTuple):
+    """Intermediate results of the expert layer, by assignment."""
+
+    hidden_ptr: Any  # [num_tokens * top_k, intermediate] activated rows, FP8 if the second GEMM takes FP8 rows
+    hidden_scales_ptr: Any  # [num_tokens * top_k, intermediate / 128] float32 scales of FP8 rows; else unused
+    rows_ptr: Any  # [num_tokens * top_k, k_splits, hidden] rows of the result, or partial sums of them
+    order_ptr: Any  # [padded_assignments] expert * padded_assignments + assignment, sorted; unused if presorted
+    blocks_ptr: Any  # [max_blocks] first position of each block in it; unused if presorted
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedTile:
+    """Tile of one GEMM of the expert layer."""
+
+    block_m: int  # assignments per block
+    block_n: int
+    block_k: int
+    swap_ab: bool  # compute the transposed tile: weights are the first operand
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedGemm:
+    """Static sizes of one GEMM of the expert layer."""
+
+    N: int
+    K: int
+    decoder: str  # as in `QuantizedGemm`; "": weights are [num_experts, K, N] in the tokens' dtype
+    values_per_byte: int  # of quantized weights [num_experts, N, K]
+    block_size: int  # as in `QuantizedGemm`
+    prepacked: bool  # as in `QuantizedGemm`
+    split_halves: bool  # a tile of prepacked weights has half of its columns from the gates, half from the up weights
+    fp8_rows: bool  # rows are FP8 with a scale per 128 columns; else they have the tokens' dtype
+    k_splits: int  # parts of K that are separate tasks
+    tile: FusedTile
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedMoE:
+    """Static sizes of the expert layer in one launch."""
+
+    num_tokens: int
+    top_k: int
+    hidden: int
+    intermediate_size: int
+    num_experts: int
+    padded_assignments: int  # power of two >= num_tokens * top_k
+    max_blocks: int  # most blocks of assignments
+    presorted: bool  # assignments come sorted by expert; else every program sorts them
+    sum_tokens: int  # tokens per task that sums rows
+    sum_hidden: int  # columns per task that sums rows
+    block_intermediate: int  # columns of a tile of activated rows
+    gate_up: FusedGemm
+    down: FusedGemm

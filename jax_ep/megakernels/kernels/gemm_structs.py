@@ -1,0 +1,134 @@
+"""Structs of the GEMM kernels: grouped_gemm.py, quantized_gemm.py and masked.py; see exchange_structs.py.
+
+`M`, `N` and `K` are GEMM sizes: `[M, K]` rows times `[num_groups, K, N]` weights. A masked GEMM has M rows per group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSizes:
+    """Static sizes that all grouped GEMMs share."""
+
+    M: int  # rows of all groups; of each group in a masked GEMM
+    N: int
+    K: int
+    num_groups: int
+    padded_groups: int  # power of two >= num_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmTile:
+    """Tile of a grouped GEMM."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int  # row tiles of one rasterization band, which share weights in the L2 cache
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGemm(GemmSizes):
+    """Static sizes of a grouped GEMM."""
+
+    transposed: bool  # weights are [num_groups, N, K]
+    tma_parts: int  # parts of a tile's columns that TMA stores in turn; 0: store through a pointer
+    tile: GemmTile
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTile:
+    """Tile of a GEMM with quantized weights."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int  # as in `GemmTile`
+    swap_ab: bool  # compute the transposed tile: weights are the first operand
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedGemm(GemmSizes):
+    """Static sizes of a GEMM with quantized weights, `[., M, K]` times `[num_groups, N, K]`."""
+
+    decoder: str  # module of jax_ep/formats/kernels that decodes the weights
+    values_per_byte: int
+    block_size: int  # values of a column that share a scale; 0: all
+    prepacked: bool  # weights are in the order of `prepack_experts`, eight values per uint32
+    tma_parts: int  # 0: tiles are stored through a pointer
+    tile: QuantizedTile
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGradientTile:
+    """Tile of a weight gradient."""
+
+    block_m: int  # rows of the tile, along K of the forward GEMM
+    block_n: int  # columns of the tile
+    block_rows: int  # rows of the operands that one step contracts
+    group_m: int  # as in `GemmTile`
+    num_stages: int | None  # steps in flight; None: the launch's number
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGradient(GemmSizes):
+    """Static sizes of a weight gradient: per group, `[K, rows]` times `[rows, N]`."""
+
+    store_parts: int  # 1, 2 or 4 parts of a tile's columns, stored in turn
+    tma_store: bool  # store by TMA instead of through a pointer
+    tile: WeightGradientTile
+
+
+class Bias(NamedTuple):
+    """A bias that a grouped GEMM adds to its result."""
+
+    values_ptr: Any  # [num_groups, N]
+    scales_ptr: Any  # [M] float32 factor of each row
+
+
+class WeightGradientOperands(NamedTuple):
+    """Bounded descriptors of the two arrays whose rows a weight gradient contracts."""
+
+    lhs: Any  # [M, K]
+    rhs: Any  # [M, N]
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTile:
+    """Tile of a masked GEMM."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    swap_ab: bool  # compute the transposed tile: weights are the first operand
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedGemm(GemmSizes):
+    """Static sizes of a masked grouped GEMM, `[num_groups, M, K]` times `[num_groups, N, K]`."""
+
+    fp8: bool  # operands are FP8 with scales
+    tile: MaskedTile
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedActivationTile:
+    """Blocks of the masked activation."""
+
+    block_m: int
+    block_n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedActivation:
+    """Static sizes of a masked gated activation, on the result of a masked GEMM."""
+
+    M: int  # rows of each group
+    N: int  # columns of the activated rows
+    num_groups: int
+    padded_groups: int  # power of two >= num_groups
+    quantizes: bool  # whether the result is FP8 with scales
+    tile: MaskedActivationTile

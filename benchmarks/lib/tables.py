@@ -47,6 +47,11 @@ class Found(NamedTuple):
         """Microseconds of a variant; empty where it is not there."""
         return f"{1e6 * self.rows[variant]['seconds']['median']:.0f}" if variant in self.rows else ""
 
+    def ratio(self, slower: str, faster: str) -> str:
+        """Time of one variant in times of another."""
+        times = [self.rows[variant]["seconds"]["median"] for variant in (slower, faster)]
+        return f"{times[0] / times[1]:.2f}"
+
 
 class Reports:
     """All reports of a folder, the newest first, and which of them tables have used."""
@@ -121,59 +126,31 @@ def layer(reports: Reports) -> list[str]:
     for ranks in RANKS:
         for model, name in MODELS.items():
             for routing in ("uniform", "zipf"):
-                for tokens in (1024, 4096, 8192, 16384):
+                for tokens in (4096, 8192):
                     keys = {"model": model, "routing": routing, "tokens_per_rank": tokens, "ranks": ranks}
                     forward = reports.find("moe_layer", (OURS, THEIRS), direction=FORWARD, **keys)
                     both = reports.find("moe_layer", (OURS, THEIRS), direction=BOTH, **keys)
                     if forward is None or both is None or forward.report != both.report:
                         continue
                     label = f"{name}, {tokens}{', Zipf' if routing == 'zipf' else ''}"
-                    pairs = (f"{one.us(OURS)}, {one.us(THEIRS)}" for one in (forward, both))
+                    pairs = (f"{one.us(OURS)}, {one.us(THEIRS)} ({one.ratio(THEIRS, OURS)})" for one in (forward, both))
                     lines.append([label, str(ranks), *pairs, f"`{forward.report}.json`"])
-    return table(["tokens per rank", "GPUs", "forward: `moe`, JAX", "both ways: `moe`, JAX", "report"], lines)
-
-
-RECIPES = {
-    "bfloat16": OURS,
-    '`recipe="fp8"`, matrices quantised in each call': "jax_ep.moe, recipe fp8",
-    '`recipe="fp8"`, quantised before': "jax_ep.moe, recipe fp8, matrices quantised before",
-    "JAX's layer in bfloat16": THEIRS,
-}
-
-
-def recipes(reports: Reports) -> list[str]:
-    """The layer in FP8 beside itself in bfloat16."""
-    columns, found = ["us: forward, both ways"], []
-    for ranks in (1, *RANKS):
-        for model, name in MODELS.items():
-            keys = {"model": model, "routing": "uniform", "tokens_per_rank": 4096, "ranks": ranks}
-            pair = [reports.find("moe_layer", RECIPES.values(), direction=d, **keys) for d in (FORWARD, BOTH)]
-            if pair[0] is not None and pair[1] is not None:
-                columns.append(f"{name}, {ranks} GPU{'s' if ranks > 1 else ''}")
-                found.append((pair[0], pair[1]))
-    lines = ([label, *(f"{a.us(v)}, {b.us(v)}" for a, b in found)] for label, v in RECIPES.items())
+    columns = ["tokens per rank", "GPUs", "forward: `moe`, JAX (ratio)", f"{BOTH}: `moe`, JAX (ratio)", "report"]
     return table(columns, lines)
 
 
 EXCHANGE = {
     "plan": "triton plan",
-    "dispatch, cached handle": "triton dispatch, cached handle",
-    "dispatch complete": "triton dispatch complete",
-    "plan and dispatch to rows": "triton plan and dispatch to rows",
     "dispatch to rows": "triton dispatch to rows",
     "combine": "triton combine",
-    "dispatch, cached handle, FP8 wire": "triton dispatch, cached handle, FP8 wire",
-    "plan and dispatch to rows, FP8 wire": "triton plan and dispatch to rows, FP8 wire",
     "dispatch to rows, FP8 wire": "triton dispatch to rows, FP8 wire",
     "combine, FP8 wire": "triton combine, FP8 wire",
-    "dispatch, cached handle, 24 programs": "triton dispatch, cached handle, 24 programs",
-    "dispatch to rows, 24 programs": "triton dispatch to rows, 24 programs",
     "combine, 24 programs": "triton combine, 24 programs",
     "`xla`: dispatch to rows": "xla dispatch to rows",
     "`xla`: combine": "xla combine",
     "JAX: `all_to_all`, padded": "all_to_all, padded",
     "JAX: `ragged_all_to_all`, best flags": "ragged_all_to_all, best flags",
-    "the chain alone, part of each line": "chain alone",
+    "the empty chain, part of each row": "chain alone",
 }
 
 
@@ -182,34 +159,6 @@ def exchange(reports: Reports) -> list[str]:
     return _by_tokens(
         reports, "dispatch_combine", EXCHANGE, (128, 1024, 4096, 32768), {"routing": "uniform", "processes": 1}
     )
-
-
-IN_GRAPHS = {
-    "dispatch to rows": "triton dispatch to rows",
-    "combine": "triton combine",
-    "JAX: `all_to_all`, padded": "all_to_all, padded",
-    "JAX: `ragged_all_to_all`, best flags": "ragged_all_to_all, best flags",
-    "JAX: `ragged_all_to_all`, default flags": "ragged_all_to_all, default flags",
-}
-
-
-def graphs(reports: Reports) -> list[str]:
-    """Dispatch and combine beside JAX's collectives, all in CUDA graphs."""
-    return _by_tokens(reports, "dispatch_combine", IN_GRAPHS, (4096, 32768), {"routing": "uniform", "graphs": True})
-
-
-LOW_LATENCY = {
-    "`low_latency_dispatch`, FP8": "dispatch, fp8",
-    "`low_latency_dispatch`, bf16": "dispatch, bf16",
-    "`low_latency_combine`, bf16": "combine, bf16",
-    "`low_latency_combine`, FP8": "combine, fp8",
-    "JAX: `all_to_all`, padded, bf16": "all_to_all, padded, bf16",
-}
-
-
-def low_latency(reports: Reports) -> list[str]:
-    """Exchanges of decode-sized batches."""
-    return _by_tokens(reports, "low_latency", LOW_LATENCY, (1, 8, 32, 128, 512), {})
 
 
 DECODE = {
@@ -247,37 +196,6 @@ def _by_tokens(
     return table(columns, ([label, *(one.us(variant) for one in found)] for label, variant in names.items()))
 
 
-def parts(reports: Reports) -> list[str]:
-    """Exchange and product, alone, one after another, and in one launch."""
-    return _parts(reports, 4096)
-
-
-def parts_32768(reports: Reports) -> list[str]:
-    """The same with many tokens."""
-    return _parts(reports, 32768)
-
-
-def _parts(reports: Reports, tokens: int) -> list[str]:
-    first = "GEMM 1", "dispatch, then GEMM 1", "dispatch + GEMM 1, fused"
-    second = "combine", "GEMM 2", "GEMM 2, then combine", "GEMM 2 + combine, scatter"
-    lines = []
-    for ranks in RANKS:
-        for model, name in MODELS.items():
-            for routing in ("uniform", "zipf"):
-                keys = {"model": model, "routing": routing, "tokens_per_rank": tokens, "ranks": ranks}
-                found = reports.find("moe_layer", (*first, *second), direction=FORWARD, **keys)
-                if found is None:
-                    continue
-                sent = found.us("dispatch") or found.us("deliver")
-                times = [found.us(variant) for variant in (*first, *second)]
-                cells = [f"{sent}, {times[0]}", *times[1:3], f"{times[3]}, {times[4]}", *times[5:]]
-                label = f"{name}{', Zipf' if routing == 'zipf' else ''}"
-                lines.append([label, str(ranks), *cells, f"`{found.report}.json`"])
-    columns = ["us", "GPUs", "first product: exchange, product alone", "one after the other", "one launch"]
-    columns += ["second product: exchange, product alone", "one after the other", "one launch", "report"]
-    return table(columns, lines)
-
-
 SHAPES = {
     "32768 rows in 64, 7168x4096": (32768, 7168, 4096, 64),
     "64, 2048x7168": (32768, 2048, 7168, 64),
@@ -289,11 +207,9 @@ PRODUCTS = {
     "forward, `pallas`": ("pallas", FORWARD),
     "weight gradient, `triton`": ("triton", "weight gradient"),
     "weight gradient, `pallas`": ("pallas", "weight gradient"),
-    "weight gradient in FP8, `triton`": ("triton, FP8", "weight gradient"),
     "weight gradient in FP8, `pallas`": ("pallas, FP8", "weight gradient"),
-    "forward in FP8, `triton`": ("triton, FP8", FORWARD),
     "forward in FP8, `pallas`": ("pallas, FP8", FORWARD),
-    "the same, operands quantised in the call": ("pallas, FP8, operands quantised in the same call", FORWARD),
+    "the same, quantizing its operands": ("pallas, FP8, operands quantised in the same call", FORWARD),
     "PyTorch's `_grouped_mm`, bf16": ("PyTorch _grouped_mm", FORWARD),
     "PyTorch's `_scaled_grouped_mm`, FP8, a scale per row": (
         "PyTorch _scaled_grouped_mm, FP8, a scale per row",
@@ -326,20 +242,14 @@ def grouped_gemm(reports: Reports) -> list[str]:
 
 ONE_DEVICE = {
     "bfloat16": "fused_moe, bfloat16",
-    "bfloat16, several launches": "several launches, bfloat16",
     "FP8 by blocks": "fused_moe, fp8",
-    "FP8 by blocks, several launches": "several launches, fp8",
     "INT8": "fused_moe, int8",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
 FOUR_BITS = {
     "bfloat16": "fused_moe, bfloat16",
     "INT4": "fused_moe, int4_prepacked",
-    "INT4, several launches": "several launches, int4_prepacked",
-    "INT4, not prepacked": "fused_moe, int4",
     "MXFP4": "fused_moe, mxfp4_prepacked",
-    "MXFP4, several launches": "several launches, mxfp4_prepacked",
-    "MXFP4, not prepacked": "fused_moe, mxfp4",
     "PyTorch's `_grouped_mm`, bfloat16": "PyTorch, _grouped_mm",
 }
 
@@ -378,72 +288,13 @@ def _one_device(reports: Reports, variants: dict[str, str], needed: set[str]) ->
     return table(["us; model, tokens:", *columns], lines)
 
 
-PREFILL = {
-    "several launches": "several launches, bfloat16",
-    "cuBLAS, both products, equal groups": "batched einsum",
-    "PyTorch's `_grouped_mm`": "PyTorch, _grouped_mm",
-}
-
-
-def prefill(reports: Reports) -> list[str]:
-    """The layer of one device with many tokens, with the share of cuBLAS's rate."""
-    cublas = PREFILL["cuBLAS, both products, equal groups"]
-    looked = {n: reports.find("fused_moe_prefill", (cublas,), model=key, tokens=4096) for key, n in MODELS.items()}
-    there = {name: found for name, found in looked.items() if found is not None and len(found.rows) > 2}
-
-    def cell(found: Found, variant: str) -> str:
-        if variant not in found.rows:
-            return ""
-        least, taken = (found.rows[name]["seconds"]["median"] for name in (cublas, variant))
-        return found.us(variant) + ("" if variant == cublas else f", {100 * least / taken:.0f} %")
-
-    lines = ([label, *(cell(found, variant) for found in there.values())] for label, variant in PREFILL.items())
-    return table(["us, of cuBLAS", *there], lines)
-
-
-SCALED = ("triton dispatch to rows", "triton combine", "jax_ep.moe, forward", "jax_ep.moe, forward + backward")
-
-
-def scaling(reports: Reports) -> list[str]:
-    """Weak scaling: times by number of GPUs, and the share of the copy engine's rate; then a training."""
-    every = (1, *RANKS)
-    found = {n: reports.find("scaling", ("triton combine",), scaling="weak", ranks=n) for n in every}
-    trained = {n: reports.find("scaling", ("training step",), scaling="weak", ranks=n) for n in every}
-
-    def cell(one: Found | None, variant: str) -> str:
-        if one is None or variant not in one.rows:
-            return ""
-        share = one.rows[variant].get("peak_shares", {}).get("copy_engine")
-        return one.us(variant) + ("" if share is None else f", {100 * share:.0f} %")
-
-    def rate(one: Found | None) -> str:
-        return "" if one is None else f"{one.rows['training step']['tokens_per_s']:.0f}"
-
-    lines = [[f"{variant}, us", *(cell(found[n], variant) for n in every)] for variant in SCALED]
-    lines.append(["training, tokens/s", *(rate(trained[n]) for n in every)])
-    return table(["", *(f"EP {n}" for n in every)], lines)
-
-
 TABLES: dict[str, Callable[[Reports], list[str]]] = {
     "layer": layer,
-    "recipes": recipes,
     "exchange": exchange,
-    "graphs": graphs,
-    "parts": parts,
-    "parts_32768": parts_32768,
     "grouped_gemm": grouped_gemm,
     "one_device": one_device,
     "four_bits": four_bits,
-    "prefill": prefill,
-    "low_latency": low_latency,
     "decode_layer": decode_layer,
-    "scaling": scaling,
-}
-WRITES = {
-    "recipes": "moe_layer",
-    "graphs": "dispatch_combine",
-    "parts_32768": "moe_layer",
-    "scaling": "scaling",
 }
 
 
@@ -452,7 +303,7 @@ def made(name: str, reports: Reports) -> str:
     reports.used = []
     lines = TABLES[name](reports)
     if len(lines) == 2:
-        return NOT_YET.format(name=WRITES.get(name, name))
+        return NOT_YET.format(name=name)
     return "\n".join([*lines, "", *wrapped(reports.sources())])
 
 

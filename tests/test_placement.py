@@ -385,7 +385,7 @@ IDS = np.zeros((2, 1), np.int32)
             ("traced", "close over it"),
         ),
         (lambda: THREE.rank_loads([1, 2]), ValueError, ("(2,)", "(3,)")),
-        (lambda: THREE[0], IndexError, ("single one",)),
+        (lambda: THREE[0], IndexError, ("single layer",)),
         (lambda: THREE.remap(IDS + 7, axis_name=()), ValueError, ("7", "[0, 3)")),
         (lambda: THREE.remap(IDS), ValueError, ("axis_name=('expert',)", "shard_map")),
         (

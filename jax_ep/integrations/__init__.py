@@ -1,1 +1,1 @@
-"""Adapters that put the expert layer into other libraries. Each imports its library on demand."""
+"""Adapters for other libraries. Each imports its library on demand."""

@@ -86,7 +86,7 @@ def use(
 
 
 def _library() -> types.ModuleType:
-    """MaxText's module of MoE layers, with the methods that this adapter replaces."""
+    """Import MaxText's module of MoE layers, after checking the methods that this adapter replaces."""
     try:
         from maxtext.layers import moe as library
     except ImportError as error:
@@ -120,7 +120,7 @@ def _check_before(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(layer: Any) -> None:
-    """Raise for a configuration that `jax_ep.moe` would not follow."""
+    """Raise for a configuration that `jax_ep.moe` does not support."""
     config = layer.config
     for name, remedy in _UNSUPPORTED.items():
         if getattr(config, name, None):
@@ -165,12 +165,12 @@ class _Layout(NamedTuple):
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """Axes of the experts whose ranks hold the same tokens, as in decoding of one sequence."""
+        """Expert axes whose ranks hold the same tokens, as in decoding of one sequence."""
         return tuple(axis for axis in self.expert_axes if axis not in self.token_axes)
 
     @property
     def specs(self) -> dict[str, P]:
-        """The spec of each array of `_experts_of_shard`."""
+        """Return the spec of each array of `_experts_of_shard`."""
         experts, tensor = self.expert_axes or None, self.tensor_axes or None
         w_up, b_up = P(experts, None, tensor), P(experts, tensor)
         weights = (w_up, w_up, P(experts, tensor), b_up, b_up, P(experts))
@@ -200,7 +200,7 @@ def _layout(layer: Any, inputs: Array) -> _Layout:
 
 
 def _expert_method(library: types.ModuleType, options: dict[str, Any]) -> Callable[..., Any]:
-    """The method that replaces `sparse_matmul` and `dense_matmul`, whose arguments and results it has."""
+    """Return the method that replaces `sparse_matmul` and `dense_matmul`, with their arguments and results."""
 
     def run(
         self: Any,
@@ -238,7 +238,7 @@ def _expert_method(library: types.ModuleType, options: dict[str, Any]) -> Callab
 def _experts_of_shard(
     library: types.ModuleType, layer: Any, options: dict[str, Any], layout: _Layout, arrays: dict[str, Array]
 ) -> tuple[Array, Array, Array | None]:
-    """Output `[b, s, M]`, expert ids `[b, s, K]` and the update of the router bias, for the tokens of one device."""
+    """Return output `[b, s, M]`, expert ids `[b, s, K]` and the router bias update for the tokens of one device."""
     forced = arrays.get("forced_routed_experts")
     topk_weights, topk_idx = layer.get_topk(
         arrays["gate_logits"], arrays.get("pre_bias_logits"), None, arrays.get("input_ids"), forced
@@ -248,7 +248,7 @@ def _experts_of_shard(
         x = (x * jax.nn.sigmoid(topk_weights.astype(jnp.float32))).astype(x.dtype)
         topk_weights = jnp.ones_like(topk_weights)
     idx = jnp.where(library.valid_expert_mask(topk_idx, layer.num_experts), topk_idx, -1)
-    if layout.replicated_axes:  # one rank sends the tokens that all of them hold
+    if layout.replicated_axes:  # One rank sends the tokens that all of them hold.
         idx = jnp.where(lax.axis_index(layout.replicated_axes) == 0, idx, -1)
     w0, w1, wo = (arrays[name].astype(x.dtype) for name in ("w0", "w1", "wo"))
     rows = {
@@ -260,7 +260,7 @@ def _experts_of_shard(
     }
     if "wo_bias" in arrays:
         rows["b_gate_up"] = jnp.concatenate([arrays["w0_bias"], arrays["w1_bias"]], axis=-1)
-        # Every tensor rank adds its share of the output: only the first one adds the bias.
+        # Every tensor rank adds its share of the output, but only the first one adds the bias.
         first = lax.axis_index(layout.tensor_axes) == 0 if layout.tensor_axes else True
         rows["b_down"] = jnp.where(first, arrays["wo_bias"], 0)
     y = moe(
@@ -278,7 +278,7 @@ def _experts_of_shard(
 
 
 def _experts(layer: Any) -> Experts:
-    """What MaxText computes between the two GEMMs: by name where `Experts` has it, else its own function."""
+    """Return the activation of MaxText's experts: by name if `Experts` supports it, else MaxText's function."""
     block, limit = layer.config.decoder_block.value, layer.config.mlp_activations_limit
     name = layer.config.mlp_activations[0]
     if block == "gpt_oss" and name == "sigmoid" and limit > 0:
@@ -290,7 +290,7 @@ def _experts(layer: Any) -> Experts:
 
 
 def _bias_updates(library: types.ModuleType, layer: Any, layout: _Layout, topk_idx: Array) -> Array | None:
-    """MaxText's update of the router bias, or with gradient accumulation the expert counts that it is made of."""
+    """Return MaxText's update of the router bias, or with gradient accumulation the expert counts for it."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config
@@ -303,7 +303,7 @@ def _bias_updates(library: types.ModuleType, layer: Any, layout: _Layout, topk_i
 def _balance_loss(
     library: types.ModuleType, layer: Any, topk_idx: Array, gate_logits: Array, pre_bias_logits: Array | None
 ) -> Array | None:
-    """MaxText's load balance loss of whole sequences, averaged over the global batch."""
+    """Return MaxText's load balancing loss of whole sequences, averaged over the global batch."""
     config = layer.config
     if config.load_balance_loss_weight <= 0 or layer.is_hash_routing:
         return None

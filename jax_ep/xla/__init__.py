@@ -1,1 +1,1 @@
-"""The `xla` implementation: lax collectives and loops with static shapes, for any platform; the CPU's default."""
+"""The `xla` implementation: lax collectives and loops with static shapes, for any platform; the default on CPU."""

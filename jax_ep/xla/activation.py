@@ -1,4 +1,4 @@
-"""The weighted activation between the two products, and its operands in FP8, as plain JAX."""
+"""The weighted activation between the two matmuls, and FP8 quantization of its operands, in plain JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax_ep.types import Array, Experts, Quantized, Tokens
 
 
 def activate(experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array) -> Array:
-    """`[R, N]` hidden rows, with the bias `[L, N]` of their experts if there is one, and `[R]` weights, to `[R, I]`."""
+    """Activate and weight hidden rows `[R, N]`, with an optional bias `[L, N]` per expert; return `[R, I]`."""
     return activations.weighted(experts, hidden, weights, bias, group_sizes)
 
 
@@ -24,50 +24,50 @@ def activate_gradient(
     *,
     keep: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """Cotangents of `hidden` and `weights`, and, with `keep`, the rows of `activate` once more."""
+    """Return the cotangents of `hidden` and `weights`, and, with `keep`, the recomputed output of `activate`."""
     d_hidden, d_weights, rows = activations.weighted_gradient(experts, hidden, weights, bias, d_rows, group_sizes)
     return d_hidden, d_weights, rows if keep else None
 
 
 def quantize_rows(x: Array, group_sizes: Array) -> Quantized:
-    """`[R, H]` rows, in use or not, to FP8 values and their scales `[R, H / 128]`."""
+    """Quantize rows `[R, H]`, in use or not, to FP8 values and scales `[R, H / 128]`."""
     return fp8.quantize_rows(x)
 
 
 def dequantize_rows(values: Array, scales: Array, group_sizes: Array, *, dtype: DTypeLike) -> Array:
-    """The inverse of `quantize_rows`, rounded to `dtype`."""
+    """Invert `quantize_rows`, rounding to `dtype`."""
     return fp8.dequantize_rows(values, scales, dtype)
 
 
 def quantize_matrices(w: Array, *, transpose: bool = True) -> Quantized:
-    """`[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`.
+    """Quantize `[G, K, N]` to FP8 `[G, N, K]` and scales `[G, ceil(N / 128), K / 128]`.
 
-    Without `transpose` to `[G, K, N]` and `[G, ceil(K / 128), N / 128]`.
+    With `transpose=False`, return `[G, K, N]` and scales `[G, ceil(K / 128), N / 128]`.
     """
     return fp8.quantize_matrices(w, transpose=transpose)
 
 
 def quantize_masters(w: Array) -> tuple[Array, Array, Array]:
-    """`[G, K, N]`, both multiples of 128, to FP8 `[G, N, K]`, `[G, K, N]`, and the scales of the first."""
+    """Quantize `[G, K, N]`, multiples of 128, to FP8 `[G, N, K]` and `[G, K, N]`, and the scales of the first."""
     values, scales = fp8.quantize_matrices(w)
     return values, jnp.swapaxes(values, 1, 2), scales
 
 
 def quantize_columns(x: Tokens, group_sizes: Array) -> Quantized:
-    """`[R, H]` rows, which may be in FP8, to FP8 values `[H, P]` and scales `[P / 128, H]`: see core/fp8_columns.py."""
+    """Quantize rows `[R, H]`, which may be in FP8, column-wise to `[H, P]` (core/fp8_columns.py)."""
     rows = fp8.dequantize_rows(*x, jnp.float32) if isinstance(x, tuple) else x
     return fp8_columns.quantize_columns(rows, group_sizes)
 
 
 def quantize_both_ways(x: Array, group_sizes: Array) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_columns` of the same rows."""
+    """Quantize the same rows with both `quantize_rows` and `quantize_columns`."""
     return quantize_rows(x, group_sizes), quantize_columns(x, group_sizes)
 
 
 def activate_columns(
     experts: Experts, hidden: Array, weights: Array, bias: Array | None, group_sizes: Array
 ) -> Quantized:
-    """Activated and weighted rows, rounded once: `quantize_columns` of them; see `activate_quantized`."""
+    """Activate and weight rows, and quantize them column-wise with one rounding; see `activate_quantized`."""
     rows = activations.weighted_wide(experts, hidden, weights, bias, group_sizes)
     return fp8_columns.quantize_columns(rows, group_sizes)
 
@@ -78,7 +78,7 @@ def activate_quantized(
     """Activate, weight and quantize rows to FP8, rounding once.
 
     Args:
-      experts: what they compute.
+      experts: the activation.
       hidden: `[R, N]`.
       weights: `[R]`.
       bias: `[L, N]` of the hidden rows, or None.

@@ -1,12 +1,12 @@
 """Dispatch and combine by lax collectives with static shapes.
 
-There are two ways. All tokens go to all ranks, into fixed slots `[source rank, token]`, each rank picks its rows from
-them, and sums travel back by one all-to-all. Or each token travels once to each rank that has rows for it, in segments:
-by the ragged exchange where the platform has one, else in rounds; memory then follows the rows and the tokens of one
-rank, not those of all. The first way is that of small arrays, and on platforms with a ragged exchange that of routings
-of which most tokens go to most ranks.
+There are two algorithms. "To all": all tokens go to all ranks, into fixed slots `[source rank, token]`; each rank picks
+its rows, and sums return by one all-to-all. "Segments": each token goes once to each rank that has rows for it, by a
+ragged all-to-all where the platform has one, else in rounds; memory then grows with the rows and the tokens of one rank
+instead of those of all ranks. Small arrays use the first algorithm. On platforms with a ragged all-to-all, so do
+routings that send most tokens to most ranks.
 
-What a rank does by itself, before and after, are `pick`, which all implementations share, and `unpermute`.
+The local steps are `pick`, which all implementations share, and `unpermute`.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from jax_ep.xla import local_steps, ragged, rounds, segments
 from jax_ep.xla.local_steps import Unpermute
 
 GATHERED_BYTES = 2 << 20
-"""Tokens of all ranks up to this size go to all. On CPU devices segments are faster from 2 to 4 MiB on."""
+"""Up to this size, tokens of all ranks go to all ranks. On CPU devices segments are faster from 2 to 4 MiB on."""
 RAGGED_PLATFORMS = ("rocm", "tpu")
-"""Those that exchange segments at once. NVIDIA GPUs do it in rounds: XLA's ragged exchange takes 13 times as long there
-as long as nobody sets its flags (docs/design/exchange.md)."""
+"""Platforms that exchange segments at once. NVIDIA GPUs use rounds: there, XLA's ragged all-to-all takes 13 times as
+long with default flags (docs/design/exchange.md).
+"""
 RAGGED_COST = 3
-"""What a byte costs there, in bytes to all ranks: on four H200s 2540 us against 903, with the best flags
-(docs/performance.md)."""
+"""Cost of a byte on those platforms, relative to "to all": 2540 us against 903 on four H200s with the best flags
+(docs/performance.md).
+"""
 ROUNDS_COST = 4
-"""The same of rounds on NVIDIA GPUs: on two H200s 3187 us against 825 (docs/design/exchange.md)."""
+"""Cost of a byte in rounds on NVIDIA GPUs: 3187 us against 825 on two H200s (docs/design/exchange.md)."""
 
 
 def plan(options: Options, topk_idx: Array, layout: Layout) -> Handle:
-    """`[T, K]` ids of this rank to the handle."""
+    """Build the handle from this rank's ids `[T, K]`."""
     num_invalid = rows.count_invalid(topk_idx, layout.num_experts)
     return rows.make_handle(all_gather(topk_idx, options.axis), rank_on(options.axis), num_invalid, layout)
 
 
 def is_small(layout: Layout, row_bytes: int) -> bool:
-    """Whether tokens of `row_bytes` each go to all ranks, on any platform."""
+    """Return whether tokens of `row_bytes` each go to all ranks, on any platform."""
     return layout.num_ranks == 1 or layout.num_ranks * layout.num_tokens * row_bytes <= GATHERED_BYTES
 
 
 def segments_pay(layout: Layout, cost: float) -> bool:
-    """Whether segments, with uniform routing, are that much less than all tokens to all ranks, or these fill memory."""
+    """Return whether segments are cheaper than "to all" with uniform routing, or `capacity` saves memory."""
     share = 1 - (1 - 1 / layout.num_ranks) ** layout.top_k
     return cost * share < 1 or layout.capacity < layout.num_ranks * layout.num_tokens
 
@@ -61,7 +63,7 @@ def segments_pay(layout: Layout, cost: float) -> bool:
 def choose[Handles: (Handle, LowLatencyHandle)](
     layout: Layout, row_bytes: int, to_all: Callable[[Handles], Any], in_segments: Callable[..., Any], handle: Handles
 ) -> Any:
-    """`to_all(handle)`, or `in_segments(handle, way=...)` by what there is where the program is lowered for."""
+    """Run `to_all(handle)` or `in_segments(handle, way=...)`, chosen by the platform of the lowering."""
     if is_small(layout, row_bytes):
         return to_all(handle)
     in_rounds, at_once = (partial(in_segments, way=way) for way in (rounds, ragged))
@@ -71,17 +73,17 @@ def choose[Handles: (Handle, LowLatencyHandle)](
 
 
 def token_bytes(tree: Any) -> int:
-    """Of one token in arrays `[T, ...]`."""
+    """Return the bytes of one token in arrays `[T, ...]`."""
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def pick[Tree](tree: Tree, index: Array) -> Tree:
-    """`index` of the first axis of each array, zeros for -1, bit for bit and of any dtype."""
+    """Gather `index` from the first axis of each array, with zeros for -1, bit for bit for any dtype."""
     return jax.tree.map(lambda x: rows.gather_rows(x, index), tree)
 
 
 def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
-    """Arrays `[T, ...]` to `[R, ...]`, bit for bit."""
+    """Dispatch arrays `[T, ...]` to `[R, ...]`, bit for bit."""
     layout, axis = handle.layout, options.axis
 
     def to_all(handle: Handle) -> Tree:
@@ -92,7 +94,7 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
         places = segments.places(handle, axis)
         there = segments.to_experts(places, layout)
         received = way.send(partial(pick, tree), there, segments.most_here(layout), axis, layout)
-        # Padding has no place: its -1 stays one.
+        # Padding has no place: -1 stays -1.
         here = rows.gather_rows(places.here.reshape(-1) + 1, rows.row_tokens(handle)) - 1
         return pick(received, here)
 
@@ -100,12 +102,12 @@ def _dispatch[Tree](options: Options, tree: Tree, handle: Handle) -> Tree:
 
 
 def dispatch_rows(options: Options, x: Array, handle: Handle) -> Array:
-    """`[T, ...]` per token to `[R, ...]` per row of any dtype, bit for bit; zero in padding rows."""
+    """Dispatch per-token `[T, ...]` to per-row `[R, ...]` of any dtype, bit for bit; padding rows are zero."""
     return _dispatch(options, x, handle)
 
 
 def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: Handle) -> tuple[Array, Array | None]:
-    """`[T, H]` tokens to `[R, H]` rows, through FP8 where they travel in it; and `[T, K]` weights to `[R]`."""
+    """Dispatch tokens `[T, H]` to rows `[R, H]`, in FP8 if `wire_dtype` asks for it, and weights `[T, K]` to `[R]`."""
     if options.wire_dtype is None:
         return dispatch_rows(options, x, handle), _dispatch_weights(options, weights, handle)
     quantized, row_weights = dispatch_quantized(options, x, weights, handle)
@@ -115,9 +117,9 @@ def dispatch_tokens(options: Options, x: Array, weights: Array | None, handle: H
 def dispatch_quantized(
     options: Options, x: Array, weights: Array | None, handle: Handle
 ) -> tuple[Quantized, Array | None]:
-    """`[T, H]` tokens to FP8 rows `[R, H]` and their scales `[R, H / 128]`; and `[T, K]` weights to `[R]`.
+    """Dispatch tokens `[T, H]` to FP8 rows `[R, H]` with scales `[R, H / 128]`, and weights `[T, K]` to `[R]`.
 
-    Padding rows may hold anything, and have no weight: zero.
+    Padding rows are undefined and have weight zero.
     """
     return _dispatch(options, fp8.quantize_rows(x), handle), _dispatch_weights(options, weights, handle)
 
@@ -136,7 +138,7 @@ def combine_tokens(
     *,
     unpermute: Unpermute = local_steps.unpermute,
 ) -> tuple[Array, Array | None]:
-    """`[R, H]` rows to their unweighted sums `[T, H]`; and `[R]` values to the `[T, K]` slots of their rows.
+    """Combine rows `[R, H]` to unweighted sums `[T, H]`, and return row values `[R]` to their assignments `[T, K]`.
 
     Rows are added per expert rank first, then over ranks in rank order.
     """
@@ -167,7 +169,7 @@ def combine_tokens(
 
 
 def _partial_sums(y: Array, handle: Handle, wire: DTypeLike, unpermute: Unpermute, token: Array) -> Array | Quantized:
-    """Sums of the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, as they travel; zeros for -1."""
+    """Sum the rows `y [R, H]` of tokens `[N]`, `source_rank * T + token`, in the wire dtype; zeros for -1."""
     token_rows = handle.slot_row.reshape(-1, handle.layout.top_k)
     index = jnp.where(token[:, None] < 0, -1, token_rows[token])
     return unpermute(y, index, wire)
@@ -180,7 +182,7 @@ def _widened(part: Array | Quantized, dtype: DTypeLike) -> Array:
 def _combine_weights(options: Options, row_weights: Array | None, handle: Handle) -> Array | None:
     if row_weights is None:
         return None
-    # A slot has a row on one rank at most: sums of bits are those of the one value, whatever it is.
+    # An assignment has a row on at most one rank, so a sum of bits keeps the one value exactly.
     bits = jnp.uint64 if row_weights.dtype.itemsize == 8 else jnp.uint32
     parts = rows.gather_rows(lax.bitcast_convert_type(row_weights, bits), handle.slot_row)
     return lax.bitcast_convert_type(sum_in_order(exchange(parts, options.axis)), row_weights.dtype)

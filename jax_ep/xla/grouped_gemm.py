@@ -1,10 +1,10 @@
 """Grouped GEMM in plain XLA: loops over groups and row tiles that stop at the last row in use.
 
-XLA's own `ragged_dot` multiplies every row by every group on the CPU, and on GPUs reaches a small part of the machine
-(benchmarks/grouped_gemm.py). Here each tile of rows is one ordinary matrix product with the matrix of its group, so
-the cost follows the rows in use, whatever the number of groups. A group is covered by large tiles and its remainder
-by small ones, so that few rows are computed in vain. The outer loop runs over groups, so that
-each group's matrix is fetched once, and skips empty ones.
+XLA's `ragged_dot` multiplies every row by every group on the CPU, and uses little of a GPU's throughput. Here each tile
+of rows is one ordinary matmul with the weights of its group, so the cost follows the rows in use, whatever the number
+of
+groups. A group is covered by large tiles and its remainder by small ones, so that few unused rows are computed. The
+outer loop runs over groups, so each group's weights are loaded once, and skips empty ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array
 
 _TILES = {"cpu": (128, 16), "gpu": (512, 128)}
-"""Rows of large and small tiles: a GPU needs more rows to be busy, and each step of a loop costs it a round trip."""
+"""Rows of large and small tiles: a GPU needs more rows to be busy, and each loop step costs it a round trip."""
 
 
 def _tiles() -> tuple[int, int]:
@@ -33,7 +33,7 @@ def _tiles() -> tuple[int, int]:
 
 
 def _with_a_tile(x: Array) -> Array:
-    """`x` with room for a whole tile where its number of rows is symbolic, as `jax.export` has it."""
+    """Pad `x` by one tile if its number of rows is symbolic, as in `jax.export`."""
     return x if isinstance(x.shape[0], int) else jnp.pad(x, ((0, _tiles()[0]), (0, 0)))
 
 
@@ -44,12 +44,12 @@ class Tile(NamedTuple):
     mask: Array
 
     def rows(self, x: Array) -> Array:
-        """These rows of `x`."""
+        """Return the rows of the tile."""
         return lax.dynamic_slice_in_dim(x, self.start, self.mask.shape[0])
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """`a` times `b` over one axis each, at full precision for float32 and float64, accumulated in float32 or more."""
+    """Contract one axis of `a` and `b`, at full precision for float32 and float64, accumulating in float32 or more."""
     return lax.dot_general(
         a,
         b,
@@ -60,7 +60,7 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 class Groups(NamedTuple):
-    """First row and end of each group (`[G]`), the groups with rows before the empty ones, and how many have rows."""
+    """First row and end of each group (`[G]`), their order with non-empty groups first, and how many are non-empty."""
 
     starts: Array
     ends: Array
@@ -69,17 +69,17 @@ class Groups(NamedTuple):
 
 
 def order_groups(starts: Array, ends: Array) -> Groups:
-    """Groups of rows `[starts, ends)`."""
+    """Order groups of rows `[starts, ends)`, non-empty ones first."""
     used = ends > starts
     return Groups(starts, ends, jnp.argsort(~used, stable=True), jnp.sum(used, dtype=jnp.int32))
 
 
 def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
-    """Groups one after another; negative sizes are empty groups, and none reaches past the last row."""
+    """Locate consecutive groups; negative sizes are empty groups, and no group extends past the last row."""
     sizes = jnp.clip(group_sizes, 0, num_rows)
     if isinstance(num_rows, int) and num_rows * sizes.shape[0] <= jnp.iinfo(jnp.int32).max:
         ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
-    else:  # no sum may leave int32, in ten times as many launches
+    else:  # No sum may overflow int32; this takes ten times as many kernels.
         ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, num_rows - a), sizes)
     return order_groups(jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends)
 
@@ -87,7 +87,7 @@ def locate_groups(group_sizes: Array, num_rows: int) -> Groups:
 def _for_each_tile[Carry](
     body: Callable[[Tile, Carry], Carry], carry: Carry, start: Array, end: Array, num_rows: int
 ) -> Carry:
-    """Folds `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
+    """Fold `body` over tiles that cover rows `[start, end)`: large tiles, then small ones for the remainder."""
     large, small = (min(tile, num_rows) if isinstance(num_rows, int) else tile for tile in _tiles())
     num_large = (end - start) // large
     remainder = start + num_large * large
@@ -95,7 +95,7 @@ def _for_each_tile[Carry](
 
         def step(i: Array, carry: Carry, rows: int = rows, base: Array = base) -> Carry:
             first = base + i * rows
-            # The last tile of all may reach past the array: move it up, and let the mask keep other rows untouched.
+            # The last tile may extend past the array: move it up, and let the mask protect other rows.
             tile_start = jnp.minimum(first, num_rows - rows)
             row = tile_start + lax.iota(jnp.int32, rows)
             return body(Tile(tile_start, ((row >= first) & (row < end))[:, None]), carry)
@@ -112,14 +112,14 @@ def multiply_groups(
     *,
     transpose_rhs: bool,
 ) -> Array:
-    """`out [M, N]` with the rows of each group replaced by their product with its matrix.
+    """Replace the rows of each group in `out [M, N]` by their product with the group's weights.
 
     Args:
-      groups: which rows.
-      rows_of: the rows of a tile, `[rows, K]`.
-      matrix_of: the matrix of a group, `[K, N]`, or `[N, K]` with `transpose_rhs`.
+      groups: the groups of rows.
+      rows_of: returns the rows of a tile, `[rows, K]`.
+      matrix_of: returns the weights of a group, `[K, N]`, or `[N, K]` with `transpose_rhs`.
       out: `[M, N]`.
-      transpose_rhs: contract with the last axis of the matrix.
+      transpose_rhs: contract with the last axis of the weights.
     """
 
     def one_group(i: Array, out: Array) -> Array:
@@ -140,14 +140,14 @@ def multiply_groups(
 def grouped_gemm(
     lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool, out_dtype: DTypeLike, bias: Bias | None = None
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g]` (or its transpose); rows past the groups are zero.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g]` (or with `rhs[g].T`); rows past the groups are zero.
 
     Args:
       lhs: `[M, K]`.
       rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
       group_sizes: `[G]` int32.
       transpose_rhs: contract with the last axis of rhs.
-      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+      out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
       bias: added to the rows of the groups.
 
     Returns:
@@ -172,13 +172,13 @@ def grouped_gemm(
 
 @functools.partial(jax.jit, static_argnames=("out_dtype",))
 def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DTypeLike) -> Array:
-    """`out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
+    """Compute `out[g] = lhs[rows of g].T @ rhs[rows of g]`, the weight gradient of `grouped_gemm`.
 
     Args:
       lhs: `[M, K]`.
       rhs: `[M, N]`.
       group_sizes: `[G]` int32.
-      out_dtype: dtype of the result; sums run in float32 (float64 for float64).
+      out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
 
     Returns:
       `[G, K, N]`; zero for empty groups.
@@ -187,7 +187,7 @@ def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
     num_rows, shape = lhs.shape[0], (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
     lhs, rhs, group_sizes, out = vary_alike((lhs, rhs, group_sizes, jnp.zeros(shape, out_dtype)))
     if 0 in (num_rows, *shape):
-        # XLA's partitioner fails at a manual region that uses no operand but empty ones: let it use this one.
+        # XLA's partitioner fails on a manual region whose only used operands are empty: use this operand.
         return lax.optimization_barrier((out, group_sizes))[0]
     groups = locate_groups(group_sizes, num_rows)
 
@@ -195,7 +195,7 @@ def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
         group = groups.order[i]
 
         def one_tile(tile: Tile, total: Array) -> Array:
-            # Rows of the tile that belong to other groups, or to none, may hold anything, NaN included.
+            # Rows of the tile that belong to other groups, or to none, are undefined and may be NaN.
             a, b = (jnp.where(tile.mask, tile.rows(x), 0) for x in (lhs, rhs))
             return total + _dot(a, b, (0, 0))
 
@@ -210,9 +210,9 @@ def weight_gradient(lhs: Array, rhs: Array, group_sizes: Array, *, out_dtype: DT
 def grouped_gemm_fp8(
     lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, *, out_dtype: DTypeLike
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T` of the float32 values for which the operands stand.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T` on the dequantized float32 operands.
 
-    Each element has the error of one float32 product of length K: about `K * 2**-24` of the sum of magnitudes.
+    Each element has the error of one float32 dot product of length K: about `K * 2**-24` of the sum of magnitudes.
 
     Args:
       lhs: `[M, K]` float8_e4m3fn.
@@ -246,15 +246,15 @@ def grouped_gemm_fp8(
 def weight_gradient_fp8(
     lhs: Array, rhs: Array, group_sizes: Array, lhs_scales: Array, rhs_scales: Array, *, out_dtype: DTypeLike
 ) -> Array:
-    """`out[g] = lhs[:, places of g] @ rhs[:, places of g].T` of the float32 values for which the operands stand.
+    """Compute `out[g] = lhs[:, positions of g] @ rhs[:, positions of g].T` on the dequantized float32 operands.
 
     Args:
-      lhs: `[K, P]` float8_e4m3fn, columns of rows in groups as core/fp8_columns.py has them.
-      rhs: `[N, P]` float8_e4m3fn, likewise.
+      lhs: `[K, P]` float8_e4m3fn, grouped rows quantized column-wise, see core/fp8_columns.py.
+      rhs: `[N, P]` float8_e4m3fn, in the same layout.
       group_sizes: `[G]` int32, rows of each group.
       lhs_scales: `[P / 128, K]` float32.
       rhs_scales: `[P / 128, N]` float32.
-      out_dtype: dtype of the result; sums run in float32.
+      out_dtype: dtype of the result; accumulates in float32.
 
     Returns:
       `[G, K, N]`; zero for empty groups.

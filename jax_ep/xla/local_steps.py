@@ -1,6 +1,7 @@
-"""What one rank does with its rows before they travel and after, beside permuting them, as plain JAX.
+"""The local sum of rows in combine, in plain JAX.
 
-`exchange.py` takes this function as a value: an implementation with a kernel for it has XLA's collectives between.
+`exchange.py` takes this function as a parameter, so that an implementation can use its own kernel between XLA's
+collectives.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ type Unpermute = Callable[[Array, Array, DTypeLike], Array | Quantized]
 
 
 def unpermute(y: Array, index: Array, dtype: DTypeLike) -> Array | Quantized:
-    """`y [R, H]` and `index [N, K]` to sums over k of `y[index[:, k]]`, nothing for -1.
+    """Sum `y[index[:, k]]` over k, for `y [R, H]` and `index [N, K]`; -1 adds nothing.
 
-    They are added in this order in float32, and rounded once: with FP8 as dtype to values `[N, H]` and their scales
+    Rows are added in this order in float32, and rounded once. With FP8 as dtype, return values `[N, H]` and their
+    scales
     `[N, H / 128]`.
     """
     wide = accumulation_dtype(y.dtype)

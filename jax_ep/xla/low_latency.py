@@ -1,6 +1,6 @@
-"""Dispatch and combine of decode-sized batches by lax collectives, in the ways of exchange.py.
+"""Dispatch and combine of decode-sized batches by lax collectives, with the algorithms of exchange.py.
 
-Fixed blocks of rows have room for any routing, so what arrives goes to its rows at once, and needs no room of its own.
+Fixed blocks of rows have room for any routing, so arriving tokens are written to their rows without a staging buffer.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from jax_ep.xla import segments
 
 
 def fuses(layout: Layout, lhs: jax.ShapeDtypeStruct, rhs: Array | QuantizedExperts, dtype: DTypeLike) -> bool:
-    """Whether a product sends its rows itself: no, exchanges and products are separate here."""
+    """Return whether a GEMM sends its rows itself; here communication and GEMMs are always separate."""
     return False
 
 
 def low_latency_dispatch(
     options: Options, x: Tokens, topk_idx: Array, num_tokens: Array | None, layout: Layout, group_size: int | None
 ) -> tuple[Array, Array | None, Array, LowLatencyHandle]:
-    """`[T, H]` tokens and `[T, K]` ids to packed rows per expert.
+    """Dispatch tokens `[T, H]` with ids `[T, K]` to fixed blocks of rows per expert.
 
     Args:
-      options: of the call.
-      x: tokens, or a quantised pair; T is at most the `num_tokens` of the layout, M.
+      options: settings of the call.
+      x: tokens, or a quantized pair; T is at most `num_tokens` of the layout, M.
       topk_idx: expert ids.
-      num_tokens: `[]` int32, how many tokens count; None: all.
+      num_tokens: `[]` int32, number of valid tokens; None: all.
       layout: static sizes.
-      group_size: columns per FP8 scale, or None to send x as it is.
+      group_size: columns per FP8 scale, or None to send x unchanged.
 
     Returns:
       tokens `[L, W * M, H]`, scales `[L, W * M, H // group_size]` or None, rows of each expert `[L]`, and the handle.
@@ -55,10 +55,10 @@ def low_latency_dispatch(
 
 
 def _plan(options: Options, topk_idx: Array, layout: Layout) -> LowLatencyHandle:
-    """`[max_tokens_per_rank, K]` ids of this rank to a handle in which a token has at most one row per expert."""
+    """Build the handle from this rank's ids `[max_tokens_per_rank, K]`; a token has at most one row per expert."""
     num_local, num_ranks, block = layout.num_local_experts, layout.num_ranks, layout.num_ranks * layout.num_tokens
     all_idx = all_gather(topk_idx, options.axis)
-    # Every slot uses the row of the first slot of its token that names the same expert.
+    # Every assignment uses the row of its token's first assignment to the same expert.
     same = all_idx[..., :, None] == all_idx[..., None, :]
     first_k = jnp.argmax(same, axis=-1).astype(jnp.int32)
     is_first = first_k == lax.broadcasted_iota(jnp.int32, first_k.shape, 2)
@@ -80,7 +80,7 @@ def _plan(options: Options, topk_idx: Array, layout: Layout) -> LowLatencyHandle
 
 
 def dispatch_rows[Tree](options: Options, x: Tree, handle: LowLatencyHandle) -> Tree:
-    """Arrays `[T, ...]` per token to `[L, W * max_tokens_per_rank, ...]`, bit for bit; zero elsewhere."""
+    """Dispatch `[T, ...]` to `[L, W * max_tokens_per_rank, ...]`, bit for bit; unused rows are zero."""
     layout, axis = handle.layout, options.axis
 
     def to_all(handle: LowLatencyHandle) -> Tree:
@@ -100,7 +100,7 @@ def dispatch_rows[Tree](options: Options, x: Tree, handle: LowLatencyHandle) -> 
 
 
 def _row_tokens(handle: LowLatencyHandle) -> Array:
-    """`[L, W * M]` int32 `source_rank * M + token` of each row; -1 for none."""
+    """Return `source_rank * M + token` of each row, `[L, W * M]` int32; -1 for none."""
     position = jnp.arange(handle.source_token.shape[1], dtype=jnp.int32)[None, :]
     ends = handle.source_start + handle.source_count
     source = jnp.sum(position[:, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
@@ -108,20 +108,20 @@ def _row_tokens(handle: LowLatencyHandle) -> Array:
 
 
 def _is_first(handle: LowLatencyHandle) -> Array:
-    """`[W, M, K]` whether a slot is the first of its token that has its row here."""
+    """Return whether an assignment is its token's first one with its row here, `[W, M, K]`."""
     slot_row, earlier = handle.slot_row, jnp.tri(handle.layout.top_k, k=-1, dtype=jnp.bool_)
     same = (slot_row[..., :, None] == slot_row[..., None, :]) & earlier[None, None]
     return (slot_row >= 0) & ~jnp.any(same, axis=-1)
 
 
 def _rows_of_tokens(handle: LowLatencyHandle) -> Array:
-    """`[W * M, min(K, L)]` int32 rows of each token here, each once; -1 for none."""
+    """Return the distinct rows of each token here, `[W * M, min(K, L)]` int32; -1 for none."""
     slot_row = jnp.where(_is_first(handle), handle.slot_row, -1).reshape(-1, handle.layout.top_k)
     return lax.top_k(slot_row, min(handle.layout.top_k, handle.layout.num_local_experts))[0]
 
 
 def dispatch_weights(options: Options, weights: Array, handle: LowLatencyHandle) -> Array:
-    """`[T, K]` values of slots to `[L, W * max_tokens_per_rank]`: the sums of those of each row."""
+    """Dispatch per-assignment values `[T, K]` to `[L, W * max_tokens_per_rank]`, summed per row."""
     layout = handle.layout
     everywhere = all_gather(_pad_rows(weights, layout.num_tokens, 0), options.axis)
     slot_row = jnp.where(handle.slot_row < 0, layout.capacity, handle.slot_row)
@@ -130,35 +130,35 @@ def dispatch_weights(options: Options, weights: Array, handle: LowLatencyHandle)
 
 
 def combine_weights(options: Options, row_values: Array, handle: LowLatencyHandle) -> Array:
-    """`[L, W * max_tokens_per_rank]` values to the `[max_tokens_per_rank, K]` slots of each row; zero for no row."""
+    """Send row values `[L, W * max_tokens_per_rank]` back to their assignments `[max_tokens_per_rank, K]`."""
     values = rows.gather_rows(row_values.reshape(-1), handle.slot_row)
     return sum_in_order(exchange(values, options.axis))
 
 
 def low_latency_combine(options: Options, y: Array, topk_weights: Array, handle: LowLatencyHandle) -> Array:
-    """`[L, W * max_tokens_per_rank, H]` rows and `[T, K]` weights to `[T, H]` weighted sums per token.
+    """Combine rows `[L, W * max_tokens_per_rank, H]` with weights `[T, K]` to weighted sums `[T, H]`.
 
-    Rounding to the wire format applies to each row; the weighted sums of a rank then travel in float32.
+    Each row is rounded to the wire format; the weighted sums of a rank are then sent in float32.
     """
     dtype = accumulation_dtype(y.dtype)
     weights = all_gather(_pad_rows(topk_weights.astype(dtype), handle.layout.num_tokens, 0), options.axis)
-    # The weight of a slot without a row here may be anything.
+    # The weight of an assignment without a row here is undefined.
     weights = jnp.where(handle.slot_row < 0, jnp.zeros((), dtype), weights)
     sums = _combine(options, y, weights, handle, dtype)
     return sums.astype(options.sum_dtype or y.dtype)[: topk_weights.shape[0]]
 
 
 def combine_rows(options: Options, y: Array, handle: LowLatencyHandle) -> Array:
-    """`[L, W * max_tokens_per_rank, H]` rows to `[max_tokens_per_rank, H]` sums per token: of each row once.
+    """Sum rows `[L, W * max_tokens_per_rank, H]`, each once, to `[max_tokens_per_rank, H]` per token.
 
-    Sums of a rank travel in the dtype of y.
+    Sums of a rank are sent in the dtype of y.
     """
     weights = _is_first(handle).astype(accumulation_dtype(y.dtype))
     return _combine(options, y, weights, handle, y.dtype).astype(y.dtype)
 
 
 def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandle, wire: DTypeLike) -> Array:
-    """Sums of the rows of each token of this rank, with the `[W, M, K]` weights of all, in the dtype of those."""
+    """Sum the rows of this rank's tokens, with weights `[W, M, K]` of all ranks, in the dtype of the weights."""
     layout, axis = handle.layout, options.axis
 
     def to_all(handle: LowLatencyHandle) -> Array:
@@ -182,7 +182,7 @@ def _combine(options: Options, y: Array, weights: Array, handle: LowLatencyHandl
 
 
 def _partial_sums(options: Options, y: Array, weights: Array, handle: LowLatencyHandle, token: Array) -> Array:
-    """Weighted sums of the rows here of tokens `[N]`, `source_rank * M + token`; zeros for -1."""
+    """Compute weighted sums of the rows here of tokens `[N]`, `source_rank * M + token`; zeros for -1."""
     flat = y.reshape(-1, y.shape[-1])
     token_rows = rows.gather_rows(handle.slot_row.reshape(-1, handle.layout.top_k) + 1, token) - 1
     weight = rows.gather_rows(weights.reshape(-1, handle.layout.top_k), token)
@@ -196,8 +196,8 @@ def _partial_sums(options: Options, y: Array, weights: Array, handle: LowLatency
 
 
 def _pad_rows(x: Array, num_rows: int, fill: int) -> Array:
-    """Extends the first axis of a matrix to `num_rows`."""
-    if x.shape[0] == 0:  # XLA's partitioner fails at programs all of whose operands are empty
+    """Pad the first axis of a matrix to `num_rows`."""
+    if x.shape[0] == 0:  # XLA's partitioner fails on programs whose operands are all empty.
         return jnp.full_like(x, fill, shape=(num_rows, x.shape[1]))
     value = jnp.asarray(fill, x.dtype)
     return jnp.pad(x, ((0, num_rows - x.shape[0]), (0, 0)), constant_values=value) if num_rows > x.shape[0] else x

@@ -1,4 +1,4 @@
-"""The serving path between dispatch and combine in plain XLA: products and activations of the rows that count."""
+"""Masked grouped GEMM and activation of the serving path, in plain XLA."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jax_ep.xla import grouped_gemm
 def masked_grouped_gemm(
     lhs: Array, rhs: Array, group_sizes: Array, *scales: Array | None, out_dtype: DTypeLike, expected_rows: int | None
 ) -> Array:
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes: a loop over groups, with tiles of rows.
+    """Compute `out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes: a loop over groups, with tiles of rows.
 
-    FP8 operands are multiplied as the float32 values for which they stand.
+    FP8 operands are dequantized to float32.
 
     Args:
       lhs: `[G, M, K]`.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
-      *scales: of lhs, `[G, M, K / 128]`, and of rhs, `[G, ceil(N / 128), K / 128]`; None where they are not FP8.
-      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
-      expected_rows: not used here.
+      *scales: scales of lhs, `[G, M, K / 128]`, and of rhs, `[G, ceil(N / 128), K / 128]`; None if not FP8.
+      out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
+      expected_rows: unused.
 
     Returns:
       `[G, M, N]`, zero past the sizes.
@@ -68,13 +68,13 @@ def masked_grouped_gemm(
 def masked_gated_activation(
     experts: Experts, hidden: Array, group_sizes: Array, bias: Array | None, *, quantize: bool
 ) -> tuple[Array, Array | None]:
-    """Activated rows, whether they count or not, which costs XLA less than leaving some out.
+    """Activate all rows, valid or not; skipping rows would cost XLA more.
 
     Args:
-      experts: what they compute.
+      experts: the activation.
       hidden: `[G, M, 2 * I]`, or `[G, M, I]` without gates.
       group_sizes: `[G]` int32.
-      bias: one per column of `hidden` for each group, or None.
+      bias: one value per column of `hidden` and group, or None.
       quantize: round to FP8, with one scale per 128 columns.
 
     Returns:

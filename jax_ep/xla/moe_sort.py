@@ -1,4 +1,4 @@
-"""The slots of one device sorted by expert, in plain XLA."""
+"""Sorting of the assignments of one device by expert, in plain XLA."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def moe_sort(
     num_local_experts: int,
     block_size: int,
 ) -> SortedTokens:
-    """`[T, K]` ids of one device to block-aligned expert-major rows.
+    """Sort the ids `[T, K]` of one device into block-aligned expert-major rows.
 
     Args:
       topk_idx: `[T, K]` int32.
       topk_weights: `[T, K]` float32, or None.
-      num_tokens: `[]` int32, tokens at and past this index have no row; None: all have.
-      first_expert: the first expert that counts.
-      num_local_experts: how many do.
+      num_tokens: `[]` int32, tokens from this index on have no row; None: all tokens have rows.
+      first_expert: the first local expert.
+      num_local_experts: number of local experts.
       block_size: rows of a block.
     """
     if num_tokens is not None:

@@ -1,4 +1,4 @@
-"""Products of rows and quantised matrices in plain XLA: each matrix is dequantised where its group has rows."""
+"""Grouped GEMMs with quantized weights in plain XLA: weights are dequantized per group with rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jax_ep.xla import grouped_gemm as loops
 def grouped_gemm(
     lhs: Array, rhs: QuantizedExperts, group_sizes: Array, row_scales: Array | None, *, out_dtype: DTypeLike
 ) -> Array:
-    """`out[rows of g] = lhs[rows of g] @ rhs[g].T`, of matrices in the dtype of lhs.
+    """Compute `out[rows of g] = lhs[rows of g] @ rhs[g].T`, with weights dequantized to the dtype of lhs.
 
     Args:
-      lhs: `[M, K]`; of int8 or FP8 where rows have scales.
+      lhs: `[M, K]`; int8 or FP8 if rows have scales.
       rhs: `[G, N, K]`.
       group_sizes: `[G]` int32.
-      row_scales: float32 `[M]` of int8, `[M, K / 128]` of FP8, and products are those of float32; or None.
-      out_dtype: dtype of the result; products are summed in float32 (float64 for float64).
+      row_scales: float32 `[M]` for int8, `[M, K / 128]` for FP8, which compute in float32; or None.
+      out_dtype: dtype of the result; accumulates in float32 (float64 for float64).
 
     Returns:
       `[M, N]`, zero past the groups.
@@ -47,7 +47,7 @@ def masked_grouped_gemm(
     out_dtype: DTypeLike,
     expected_rows: int | None,
 ) -> Array:
-    """`out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes.
+    """Compute `out[g, i] = lhs[g, i] @ rhs[g].T` for rows below the sizes.
 
     Args:
       lhs: `[G, M, K]`.
@@ -55,7 +55,7 @@ def masked_grouped_gemm(
       group_sizes: `[G]` int32.
       row_scales: `[G, M]` or `[G, M, K / 128]`, or None; see `grouped_gemm`.
       out_dtype: dtype of the result.
-      expected_rows: not used here.
+      expected_rows: unused.
 
     Returns:
       `[G, M, N]`, zero past the sizes.

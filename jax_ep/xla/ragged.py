@@ -1,8 +1,8 @@
-"""Segments by `lax.ragged_all_to_all`: what travels is what there is. XLA has it on GPUs and TPUs.
+"""Segments by `lax.ragged_all_to_all`, which sends actual sizes only. XLA has it on GPUs and TPUs.
 
-Arrays have static sizes, those of the worst routing: on one end of the exchange those grow with the number of ranks. So
-that end goes through its places in windows of twice what balanced routing fills. Few ranks need one window, which is no
-loop; of many there are as many as the fullest rank needs, which the ranks find out first.
+Arrays have the static sizes of the worst routing, which on one end grow with the number of ranks. So that end is
+processed in windows of twice the size that balanced routing fills. Few ranks need one window, without a loop; with many
+ranks there are as many windows as the fullest rank needs, which the ranks agree on first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Layout
 from jax_ep.xla.segments import Segments, put, starts
 
-_BALANCED_LOADS = 2  # in a window
+_BALANCED_LOADS = 2  # Window size in balanced loads.
 
 
 def window_size(layout: Layout) -> int:
-    """Places of a window; of balanced routing a rank sends and gets K tokens for each of its own, at most."""
+    """Return the size of a window: with balanced routing a rank sends and receives at most K tokens per own token."""
     return layout.num_tokens * min(layout.num_ranks, _BALANCED_LOADS * layout.top_k)
 
 
@@ -37,15 +37,15 @@ def send[Tree](
     layout: Layout,
     rows: Array | None = None,
 ) -> Tree:
-    """What the ranks send here, in rank order, in `num_rows` places or in rows of its own; zeros elsewhere.
+    """Return what the ranks send here in rank order, in `num_rows` places or in given rows; zeros elsewhere.
 
     Args:
-      rows_of: from what is sent `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per window of what is sent.
-      segments: of this rank.
-      num_rows: of the result.
+      rows_of: maps sent indices `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per window.
+      segments: segments of this rank.
+      num_rows: rows of the result.
       axis: mesh axes of the ranks.
       layout: static sizes.
-      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the one of its number.
+      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the row with the same index.
     """
     if rows is None:
         return _send_in_windows(rows_of, segments, num_rows, axis, layout)
@@ -97,7 +97,7 @@ def _receive_in_windows[Tree](
 
 
 def _cut(first: Array, counts: Array, start: Array | int, size: int) -> tuple[Array, Array]:
-    """Of each segment, whose places begin at `first`, what is in a window: where it begins there, and how much."""
+    """Return the start within the window and the length of each segment, whose places begin at `first`."""
     begin = jnp.clip(start - first, 0, counts)
     return begin, jnp.clip(start + size - first, 0, counts) - begin
 
@@ -115,7 +115,7 @@ def _windows[Tree](
     size: int,
     axis: Axis,
 ) -> Tree:
-    """The result of `one_window(start, result)` for as many windows as `counts` of some rank fill."""
+    """Apply `one_window(start, result)` to as many windows as the largest of `counts` on any rank fills."""
     if size == num_places:
         return one_window(0, empty)
     num_windows = -(-lax.pmax(jnp.sum(counts), axis) // size)

@@ -1,9 +1,8 @@
-"""Segments in rounds of a padded exchange, for platforms without a ragged one.
+"""Segments in rounds of a padded all-to-all, for platforms without a ragged one.
 
-A round takes the next tokens of each segment, a quarter of the tokens of a rank in all, whatever the number of ranks.
-There are as many rounds as the longest segment of any rank needs, which the ranks find out first: balanced routings
-send little more than the tokens that have somewhere to go, and none more than all tokens to all ranks, but for the
-tokens that fill the last round.
+A round sends the next tokens of each segment, in all a quarter of a rank's tokens, whatever the number of ranks. There
+are as many rounds as the longest segment of any rank needs, which the ranks agree on first. Balanced routings thus send
+little padding, and no routing sends more than "all tokens to all ranks", except for the padding of the last round.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from jax_ep.core.mesh_axes import vary_alike
 from jax_ep.types import Array, Layout
 from jax_ep.xla.segments import Segments, put, starts
 
-_ROUNDS_OF_ALL = 4  # on CPU devices as fast as one, with less memory
+_ROUNDS_OF_ALL = 4  # On CPU devices as fast as one round, with less memory.
 
 
 def round_size(num_tokens: int, num_ranks: int) -> int:
-    """Tokens of a segment that travel in one round."""
+    """Return the number of tokens of a segment per round."""
     return max(1, -(-num_tokens // (_ROUNDS_OF_ALL * num_ranks)))
 
 
@@ -36,15 +35,15 @@ def send[Tree](
     layout: Layout,
     rows: Array | None = None,
 ) -> Tree:
-    """What the ranks send here, in rank order, in `num_rows` places or in rows of its own; zeros elsewhere.
+    """Return what the ranks send here in rank order, in `num_rows` places or in given rows; zeros elsewhere.
 
     Args:
-      rows_of: from what is sent `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
-      segments: of this rank.
-      num_rows: of the result.
+      rows_of: maps sent indices `[N]`, -1 for nothing, to arrays `[N, ...]`; called once per round.
+      segments: segments of this rank.
+      num_rows: rows of the result.
       axis: mesh axes of the ranks.
       layout: static sizes.
-      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the one of its number.
+      rows: `[P, C]` int32, the rows that each place fills, -1 for none; None: the row with the same index.
     """
     num_ranks = layout.num_ranks
     size = round_size(layout.num_tokens, num_ranks)

@@ -1,8 +1,9 @@
-"""Which tokens travel between which ranks, once per token and rank, and where they lie: a segment per pair of ranks.
+"""Segments of the all-to-all: for each pair of ranks the tokens to send, once per token and rank, and their places.
 
-On a rank with experts there is a place for each token, of any rank, that has rows here, ordered by source rank and
-token. On the token's own rank there is a place for each other end, ordered by the rank of the experts and the token.
-Both orders follow from the handle alone, so tokens travel without numbers of theirs.
+A rank with experts has a place for each token of any rank that has rows here, ordered by source rank and token. A
+token's own rank has a place for each (expert rank, token) pair, in that order. Both orders follow from the handle, so
+no
+indices are sent with the tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from jax_ep.types import Array, Handle, Layout, LowLatencyHandle
 
 
 class Segments(NamedTuple):
-    """What one rank sends and gets, one segment per peer, in rank order and without gaps.
+    """The segments that one rank sends and receives, one per peer, in rank order and without gaps.
 
     Attributes:
-      sent: `[C]` int32, which token, or sum, fills each place of what is sent; -1 past it.
+      sent: `[C]` int32, index of the token, or sum, in each place of the send buffer; -1 past the end.
       send_counts: `[W]` int32, places sent to each rank.
       receive_counts: `[W]` int32, places that each rank sends here.
     """
@@ -38,54 +39,54 @@ class Places(NamedTuple):
 
 
 def _number(mask: Array) -> Array:
-    """Consecutive numbers for what is in `mask`, in order; -1 elsewhere."""
+    """Number the True elements of `mask` consecutively; -1 elsewhere."""
     count = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
     return jnp.where(mask, count - 1, -1)
 
 
 def starts(counts: Array) -> Array:
-    """`[W]` int32 first place of each segment."""
+    """Return the first place of each segment, `[W]` int32."""
     return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
 def places(handle: Handle | LowLatencyHandle, axis: Axis) -> Places:
-    """Of tokens that have rows: ranks tell each other for which tokens that is so, one byte each."""
+    """Return the places of tokens that have rows; ranks tell each other which tokens do, with one byte each."""
     arrived = jnp.any(handle.slot_row >= 0, axis=-1)
     sent = exchange(arrived.astype(jnp.uint8), axis) != 0
     return Places(_number(arrived), _number(sent))
 
 
 def most_here(layout: Layout) -> int:
-    """Places for tokens of all ranks here: each has a row."""
+    """Return the maximum number of places for tokens of all ranks here: each has a row."""
     return min(layout.capacity, layout.num_ranks * layout.num_tokens)
 
 
 def most_ranks(layout: Layout) -> int:
-    """Ranks to which one token can go."""
+    """Return the maximum number of ranks that one token goes to."""
     return min(layout.top_k, layout.num_ranks)
 
 
 def most_home(layout: Layout) -> int:
-    """Places for the other ends of this rank's tokens."""
+    """Return the maximum number of places at home of this rank's tokens."""
     return layout.num_tokens * most_ranks(layout)
 
 
 def _fill(place: Array, size: int) -> Array:
-    """`[size]` int32: at each place, the position in `place` of what lies there; -1 where nothing does."""
+    """Invert `place`: return the position in `place` of each of `size` places, int32; -1 for empty places."""
     position = lax.iota(jnp.int32, place.size)
     empty = jnp.full_like(position, -1, shape=(size,))
     return empty.at[jnp.where(place < 0, size, place).reshape(-1)].set(position, mode="drop")
 
 
 def to_experts(ends: Places, layout: Layout) -> Segments:
-    """Tokens `[T]` to the ranks of their experts."""
+    """Build the segments that send tokens `[T]` to the ranks of their experts."""
     sent = _fill(ends.home, most_home(layout))
     sent = jnp.where(sent < 0, -1, sent % layout.num_tokens)
     return Segments(sent, _count(ends.home), _count(ends.here))
 
 
 def to_sources(ends: Places, layout: Layout) -> Segments:
-    """Sums `[W * T]`, one for each token of all ranks, back to the ranks of those tokens."""
+    """Build the segments that return sums `[W * T]`, one per token of all ranks, to the tokens' ranks."""
     return Segments(_fill(ends.here, most_here(layout)), _count(ends.here), _count(ends.home))
 
 
@@ -94,7 +95,7 @@ def _count(place: Array) -> Array:
 
 
 def in_rank_order(home: Array, num: int) -> Array:
-    """`[num, T]` places at home of what came back for each token, from the first of its ranks to the last; -1: none."""
+    """Return the places at home of each token's returned sums, `[num, T]`, in rank order; -1 for none."""
     sent = home >= 0
     nth = jnp.where(sent, jnp.cumsum(sent, axis=0, dtype=jnp.int32) - 1, num)
     token = lax.broadcasted_iota(jnp.int32, home.shape, 1)
@@ -102,7 +103,7 @@ def in_rank_order(home: Array, num: int) -> Array:
 
 
 def put(result: Array, arrived: Array, rows: Array) -> Array:
-    """`result [R, ...]` with `arrived [N, ...]` in the rows `[N, C]`; -1 is nowhere."""
+    """Write `arrived [N, ...]` to the rows `[N, C]` of `result [R, ...]`, ignoring -1."""
     index = jnp.where(rows < 0, result.shape[0], rows)
     for column in range(rows.shape[1]):
         result = result.at[index[:, column]].set(arrived, mode="drop")

@@ -31,6 +31,7 @@ SLOW = {
     "placement.md",
     "sharding.md",
     "tracing.md",
+    "tutorial.md",
 }
 FOLDERS = ("", "jax_ep", "jax_ep/ffi")  # that the prose names files relative to
 NUM_DEVICES = 8
@@ -87,12 +88,16 @@ def test_code_runs(page: Path) -> None:
     """The blocks of a page run one after another, as a reader would run them; they check themselves."""
     if jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} devices")
-    for package in ("flax", "equinox"):
+    for package in ("flax", "equinox", "optax", "orbax.checkpoint", "matplotlib"):
         if package in page.read_text():
             pytest.importorskip(package)
     namespace: dict[str, Any] = {"__name__": "__docs__"}
-    for block in python_blocks(page):
-        exec(compile(block, str(page), "exec"), namespace)
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as readers have them
+            for block in python_blocks(page):
+                exec(compile(block, str(page), "exec"), namespace)
+    finally:
+        jax.set_mesh(None)
 
 
 def test_code_blocks_are_marked() -> None:

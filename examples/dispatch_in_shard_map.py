@@ -1,6 +1,6 @@
-"""The quick start: dispatch, per-expert compute and combine inside `jax.shard_map`, checked against a dense product.
+"""Quickstart: dispatch, expert computation and combine inside `jax.shard_map`, checked against a dense layer.
 
-python examples/dispatch_in_shard_map.py            # 8 virtual CPU devices, or all GPUs where there are some
+python examples/dispatch_in_shard_map.py            # 8 virtual CPU devices, or all GPUs if there are any
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 2, 64, 256
 
 
 def expert_layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array, w: jax.Array) -> jax.Array:
-    """One rank's part: tokens go to their experts, through their matrices, and back."""
+    """Run one rank's part: dispatch tokens to their experts, multiply by the expert weights, and combine."""
     d = jax_ep.dispatch(x, topk_idx, topk_weights, num_experts=EXPERTS)
     hidden = jax.nn.silu(jax_ep.grouped_gemm(d.tokens, w, d.group_sizes))
     return jax_ep.combine(hidden * d.weights[:, None], d.handle)
 
 
 def main() -> float:
-    """Runs the layer over all devices; returns its largest difference from the dense computation."""
-    # Explicit axes, the default: a shard_map works on either kind.
+    """Run the layer over all devices; return its largest difference from the dense computation."""
+    # Explicit axes are the default; shard_map works with either kind.
     mesh = jax.make_mesh((jax.device_count(),), ("expert",))
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (TOKENS, HIDDEN))

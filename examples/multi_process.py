@@ -1,4 +1,4 @@
-"""Trains an expert layer in several processes, experts spread over the devices of all of them.
+"""Train an expert layer in several processes, with experts sharded over the devices of all of them.
 
     python examples/multi_process.py --local 2          # two processes on this machine, with one command
     python examples/multi_process.py --coordinator host:1234 --num-processes 2 --process-id 0     # in each process
@@ -30,17 +30,17 @@ Params = dict[str, Any]
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--local", type=int, metavar="N", help="start N processes on this machine, which find each other")
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 is; without it SLURM or Open MPI tell")
+    add("--local", type=int, metavar="N", help="start N processes on this machine that connect to each other")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0; default: from SLURM or Open MPI")
     add("--num-processes", type=int, metavar="N")
-    add("--process-id", type=count_or_zero, metavar="I", help="of this process, from 0")
+    add("--process-id", type=count_or_zero, metavar="I", help="number of this process, from 0")
     add(
         "--local-device",
         type=count_or_zero,
         metavar="I",
-        help="the one GPU of this process; default: as SLURM says, or all",
+        help="the one GPU of this process; default: from SLURM, or all",
     )
-    add("--timeout", type=int, default=60, metavar="SECONDS", help="for the processes to find each other")
+    add("--timeout", type=int, default=60, metavar="SECONDS", help="for connecting the processes")
     add("--devices", type=int, default=4, help="virtual CPU devices of each process, without accelerators")
     add("--nodes", action="store_true", help="a jax_ep.Topology with a node per process, instead of one axis")
     add("--steps", type=int, default=20)
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start_here(count: int, arguments: list[str]) -> int:
-    """Starts the processes, and ends all where one fails."""
+    """Start the processes, and end all if one fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -95,7 +95,7 @@ def start_here(count: int, arguments: list[str]) -> int:
         while any(process.poll() is None for process in processes):
             failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
             if failed:
-                time.sleep(2)  # for what the others say of it
+                time.sleep(2)  # Give the others time to report it.
                 print(f"processes {failed} have failed: ending the others", file=sys.stderr)
                 return 1
             time.sleep(0.05)
@@ -106,7 +106,7 @@ def start_here(count: int, arguments: list[str]) -> int:
 
 
 def number_of_gpus() -> int:
-    """Of NVIDIA, without JAX, which would take their memory."""
+    """Count NVIDIA GPUs without JAX, which would reserve their memory."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -114,7 +114,7 @@ def number_of_gpus() -> int:
 
 
 def join(args: argparse.Namespace) -> None:
-    """Makes this process one of all, or says why that is not possible."""
+    """Join the other processes, or explain why that is not possible."""
     own: dict[str, Any] = {"initialization_timeout": args.timeout}
     if args.local_device is not None:
         own["local_device_ids"] = [args.local_device]
@@ -131,7 +131,7 @@ def join(args: argparse.Namespace) -> None:
 
 
 def wait_for_coordinator(address: str, timeout_s: float) -> None:
-    """JAX would abort the process, without a word on what is missing."""
+    """Check the connection first, because JAX aborts the process without an explanation."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while True:
@@ -148,7 +148,7 @@ def wait_for_coordinator(address: str, timeout_s: float) -> None:
 
 
 def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
-    """All devices on the expert axis, or on one axis for nodes and one for the devices of a node."""
+    """Create a mesh with all devices on the expert axis, or with an axis for nodes and one for devices of a node."""
     import jax
 
     devices, nodes = jax.device_count(), jax.process_count()
@@ -162,7 +162,7 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
             f"process {jax.process_index()} has {jax.local_device_count()} of {devices} devices, expected the same"
             f" number in each of the {nodes} processes"
         )
-    # Automatic: arguments are moved to where the layer needs them.
+    # Automatic axes: arguments are resharded to what the layer needs.
     automatic = jax.sharding.AxisType.Auto
     if args.nodes:
         return jax.make_mesh((nodes, devices // nodes), ("node", "expert"), axis_types=(automatic,) * 2)
@@ -170,7 +170,7 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Fits the layer to a fixed function of random tokens, by gradient descent."""
+    """Fit the layer to a fixed function of random tokens, by gradient descent."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -179,9 +179,9 @@ def train(args: argparse.Namespace) -> None:
     from jax_ep.sharding import moe_specs, sharded_moe
 
     mesh = make_mesh(args)
-    # Over nodes tokens go once to each, and on from there inside of it.
+    # Tokens go once to each node, and from there to the ranks inside it.
     axis_name = jax_ep.Topology(node="node", local="expert") if args.nodes else "expert"
-    context = jax_ep.init(mesh, axis_name=axis_name)  # all processes meet here, and must want the same
+    context = jax_ep.init(mesh, axis_name=axis_name)  # All processes meet here, with the same arguments.
     specs = moe_specs(axis_name)
     layer = sharded_moe(mesh, num_experts=args.experts, axis_name=axis_name, implementation=args.implementation)
     shardings = {
@@ -213,7 +213,7 @@ def train(args: argparse.Namespace) -> None:
 
     params = start(jax.random.key(0))
     number = args.tokens * jax.device_count()
-    rng = np.random.default_rng(jax.process_index())  # each process has tokens of its own
+    rng = np.random.default_rng(jax.process_index())  # Each process has its own tokens.
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     say(
         f"{jax.process_count()} processes with {jax.local_device_count()} {jax.devices()[0].device_kind} each, mesh"

@@ -1,9 +1,10 @@
-"""An expert function as a Triton kernel of one's own, called by jax-triton between `dispatch` and `combine`.
+"""A custom Triton kernel as the expert function, called by jax-triton between `dispatch` and `combine`.
 
 python examples/own_triton_kernel.py    # on NVIDIA GPUs, after pip install '.[cuda13,jax-triton]'
 
-The layer is trained. Its experts are gated, and each learns the slope of its activation. Products and exchange are
-jax_ep's; the activation and its gradient are the kernels of `own_kernels/learned_swish.py`, joined by `jax.custom_vjp`.
+The example trains the layer. Its experts are gated, and each learns the slope of its activation. jax_ep does the GEMMs
+and the communication. The activation and its gradient are the kernels of `own_kernels/learned_swish.py`, combined by
+`jax.custom_vjp`.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ Parameters = dict[str, jax.Array]
 
 
 def call_kernel(name: str, arrays: Any, results: Any, num_programs: int, **constants: int) -> list[jax.Array]:
-    """Runs a kernel of `own_kernels/learned_swish.py`: pointers of the arrays, then of the results, then constants."""
+    """Run a kernel of `own_kernels/learned_swish.py` with pointers of the arrays and results, then constants."""
     from jax_ep.core import jax_triton
     from own_kernels import learned_swish
 
-    # Triton writes PTX for its own assembler; jaxlib's may be older, and takes what is older.
+    # Triton writes PTX for its own assembler; jaxlib's may be older and accepts only older PTX.
     options = {"enable_fp_fusion": True, "ptx_version": 88}
     kernel = getattr(learned_swish, name)
-    triton_call = jax_triton.load().triton_call  # `import jax_triton`, made to work with JAX 0.12
+    triton_call = jax_triton.load().triton_call  # `import jax_triton`, adapted to JAX 0.12
     call = functools.partial(triton_call, kernel=kernel, grid=(num_programs,), backend_options=options)
     return call(*arrays, out_type=results, **constants)
 
 
 @jax.custom_vjp
 def activate(hidden: jax.Array, slopes: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-    """`weight * gate * sigmoid(slope * gate) * up` of each row.
+    """Compute `weight * gate * sigmoid(slope * gate) * up` of each row.
 
     Args:
       hidden: `[R, 2 * I]`, gate in the first I columns and up in the last.
@@ -57,18 +58,18 @@ def activate(hidden: jax.Array, slopes: jax.Array, weights: jax.Array, experts: 
 
 
 def activate_forward(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The result, and what the backward pass needs: the arguments, nothing that it could compute again."""
+    """Return the result and the residuals, which are only the arguments."""
     return activate(*arguments), arguments
 
 
 def activate_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Cotangents of hidden, slopes and weights; `experts` are integers and have none."""
+    """Return cotangents of hidden, slopes and weights; `experts` are integers and have none."""
     hidden, slopes, weights, experts = saved
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, weights, weights)]
     constants = {"INNER": hidden.shape[1] // 2, "BLOCK": 128}
     found = call_kernel("activate_gradient", (*saved, d_out), results, hidden.shape[0], **constants)
     d_hidden, d_slope_of_rows, d_weights = map(varying, found)
-    # One program per row: adding atomically would make sums depend on the order in which programs run.
+    # Sum rows here: atomic additions would depend on the order in which programs run.
     d_slopes = jax.ops.segment_sum(d_slope_of_rows, jnp.where(experts < 0, slopes.shape[0], experts), slopes.shape[0])
     return d_hidden, d_slopes, d_weights, None
 
@@ -77,12 +78,12 @@ activate.defvjp(activate_forward, activate_backward)
 
 
 def varying(x: jax.Array) -> jax.Array:
-    """jax-triton types results as the same on all devices; inside `jax.shard_map` they are not."""
+    """Mark results as varying: jax-triton types them as replicated, but inside `jax.shard_map` they are not."""
     return jax.lax.pcast(x, ("expert",), to="varying")
 
 
 def expert_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
-    """One rank's part: tokens go to their experts, through their matrices and the kernel, and back."""
+    """Run one rank's part: dispatch, the first GEMM, the kernel, the second GEMM, and combine."""
     d = jax_ep.dispatch(x, topk_idx, topk_weights, num_experts=EXPERTS)
     hidden = jax_ep.grouped_gemm(d.tokens, p["w_gate_up"], d.group_sizes)
     rows = activate(hidden, p["slopes"], d.weights, jax_ep.row_experts(d.handle))
@@ -90,7 +91,7 @@ def expert_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights:
 
 
 def dense_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
-    """The same in plain JAX: every expert computes every token."""
+    """Compute the same layer in plain JAX: every expert computes every token."""
     gate, up = jnp.split(jnp.einsum("th,ehf->tef", x, p["w_gate_up"]), 2, axis=-1)
     every = jnp.einsum("tei,eih->teh", gate * jax.nn.sigmoid(p["slopes"][None, :, None] * gate) * up, p["w_down"])
     chosen = jnp.take_along_axis(every, topk_idx[:, :, None], axis=1)
@@ -98,12 +99,12 @@ def dense_layer(p: Parameters, x: jax.Array, topk_idx: jax.Array, topk_weights: 
 
 
 def on_all_devices(mesh: jax.sharding.Mesh) -> Any:
-    """`expert_layer` of global arrays, spread over the mesh."""
+    """Wrap `expert_layer` for global arrays, sharded over the mesh."""
     return jax.shard_map(expert_layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
 
 
 def make_inputs(key: jax.Array) -> tuple[Parameters, jax.Array, jax.Array, jax.Array]:
-    """Parameters of all experts, tokens, and where these go."""
+    """Create the parameters of all experts, tokens, and their routing."""
     keys = jax.random.split(key, 4)
     parameters = {
         "w_gate_up": jax.random.normal(keys[0], (EXPERTS, HIDDEN, 2 * INNER)) * HIDDEN**-0.5,
@@ -115,7 +116,7 @@ def make_inputs(key: jax.Array) -> tuple[Parameters, jax.Array, jax.Array, jax.A
 
 
 def compare(layer: Any, arguments: tuple[Any, ...]) -> float:
-    """The largest difference from plain JAX, of the result and of the gradients, over the norm of each."""
+    """Return the largest difference of results and gradients from plain JAX, relative to the norm of each."""
 
     def outcome(fn: Any) -> Any:
         loss = lambda p, x, idx, weights: jnp.sum(jnp.square(fn(p, x, idx, weights)))  # noqa: E731
@@ -127,7 +128,7 @@ def compare(layer: Any, arguments: tuple[Any, ...]) -> float:
 
 
 def train(layer: Any, arguments: tuple[Any, ...], steps: int) -> list[float]:
-    """The loss before each step of gradient descent towards tokens whose sign is turned."""
+    """Train with gradient descent towards tokens with inverted signs; return the loss before each step."""
     p, x, idx, weights = arguments
 
     @jax.jit
@@ -143,27 +144,27 @@ def train(layer: Any, arguments: tuple[Any, ...], steps: int) -> list[float]:
 
 
 def missing() -> str | None:
-    """Why the kernels cannot run here, or None."""
+    """Return why the kernels cannot run here, or None if they can."""
     if jax.default_backend() != "gpu":
-        return f"jax_triton.triton_call runs on GPUs, and JAX's devices here are of the {jax.default_backend()}"
+        return f"jax_triton.triton_call runs on GPUs, but JAX's devices here are on platform {jax.default_backend()}"
     if importlib.util.find_spec("jax_triton") is None:
         return "not installed: jax-triton; pip install '.[jax-triton]'"
     return None
 
 
 def main() -> None:
-    """Compares the layer with plain JAX on all GPUs, then trains it."""
+    """Compare the layer with plain JAX on all GPUs, then train it."""
     if (reason := missing()) is not None:
         sys.exit(f"own_triton_kernel.py: {reason}.")
     jax.config.update("jax_default_matmul_precision", "highest")
-    # Automatic: arguments are moved to where the layer needs them.
+    # Automatic axes: arguments are resharded to what the layer needs.
     mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     arguments = jax.device_put(make_inputs(jax.random.key(0)), jax.NamedSharding(mesh, P("expert")))
     layer = on_all_devices(mesh)
     error = compare(layer, arguments)
     print(f"{TOKENS} tokens on {mesh.size} devices: largest relative difference from plain JAX {error:.1e}")
     if error > 1e-4:
-        sys.exit("that is too much: please report it, with the output of jax-ep doctor")
+        sys.exit("the difference is too large: please report it, with the output of jax-ep doctor")
     losses = train(layer, arguments, STEPS)
     print(f"loss before training {losses[0]:.4f}, after {STEPS} steps {losses[-1]:.4f}")
 

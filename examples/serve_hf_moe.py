@@ -1,11 +1,12 @@
-"""Generates text with a Hugging Face checkpoint of Qwen3-MoE, Mixtral or gpt-oss, its experts spread over devices.
+"""Generate text with a Hugging Face checkpoint of Qwen3-MoE, Mixtral or gpt-oss, with experts sharded over devices.
 
     python examples/serve_hf_moe.py FOLDER --prompt "The capital of France is" --prompt "def main("
     python examples/serve_hf_moe.py FOLDER --expert-parallel 4 --temperature 0.7 --top-p 0.9
     python examples/serve_hf_moe.py FOLDER --train 100 --text FILE    # fine-tunes all weights first, and saves them
 
-FOLDER has config.json, model*.safetensors and tokenizer.json. To try it without one, make a tiny model, whose text has
-no meaning:
+FOLDER has config.json, model*.safetensors and tokenizer.json. To try it without a checkpoint, create a tiny model,
+whose
+text is meaningless:
 
     python examples/hf/make_tiny_checkpoint.py qwen3_moe runs/tiny_qwen3_moe
 """
@@ -35,7 +36,7 @@ PROMPTS = ["The capital of France is", "Once upon a time"]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("folder", type=Path, help="checkpoint in Hugging Face's format")
@@ -44,10 +45,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="share of the probability that tokens are sampled from")
     add("--seed", type=count_or_zero, default=0)
-    add("--experts", choices=EXPERTS, default="off", help="matrices of the low-latency path in decoding")
-    add("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: what config.json names")
-    add("--expert-parallel", type=int, help="devices to spread the experts over; default: all accelerators, or one CPU")
-    add("--train", type=int, metavar="STEPS", help="fine-tune all weights on --text before")
+    add("--experts", choices=EXPERTS, default="off", help="expert weights of the low-latency path in decoding")
+    add("--dtype", choices=("bfloat16", "float32"), help="dtype of the computation; default: from config.json")
+    add("--expert-parallel", type=int, help="devices that share the experts; default: all accelerators, or one CPU")
+    add("--train", type=int, metavar="STEPS", help="fine-tune all weights on --text first")
     add("--text", type=Path, help="file to fine-tune on")
     add("--save", type=Path, help="folder for the fine-tuned checkpoint; default: FOLDER-trained")
     add("--learning-rate", type=float, default=1e-5)
@@ -68,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Trains if asked for, then generates; returns losses, texts and speeds."""
+    """Train if requested, then generate; return losses, texts and speeds."""
     args = parse(arguments)
     prepare_cpu_devices(args.expert_parallel or 1)
     from rich.console import Console
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         dtype = jnp.dtype(args.dtype or _dtype(checkpoint.config))
         mesh = _mesh(checkpoint.moe_options()["num_experts"], args.expert_parallel)
         tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
-    # Steps of training are smaller than what bfloat16 resolves.
+    # Parameter updates are too small for bfloat16.
     decoder = load(console, checkpoint, mesh=mesh, dtype=dtype, param_dtype=jnp.float32 if args.train else dtype)
     result: dict[str, Any] = {}
     if args.train:
@@ -107,14 +108,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def load(console: Console, checkpoint: Any, **options: Any) -> Decoder:
-    """Reads the checkpoint behind a progress bar."""
+    """Read the checkpoint with a progress bar."""
     import jax
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from hf.loading import load
 
     columns = [*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()]
-    # Drawn between layers only: while one is read, jax_ep shows its bytes in the same line.
+    # Refresh between layers only: while a layer is read, jax_ep shows its bytes on the same line.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("reading parameters")
 
@@ -135,7 +136,7 @@ def load(console: Console, checkpoint: Any, **options: Any) -> Decoder:
 def fine_tune(
     console: Console, args: argparse.Namespace, decoder: Decoder, tokenizer: Tokenizer, mesh: jax.sharding.Mesh | None
 ) -> list[float]:
-    """Changes the weights of `decoder`; returns the loss before each step."""
+    """Train the weights of `decoder`; return the loss before each step."""
     import numpy as np
 
     from hf.training import train
@@ -153,7 +154,7 @@ def fine_tune(
 
 
 def generate(console: Console, args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> Generated:
-    """Continues the prompts; shows on a terminal what has come so far."""
+    """Continue the prompts; show progress on a terminal."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -180,13 +181,13 @@ def generate(console: Console, args: argparse.Namespace, generator: Generator, t
 
 
 def _dtype(config: dict[str, Any]) -> str:
-    """float32 where the checkpoint is of that, else bfloat16."""
+    """Return float32 if the checkpoint has that dtype, else bfloat16."""
     name = config.get("dtype") or config.get("torch_dtype")
     return "float32" if name == "float32" else "bfloat16"
 
 
 def _mesh(num_experts: int, expert_parallel: int | None) -> jax.sharding.Mesh | None:
-    """As many devices as asked for, or all that can share the experts; None for a single one."""
+    """Create a mesh of the requested number of devices, or of all that can share the experts; None for one device."""
     import jax
 
     devices = expert_parallel or math.gcd(jax.device_count(), num_experts)

@@ -1,13 +1,14 @@
-"""Generates text from a checkpoint of train_moe_flax.py: jit-compiled prefill, and a decode scan over a KV cache.
+"""Generate text from a checkpoint of train_moe_flax.py: jit-compiled prefill, and a decode scan over a KV cache.
 
 python examples/serve_moe.py
 python examples/serve_moe.py --prompt "class Queue:" --prompt "import " --temperature 0.8 --max-new 300
 python examples/serve_moe.py --experts same
 
-Where a device has at most jax_ep.serving.LOW_LATENCY_TOKENS tokens, as in decoding, the expert layers run on the
-low-latency path, by default in FP8: dispatch, product, activation, product and combine of each layer, all in the one
-program of a step. The greedy output is compared with that of the throughput path: in the same dtype they agree up to
-rounding; FP8 moves the logits by a few percent of their spread, and the example prints by how much.
+With at most jax_ep.serving.LOW_LATENCY_TOKENS tokens per device, as in decoding, the expert layers use the low-latency
+path, by default in FP8: dispatch, GEMM, activation, GEMM and combine of each layer, all in the one program of a step.
+The
+greedy output is compared with that of the throughput path. In the same dtype they agree up to rounding; FP8 changes the
+logits by a few percent of their spread, which the example prints.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ PROMPTS = [
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    differs = "it may differ from the training's"
+    """Parse the command line."""
+    differs = "it may differ from that of the training"
     parser = make_parser(__doc__, out="folder that the training wrote to", expert_parallel=differs)
     add = parser.add_argument
     add("--prompt", action="append", help="a text to continue; may be given several times")
@@ -47,14 +48,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--experts",
         choices=("auto", "fp8", "same", "off"),
         default="auto",
-        help="matrices of the low-latency path; auto: fp8 where the hidden size is a multiple of 128, else same",
+        help="expert weights of the low-latency path; auto: fp8 if the hidden size is a multiple of 128, else same",
     )
     add("--no-check", action="store_true", help="do not compare with the throughput path")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    """Generates with every temperature asked for; returns texts and speeds."""
+    """Generate with every requested temperature; return texts and speeds."""
     args = parse(arguments)
     prepare_cpu_devices(args.devices or CPU_DEVICES)
     if not (args.out / "checkpoints").is_dir():
@@ -111,22 +112,22 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def show_latency(console: Console, seconds: np.ndarray) -> list[float]:
-    """Percentiles of the milliseconds of a step that is waited for."""
+    """Show percentiles of the milliseconds per step with a wait after each."""
     import numpy as np
 
     percentiles = (50, 90, 99)
     times = np.percentile(1e3 * seconds, percentiles).tolist()
     shown = ", ".join(f"p{p} {t:.2f} ms" for p, t in zip(percentiles, times, strict=True))
-    console.print(f"a step alone: {shown}", highlight=False)
+    console.print(f"single steps: {shown}", highlight=False)
     return times
 
 
 def show_agreement(console: Console, found: Agreement) -> Agreement:
-    """The greedy output beside that of the throughput path."""
+    """Show how the greedy output compares with that of the throughput path."""
     console.print(
-        f"beside the throughput path: {100 * found.same_bytes:.1f} % of the greedy bytes are the same, the texts"
-        f" {'are equal' if found.same_texts else 'differ'}; logits of root mean square"
-        f" {found.logit_scale:.3g} differ by {found.logit_error:.3g}, at most {found.largest_error:.3g}",
+        f"compared with the throughput path: {100 * found.same_bytes:.1f} % of the greedy bytes are the same, the"
+        f" texts {'are equal' if found.same_texts else 'differ'}; logits with root mean square {found.logit_scale:.3g}"
+        f" differ by {found.logit_error:.3g}, at most {found.largest_error:.3g}",
         highlight=False,
     )
     return found

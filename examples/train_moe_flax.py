@@ -1,9 +1,9 @@
-"""Trains a byte-level MoE language model on the Python standard library's sources, experts spread over all devices.
+"""Train a byte-level MoE language model on the Python standard library's sources, with experts on all devices.
 
-    python examples/train_moe_flax.py                   # 8 virtual CPU devices, or all GPUs where there are some
+    python examples/train_moe_flax.py                   # 8 virtual CPU devices, or all GPUs if there are any
     python examples/train_moe_flax.py --help
 
-A run that was interrupted continues from its newest checkpoint, to the same bits as without the interruption.
+An interrupted run continues from its newest checkpoint, with the same bits as without the interruption.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ PROMPT = b"def main("
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; defaults train in minutes on a laptop's CPU."""
+    """Parse the command line; the defaults train in minutes on a laptop's CPU."""
     written = "folder of checkpoints, metrics.json and curves.png"
     parser = make_parser(__doc__, out=written, expert_parallel="the rest is data parallel")
     add = parser.add_argument
     add("--restart", action="store_true", help="delete the checkpoints in --out instead of continuing from them")
     add("--steps", type=int, default=400, help="length of the learning-rate schedule")
-    add("--stop-after", type=int, help="end early, after this step, as an interruption would")
+    add("--stop-after", type=int, help="end after this step, as an interruption would")
     add("--checkpoint-every", type=int, default=200)
     add("--evaluate-every", type=int, default=100)
     add("--batch-size", type=int, default=8, help="windows per step over all devices")
-    add("--microbatches", type=int, default=1, help="parts of a step's windows, whose gradients are added up")
+    add("--microbatches", type=int, default=1, help="microbatches per step, whose gradients are summed")
     add("--length", type=int, default=128, help="bytes per window")
     add("--learning-rate", type=float, default=4e-3)
     add("--hidden", type=int, default=128)
@@ -53,16 +53,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--shared-experts", type=count_or_zero, default=0)
     add("--balance", choices=["loss", "bias"], default="loss", help="auxiliary loss, or DeepSeek-V3's selection bias")
     add("--dropout", type=float, default=0.0)
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation; weights are float32")
-    add("--recipe", choices=["fp8"], help="of the experts; default: they compute in --dtype")
-    add("--capacity", type=int, help="rows per expert rank; default: nothing is dropped")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="dtype of the computation; weights are float32",
+    )
+    add("--recipe", choices=["fp8"], help="recipe of the experts; default: they compute in --dtype")
+    add("--capacity", type=int, help="rows per expert rank; default: dropless")
     add("--remat", choices=["none", "full", "keep-experts"], default="none", help="what the backward pass recomputes")
     add("--implementation", help="jax_ep implementation, e.g. xla; default: the best that fits")
     return parser.parse_args(arguments)
 
 
 def configs(args: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
-    """Model and training configurations of a command line."""
+    """Return the model and training configurations of a command line."""
     from lm.model import ModelConfig
     from lm.training import TrainConfig
 
@@ -80,7 +85,7 @@ def configs(args: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Runs the training; returns what metrics.json holds."""
+    """Run the training; return the content of metrics.json."""
     args = parse(arguments)
     prepare_cpu_devices(args.devices or CPU_DEVICES)
     from rich.console import Console
@@ -104,7 +109,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         f" {entropy:.3f} nats/byte; mesh {dict(mesh.shape)} of {jax.devices()[0].device_kind}",
         highlight=False,
     )
-    with doing(console, "laying out the model"):
+    with doing(console, "initializing the model"):
         trainer = Trainer(train, model, mesh)
     state, history = run(args, trainer, corpus, console)
 
@@ -113,7 +118,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     loss = history.metrics["held_out"][-1]["loss"]
     result = history.metrics
-    if history.has_grown:  # else a second run of a finished training, which keeps the files of the first
+    if history.has_grown:  # Otherwise a training that has already finished keeps its files.
         result = history.write(held_out_loss=loss, unigram_entropy=entropy, seconds=time.perf_counter() - began)
         plot(args.out / "curves.png", history.metrics, entropy)
     with doing(console, "compiling the generation of a sample, and generating"):
@@ -128,7 +133,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Console) -> tuple[TrainState, History]:
-    """Trains from the newest checkpoint, or from the start, to the last step."""
+    """Train from the newest checkpoint, or from the start, to the last step."""
     import numpy as np
 
     from lm.checkpoints import Checkpoints
@@ -154,7 +159,7 @@ def run(args: argparse.Namespace, trainer: Trainer, corpus: Corpus, console: Con
     history = History(args.out / "metrics.json", resume_at=start)
     if start >= end:
         checkpoints.close()
-        if not history.metrics["held_out"]:  # metrics.json is gone
+        if not history.metrics["held_out"]:  # metrics.json is missing.
             history.metrics["held_out"] = [{"step": start, "loss": trainer.held_out_loss(state.model, held_out)}]
         return state, history
     with doing(console, "compiling the training step and the held-out loss"):

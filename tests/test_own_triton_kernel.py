@@ -98,7 +98,10 @@ def test_code_for_gpus(two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("platform", "words"),
-    [("cpu", "runs on GPUs, and JAX's devices here are of the cpu"), ("gpu", "not installed: jax-triton; pip install")],
+    [
+        ("cpu", "runs on GPUs, but JAX's devices here are on platform cpu"),
+        ("gpu", "not installed: jax-triton; pip install"),
+    ],
 )
 def test_what_is_missing(platform: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)

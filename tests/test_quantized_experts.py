@@ -142,12 +142,12 @@ def test_the_table_of_the_docs(expert_format: str) -> None:
 @pytest.mark.slow
 def test_what_the_docs_say_beside_the_table() -> None:
     layer, text = table_layer(), NUMERICS.replace("\n", " ")
-    assert "which alone makes 0.005" in text
+    assert "to bfloat16 alone causes 0.005" in text
     assert layer.error(*(w.astype(BF16) for w in layer[1:3])) == pytest.approx(0.005, abs=0.0005)
-    assert "times both scales: 0.025 of the layer above" in text
+    assert "The layer above has an error of 0.025" in text
     both = (quantized(w, "int8", activations="int8") for w in layer[1:3])
     assert layer.error(*both) == pytest.approx(0.025, abs=0.001)
-    assert 'Of that layer: 0.065 in "fp8", 0.064 in "fp8_channel", 0.217 in "int4", 0.211 in "mxfp4".' in text
+    assert 'errors of 0.065 in "fp8", 0.064 in "fp8_channel", 0.217 in "int4" and 0.211 in "mxfp4".' in text
     for expert_format, error in (("fp8", 0.065), ("fp8_channel", 0.064), ("int4", 0.217), ("mxfp4", 0.211)):
         both = (quantized(w, expert_format, activations="fp8") for w in layer[1:3])
         assert layer.error(*both) == pytest.approx(error, abs=0.0015), expert_format

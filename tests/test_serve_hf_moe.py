@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
         load(checkpoint)
     checkpoint = Checkpoint(folders["gpt_oss"])
     checkpoint.config = checkpoint.config | {"attention_bias": False}
-    with pytest.raises(ValueError, match=r"no place for, such as model\.layers\.0\.self_attn\.\w_proj\.bias"):
+    with pytest.raises(ValueError, match=r"does not describe, such as model\.layers\.0\.self_attn\.\w_proj\.bias"):
         load(checkpoint)
     checkpoint.config = checkpoint.config | {"attention_bias": True, "vocab_size": 300}
     with pytest.raises(ValueError, match=r"lm_head.kernel is \w+\[96, 257\] .* makes it \w+\[96, 300\]"):

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs a wheel as a user would, into an empty environment where no compiler can be found, and runs the README's
-# quick start, a benchmark and the compiled library there.
-# Usage: tools/check_wheel.sh PYTHON WHEEL. CONSTRAINTS names a file of versions to install; default: what pip finds.
+# Install a wheel into an empty environment without a compiler, as a user would, and run the README's quick start, a
+# benchmark and the compiled library there.
+# Usage: tools/check_wheel.sh PYTHON WHEEL. CONSTRAINTS is a file of versions to install; default: pip's choice.
 set -eu
 python=${1:?usage: tools/check_wheel.sh PYTHON WHEEL}
 wheel=$(realpath "${2:?usage: tools/check_wheel.sh PYTHON WHEEL}")
@@ -10,8 +10,8 @@ constraints=${CONSTRAINTS:+$(realpath "$CONSTRAINTS")}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$python" -m venv "$folder/env"
-cd "$folder" # away from the sources, which Python would import first
-alone() { # with the environment's own programs, and no others
+cd "$folder" # outside of the sources, which Python would import first
+alone() { # only with the programs of the environment
   env -u CC -u CXX -u PYTHONPATH PATH="$folder/env/bin" XLA_FLAGS=--xla_force_host_platform_device_count=8 \
     PIP_NO_COMPILE=1 "$folder/env/bin/python" "$@"
 }

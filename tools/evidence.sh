@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Shows what this machine's NVIDIA GPUs can show: that the kernels compute, then how fast they are. In pieces of under
-# ten minutes, of which each is remembered: after an interruption, or in another session, only what is left runs.
+# Run the tests, then the benchmarks, that this machine's NVIDIA GPUs support, in pieces of under ten minutes. Finished
+# pieces are recorded, so that an interrupted run resumes.
 # Usage: tools/evidence.sh PYTHON [--list] [PIECE...], where PYTHON has the package's dependencies.
-# Pieces are those for as many GPUs as there are; --list prints them, with what they run, what is done already, about
-# how long each takes, and which do not fit into the time. Named ones run whether done or not, and whatever their time.
+# The number of GPUs selects the pieces. --list prints them with their commands, state and estimated time, and marks those
+# that exceed the time limit. Pieces named on the command line run in any case.
 # Environment:
-#   RESULTS  folder of the reports, and of what is remembered in it (default: benchmarks/results)
-#   GPUS     how many GPUs to go by (default: those that nvidia-smi lists)
-#   MINUTES  for all pieces: none begins that would end later (default: 25)
-#   BEFORE   another checkout: its operations are timed beside those of this one
-# A piece that fails does not keep others from running; the exit status is that of the first that fails. At the end the
-# tables of docs/performance.md are made from the reports.
+#   RESULTS  folder of the reports and records (default: benchmarks/results)
+#   GPUS     number of GPUs (default: those that nvidia-smi lists)
+#   MINUTES  time limit for all pieces; none starts that would end later (default: 25)
+#   BEFORE   another checkout, whose operations are timed next to those of this one
+# A failing piece does not stop the others; the exit status is that of the first failure. At the end, the tables of
+# docs/performance.md are regenerated from the reports.
 set -uo pipefail
 python=${1:?usage: tools/evidence.sh PYTHON [--list] [PIECE...]}
 shift
@@ -18,7 +18,7 @@ cd "$(dirname "$0")/.."
 results=${RESULTS:-benchmarks/results}
 gpus=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
 done_folder=$results/evidence
-most_seconds=590 # of a piece
+most_seconds=590 # time limit of a piece
 budget=$((60 * ${MINUTES:-25}))
 only_list=
 if [[ ${1:-} == --list ]]; then
@@ -30,20 +30,19 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 
 if ((gpus < 1)); then
-  echo "tools/evidence.sh: this machine has no NVIDIA GPU that nvidia-smi lists; nothing to show" >&2
+  echo "tools/evidence.sh: this machine has no NVIDIA GPU that nvidia-smi lists" >&2
   exit 2
 fi
 suffix=
 ((gpus > 1)) && suffix="_${gpus}_gpus"
 
-pieces=() names=" " # name, seconds that it takes, then what it runs; all names, between spaces
+pieces=() names=" " # name, estimated seconds and command of each; all names, separated by spaces
 piece() { pieces+=("$1" "$2" "$3") names+="$1 "; }
 tests() { piece "tests-$1" "$2" "${3:-}tools/test_gpu.sh $python $1"; }
 bench() { piece "bench-$1" "$2" "$python benchmarks/$3 --out $results"; }
 
-# What is looked at most comes first, after the tests that say whether its figures are of kernels that compute; so what
-# does not fit into the time is the least. Seconds are those of earlier runs on H200s, where there were some, and are
-# replaced by what a piece took here. Tests mostly compile, several at a time.
+# The most important pieces come first, after the tests of their kernels. Estimated seconds are from H200s, and are
+# replaced by the time that a piece took here. Tests mostly compile, several at a time.
 tests contract 280 "JOBS=8 "
 if ((gpus > 1)); then
   layers="--tokens 4096 --parts --layers moe capacity ragged"
@@ -84,16 +83,16 @@ bench decode-experts 120 "low_latency.py --parts experts"
 tests gpu 560
 tests devices 120 "JOBS=8 "
 
-for name in "$@"; do # a name that is none would run nothing
+for name in "$@"; do # an unknown name would run nothing
   [[ $names == *" $name "* ]] && continue
-  echo "tools/evidence.sh: there is no piece $name for $gpus GPUs; --list prints those that there are" >&2
+  echo "tools/evidence.sh: no piece $name for $gpus GPUs; --list prints all pieces" >&2
   exit 2
 done
 
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 wanted=" $* "
 status=0
-planned=0 # seconds of what is to run, for --list
+planned=0 # seconds of the pieces to run, for --list
 ran=
 for ((i = 0; i < ${#pieces[@]}; i += 3)); do
   name=${pieces[i]} estimate=${pieces[i + 1]} command=${pieces[i + 2]} stamp=$done_folder/${pieces[i]}.txt
@@ -118,7 +117,7 @@ for ((i = 0; i < ${#pieces[@]}; i += 3)); do
     continue
   fi
   if [[ -n $late ]]; then
-    echo "== $name: left for the next run: it takes about $estimate s, and $elapsed of $budget s are over"
+    echo "== $name: left for the next run: it takes about $estimate s, and $elapsed of $budget s have passed"
     continue
   fi
   echo "== $name: $command"

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Prints the path of a Python that can run jax_ep: 3.12 or newer, with the modules that make a virtual environment.
-# In this order: $PYTHON, which is taken or refused; python3.14, 3.13, 3.12 and python3 on PATH; pyenv's versions,
-# newest first, whether or not pyenv has activated them. A launcher on PATH counts only if it starts: pyenv puts
-# python3.12 there even where `pyenv global` names another version.
+# Print the path of a Python that can run jax_ep: 3.12 or newer, with the modules that create a virtual environment.
+# The order is: $PYTHON, which must be suitable; python3.14, 3.13, 3.12 and python3 on PATH; pyenv's versions, newest
+# first, activated or not. A launcher on PATH must also start: pyenv puts python3.12 there even if `pyenv global` selects
+# another version.
 set -u
 
 requirement="Python 3.12 or newer, with the modules venv and ensurepip"

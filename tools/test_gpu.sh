@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Runs the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
+# Run the tests on this machine's NVIDIA GPUs, in one process that drives all of them and with one process per GPU.
 # Usage: tools/test_gpu.sh PYTHON [PART...], where PYTHON has the package's dependencies.
-# Parts (default: all but sharing and products):
-#   gpu        tests/gpu: what only GPUs show
+# Parts (default: all except sharing and products):
+#   gpu        tests/gpu, which need GPUs
 #   contract   the contract suite on 1, 2 and 4 GPUs, with triton and pallas, and random sizes
 #   devices    the other tests that touch devices
-#   processes  contract tests and part of tests/gpu in 2 processes, and in as many as there are GPUs
-#   products   contract tests of fused products, in as many processes as there are GPUs
-#   sharing    contract tests in 4 and 8 processes on fewer GPUs, where they take turns
+#   processes  contract tests and part of tests/gpu in 2 processes, and in one per GPU
+#   products   contract tests of fused GEMMs, in one process per GPU
+#   sharing    contract tests in 4 and 8 processes that share fewer GPUs
 # Environment:
 #   RESULTS      folder of test_gpu.json and training_equivalence.json (default: runs/test_gpu)
-#   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1); as
-#                many at most as GPUs have memory for, 10 GB each
+#   JOBS         pytest processes that share the GPUs for `contract` and `devices`, which mostly compile (default: 1);
+#                limited by GPU memory, 10 GB each
 #   PYTEST_ARGS  more arguments for pytest
-# Every part runs, whatever becomes of the others; the exit status is that of the first that fails.
+# A failing part does not stop the others; the exit status is that of the first failure.
 set -uo pipefail
 python=${1:?usage: tools/test_gpu.sh PYTHON [PART...]}
 shift
@@ -24,8 +24,8 @@ jobs=${JOBS:-1}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} JAX_EP_TEST_DEVICES=gpu
 # Multicast memory can make the drivers of a shared host fail.
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
-# A thread ends a process that hangs in a driver; a signal would not be looked at.
-# The benchmark plugin, where it is installed, warns of parallel runs, and warnings are errors.
+# A thread ends a process that hangs in a driver, which ignores signals.
+# If the benchmark plugin is installed, it warns about parallel runs, and warnings are errors.
 options=(-q -p no:cacheprovider -p no:benchmark --timeout-method thread -o timeout=150 --implementation triton --results "$results")
 read -ra more <<<"${PYTEST_ARGS:-}"
 contract=(dispatch_combine gradients moe transforms)
@@ -41,7 +41,7 @@ devices=("${devices[@]/#/tests/}")
 devices=("${devices[@]/%/.py}")
 status=0
 
-run() { # what to call it, then the command
+run() { # name, then command
   local start=$SECONDS
   echo "== $1"
   "${@:2}" || status=$((status ? status : $?))
@@ -51,11 +51,11 @@ run() { # what to call it, then the command
 shared() { # pytest in $jobs processes that share the GPUs' memory
   local memory=() workers=() mebibytes most
   if ((jobs > 1)); then
-    # A process has some 3 GB beside its pool: code, heaps, what the driver needs. Where these find no memory, it ends.
+    # A process needs about 3 GB in addition to its pool, for code, heaps and the driver, and exits without it.
     mebibytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)
     most=$((mebibytes / 10000))
     if ((jobs > most)); then
-      echo "JOBS=$jobs: the smallest GPU has memory for $most" >&2
+      echo "JOBS=$jobs: the smallest GPU has memory for only $most" >&2
       jobs=$((most > 1 ? most : 1))
     fi
     memory=(env "XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '0.%02d' $((65 / (jobs + 1))))")
@@ -67,7 +67,7 @@ shared() { # pytest in $jobs processes that share the GPUs' memory
 for part in $parts; do
   case $part in
     gpu) run gpu "$python" -m pytest "${options[@]}" tests/gpu --ignore "$random" "${more[@]}" ;;
-    contract) run contract shared tests/contract tests/pallas "$random" --implementation triton,pallas ;; # the last of several counts
+    contract) run contract shared tests/contract tests/pallas "$random" --implementation triton,pallas ;; # the last one applies
     devices) run devices shared "${devices[@]}" ;;
     processes)
       gpus=$(nvidia-smi -L | wc -l)
@@ -82,7 +82,7 @@ for part in $parts; do
       ;;
     sharing)
       gpus=$(nvidia-smi -L | wc -l)
-      for count in 4 8; do # a wait for another process lasts until that one has its turn
+      for count in 4 8; do # a wait for another process lasts until that one runs
         ((gpus < count)) || continue
         memory=$(printf '0.%02d' $((50 / count)))
         run "$count processes that share" env "JAX_EP_TEST_GPUS=$gpus" \
@@ -91,7 +91,7 @@ for part in $parts; do
       done
       ;;
     *)
-      echo "tools/test_gpu.sh: there is no part $part" >&2
+      echo "tools/test_gpu.sh: unknown part $part" >&2
       exit 2
       ;;
   esac

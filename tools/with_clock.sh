@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a command that says nothing for long. On a terminal its first line counts the seconds; elsewhere it is printed
-# once. What the command prints appears after it, and its exit status is kept.
+# Run a long silent command. On a terminal its first line counts the seconds; otherwise it is printed once. The command's
+# output follows, and its exit status is kept.
 # Usage: tools/with_clock.sh TEXT COMMAND [ARGUMENT...]
 set -u
 text=${1:?usage: tools/with_clock.sh TEXT COMMAND [ARGUMENT...]}
@@ -11,7 +11,7 @@ if ! [ -t 1 ]; then
 fi
 
 output=$(mktemp)
-printf '\r%s: 0 s ' "$text"  # before the command, which may end before it is looked at
+printf '\r%s: 0 s ' "$text"  # before the command, which may end before the first check
 "$@" >"$output" 2>&1 &
 command=$!
 trap 'kill "$command" 2>/dev/null; rm -f "$output"; echo; exit 130' INT TERM HUP

@@ -1,1 +1,1 @@
-"""What serve_hf_moe.py consists of: a decoder for Hugging Face checkpoints, its loading, generation and training."""
+"""Parts of serve_hf_moe.py: a decoder for Hugging Face checkpoints, its loading, generation and training."""

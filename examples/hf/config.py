@@ -1,4 +1,4 @@
-"""What config.json of a Hugging Face checkpoint says about a decoder, but for its experts. Imports no JAX."""
+"""Decoder configuration from config.json of a Hugging Face checkpoint, without the experts. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the angles per position of each pair of channels, and a factor on their cosines and sines.
+    """Rotary positions: angles per position of each channel pair, and a factor for their cosines and sines.
 
     Attributes:
-      frequencies: `head_dim // 2` of them, in radians per position.
-      scale: of cosines and sines, YaRN's attention factor; 1 without YaRN.
+      frequencies: `head_dim // 2` angles, in radians per position.
+      scale: factor for cosines and sines, YaRN's attention factor; 1 without YaRN.
     """
 
     frequencies: tuple[float, ...]
@@ -28,18 +28,18 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and choices of a decoder; static and hashable.
+    """Sizes and options of a decoder; static and hashable.
 
     Attributes:
-      vocab_size, hidden_size, num_heads, num_kv_heads, head_dim: of the embedding and of attention.
-      mlp_size: width of the layers that are no mixture of experts.
+      vocab_size, hidden_size, num_heads, num_kv_heads, head_dim: sizes of the embedding and of attention.
+      mlp_size: width of the dense layers.
       norm_eps: added to mean squares.
-      windows: of each layer, how many positions a query sees, itself included; None: all before it.
+      windows: for each layer, how many positions a query sees, including its own; None: all positions up to it.
       rope: rotary positions.
       attention_bias: the four projections of attention have biases.
       head_norms: queries and keys pass a norm per head.
       sinks: each head has a logit that takes part in the softmax and adds nothing.
-      tied: the output head is the embedding.
+      tied: the output head shares the embedding's weights.
       balance_weight: weight of the load-balancing loss in training.
     """
 
@@ -60,13 +60,13 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> DecoderConfig:
-        """The decoder of a parsed config.json, of Transformers 4 or 5."""
+        """Build the configuration from a parsed config.json of Transformers 4 or 5."""
         family = config.get("model_type")
         if family not in FAMILIES:
-            raise ValueError(f"config.json: model_type is {family!r}, but this example has decoders of {FAMILIES} only")
+            raise ValueError(f"config.json: model_type is {family!r}, but this example supports only {FAMILIES}")
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(
-                f"config.json: hidden_act is {config['hidden_act']!r}, but this example's layers take 'silu'"
+                f"config.json: hidden_act is {config['hidden_act']!r}, but this example supports only 'silu'"
             )
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -89,7 +89,7 @@ class DecoderConfig:
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Ids that end a text: those of generation_config.json, which may name more, where a checkpoint has one."""
+    """Return the ids that end a text, from generation_config.json if there is one, which may name more."""
     files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
     found = (json.loads(file.read_text()).get("eos_token_id") for file in files)
     stop = next((tokens for tokens in found if tokens is not None), [])
@@ -97,7 +97,7 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:
-    """Of each layer, how many positions a query sees."""
+    """Return for each layer how many positions a query sees."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if config["model_type"] == "qwen3_moe" and not config.get("use_sliding_window", False):
         window = None
@@ -116,7 +116,7 @@ def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:
 
 
 def _rope(config: dict[str, Any], head_dim: int) -> Rope:
-    """Rotary positions; Transformers 5 writes one dictionary where version 4 wrote two entries."""
+    """Read rotary positions; Transformers 5 writes one dictionary where version 4 wrote two entries."""
     given = config.get("rope_parameters") or (config.get("rope_scaling") or {})
     base = given.get("rope_theta") or config.get("rope_theta")
     if base is None:
@@ -127,11 +127,11 @@ def _rope(config: dict[str, Any], head_dim: int) -> Rope:
         return Rope(tuple(frequencies.tolist()))
     if kind == "yarn":
         return _yarn(given, frequencies, base, config["max_position_embeddings"])
-    raise ValueError(f"config.json: rope_type is {kind!r}, but this example knows 'default' and 'yarn' only")
+    raise ValueError(f"config.json: rope_type is {kind!r}, but this example supports only 'default' and 'yarn'")
 
 
 def _yarn(given: dict[str, Any], frequencies: np.ndarray, base: float, max_positions: int) -> Rope:
-    """YaRN: slow channels are stretched by `factor`, fast ones stay, and a ramp leads from one to the other.
+    """Apply YaRN: slow channels are stretched by `factor`, fast ones stay, with a ramp between them.
 
     Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", section 3,
     https://arxiv.org/abs/2309.00071
@@ -141,7 +141,7 @@ def _yarn(given: dict[str, Any], frequencies: np.ndarray, base: float, max_posit
     pairs = len(frequencies)
 
     def pair_of(turns: float) -> float:
-        """Which pair, as a fraction, turns so many times over the positions of the training."""
+        """Return the (fractional) pair that rotates `turns` times over the positions of the training."""
         return pairs * math.log(trained / (2 * math.pi * turns)) / math.log(base)
 
     first, last = pair_of(given.get("beta_fast") or 32), pair_of(given.get("beta_slow") or 1)
@@ -154,7 +154,7 @@ def _yarn(given: dict[str, Any], frequencies: np.ndarray, base: float, max_posit
 
 
 def _yarn_scale(given: dict[str, Any], factor: float) -> float:
-    """The attention factor: as given, or by how much the context is stretched."""
+    """Return the attention factor: explicit, or derived from how much the context is stretched."""
 
     def of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0

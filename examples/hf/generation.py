@@ -19,21 +19,21 @@ from jax_ep.serving import ServingWeights
 
 Array = jax.Array
 Experts = str  # "off", "same", or a format of quantize_experts
-# So many tokens of each text are made in one program, and then shown.
+# Number of tokens per text that one program generates before they are shown.
 STEPS_PER_PROGRAM = 8
-# Prompts are padded to a multiple of it: lengths that differ a little run the same compiled programs.
+# Prompts are padded to a multiple of this, so that similar lengths share compiled programs.
 _LENGTH_STEP = 16
 
 
 class Generated(NamedTuple):
-    """What followed each prompt, and how long the devices needed, compilation not counted.
+    """Generated tokens and times, without compilation.
 
     Attributes:
-      tokens: the new ids of each prompt, with the one that ended it, if any.
+      tokens: the new ids of each prompt, including the stop token, if any.
       prompt_logits: `[B, vocab_size]` after the last token of each prompt.
-      prefill_seconds: of all prompts, to their first new tokens.
-      decode_seconds: of all further tokens.
-      num_prompt_tokens: of all prompts, padding not counted.
+      prefill_seconds: time for all prompts and their first new tokens.
+      decode_seconds: time for all further tokens.
+      num_prompt_tokens: tokens of all prompts, without padding.
     """
 
     tokens: list[list[int]]
@@ -44,22 +44,22 @@ class Generated(NamedTuple):
 
     @property
     def prefill_speed(self) -> float:
-        """Tokens per second."""
+        """Prefill tokens per second."""
         return self.num_prompt_tokens / self.prefill_seconds
 
     @property
     def decode_speed(self) -> float:
-        """Tokens per second, over all texts; 0 where prefill has made all there are."""
+        """Decoded tokens per second over all texts; 0 if prefill generated all tokens."""
         made = sum(len(tokens) - 1 for tokens in self.tokens)
         return made / self.decode_seconds if made else 0.0
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen: arrays, so that other values run the same program.
+    """Sampling settings, as arrays so that other values run the same program.
 
     Attributes:
-      temperature: 0 takes the likeliest token.
-      top_p: the least likely tokens beyond this share of the probability are never taken.
+      temperature: 0 selects the most likely token.
+      top_p: tokens beyond this share of the probability are never sampled.
     """
 
     temperature: Array
@@ -67,21 +67,21 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, temperature: float, top_p: float) -> Sampling:
-        """Checked values."""
+        """Check the values and convert them to arrays."""
         if temperature < 0 or not 0 < top_p <= 1:
             raise ValueError(f"got temperature={temperature}, top_p={top_p}, expected temperature >= 0, 0 < top_p <= 1")
         return cls(jnp.float32(temperature), jnp.float32(top_p))
 
 
 class _State(NamedTuple):
-    """Between two steps.
+    """The state between two steps.
 
     Attributes:
-      token: `[B]`, chosen, but not yet seen by the model.
+      token: `[B]`, chosen but not yet seen by the model.
       position: `[B]` of that token.
       finished: `[B]` bool: the text has ended.
-      cache: of each layer.
-      key: for the next choice.
+      cache: cache of each layer.
+      key: random key of the next choice.
     """
 
     token: Array
@@ -92,15 +92,17 @@ class _State(NamedTuple):
 
 
 class Generator:
-    """Prefill and decode of one decoder, compiled once for each shape.
+    """Prefill and decode of one decoder, compiled once per shape.
 
     Args:
-      decoder: what generates.
+      decoder: the model.
       mesh: its mesh, or None for one device.
       stop_tokens: ids that end a text.
-      experts: the matrices of the experts where a device has so few tokens that `jax_ep.flax.MoE` takes its
-        low-latency path, as in decoding: in "fp8", with tokens in FP8 too; in the "same" dtype as the rest, or in a
-        format of `jax_ep.quantization.quantize_experts`, with tokens in that dtype; or "off", which never takes it.
+      experts: expert weights for batches so small that `jax_ep.flax.MoE` takes its low-latency path, as in decoding:
+        "fp8",
+        with FP8 tokens; "same", in the model's dtype; a format of `jax_ep.quantization.quantize_experts`, with tokens
+          in the
+        model's dtype; or "off", which disables that path.
     """
 
     def __init__(
@@ -132,17 +134,17 @@ class Generator:
         seed: int = 0,
         show: Callable[[list[list[int]]], None] = lambda tokens: None,
     ) -> Generated:
-        """Continues each prompt by at most `max_new` ids, until the one that ends its text.
+        """Continue each prompt by at most `max_new` ids, up to a stop token.
 
         Args:
           prompts: ids of each text, of any lengths.
-          max_new: most ids to make for each.
+          max_new: maximum number of new ids per text.
           temperature, top_p: see `Sampling`.
-          seed: of the choices.
-          show: is called with all new ids so far, now and then.
+          seed: random seed.
+          show: called regularly with all new ids so far.
 
         Raises:
-          ValueError: a prompt without ids, or another argument out of its range.
+          ValueError: a prompt is empty, or another argument is out of range.
         """
         sampling = Sampling.of(temperature, top_p)
         tokens, lengths = self._padded(prompts)
@@ -168,21 +170,21 @@ class Generator:
         return Generated(new, np.asarray(logits), prefilled - began, seconds, sum(map(len, prompts)))
 
     def compile(self, prompts: Sequence[Sequence[int]], *, max_new: int) -> None:
-        """Compiles what generation from prompts of these lengths runs, so that it need not wait for that."""
+        """Compile the programs for prompts of these lengths ahead of time."""
         self._compiled(*self._padded(prompts), max_new)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-        """Ids `[B, S]`, padded at the end, and lengths `[B]`, on the devices."""
+        """Return ids `[B, S]`, padded at the end, and lengths `[B]`, on the devices."""
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         if not lengths.all() or not len(lengths):
-            raise ValueError(f"got prompts of {lengths} ids, expected one prompt or more, of one id or more each")
+            raise ValueError(f"got prompts of {lengths} ids, expected at least one prompt with at least one id each")
         tokens = np.zeros((len(prompts), _up(lengths.max())), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         return self._put(tokens), self._put(lengths)
 
     def _compiled(self, tokens: Array, lengths: Array, max_new: int) -> tuple[Any, Any]:
-        """Prefill and decode for these shapes, compiled once and warm, so that neither is in the times."""
+        """Compile and warm up prefill and decode for these shapes, so that timings exclude both."""
         if max_new < 1:
             raise ValueError(f"got max_new={max_new}, expected 1 or more")
         room = tokens.shape[1] + _up(max_new)
@@ -192,7 +194,7 @@ class Generator:
             inputs = tokens, lengths, sampling, jax.random.key(0)
             prefill = jax.jit(self._prefill, static_argnames="room").lower(*model, *inputs, room=room).compile()
             state, _ = prefill(*model, *inputs)
-            # Its output is its next input: placed alike.
+            # The output of decode is its next input, so both have the same sharding.
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state), None
             decode = jax.jit(self._decode, donate_argnames="state", out_shardings=shardings)
             decode = decode.lower(*model, state, sampling, no_steps).compile()
@@ -201,7 +203,7 @@ class Generator:
         return self._programs[key]
 
     def _put(self, array: np.ndarray) -> Array:
-        """Texts spread over all devices where they divide evenly, else all on each."""
+        """Shard texts over all devices if they divide evenly, else replicate them."""
         if self.mesh is None:
             return jnp.asarray(array)
         spec = PartitionSpec(("data", "expert")) if len(array) % self.mesh.size == 0 else PartitionSpec()
@@ -218,9 +220,9 @@ class Generator:
         *,
         room: int,
     ) -> tuple[_State, Array]:
-        """The first new token of each prompt, and the logits that chose it; prompts are padded at the end.
+        """Return the first new token of each prompt, and its logits; prompts are padded at the end.
 
-        The padding's entries in the cache lie past the position of every query until decoding overwrites them.
+        Cache entries of padding lie past the position of every query until decoding overwrites them.
         """
         decoder = nnx.merge(self._graph, params)
         cache = empty_cache(self.config, tokens.shape[0], room, self._dtype)
@@ -240,7 +242,7 @@ class Generator:
         sampling: Sampling,
         steps: Array,
     ) -> tuple[_State, Array]:
-        """At most `steps` further tokens of each text: `[B, STEPS_PER_PROGRAM]`, -1 where there is none."""
+        """Generate at most `steps` further tokens of each text: `[B, STEPS_PER_PROGRAM]`, padded with -1."""
 
         def goes_on(carry: tuple[_State, Array, Array]) -> Array:
             state, _, step = carry
@@ -248,12 +250,12 @@ class Generator:
 
         def advance(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
             state, made, step = carry
-            decoder = nnx.merge(self._graph, params, copy=True)  # variables of the loop's own, or Flax objects
+            decoder = nnx.merge(self._graph, params, copy=True)  # The loop needs its own variables of Flax objects.
             output = decoder(
                 state.token[:, None],
                 positions=state.position[:, None],
                 cache=state.cache,
-                token_mask=~state.finished[:, None],  # a text that has ended costs no expert
+                token_mask=~state.finished[:, None],  # A finished text needs no expert computation.
                 serving=serving,
             )
             key, used = jax.random.split(state.key)
@@ -267,12 +269,12 @@ class Generator:
         return state, made
 
     def _ends(self, token: Array) -> Array:
-        """Whether tokens end their texts."""
+        """Return whether tokens are stop tokens."""
         return jnp.isin(token, self._stop_tokens)
 
 
 def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
-    """`[B]` int32 tokens from `logits [B, vocab_size]`.
+    """Choose `[B]` int32 tokens from `logits [B, vocab_size]`.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", https://arxiv.org/abs/1904.09751 (top-p)
     """
@@ -281,7 +283,7 @@ def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
         scaled = logits / sampling.temperature
         descending = jnp.sort(scaled, axis=-1, descending=True)
         share = jax.nn.softmax(descending, axis=-1)
-        # A token stays where those before it have less than top_p together: the likeliest one always does.
+        # Keep a token if the more likely ones together have less than top_p, so the most likely one is always kept.
         stays = jnp.cumsum(share, axis=-1) - share < sampling.top_p
         least = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
         return jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf)).astype(jnp.int32)
@@ -290,5 +292,5 @@ def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
 
 
 def _up(length: int) -> int:
-    """The next multiple of `_LENGTH_STEP`."""
+    """Round up to a multiple of `_LENGTH_STEP`."""
     return -(-int(length) // _LENGTH_STEP) * _LENGTH_STEP

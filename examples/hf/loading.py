@@ -1,4 +1,4 @@
-"""Decoders from checkpoints in Hugging Face's format, and back."""
+"""Decoders from and to checkpoints in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf.config import DecoderConfig
 from hf.model import Decoder
 from jax_ep import checkpoints
 
-# Flax's names of what the checkpoints call `weight`.
+# Flax's names for what the checkpoints call `weight`.
 _WEIGHTS = ("kernel", "scale", "embedding")
 
 
@@ -28,19 +28,19 @@ def load(
     param_dtype: Any = jnp.bfloat16,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
-    """The decoder of a checkpoint: experts over the axis "expert", everything else on every device.
+    """Load the decoder of a checkpoint: experts sharded over the axis "expert", everything else replicated.
 
-    It is made without weights and filled tensor by tensor, so that no second copy of them is ever in memory.
+    The decoder is created without weights and filled tensor by tensor, so memory never holds a second copy of them.
 
     Args:
-      checkpoint: of one of `hf.config.FAMILIES`.
+      checkpoint: a checkpoint of one of `hf.config.FAMILIES`.
       mesh: (data, expert) mesh, or None for one device.
-      dtype: of the computation.
-      param_dtype: of the parameters; routers keep float32.
-      advance: is called with how many parameters are filled, and how many there are.
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters; routers stay in float32.
+      advance: called with the number of filled parameters and the total.
 
     Raises:
-      ValueError: another family, or tensors that the decoder lacks, has no place for, or has in another shape.
+      ValueError: the family is not supported, or tensors are missing, unexpected or have wrong shapes.
     """
     config, moe_layers = DecoderConfig.from_json(checkpoint.config), checkpoint.moe_layers
     options, dtypes = checkpoint.moe_options(), {"dtype": dtype, "param_dtype": param_dtype}
@@ -57,14 +57,14 @@ def load(
             name, turned = _tensor(path), path[-1] == "kernel"
             value = checkpoint.read(name, sharding=everywhere, dtype=variable.dtype, transpose=turned)
         else:
-            if path not in experts:  # the first parameter of this layer
+            if path not in experts:  # The first parameter of this layer.
                 weights = checkpoint.moe_weights(layer, mesh=mesh, dtype=param_dtype)
                 experts = {(*path[:-1], name): weight for name, weight in weights.items()}
             value = experts.pop(path)
         if (value.shape, value.dtype) != (variable.shape, variable.dtype):
             raise ValueError(
                 f"{'.'.join(map(str, path))} is {value.dtype}{list(value.shape)} in the checkpoint, but config.json"
-                f" makes it {variable.dtype}{list(variable.shape)}: the two do not belong together"
+                f" makes it {variable.dtype}{list(variable.shape)}: the two do not match"
             )
         flat[path] = variable.replace(value)
         advance(done + 1, len(flat))
@@ -72,7 +72,7 @@ def load(
 
 
 def save(folder: Path, decoder: Decoder, config: dict[str, Any], *, dtype: Any) -> None:
-    """Writes a decoder as `load` reads it, in `dtype`, of floats, with the config.json that it had."""
+    """Save a decoder with its original config.json, so that `load` can read it; `dtype` applies to floats."""
     layers: dict[int, dict[str, jax.Array]] = {index: {} for index in decoder.moe_layers}
     others: dict[str, jax.Array] = {}
     for path, variable in nnx.to_flat_state(nnx.state(decoder)):
@@ -88,23 +88,23 @@ def save(folder: Path, decoder: Decoder, config: dict[str, Any], *, dtype: Any) 
 
 
 def _tensor(path: tuple[Any, ...]) -> str:
-    """The checkpoint's name of the parameter at a path that is not in a mixture of experts."""
+    """Return the checkpoint's name of a parameter outside of the MoE layers."""
     return ".".join(map(str, (*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])))
 
 
 def _moe_layer(path: tuple[Any, ...], moe_layers: tuple[int, ...]) -> int | None:
-    """The layer to whose mixture of experts a parameter belongs, or None."""
+    """Return the MoE layer of a parameter, or None."""
     is_moe = path[:2] == ("model", "layers") and path[2] in moe_layers and path[3] == "mlp"
     return path[2] if is_moe else None
 
 
 def _check_names(checkpoint: checkpoints.Checkpoint, expected: set[str], *, tied: bool) -> None:
-    """Nothing of the checkpoint is left out, as a bias would be that config.json does not mention."""
+    """Check that every tensor of the checkpoint is used, for example biases that config.json does not mention."""
     of_experts = re.compile(rf"model\.layers\.({'|'.join(map(str, checkpoint.moe_layers))})\.(mlp|block_sparse_moe)\.")
     expected = expected | ({"lm_head.weight"} if tied else set())
-    expected |= {f"{name}_scale_inv" for name in expected}  # of FP8, which `read` knows
+    expected |= {f"{name}_scale_inv" for name in expected}  # FP8 scales, which `read` applies.
     unread = [name for name in checkpoint.names if name not in expected and not of_experts.match(name)]
     if unread:
         raise ValueError(
-            f"the checkpoint has {len(unread)} tensors that its config.json leaves no place for, such as {unread[0]}"
+            f"the checkpoint has {len(unread)} tensors that its config.json does not describe, such as {unread[0]}"
         )

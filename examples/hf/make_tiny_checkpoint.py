@@ -1,9 +1,9 @@
-"""Writes a small checkpoint of random weights in the Hugging Face format of a family, to try serve_hf_moe.py with.
+"""Write a small checkpoint of random weights in the Hugging Face format of a family, to try serve_hf_moe.py.
 
     python examples/hf/make_tiny_checkpoint.py qwen3_moe runs/tiny_qwen3_moe
 
-What such a model writes means nothing, but the same family and seed give the same weights, so the same texts.
-It needs NumPy, safetensors and tokenizers.
+The generated text is meaningless, but the same family and seed give the same weights and thus the same text. Needs
+NumPy, safetensors and tokenizers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 from jax_ep.tools.command import Parser, count_or_zero, run
 
 _STOP = "<|endoftext|>"
-_VOCAB = 257  # bytes and the end of a text
-READABLE = 95  # of them; they have the first ids
+_VOCAB = 257  # Bytes and the stop token.
+READABLE = 95  # The printable ones, which have the first ids.
 _COMMON = {
     "vocab_size": _VOCAB,
     "hidden_size": 128,
@@ -63,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
-        "hidden_size": 96,  # no multiple of 128, as with the published ones
+        "hidden_size": 96,  # Not a multiple of 128, as in published checkpoints.
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,
@@ -89,12 +89,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> dict[str, Any]:
-    """The config.json of a family's tiny model."""
+    """Return the config.json of a family's tiny model."""
     return {"model_type": family} | _COMMON | CONFIGS[family]
 
 
 def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors, as the family's published checkpoints have them."""
+    """Yield names and shapes of the tensors, as in the family's published checkpoints."""
     hidden, family = config["hidden_size"], config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", hidden // heads)
@@ -122,7 +122,7 @@ def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _mlp_shapes(config: dict[str, Any], index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Those of a layer's experts and router, or of its dense layer."""
+    """Yield the tensors of a layer's experts and router, or of its dense layer."""
     hidden, inner, layer = config["hidden_size"], config["intermediate_size"], f"model.layers.{index}."
     if config["model_type"] == "gpt_oss":
         experts = config["num_local_experts"]
@@ -150,7 +150,7 @@ def _mlp_shapes(config: dict[str, Any], index: int) -> Iterator[tuple[str, tuple
 
 
 def weights(family: str, seed: int) -> dict[str, np.ndarray]:
-    """Random weights, float32: each a function of family, seed and its name alone."""
+    """Create random float32 weights that depend only on family, seed and tensor name."""
     made = {}
     for name, shape in shapes(config_of(family)):
         rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(f"{family}/{name}".encode())]))
@@ -159,13 +159,13 @@ def weights(family: str, seed: int) -> dict[str, np.ndarray]:
 
 
 def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Uniform numbers at scales at which every part of the model decides about its greedy tokens."""
+    """Draw uniform numbers, scaled so that every part of the model affects its greedy tokens."""
     values = rng.uniform(-1.0, 1.0, shape)
     if "norm" in name:
         values = 1 + 0.3 * values
     elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-        values[READABLE:] *= 0.1  # unlikely outputs: what the model writes is readable
-        # Small beside what layers add to it: else a head that is the embedding repeats the last token.
+        values[READABLE:] *= 0.1  # Makes other outputs unlikely, so that the text is readable.
+        # Small compared with the output of the layers: a tied head would otherwise repeat the last token.
         values *= 0.1 if "embed" in name else 1.0
     elif "bias" not in name and "sinks" not in name:
         decisive = re.search(r"q_proj|k_proj|router|gate\.weight", name)
@@ -175,8 +175,8 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """One token per byte, and one for the end of a text."""
-    # Characters that stand for bytes: ASCII for itself, the one at 0x120 for the space.
+    """Create a tokenizer with one token per byte, and a stop token."""
+    # Characters that stand for bytes: ASCII stands for itself, U+0120 for the space.
     alphabet = sorted(
         tokenizers.pre_tokenizers.ByteLevel.alphabet(), key=lambda char: (char > "~" and char != "Ġ", char)
     )
@@ -188,7 +188,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def make(family: str, folder: Path, seed: int = 0) -> None:
-    """Writes config.json, model.safetensors and tokenizer.json."""
+    """Write config.json, model.safetensors and tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(family), indent=2) + "\n")
     save_file(weights(family, seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -196,7 +196,7 @@ def make(family: str, folder: Path, seed: int = 0) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=sorted(CONFIGS))
     parser.add_argument("folder", type=Path)

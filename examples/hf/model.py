@@ -1,7 +1,8 @@
-"""A decoder in Flax NNX for checkpoints of Qwen3-MoE, Mixtral and gpt-oss; its experts are those of `jax_ep.flax.MoE`.
+"""A decoder in Flax NNX for checkpoints of Qwen3-MoE, Mixtral and gpt-oss, with experts of `jax_ep.flax.MoE`.
 
-Modules have the names that the tensors have in these checkpoints: `model.layers[3].self_attn.q_proj.kernel` is the
-transpose of the tensor `model.layers.3.self_attn.q_proj.weight`. hf/loading.py rests on that.
+Modules are named like the tensors of these checkpoints: `model.layers[3].self_attn.q_proj.kernel` is the transpose of
+the
+tensor `model.layers.3.self_attn.q_proj.weight`. hf/loading.py relies on it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Cache(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """What a pass through the layers returns.
+    """Output of a pass through the layers.
 
     Attributes:
       hidden: `[B, S, H]` after the last norm, for `Decoder.logits`.
-      cache: of each layer, filled; None without a cache.
-      metrics: of each layer that is a mixture of experts.
+      cache: updated cache of each layer; None without a cache.
+      metrics: metrics of each MoE layer.
     """
 
     hidden: Array
@@ -42,13 +43,13 @@ class DecoderOutput(NamedTuple):
 
 
 def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> list[Cache]:
-    """Caches of all layers with room for `length` positions of each of `batch` texts."""
+    """Create the caches of all layers for `length` positions of each of `batch` texts."""
     zeros = jnp.zeros((batch, length, config.num_kv_heads, config.head_dim), dtype)
     return [Cache(zeros, zeros) for _ in config.windows]
 
 
 def rotate(x: Array, positions: Array, rope: Rope) -> Array:
-    """Rotary embedding of `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
+    """Apply rotary embedding to `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
     angle = jnp.einsum("bs,d->bsd", positions.astype(jnp.float32), jnp.array(rope.frequencies, jnp.float32))
     cos, sin = (rope.scale * f(angle)[:, :, None] for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -56,7 +57,7 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
 
 
 class RMSNorm(nnx.Module):
-    """Division by the root mean square over the last axis, computed in float32, and a scale per channel."""
+    """Root-mean-square norm over the last axis, computed in float32, with a scale per channel."""
 
     def __init__(self, size: int, eps: float, *, param_dtype: Any) -> None:
         self.eps = eps
@@ -69,7 +70,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention of grouped heads with rotary positions, and what the families add to it.
+    """Causal self-attention with grouped heads and rotary positions, and the variants of the families.
 
     All scores are in memory at once: a prompt of S tokens takes S * S of them per head.
     """
@@ -105,14 +106,14 @@ class Attention(nnx.Module):
             cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
             key, value = cache
             key_positions = jnp.arange(key.shape[1])[None]
-        # A cache slot past the query's position is empty or left over from padding: the causal mask hides it.
+        # A cache slot past the query's position is empty or padding: the causal mask hides it.
         ahead = positions[:, :, None] - key_positions[:, None, :]
         visible = (ahead >= 0) if self.window is None else (ahead >= 0) & (ahead < self.window)
         mixed = self._mix(query, key, value, visible)
         return self.o_proj(mixed.reshape(batch, length, -1)), cache
 
     def _mix(self, query: Array, key: Array, value: Array, visible: Array) -> Array:
-        """Values weighted by the softmax: `[B, S, heads, D]` for each query; `visible [B, queries, keys]`."""
+        """Return softmax-weighted values `[B, S, heads, D]` per query, masked by `visible [B, queries, keys]`."""
         groups = self.config.num_kv_heads
         query = query.reshape(*query.shape[:2], groups, -1, query.shape[-1])
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, key, preferred_element_type=jnp.float32)
@@ -125,7 +126,7 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`: the layers that are no mixture of experts."""
+    """A dense layer, `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, **dtypes: Any) -> None:
         self.gate_proj = nnx.Linear(config.hidden_size, config.mlp_size, use_bias=False, rngs=rngs, **dtypes)
@@ -137,7 +138,7 @@ class GatedMLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and `mlp`, a mixture of experts or not, each behind a norm and added to the residual stream."""
+    """Attention and `mlp`, dense or MoE, each after a norm and added to the residual stream."""
 
     def __init__(
         self, config: DecoderConfig, window: int | None, mlp: MoE | GatedMLP, *, rngs: nnx.Rngs, **dtypes: Any
@@ -167,7 +168,7 @@ class Layer(nnx.Module):
 
 
 class _Body(nnx.Module):
-    """What the checkpoints call `model`: everything but the head."""
+    """The part that checkpoints call `model`: everything except the head."""
 
     def __init__(self, embed_tokens: nnx.Embed, layers: list[Layer], norm: RMSNorm) -> None:
         self.embed_tokens = embed_tokens
@@ -176,15 +177,15 @@ class _Body(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token ids to logits.
+    """A decoder from token ids to logits.
 
     Args:
-      config: of everything but the experts.
-      moe_options: keyword arguments of the `MoE` of each mixture layer.
-      moe_layers: which layers are mixtures of experts.
+      config: configuration of everything except the experts.
+      moe_options: keyword arguments of the `MoE` of each MoE layer.
+      moe_layers: which layers are MoE.
       mesh: (data, expert) mesh, see lm/devices.py, or None for one device.
-      dtype: of the computation; norms, softmax, routers and logits are in float32.
-      param_dtype: of the parameters; routers keep float32.
+      dtype: dtype of the computation; norms, softmax, routers and logits use float32.
+      param_dtype: dtype of the parameters; routers stay in float32.
       rngs: for parameters, which a checkpoint replaces.
     """
 
@@ -230,15 +231,16 @@ class Decoder(nnx.Module):
         token_mask: Array | None = None,
         serving: list[ServingWeights | None] | None = None,
     ) -> DecoderOutput:
-        """Passes `tokens [B, S]` through all layers.
+        """Run `tokens [B, S]` through all layers.
 
         Args:
           tokens: `[B, S]` ids.
           positions: `[B, S]` of the tokens in their texts; None counts from 0.
-          cache: keys and values of earlier positions, or None to attend to `tokens` alone.
-          token_mask: `[B, S]` bool, False for padding, which goes to no expert. It must stand after the text: only
-            then does causality keep it out of attention.
-          serving: the experts' matrices of each layer for the low-latency path; see `jax_ep.flax.MoE`.
+          cache: keys and values of earlier positions, or None to attend to `tokens` only.
+          token_mask: `[B, S]` bool, False for padding, which goes to no expert. Padding must follow the text, because
+            only
+            causality keeps it out of attention.
+          serving: the expert weights of each layer for the low-latency path; see `jax_ep.flax.MoE`.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -252,6 +254,6 @@ class Decoder(nnx.Module):
         return DecoderOutput(self.model.norm(x), None if cache is None else filled, metrics)
 
     def logits(self, hidden: Array) -> Array:
-        """Logits `[..., vocab_size]` float32 of the next token, from `hidden [..., H]`."""
+        """Return logits `[..., vocab_size]` float32 of the next token, from `hidden [..., H]`."""
         head = self.model.embed_tokens.attend if self.lm_head is None else self.lm_head
         return head(hidden).astype(jnp.float32)

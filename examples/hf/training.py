@@ -19,7 +19,7 @@ Array = jax.Array
 
 
 class Step(NamedTuple):
-    """What one step found: nats per token before it, and `load [layers, E]` of the experts."""
+    """Results of one step: nats per token before the step, and the experts' `load [layers, E]`."""
 
     loss: float
     load: np.ndarray
@@ -36,18 +36,18 @@ def train(
     mesh: jax.sharding.Mesh | None = None,
     seed: int = 0,
 ) -> Iterator[Step]:
-    """Changes the weights of `decoder` by `steps` steps of AdamW, with a linear warm-up over the first tenth.
+    """Fine-tune `decoder` in place for `steps` steps of AdamW, with a linear warm-up over the first tenth.
 
     Args:
-      decoder: its parameters should be float32: steps are smaller than what bfloat16 resolves.
+      decoder: its parameters should be float32, because updates are too small for bfloat16.
       tokens: `[N]` ids of the text; each step takes random windows of it.
       steps, batch_size, length: windows per step, over all devices, and their tokens.
-      learning_rate: after the warm-up.
-      mesh: the decoder's.
-      seed: of the windows.
+      learning_rate: learning rate after the warm-up.
+      mesh: mesh of the decoder.
+      seed: seed of the random windows.
 
     Raises:
-      ValueError: a text that is shorter than a window, or a batch that the devices cannot share.
+      ValueError: the text is shorter than a window, or the batch does not divide over the devices.
     """
     if mesh is not None and batch_size % mesh.size:
         raise ValueError(f"batch_size={batch_size} must be a multiple of the {mesh.size} devices")
@@ -63,7 +63,7 @@ def train(
 
 @nnx.jit(donate_argnums=(0, 1))
 def _step(decoder: Decoder, optimizer: nnx.Optimizer, windows: Array) -> tuple[Array, Array]:
-    """One step on `windows [batch, length + 1]`; returns the loss and the load."""
+    """Run one step on `windows [batch, length + 1]`; return the loss and the load."""
 
     def loss_of(decoder: Decoder) -> tuple[Array, tuple[Array, Array]]:
         output = decoder(windows[:, :-1])

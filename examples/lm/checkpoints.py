@@ -1,4 +1,4 @@
-"""Orbax checkpoints of everything a run needs to continue as if it had never stopped."""
+"""Orbax checkpoints of everything that a run needs to continue exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm.training import Trainer, TrainState, placed
 
 
 class Restored(NamedTuple):
-    """A train state and the state of the data iterator that belongs to it."""
+    """A train state and the matching state of the data iterator."""
 
     step: int
     state: TrainState
@@ -30,44 +30,44 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint, or None."""
+        """Return the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def delete_all(self) -> None:
-        """Forgets every checkpoint of the folder."""
+        """Delete every checkpoint of the folder."""
         for step in self._manager.all_steps():
             self._manager.delete(step)
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], model: ModelConfig) -> None:
-        """Starts to save; writing goes on in the background, from a copy of the arrays."""
+        """Start saving; writing continues in the background from a copy of the arrays."""
         arrays = {name: ocp.args.StandardSave(part) for name, part in _parts(state).items()}
         notes = {"data": ocp.args.JsonSave(data), "config": ocp.args.JsonSave(dataclasses.asdict(model))}
         self._manager.save(step, args=ocp.args.Composite(**arrays, **notes))
 
     def restore(self, trainer: Trainer) -> Restored:
-        """The newest checkpoint, with every array placed as `trainer` wants it."""
+        """Restore the newest checkpoint with the shardings of `trainer`."""
         step, saved = self._newest(), self.model_config()
         if saved != trainer.model:
             raise ValueError(
-                f"the checkpoint is of the model {saved}, this run's is {trainer.model}: use another folder"
+                f"the checkpoint has the model {saved}, but this run has {trainer.model}: use another folder"
             )
         parts = {name: ocp.args.StandardRestore(part) for name, part in _parts(trainer.abstract_state()).items()}
         found = self._manager.restore(step, args=ocp.args.Composite(**parts, data=ocp.args.JsonRestore()))
         return Restored(step, TrainState(found["model"], found["optimizer"], found["random"]["key"]), found["data"])
 
     def model_config(self) -> ModelConfig:
-        """Sizes of the saved model."""
+        """Return the sizes of the saved model."""
         found = self._manager.restore(self._newest(), args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         return ModelConfig(**found["config"])
 
     def restore_model(self, config: ModelConfig, mesh: jax.sharding.Mesh) -> LanguageModel:
-        """The parameters alone, on any mesh: Orbax reads each device's share."""
+        """Restore only the parameters, on any mesh; each device reads its share."""
         graph, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, mesh=mesh, rngs=nnx.Rngs(0))))
         arguments = ocp.args.Composite(model=ocp.args.StandardRestore(placed(state, mesh)))
         return nnx.merge(graph, self._manager.restore(self._newest(), args=arguments)["model"])
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
+        """Wait until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
 
@@ -79,5 +79,5 @@ class Checkpoints:
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """Saved apart, so that serving can read the parameters alone."""
+    """Split the state, so that serving can read the parameters only."""
     return {"model": state.model, "optimizer": state.optimizer, "random": {"key": state.key}}

@@ -1,4 +1,4 @@
-"""Options that training and generation have in common."""
+"""Command-line options shared by training and generation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CPU_DEVICES = 8
 
 
 def make_parser(description: str | None, *, out: str, expert_parallel: str) -> Parser:
-    """With `--out`, `--devices`, `--expert-parallel` and `--seed`; what the first and the third mean is told here."""
+    """Create a parser with `--out`, `--devices`, `--expert-parallel` and `--seed`; callers describe two of them."""
     devices = f"devices to use; default: all accelerators, or {CPU_DEVICES} virtual CPU devices"
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/moe_lm"), help=out)

@@ -1,4 +1,4 @@
-"""The Python standard library's own sources as bytes, and an iterator over random windows that can be resumed."""
+"""The Python standard library's sources as bytes, and a resumable iterator over random windows."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 import numpy as np
 
 NUM_BYTES = 256
-# Tests and generated tables are a different language from the library, and twice its size.
+# Tests and generated tables differ from library code, and are twice its size.
 _LEFT_OUT = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 _END_OF_FILE = b"\0"
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Two texts of bytes: `train` and `held_out` hold different files."""
+    """Two byte texts, `train` and `held_out`, from different files."""
 
     train: np.ndarray
     held_out: np.ndarray
 
     def held_out_windows(self, count: int, length: int) -> np.ndarray:
-        """`[count, length + 1]` evenly spaced windows: inputs and, shifted by one, targets."""
+        """Return evenly spaced windows `[count, length + 1]`: inputs and, shifted by one, targets."""
         starts = np.linspace(0, len(self.held_out) - length - 1, count).astype(np.int64)
         return _windows(self.held_out, starts, length)
 
 
 def read_corpus(root: Path | None = None, *, held_out_share: float = 0.05) -> Corpus:
-    """Reads all sources below `root`, by default the standard library's folder, in the order of their names.
+    """Read all sources below `root`, by default the standard library's folder, in the order of their names.
 
-    A file is held out by a hash of its name: the split survives files that come and go between Python versions.
+    A hash of its name decides whether a file is held out, so the split is stable across Python versions.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -48,14 +48,14 @@ def read_corpus(root: Path | None = None, *, held_out_share: float = 0.05) -> Co
 
 
 def unigram_entropy(text: np.ndarray) -> float:
-    """Nats per byte: no model that ignores the context can have a lower loss on `text`."""
+    """Return the entropy in nats per byte: a lower bound on the loss of models that ignore the context."""
     share = np.bincount(text, minlength=NUM_BYTES) / len(text)
     share = share[share > 0]
     return float(-(share * np.log(share)).sum())
 
 
 class WindowIterator:
-    """Endless batches of random windows; `state` and `restore` continue the very same sequence elsewhere."""
+    """Endless batches of random windows; `state` and `restore` continue the same sequence in another process."""
 
     def __init__(self, text: np.ndarray, *, batch_size: int, length: int, seed: int) -> None:
         if len(text) <= length:
@@ -64,7 +64,7 @@ class WindowIterator:
         self._generator = np.random.Generator(np.random.PCG64(seed))
 
     def __next__(self) -> np.ndarray:
-        """`[batch_size, length + 1]` int32."""
+        """Return the next batch `[batch_size, length + 1]` int32."""
         starts = self._generator.integers(0, len(self._text) - self._length, self._batch_size)
         return _windows(self._text, starts, self._length)
 
@@ -72,11 +72,11 @@ class WindowIterator:
         return self
 
     def state(self) -> dict[str, Any]:
-        """All there is to know, ready for JSON."""
+        """Return the full state as JSON types."""
         return self._generator.bit_generator.state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where the iterator that returned `state` was."""
+        """Continue after the iterator that returned `state`."""
         self._generator.bit_generator.state = state
 
 

@@ -1,4 +1,4 @@
-"""Which devices an example runs on. XLA reads its flags from the environment once, at first use of a device."""
+"""Device selection of the examples. XLA reads its flags once, at first use of a device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-# Virtual CPU devices share the machine's cores, so a device may wait long for its turn: by default XLA takes a
-# collective for hung, and aborts the process, after seconds.
+# Virtual CPU devices share the machine's cores, so one may be late. By default XLA assumes that a collective hangs
+# after seconds, and aborts the process.
 _PATIENCE = {
     "xla_cpu_collective_timeout_seconds": 1800,
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
@@ -18,9 +18,9 @@ _PATIENCE = {
 
 
 def prepare_cpu_devices(count: int) -> None:
-    """Makes the CPU, where it is JAX's platform, look like `count` devices; call it before JAX uses a device.
+    """Split the CPU into `count` virtual devices if it is JAX's platform; call it before JAX uses a device.
 
-    Accelerators are not affected. Flags that the user has set stay as they are.
+    Accelerators are not affected. Flags that the user has set stay unchanged.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     wanted = {"xla_force_host_platform_device_count": count, **_PATIENCE}
@@ -29,12 +29,12 @@ def prepare_cpu_devices(count: int) -> None:
 
 
 def make_mesh(*, max_devices: int | None, num_experts: int, expert_parallel: int | None) -> jax.sharding.Mesh:
-    """A (data, expert) mesh over the devices at hand.
+    """Create a (data, expert) mesh over the available devices.
 
     Args:
-      max_devices: use at most so many; None uses all.
+      max_devices: maximum number of devices; None uses all.
       num_experts: experts of the model; the expert axis must divide them.
-      expert_parallel: size of the expert axis; None: half of the devices where there are four or more, else all.
+      expert_parallel: size of the expert axis; None uses half of the devices if there are at least four, else all.
     """
     import jax
 
@@ -47,7 +47,7 @@ def make_mesh(*, max_devices: int | None, num_experts: int, expert_parallel: int
             " experts; set --expert-parallel or --devices"
         )
     shape = (len(devices) // expert_parallel, expert_parallel)
-    # Automatic axes: the compiler places everything but the experts, and the layer's own regions place those.
-    # Automatic: the models gather embeddings and caches, which have no sharding rule on explicit axes.
+    # Automatic axes: the compiler shards everything except the experts, which the layer shards itself. The models
+    # gather embeddings and caches, which have no sharding rule on explicit axes.
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh(shape, ("data", "expert"), axis_types=axis_types, devices=devices)

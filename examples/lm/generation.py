@@ -20,13 +20,13 @@ Experts = Literal["fp8", "same", "off"]
 
 
 class Generated(NamedTuple):
-    """What followed each prompt, and how long the device needed, compilation not counted.
+    """Generated texts and times, without compilation.
 
     Attributes:
       texts: the new bytes of each prompt.
-      logits: `[B, steps, 256]`, which chose them.
-      prefill_seconds: of all prompts.
-      decode_seconds: of all steps, in one program.
+      logits: `[B, steps, 256]` of the new bytes.
+      prefill_seconds: time for all prompts.
+      decode_seconds: time for all steps, in one program.
     """
 
     texts: list[bytes]
@@ -36,7 +36,7 @@ class Generated(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Between two steps: logits `[B, 256]` of the next byte, its position `[B]`, and the cache."""
+    """The state between two steps: logits `[B, 256]` of the next byte, its position `[B]`, and the cache."""
 
     logits: Array
     position: Array
@@ -44,13 +44,14 @@ class _State(NamedTuple):
 
 
 class Generator:
-    """Prefill and decode of one model, compiled once for each shape.
+    """Prefill and decode of one model, compiled once per shape.
 
     Args:
-      model: what generates.
+      model: the model.
       mesh: its mesh.
-      experts: the matrices of the experts where a device has so few tokens that `jax_ep.flax.MoE` takes its low-latency
-        path, as in decoding: in "fp8", in the "same" dtype as the rest, or "off", which never takes it.
+      experts: expert weights for batches so small that `jax_ep.flax.MoE` takes its low-latency path, as in decoding:
+        "fp8",
+        "same" (the model's dtype), or "off", which disables that path.
     """
 
     def __init__(self, model: LanguageModel, mesh: jax.sharding.Mesh, *, experts: Experts = "off") -> None:
@@ -58,10 +59,10 @@ class Generator:
         self._graph, self._state = nnx.split(model)
         self._serving: ServingWeights | None = None
         if experts != "off":
-            # One program, so that the matrices of a device are turned and quantised where they are.
+            # Transpose and quantize the weights in one program, so that each device processes its own.
             self._serving = nnx.jit(lambda model: model.blocks.moe.serving_weights(fp8=experts == "fp8"))(model)
         self._prefill = jax.jit(self._prefill_step, static_argnames="room")
-        # No result has the shape of what is donated. On several devices XLA uses its memory all the same; on one, JAX
+        # No result has the shape of the donated state. On several devices XLA still reuses its memory; on one, JAX
         # warns.
         self._decode = jax.jit(self._decode_steps, donate_argnames=("state",) if mesh.size > 1 else ())
         self._one_step = jax.jit(self._step, donate_argnames="state")
@@ -76,16 +77,16 @@ class Generator:
         seed: int = 0,
         forced: list[bytes] | None = None,
     ) -> Generated:
-        """Continues each prompt by `max_new` bytes: the likeliest ones at temperature 0, else sampled.
+        """Continue each prompt by `max_new` bytes: the most likely ones at temperature 0, else sampled.
 
-        With `forced`, texts of that length, these are the bytes, and what is of interest are the logits.
+        With `forced`, texts of that length, return their bytes and the logits at each of them.
         """
         tokens, lengths = self._tokens(prompts, max_new)
         wanted = np.full((max_new, len(prompts)), -1, np.int32)
         if forced is not None:
             wanted[:] = np.array([list(text) for text in forced]).T
         arguments = (jnp.float32(temperature), jax.random.split(jax.random.key(seed), max_new), wanted)
-        # Compilation and the first run, which sets up the executable, stay out of the times.
+        # Exclude compilation and the first run, which sets up the executable, from the times.
         prefill, decode = self._programs(tokens, lengths, arguments)
         begin = time.perf_counter()
         state = jax.block_until_ready(prefill(self._state, self._serving, tokens, lengths))
@@ -96,7 +97,7 @@ class Generator:
         return Generated(texts, np.asarray(logits).swapaxes(0, 1), prefilled - begin, done - prefilled)
 
     def _programs(self, tokens: Array, lengths: Array, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Prefill and decode for these shapes, compiled once, the first one warm."""
+        """Compile prefill and decode once for these shapes, and run prefill once."""
         max_new = len(arguments[-1])
         key = (*tokens.shape, max_new)
         if key not in self._compiled:
@@ -109,12 +110,12 @@ class Generator:
         return self._compiled[key]
 
     def step_seconds(self, prompts: list[bytes], *, steps: int) -> np.ndarray:
-        """Times of single steps, each one program that is waited for, as where every byte is sent to a user."""
+        """Time single steps, each as one program that is waited for, as when every byte is streamed to a user."""
         tokens, lengths = self._tokens(prompts, steps + 1)
         state = self._prefill(self._state, self._serving, tokens, lengths, room=steps + 1)
         key, free = jax.random.key(0), jnp.full(len(prompts), -1, jnp.int32)
         times = []
-        for _ in range(steps + 1):  # the first one compiles
+        for _ in range(steps + 1):  # The first step compiles.
             begin = time.perf_counter()
             state, _ = jax.block_until_ready(
                 self._one_step(self._state, self._serving, state, jnp.float32(0), key, free)
@@ -123,7 +124,7 @@ class Generator:
         return np.array(times[1:])
 
     def _tokens(self, prompts: list[bytes], max_new: int) -> tuple[Array, Array]:
-        """Bytes and lengths of the prompts, on the devices."""
+        """Return bytes and lengths of the prompts, on the devices."""
         if min(map(len, prompts), default=0) == 0 or max_new < 1:
             raise ValueError(f"generation needs prompts of at least one byte and max_new >= 1, got {max_new}")
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -133,17 +134,18 @@ class Generator:
         return self._put(tokens), self._put(lengths)
 
     def _put(self, array: np.ndarray) -> Array:
-        """Rows over all devices where they divide evenly, else all rows on each."""
+        """Shard rows over all devices if they divide evenly, else replicate them."""
         spec = PartitionSpec(("data", "expert")) if len(array) % self.mesh.size == 0 else PartitionSpec()
         return jax.device_put(array, NamedSharding(self.mesh, spec))
 
     def _prefill_step(
         self, params: nnx.State, serving: ServingWeights | None, tokens: Array, lengths: Array, *, room: int
     ) -> _State:
-        """Logits after the last byte of each prompt, and a cache with `room` more places.
+        """Return logits after the last byte of each prompt, and a cache with `room` more positions.
 
-        Prompts are padded at the end. The padding's entries in the cache lie past the position of every query until
-        decoding overwrites them, so no query sees them.
+        Prompts are padded at the end. Cache entries of padding lie past the position of every query until decoding
+        overwrites
+        them, so no query sees them.
         """
         cache = empty_cache(self.config, tokens.shape[0], tokens.shape[1] + room)
         logits, cache, _ = nnx.merge(self._graph, params)(tokens, cache=cache, weights=serving)
@@ -159,9 +161,9 @@ class Generator:
         key: Array,
         forced: Array,
     ) -> tuple[_State, tuple[Array, Array]]:
-        """One byte of each text, `forced [B]` where that is not negative, and the logits that chose it."""
+        """Return one byte of each text, `forced [B]` if not negative, and its logits."""
         token = jnp.where(forced >= 0, forced, _choose(state.logits, temperature, key))
-        model = nnx.merge(self._graph, params, copy=True)  # variables of the scan's own, or Flax objects
+        model = nnx.merge(self._graph, params, copy=True)  # The scan needs its own variables of Flax objects.
         logits, cache, _ = model(token[:, None], positions=state.position[:, None], cache=state.cache, weights=serving)
         return _State(logits[:, 0], state.position + 1, cache), (token, state.logits)
 
@@ -174,7 +176,7 @@ class Generator:
         keys: Array,
         forced: Array,
     ) -> tuple[Array, Array]:
-        """`[steps, B]` new bytes and the logits `[steps, B, 256]` that chose them."""
+        """Return `[steps, B]` new bytes and their logits `[steps, B, 256]`."""
 
         def step(state: _State, inputs: tuple[Array, Array]) -> tuple[_State, tuple[Array, Array]]:
             return self._step(params, serving, state, temperature, *inputs)
@@ -183,16 +185,17 @@ class Generator:
 
 
 class Agreement(NamedTuple):
-    """How two generators compare on the greedy texts of the first: both read these, so that they see the same.
+    """Agreement of two generators on the greedy texts of the first, which both read.
 
     Attributes:
-      same_bytes: share of the places where both find the same byte likeliest.
-      same_texts: the second one's own greedy texts are those of the first.
+      same_bytes: share of positions where both find the same byte most likely.
+      same_texts: the second generator's own greedy texts equal those of the first.
       logit_error: root mean square of the differences of the logits.
-      typical_error: the same of the logits of one byte, the median of all. A token whose router weighs two experts
-        alike may go to the other one, by roundings that differ from processor to processor, which this does not see.
+      typical_error: the median over bytes of that error. It ignores tokens with a near tie in the router, which may go
+        to
+        another expert because of roundings that differ between processors.
       largest_error: the largest difference.
-      logit_scale: root mean square of the logits, each row less its mean.
+      logit_scale: root mean square of the logits, centered per row.
     """
 
     same_bytes: float
@@ -204,7 +207,7 @@ class Agreement(NamedTuple):
 
 
 def compare(reference: Generator, other: Generator, prompts: list[bytes], *, max_new: int) -> Agreement:
-    """The greedy output of `other` beside that of `reference`."""
+    """Compare the greedy output of `other` with that of `reference`."""
     want = reference(prompts, max_new=max_new)
     got = other(prompts, max_new=max_new, forced=want.texts)
     error = got.logits - want.logits

@@ -16,13 +16,13 @@ from lm.data import NUM_BYTES
 
 Array = jax.Array
 ExpertWeights = ServingWeights | TrainingWeights
-# Saved across the forward pass under remat="keep-experts": what is costly to compute or send a second time.
+# Saved under remat="keep-experts", because recomputing or sending them again is expensive.
 _EXPERT_NAMES = ("jax_ep.tokens", "jax_ep.hidden")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and choices of the model; plain values, so that a checkpoint can hold them as JSON."""
+    """Sizes and options of the model; plain values, so that a checkpoint can store them as JSON."""
 
     hidden: int = 128
     layers: int = 3
@@ -46,20 +46,20 @@ class ModelConfig:
 
 
 class Cache(NamedTuple):
-    """Keys and values of earlier positions: `[layers, B, S, heads, head_dim]`; one layer's lacks the first axis."""
+    """Keys and values of earlier positions: `[layers, B, S, heads, head_dim]`; without the first axis for one layer."""
 
     keys: Array
     values: Array
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
-    """A cache with room for `length` positions of each of `batch` rows."""
+    """Create a cache for `length` positions of each of `batch` rows."""
     shape = (config.layers, batch, length, config.heads, config.hidden // config.heads)
     return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
 
 def rotate(x: Array, positions: Array, base: float) -> Array:
-    """Rotary embedding of `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
+    """Apply rotary embedding to `x [B, S, heads, D]` at `positions [B, S]`, in float32."""
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
@@ -73,7 +73,7 @@ def _linear(inputs: int, outputs: int, config: ModelConfig, rngs: nnx.Rngs, **op
 
 
 class RMSNorm(nnx.Module):
-    """Division by the root mean square, computed in float32, and a scale per channel."""
+    """Root-mean-square norm, computed in float32, with a scale per channel."""
 
     def __init__(self, size: int) -> None:
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
             cache = Cache(cache.keys.at[rows, positions].set(key), cache.values.at[rows, positions].set(value))
             key, value = cache.keys, cache.values
             key_positions = jnp.arange(key.shape[1])[None, :]
-        # A cache slot past the query's position is empty or left over: the causal mask hides it.
+        # A cache slot past the query's position is empty or stale: the causal mask hides it.
         visible = key_positions[:, None, None, :] <= positions[:, None, :, None]
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
         scores = jnp.where(visible, scores * (hidden // heads) ** -0.5, -jnp.inf)
@@ -114,7 +114,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a mixture of experts, each behind a norm and added to the residual stream."""
+    """Attention and an MoE layer, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, *, mesh: jax.sharding.Mesh, rngs: nnx.Rngs) -> None:
         self.dropout = config.dropout
@@ -162,7 +162,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes to logits over the next byte. `blocks` holds the parameters of all layers, stacked on the first axis."""
+    """A model from bytes to logits of the next byte. `blocks` stacks the parameters of all layers on the first axis."""
 
     def __init__(self, config: ModelConfig, *, mesh: jax.sharding.Mesh, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -177,7 +177,7 @@ class LanguageModel(nnx.Module):
 
         self.blocks = make_blocks(rngs)
         self.norm = RMSNorm(config.hidden)
-        # Small logits at first: the loss then starts at the uniform distribution's.
+        # Small initial logits, so that the loss starts near that of the uniform distribution.
         self.head = _linear(config.hidden, NUM_BYTES, config, rngs, kernel_init=nnx.initializers.normal(0.02))
 
     def __call__(
@@ -189,14 +189,14 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
         weights: ExpertWeights | None = None,
     ) -> tuple[Array, Cache | None, MoEMetrics]:
-        """Logits `[B, S, 256]` float32, the filled cache, and the metrics with one row per layer.
+        """Return logits `[B, S, 256]` float32, the updated cache, and the metrics with one row per layer.
 
         Args:
           tokens: `[B, S]` bytes.
           positions: `[B, S]` of the tokens in their texts; None counts from 0.
-          cache: keys and values of earlier positions, or None to attend to `tokens` alone.
-          key: random key for dropout; None drops nothing.
-          weights: matrices of all layers' experts, for serving or quantised for training; see `jax_ep.flax.MoE`.
+          cache: keys and values of earlier positions, or None to attend to `tokens` only.
+          key: random key for dropout; None disables dropout.
+          weights: expert weights of all layers, for serving or quantized for training; see `jax_ep.flax.MoE`.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -222,5 +222,5 @@ def _remat(layer: Any, mode: str) -> Any:
     if mode == "none":
         return layer
     policy = jax.checkpoint_policies.save_only_these_names(*_EXPERT_NAMES) if mode == "keep-experts" else None
-    # Inside a scan no other computation can be merged with the second one: the barrier that prevents it only costs.
+    # CSE cannot happen inside a scan, so the barrier against it would only cost time.
     return nnx.remat(layer, prevent_cse=False, policy=policy)

@@ -1,6 +1,6 @@
-"""What a run shows and leaves behind: what it is doing, a JSON of its metrics, and a picture of its curves.
+"""Output of a run: progress on the terminal, a JSON of its metrics, and a plot of its curves.
 
-Imports nothing slow, so that a program can say what it does before it imports JAX.
+It imports nothing slow, so that a program can print before it imports JAX.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @contextlib.contextmanager
 def doing(console: Console, what: str) -> Iterator[None]:
-    """Shows on a terminal what the body does and for how long; leaves a line with its seconds behind."""
+    """Show on a terminal what the block does and for how long; leave a line with its seconds."""
     began = time.perf_counter()
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -41,7 +41,7 @@ def doing(console: Console, what: str) -> Iterator[None]:
 
 
 def load_bars(load: np.ndarray) -> str:
-    """One bar per expert; a full bar is twice the fair share or more."""
+    """Draw one bar per expert; a full bar is at least twice the fair share."""
     import numpy as np
 
     relative = np.asarray(load, np.float64) / max(float(np.mean(load)), 1e-9)
@@ -58,16 +58,16 @@ class History:
         self.metrics: dict[str, list[Any]] = {"train": [], "held_out": []}
         if resume_at and path.exists():
             saved = json.loads(path.read_text())
-            # The interrupted run may have gone on past its last checkpoint: those steps are done again.
+            # The interrupted run may have passed its last checkpoint: those steps run again.
             self.metrics = {key: [row for row in saved[key] if row["step"] <= resume_at] for key in self.metrics}
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Appends a row to `train` or `held_out`."""
+        """Append a row to `train` or `held_out`."""
         self.metrics[kind].append(row)
         self.has_grown = True
 
     def write(self, **summary: Any) -> dict[str, Any]:
-        """Writes everything, with `summary` beside it; returns what it wrote."""
+        """Write everything together with `summary`; return what was written."""
         content = summary | self.metrics
         self._path.write_text(json.dumps(content) + "\n")
         return content
@@ -79,7 +79,7 @@ class TrainingBar:
     def __init__(self, console: Console, *, total: int, done: int) -> None:
         texts = "loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s", "load {task.fields[load]}"
         columns = [MofNCompleteColumn(), *(TextColumn(text) for text in texts), TimeRemainingColumn(compact=True)]
-        # Narrower than rich's, so that a line of 80 columns holds all of them.
+        # Narrower than rich's default, so that everything fits in 80 columns.
         self._progress = Progress(BarColumn(bar_width=16), *columns, console=console, refresh_per_second=4)
         self._task = self._progress.add_task(
             "train", total=total, completed=done, loss=float("nan"), speed=0.0, load=""
@@ -95,7 +95,7 @@ class TrainingBar:
         self._progress.stop()
 
     def advance(self, loss: float, tokens: int, load: np.ndarray) -> float:
-        """Shows one more step; returns its tokens per second."""
+        """Show one more step; return its tokens per second."""
         now = time.perf_counter()
         speed = tokens / (now - self._last)
         self._last = now
@@ -103,15 +103,15 @@ class TrainingBar:
         return speed
 
     def pause(self) -> None:
-        """Leaves the time since the last step out of the next one's speed."""
+        """Exclude the time since the last step from the next one's speed."""
         self._last = time.perf_counter()
 
 
 def plot(path: Path, metrics: dict[str, list[Any]], entropy: float) -> None:
-    """The loss and the experts' shares of the load over the steps, as a PNG."""
+    """Plot the loss and the experts' shares of the load over the steps, as a PNG."""
     import numpy as np
 
-    # Here, because nothing else needs a plotting library; the figure draws without a display.
+    # Imported here, because only plots need it; the figure draws without a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -21,7 +21,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How to train."""
+    """Hyperparameters of the training."""
 
     steps: int = 400
     batch_size: int = 8
@@ -37,7 +37,7 @@ class TrainConfig:
     seed: int = 0
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW behind a clip of the global norm, with warm-up and a cosine down to a tenth."""
+        """AdamW with gradient clipping, warm-up and a cosine schedule down to a tenth."""
         peak = self.peak_learning_rate
         warmup = min(self.warmup_steps, self.steps)
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(self.steps, warmup + 1), 0.1 * peak)
@@ -47,7 +47,7 @@ class TrainConfig:
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes: f32 master weights, optimizer state, and the random key of the dropout."""
+    """Everything that a step updates: float32 master weights, optimizer state, and the random key of the dropout."""
 
     model: Any
     optimizer: Any
@@ -55,7 +55,7 @@ class TrainState(NamedTuple):
 
 
 def placed(state: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Abstract `state` with shardings: experts and their moments by their metadata, the rest on every device."""
+    """Add shardings to an abstract `state`: experts and their moments by their metadata, the rest replicated."""
 
     def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -64,7 +64,7 @@ def placed(state: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 class Trainer:
-    """Compiled steps of one model on one mesh; the state itself stays with the caller."""
+    """Compiled steps of one model on one mesh; the caller keeps the state."""
 
     def __init__(self, config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
         self.config, self.model, self.mesh = config, model, mesh
@@ -87,14 +87,14 @@ class Trainer:
         self._loss: Any = jax.jit(self._mean_loss, in_shardings=(self._state.model, self._batch))
 
     def compile(self) -> None:
-        """Compiles the train step and the held-out loss now, so that no step waits for it; same programs."""
+        """Compile the train step and the held-out loss ahead of time."""
         shape = self.config.batch_size, self.config.length + 1
         windows = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch)
         self.train_step = self.train_step.lower(self._abstract, windows).compile()
         self._loss = self._loss.lower(self._abstract.model, windows).compile()
 
     def initial_state(self) -> TrainState:
-        """Parameters at random; each device makes its own share only."""
+        """Initialize random parameters; each device creates only its own share."""
 
         def build() -> TrainState:
             model, optimizer = (nnx.state(part) for part in self._build())
@@ -103,19 +103,19 @@ class Trainer:
         return jax.jit(build, out_shardings=self._state)()
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
+        """Return shapes, dtypes and shardings of the state."""
         return self._abstract
 
     def module(self, state: TrainState) -> LanguageModel:
-        """The model with the parameters of `state`."""
+        """Return the model with the parameters of `state`."""
         return nnx.merge(self._model_graph, state.model)
 
     def put(self, windows: np.ndarray) -> Array:
-        """A batch from the host, spread over all devices."""
+        """Shard a batch from the host over all devices."""
         return jax.device_put(windows, self._batch)
 
     def held_out_loss(self, model: Any, windows: np.ndarray) -> float:
-        """Mean nats per byte over `windows [count, length + 1]`, in batches."""
+        """Return mean nats per byte over `windows [count, length + 1]`, in batches."""
         size = self.config.batch_size
         batches = [windows[i : i + size] for i in range(0, len(windows) - size + 1, size)]
         return float(np.mean([self._loss(model, self.put(batch)) for batch in batches]))
@@ -146,9 +146,9 @@ class Trainer:
         )
 
     def _gradients(self, model: LanguageModel, windows: Array, key: Array) -> tuple[Any, dict[str, Array]]:
-        """Those of a step, one microbatch after another, and its metrics."""
+        """Return the gradients of a step, summed over microbatches, and its metrics."""
         count = self.config.microbatches
-        # Experts that compute in FP8 are rounded once for all microbatches.
+        # Round FP8 expert weights once for all microbatches.
         weights = model.blocks.moe.training_weights() if self.model.recipe else None
 
         @nnx.scan(in_axes=(nnx.Carry, None, None, 0, 0), out_axes=(nnx.Carry, 0))
@@ -157,7 +157,7 @@ class Trainer:
             (_, metrics), gradients = gradient(model, weights, windows, key)
             return jax.tree.map(jnp.add, total, gradients), metrics
 
-        # Every so-manieth window, so that each device keeps its own.
+        # Take every count-th window, so that each device keeps its own.
         parts = windows.reshape(-1, count, windows.shape[1]).swapaxes(0, 1)
         zeros = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
         total, metrics = add(zeros, model, weights, parts, jax.random.split(key, count))

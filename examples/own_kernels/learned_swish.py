@@ -1,7 +1,7 @@
 """Triton kernels of `own_triton_kernel.py`: `weight * gate * sigmoid(slope * gate) * up`, and its gradient.
 
-The slope is a parameter that each expert learns. One program works on one row. Rows without an expert are padding:
-their results are zero.
+Each expert learns its slope. One program handles one row. Rows without an expert are padding, and their results are
+zero.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 def activate(
     hidden_ptr, slopes_ptr, weights_ptr, experts_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`hidden [R, 2 * INNER]`, gate first; slopes `[L]`; weights and experts `[R]`; out `[R, INNER]`."""
+    """Compute out `[R, INNER]` from hidden `[R, 2 * INNER]`, gate first; slopes `[L]`; weights and experts `[R]`."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(experts_ptr + row)
     is_used = expert >= 0
@@ -32,7 +32,7 @@ def activate_gradient(
     hidden_ptr, slopes_ptr, weights_ptr, experts_ptr, d_out_ptr, d_hidden_ptr, d_slopes_ptr, d_weights_ptr,
     INNER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cotangents of hidden and weights, and of the slope one number per row, `[R]`."""
+    """Compute the cotangents of hidden and weights, and each row's share `[R]` of the slope's."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(experts_ptr + row)
     is_used = expert >= 0
@@ -48,7 +48,8 @@ def activate_gradient(
         up = tl.load(hidden_ptr + at_gate + INNER, mask=mask & is_used, other=0.0).to(tl.float32)
         d_out = tl.load(d_out_ptr + row * INNER + columns, mask=mask & is_used, other=0.0).to(tl.float32)
         share = tl.sigmoid(slope * gate)
-        bend = gate * share * (1 - share)  # of the sigmoid, times the gate: the derivative by the slope, over the gate
+        # Derivative of the sigmoid, times the gate: the derivative with respect to the slope, divided by the gate.
+        bend = gate * share * (1 - share)
         d_weight += d_out * gate * share * up
         d_swish = d_out * weight * up
         d_slope += d_swish * gate * bend

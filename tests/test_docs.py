@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,6 +161,28 @@ def test_names_exist() -> None:
                 resolve(match[0])
             if re.fullmatch(r"(\w[\w-]*/)+[\w.-]+\.(py|md|cc|h)", code):
                 assert any((ROOT / folder / code).exists() for folder in FOLDERS), f"{page.name} names {code}"
+
+
+def _comments(source: Path) -> Iterator[str]:
+    """Yield the comments and docstrings of a Python or C++ source."""
+    if source.suffix != ".py":
+        yield from re.findall(r"//.*", source.read_text())
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source.read_text()).readline):
+        if token.type == tokenize.COMMENT or '"""' in token.string:
+            yield token.string
+
+
+def test_comments_name_existing_files() -> None:
+    folders = ("jax_ep", "docs", "tests", "benchmarks", "examples", "tools")
+    files = {path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    endings = {"/".join(path.parts[-n:]) for path in files for n in range(1, len(path.parts) + 1)}
+    sources = [path for path in files if path.parts[0] == "jax_ep" and path.suffix in (".py", ".cc", ".h")]
+    assert len(sources) > 150
+    for source in sources:
+        for text in _comments(ROOT / source):
+            for name in re.findall(r"(?<![\w/.*-])\w[\w/-]*\.(?:py|md|sh|cc|h)\b", text):
+                assert name in endings, f"{source} names {name}"
 
 
 def test_commands_exist() -> None:

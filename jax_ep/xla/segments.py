@@ -39,7 +39,7 @@ class Places(NamedTuple):
 
 
 def _number(mask: Array) -> Array:
-    """Number the True elements of `mask` consecutively; -1 elsewhere."""
+    """Assign consecutive numbers to the True elements of `mask`; -1 for the others."""
     count = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
     return jnp.where(mask, count - 1, -1)
 

@@ -8,7 +8,7 @@ strides cancel: with s the width, an element at `[BOUND, end, row - end + BOUND,
 elements behind the first, and addresses have 64 bits. The third coordinate reaches BOUND, the end of its dimension,
 where row reaches `end`. jax_ep.kernel.Descriptor makes these descriptors.
 
-Source: triton/tools/ragged_tma.py.
+Source: triton.tools.ragged_tma.
 """
 
 import triton

@@ -7,7 +7,7 @@ because both take part in each. Both use two slots by the parity of the epoch: a
 are 32 bits wide and begin again after 2**32 launches; they are only compared for equality.
 
 A rank greets its peers at the beginning of each launch, with the epoch and with what it launches: LAUNCH, the operation
-in the lowest 8 bits, and above them a hash of the kernel and its sizes (heap_launch.py). Nothing is sent to a rank
+in the lowest 8 bits, and above them a hash of the kernel and its sizes (launch.py). Nothing is sent to a rank
 before its greeting has been read. So ranks whose launches of one number differ exchange nothing: each wait for a
 greeting ends in a failure that says so. Two calls of one kernel with the same sizes are alike, and not told apart.
 

@@ -15,7 +15,7 @@ Each heap begins with control words, int32:
     STARTED  programs of the launch that began
     DONE     [16] counters of finished tasks
 
-jax_ep/heap.py allocates both.
+heap/symmetric.py allocates both.
 """
 
 import triton.language as tl

@@ -40,7 +40,7 @@ def table_id() -> Iterator[int]:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", ["one_axis", "two_axes"])
-def test_each_device_gets_its_own_table(table_id, check_vma, shape):
+def test_table_per_device(table_id, check_vma, shape):
     count = jax.device_count()
     if shape == "two_axes" and count % 2:
         pytest.skip("needs an even number of devices")
@@ -54,7 +54,7 @@ def test_each_device_gets_its_own_table(table_id, check_vma, shape):
     np.testing.assert_array_equal(got, [values_of(device) for device in mesh.devices.flat])
 
 
-def test_table_is_marked_as_varying(table_id):
+def test_table_varies_over_mesh_axes(table_id):
     mesh = make_mesh((jax.device_count(),), ("e",))
 
     def shard():
@@ -66,7 +66,7 @@ def test_table_is_marked_as_varying(table_id):
         jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=P()))
 
 
-def test_table_with_only_some_axes_manual(table_id):
+def test_table_some_axes_manual(table_id):
     if jax.device_count() % 2:
         pytest.skip("needs an even number of devices")
     mesh = make_mesh((jax.device_count() // 2, 2), ("e", "auto"))
@@ -78,7 +78,7 @@ def test_table_with_only_some_axes_manual(table_id):
         np.testing.assert_array_equal(np.ravel(shard.data), values_of(shard.device))
 
 
-def test_tables_under_scan_and_remat_and_grad(table_id):
+def test_table_scan_remat_grad(table_id):
     """The call is recomputed in the backward pass, inside a scan: no effect stands in the way."""
     mesh = make_mesh((jax.device_count(),), ("e",))
     steps = 3
@@ -104,7 +104,7 @@ def test_tables_under_scan_and_remat_and_grad(table_id):
     np.testing.assert_array_equal(gradient, expected**steps)
 
 
-def test_replacing_a_table_needs_no_new_compilation(table_id):
+def test_table_replaced_without_recompilation(table_id):
     device = jax.devices()[0]
     fetch = jax.jit(functools.partial(ffi.pointer_table, table_id, N))
     np.testing.assert_array_equal(fetch(), values_of(device))
@@ -112,19 +112,19 @@ def test_replacing_a_table_needs_no_new_compilation(table_id):
     np.testing.assert_array_equal(fetch(), values_of(device, salt=1))
 
 
-def test_replacing_a_table_by_another_length_is_an_error(table_id):
+def test_table_replaced_with_another_length(table_id):
     with pytest.raises(ValueError, match=rf"table {table_id} .*has {N} entries .* by one of {N + 1}"):
         ffi.register_table(table_id, jax.devices()[0], [0] * (N + 1))
 
 
-def test_unknown_table_names_id_device_and_remedy():
+def test_table_unknown_id():
     unknown = new_id()
     name = "CUDA" if ON_GPU else "CPU"
     with pytest.raises(FAILED, match=rf"FAILED_PRECONDITION.*table {unknown} of {name} device 0.*jax_ep\.init\(\)"):
         jax.block_until_ready(jax.jit(lambda: ffi.pointer_table(unknown, N))())
 
 
-def test_unknown_device_is_named():
+def test_table_unknown_device():
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     table, mesh = new_id(), make_mesh((2,), ("e",))
@@ -138,7 +138,7 @@ def test_unknown_device_is_named():
         ffi.unregister_table(table)
 
 
-def test_unregistered_table_is_gone(table_id):
+def test_table_unregistered(table_id):
     fetch = jax.jit(lambda: ffi.pointer_table(table_id, N))
     np.testing.assert_array_equal(fetch(), values_of(jax.devices()[0]))
     ffi.unregister_table(table_id)
@@ -146,12 +146,12 @@ def test_unregistered_table_is_gone(table_id):
         jax.block_until_ready(fetch())
 
 
-def test_size_mismatch_states_both_sizes(table_id):
+def test_table_size_mismatch(table_id):
     with pytest.raises(FAILED, match=rf"INVALID_ARGUMENT.*has {N} entries.*asks for {N + 2}"):
         jax.block_until_ready(jax.jit(lambda: ffi.pointer_table(table_id, N + 2))())
 
 
-def test_a_program_for_more_memory_than_there_is_does_not_run(table_id):
+def test_table_program_needs_more_memory(table_id):
     """It says what it was compiled for; the table, what there is on this device."""
     device = jax.devices()[0]
     fetch = {size: jax.jit(functools.partial(ffi.pointer_table, table_id, N, num_bytes=size)) for size in (100, 101)}
@@ -164,7 +164,7 @@ def test_a_program_for_more_memory_than_there_is_does_not_run(table_id):
     np.testing.assert_array_equal(fetch[101](), values_of(device))
 
 
-def test_a_table_never_stands_for_less_than_a_program_has_used(table_id):
+def test_table_shrunk_below_used_bytes(table_id):
     """A captured graph of it may be replayed at any time, and asks nobody: also after the table has come back."""
     device = jax.devices()[0]
     ffi.register_table(table_id, device, values_of(device), 100)
@@ -182,7 +182,7 @@ def test_a_table_never_stands_for_less_than_a_program_has_used(table_id):
     np.testing.assert_array_equal(fetch(), values_of(device))
 
 
-def test_a_hidden_table_is_not_found_until_it_is_registered_again(table_id):
+def test_table_hidden_until_registered(table_id):
     device = jax.devices()[0]
     fetch = jax.jit(lambda: ffi.pointer_table(table_id, N))
     ffi.hide_table(table_id)
@@ -193,7 +193,7 @@ def test_a_hidden_table_is_not_found_until_it_is_registered_again(table_id):
     np.testing.assert_array_equal(fetch(), values_of(device))
 
 
-def test_an_executable_of_a_process_with_a_larger_heap_is_refused(table_id):
+def test_table_deserialized_executable_needs_larger_heap(table_id):
     """As JAX's own serialisation brings it from one process to another."""
     device = jax.devices()[0]
     ffi.register_table(table_id, device, values_of(device), 1000)
@@ -206,14 +206,14 @@ def test_an_executable_of_a_process_with_a_larger_heap_is_refused(table_id):
 
 
 @pytest.mark.parametrize("entries", [0, -1])
-def test_empty_tables_are_refused(entries):
+def test_table_empty(entries):
     with pytest.raises(ValueError, match=f"at least 1, got {entries}"):
         ffi.pointer_table(1, entries)
     with pytest.raises(ValueError, match="at least one entry, got 0"):
         ffi.register_table(new_id(), jax.devices()[0], [])
 
 
-def test_tables_may_be_registered_while_programs_run(table_id):
+def test_table_registered_while_programs_run(table_id):
     """Registrations from other threads neither tear nor deadlock a running program's reads."""
     device, stop = jax.devices()[0], threading.Event()
     possible = [values_of(device, salt) for salt in range(4)]
@@ -238,11 +238,11 @@ def test_tables_may_be_registered_while_programs_run(table_id):
     assert {word for one in seen for word in one} <= {word for one in possible for word in one}
 
 
-def test_the_call_has_no_effect(table_id):
+def test_table_call_has_no_effect(table_id):
     assert jax.make_jaxpr(lambda: ffi.pointer_table(table_id, N))().effects == set()
 
 
-def test_vmap_of_a_token_gives_one_table(table_id):
+def test_table_vmap_token(table_id):
     """The same for all elements, however deep: its handler knows one shape of the table."""
 
     def program(tokens):
@@ -254,7 +254,7 @@ def test_vmap_of_a_token_gives_one_table(table_id):
     np.testing.assert_array_equal(compiled(jnp.ones((4, 3, 2))), np.broadcast_to(want, (4, 3, N)))
 
 
-def test_calls_with_the_same_token_are_one(table_id):
+def test_table_calls_with_same_token_merge(table_id):
     """And those with another are not, nor those with none."""
 
     def program(x, y):
@@ -267,7 +267,7 @@ def test_calls_with_the_same_token_are_one(table_id):
 
 
 @needs_gpu
-def test_a_replayed_graph_finds_a_table_that_was_gone_in_between(table_id):
+def test_table_graph_replay_after_unregister(table_id):
     """The copy in device memory stays where it is."""
     fetch = jax.jit(lambda x: (ffi.pointer_table(table_id, N), jnp.cumsum(jnp.sin(x) @ jnp.cos(x).T)),
                     compiler_options={"xla_gpu_graph_min_graph_size": 1})  # fmt: skip
@@ -281,7 +281,7 @@ def test_a_replayed_graph_finds_a_table_that_was_gone_in_between(table_id):
 
 
 @needs_gpu
-def test_the_table_copy_survives_graph_capture_and_replay(table_id):
+def test_table_graph_capture_and_replay(table_id):
     """XLA records the copy, among other work, into a CUDA graph and replays it: with the values of that moment."""
 
     def program(x):

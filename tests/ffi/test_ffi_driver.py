@@ -39,7 +39,7 @@ CALLS = ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemAlloc", "cuStream
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_table_that_could_not_be_registered(tmp_path: Path, call: str) -> None:
+def test_table_registration_fails(tmp_path: Path, call: str) -> None:
     """The next attempt, of any size, and the removal stay inside of what was allocated."""
     num_before = int(call == "cuStreamSynchronize")
     program = f"""
@@ -60,7 +60,7 @@ check(driver.num_allocations())
 
 
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuMemcpyHtoD"])
-def test_a_table_that_could_not_be_replaced(tmp_path: Path, call: str) -> None:
+def test_table_replacement_fails(tmp_path: Path, call: str) -> None:
     """What its device holds is unknown, so no program finds it; the next attempt brings it back in the same memory."""
     program = f"""
 assert register(8) == 0 and is_visible(8)
@@ -76,7 +76,7 @@ check(2)
     run_with_fake_driver(tmp_path, PROGRAM + program)
 
 
-def test_removing_a_table_hides_it_on_all_devices(tmp_path: Path) -> None:
+def test_table_removal_fails_on_one_device(tmp_path: Path) -> None:
     """Also where the memory of one cannot be cleared."""
     program = """
 one = (ctypes.c_int64 * 2)(3, 3)
@@ -90,7 +90,7 @@ assert [native.jax_ep_register_table(1, 5, device, three, 3, 0) for device in (0
 
 
 @pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuDeviceGet"])
-def test_a_status_record_that_could_not_be_made(tmp_path: Path, call: str) -> None:
+def test_status_allocation_fails(tmp_path: Path, call: str) -> None:
     program = f"""
 from jax_ep.ffi import status
 

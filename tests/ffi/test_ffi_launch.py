@@ -35,7 +35,7 @@ def compile(code, parameters=(0, 0)):
 """
 
 
-def test_code_is_loaded_into_every_device_when_an_executable_is_made(tmp_path: Path) -> None:
+def test_launch_code_loaded_on_all_devices(tmp_path: Path) -> None:
     """Not by the first launch: a peer may then wait already. Equal code is loaded once into a device that takes it."""
     shown = run_with_fake_driver(tmp_path, PROGRAM + 'print(compile(b"one"), compile(b"one"), compile(b"other"))')
     assert shown.split("\n")[-2] == "[100, 102] [100, 102, 102] [100, 102, 102, 100, 102]"
@@ -50,7 +50,7 @@ def test_code_is_loaded_into_every_device_when_an_executable_is_made(tmp_path: P
         ("cuThreadExchangeStreamCaptureMode", [100, 102]),
     ],
 )
-def test_code_that_cannot_run_yet_is_not_loaded_again(tmp_path: Path, call: str, again: list[int]) -> None:
+def test_launch_code_loaded_once_after_failure(tmp_path: Path, call: str, again: list[int]) -> None:
     """Modules are never unloaded: a device that fails for a while must not fill up with them."""
     program = f"""
 driver.fail({call!r}.encode(), 0, 1)
@@ -77,7 +77,7 @@ WRONG = {
 }
 
 
-def test_parameters_that_a_launch_cannot_have(tmp_path: Path) -> None:
+def test_launch_invalid_parameters(tmp_path: Path) -> None:
     """Numbers that a cast or a product would turn into others; what fits is taken."""
     program = f"""
 def refused(parameters):

@@ -20,7 +20,7 @@ from jax_ep.ffi import library
 PACKAGE = Path(library.__file__).parent
 
 
-def test_library_is_loaded_once_and_by_many_threads():
+def test_library_loaded_once_by_many_threads():
     found = []
     threads = [threading.Thread(target=lambda: found.append(library.load())) for _ in range(8)]
     for thread in threads:
@@ -44,7 +44,7 @@ def library_path() -> Path:
     return Path(library.load()._name)
 
 
-def test_exported_symbols_are_the_documented_ones():
+def test_library_exported_symbols():
     if shutil.which("nm") is None or sys.platform == "darwin":
         pytest.skip("needs nm, and version scripts")
     listing = subprocess.run(
@@ -56,7 +56,7 @@ def test_exported_symbols_are_the_documented_ones():
 
 
 @pytest.mark.parametrize(("platform", "ordinal", "message"), [(7, 0, "platform 7 is neither"), (0, -1, "-1 is negat")])
-def test_c_abi_refuses_what_is_no_device(platform, ordinal, message):
+def test_library_c_abi_invalid_device(platform, ordinal, message):
     one = (ctypes.c_int64 * 1)(1)
     code = library.load().jax_ep_register_table(platform, new_id(), ordinal, one, 1, 0)
     with pytest.raises(ValueError, match=message):
@@ -72,7 +72,7 @@ def has_cuda_driver() -> bool:
 
 
 @pytest.mark.skipif(has_cuda_driver(), reason="this machine has the CUDA driver")
-def test_cuda_without_a_driver_is_a_clear_error():
+def test_library_cuda_without_driver():
     one = (ctypes.c_int64 * 1)(1)
     code = library.load().jax_ep_register_table(ffi.Platform.CUDA, new_id(), 0, one, 1, 0)
     with pytest.raises(RuntimeError, match=r"libcuda\.so\.1 could not be loaded.*needs the NVIDIA driver"):
@@ -81,7 +81,7 @@ def test_cuda_without_a_driver_is_a_clear_error():
         ffi.alloc_status(ffi.Platform.CUDA, 0)
 
 
-def test_missing_library_says_how_to_build(tmp_path):
+def test_library_missing(tmp_path):
     nowhere = tmp_path / library.NAME
     with pytest.raises(ffi.LibraryError, match=r"(?s)is missing.*does not exist.*pip install -e \.") as raised:
         library.open_library([nowhere], PACKAGE / "csrc")
@@ -96,7 +96,7 @@ def csrc(tmp_path) -> Path:
     return copy
 
 
-def test_library_that_fits_is_taken_before_and_after_one_that_does_not(tmp_path, csrc):
+def test_library_matching_among_mismatching(tmp_path, csrc):
     other = tmp_path / "other.so"
     other.write_text("not a library")
     for order in ([library_path(), other], [other, library_path()]):
@@ -104,7 +104,7 @@ def test_library_that_fits_is_taken_before_and_after_one_that_does_not(tmp_path,
 
 
 @pytest.mark.parametrize("change", ["edited", "added", "removed", "renamed"])
-def test_stale_library_is_refused(csrc, change):
+def test_library_stale(csrc, change):
     if change == "edited":
         (csrc / "abi.cc").write_text((csrc / "abi.cc").read_text() + "\n")
     elif change == "added":
@@ -127,7 +127,7 @@ __attribute__((constructor)) static void run() { std::ofstream(TRACE) << "was he
 
 
 @pytest.mark.parametrize("stamp", ["none", "stale", "of another version"])
-def test_nothing_of_a_library_that_does_not_fit_runs(tmp_path, csrc, stamp):
+def test_library_mismatching_is_not_opened(tmp_path, csrc, stamp):
     """Opening a library runs its constructors, so its file is looked at first."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
@@ -145,14 +145,14 @@ def test_nothing_of_a_library_that_does_not_fit_runs(tmp_path, csrc, stamp):
     assert trace.exists()
 
 
-def test_library_without_sources_beside_it_is_checked_by_version_only(tmp_path, monkeypatch):
+def test_library_without_sources_checked_by_version(tmp_path, monkeypatch):
     library.open_library([library_path()], tmp_path)
     monkeypatch.setattr(library, "ABI_VERSION", 999)
     with pytest.raises(ffi.LibraryError, match=r"(?s)has ABI version \d+, this Python code needs 999"):
         library.open_library([library_path()], tmp_path)
 
 
-def test_library_for_a_newer_jaxlib_is_refused(tmp_path, monkeypatch):
+def test_library_for_newer_jaxlib(tmp_path, monkeypatch):
     """XLA's own words at registration name neither the file nor a remedy."""
     offered = library.xla_api_version()
     stamp = library.read_stamp(library_path())
@@ -166,7 +166,7 @@ def test_library_for_a_newer_jaxlib_is_refused(tmp_path, monkeypatch):
         library.open_library([library_path()], tmp_path)
 
 
-def test_unloadable_and_foreign_files_are_named(tmp_path, csrc):
+def test_library_unloadable_files(tmp_path, csrc):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF" + library.load().jax_ep_ffi_stamp() + b"\0")
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_unloadable_and_foreign_files_are_named(tmp_path, csrc):
         library.open_library([Path(_ctypes.__file__)], csrc)
 
 
-def test_devices_of_other_platforms_have_no_key():
+def test_library_device_key_other_platforms():
     @dataclasses.dataclass
     class Device:
         platform: str

@@ -42,7 +42,7 @@ def names(function: str) -> list[str]:
     return getattr(library.load(), function)().decode().split()
 
 
-def test_names_and_layout_agree_with_the_library():
+def test_status_layout_matches_library():
     assert names("jax_ep_status_fields") == list(FIELDS)
     assert names("jax_ep_status_states") == [state.name.lower() for state in ffi.State]
     assert names("jax_ep_status_operations") == [operation.name.lower() for operation in ffi.Operation]
@@ -65,7 +65,7 @@ def test_names_and_layout_agree_with_the_library():
         ({"state": 99}, "rank 2 reported the unknown state 99 in combine"),
     ],
 )
-def test_story_of_a_record(changes, expected):
+def test_status_message(changes, expected):
     story = ffi.format_status(dataclasses.replace(TIMEOUT, **changes))
     assert expected in story
     assert story.startswith("jax_ep: rank 2 ")
@@ -75,7 +75,7 @@ def test_story_of_a_record(changes, expected):
 WRONG_MESH = dataclasses.replace(TIMEOUT, state=ffi.State.WRONG_MESH, peer=-1, expected=3, seen=0, task=-1, detail=0)
 
 
-def test_story_of_a_wrong_mesh_names_both_devices_and_the_remedy():
+def test_status_message_wrong_mesh():
     story = ffi.format_status(WRONG_MESH)
     assert "rank 2 is another device in combine than in the mesh given to jax_ep.init()" in story
     assert "expected device 3, got device 0" in story
@@ -83,16 +83,16 @@ def test_story_of_a_wrong_mesh_names_both_devices_and_the_remedy():
 
 
 @pytest.mark.parametrize("state", [ffi.State.OK, ffi.State.WRITING])
-def test_no_story_without_a_failure(state):
+def test_status_message_without_failure(state):
     assert ffi.format_status(dataclasses.replace(TIMEOUT, state=state)) == "jax_ep: no failure recorded"
 
 
 @pytest.mark.parametrize("operation", list(ffi.Operation)[1:])
-def test_story_names_every_operation(operation):
+def test_status_message_names_operations(operation):
     assert f" in {operation.name.lower()} " in ffi.format_status(dataclasses.replace(TIMEOUT, operation=operation))
 
 
-def test_format_truncates_as_snprintf_does():
+def test_status_format_truncates():
     words = (ctypes.c_int32 * 8)(*dataclasses.astuple(TIMEOUT))
     text = ctypes.create_string_buffer(b"x" * 20)
     needed = library.load().jax_ep_format_status(words, text, 11)
@@ -120,7 +120,7 @@ def checked(context: int, wait: bool = False):
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_check_passes_and_is_differentiated_around(status, wait):
+def test_status_check_passes_with_gradient(status, wait):
     context, _ = status
     x = jnp.linspace(0, 1, 2 * jax.device_count(), dtype=jnp.float32)
     value, gradient = checked(context, wait)(x)
@@ -128,7 +128,7 @@ def test_check_passes_and_is_differentiated_around(status, wait):
     np.testing.assert_allclose(gradient, np.cos(np.sin(x)) * np.cos(x), rtol=1e-5)
 
 
-def test_check_raises_the_whole_story_on_one_device(status):
+def test_status_check_raises_message(status):
     context, buffers = status
     run, x = checked(context), jnp.ones(jax.device_count(), jnp.float32)
     jax.block_until_ready(run(x))
@@ -142,20 +142,20 @@ def test_check_raises_the_whole_story_on_one_device(status):
     jax.block_until_ready(run(x))
 
 
-def test_record_that_is_being_written_is_not_a_failure_yet(status):
+def test_status_check_record_being_written(status):
     context, buffers = status
     buffers[0].write(dataclasses.replace(TIMEOUT, state=ffi.State.WRITING))
     assert jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)) == 0
 
 
-def test_aborted_is_another_error_code(status):
+def test_status_check_aborted_error_code(status):
     context, buffers = status
     buffers[0].write(dataclasses.replace(TIMEOUT, state=ffi.State.ABORTED))
     with pytest.raises(FAILED, match=r"ABORTED: .*rank 2 stopped in combine"):
         jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)))
 
 
-def test_a_wrong_mesh_is_told_before_the_timeouts_that_it_causes(status):
+def test_status_check_wrong_mesh_before_timeouts(status):
     context, buffers = status
     buffers[0].write(TIMEOUT)
     buffers[-1].write(WRONG_MESH)
@@ -163,19 +163,19 @@ def test_a_wrong_mesh_is_told_before_the_timeouts_that_it_causes(status):
         jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, context))(jnp.ones(3)))
 
 
-def test_check_without_a_context_names_id_and_remedy():
+def test_status_check_without_context():
     unknown = new_id()
     with pytest.raises(FAILED, match=rf"FAILED_PRECONDITION.*context {unknown} has no status.*jax_ep\.init\(\)"):
         jax.block_until_ready(jax.jit(lambda x: ffi.check_status(x, unknown))(jnp.ones(3)))
 
 
 @pytest.mark.parametrize("token", [jnp.ones((2, 3), jnp.bfloat16), jnp.zeros((), jnp.int32), jnp.ones(0, bool)])
-def test_any_array_is_a_token(status, token):
+def test_status_check_token_dtypes(status, token):
     result = jax.jit(lambda x: ffi.check_status(x, status[0]))(token)
     assert (result.shape, result.dtype, int(result[0])) == ((1,), np.int32, 0)
 
 
-def test_check_under_vmap(status):
+def test_status_check_vmap(status):
     context, buffers = status
     run = jax.jit(jax.vmap(lambda x: ffi.check_status(x, context)))
     np.testing.assert_array_equal(run(jnp.ones((4, 3))), np.zeros((4, 1), np.int32))
@@ -184,11 +184,11 @@ def test_check_under_vmap(status):
         jax.block_until_ready(run(jnp.ones((4, 3))))
 
 
-def test_the_call_has_no_effect(status):
+def test_status_check_has_no_effect(status):
     assert jax.make_jaxpr(lambda x: ffi.check_status(x, status[0]))(jnp.ones(3)).effects == set()
 
 
-def test_check_whose_result_is_unused_is_removed(status):
+def test_status_check_unused_is_removed(status):
     """The documented price of having no effect."""
 
     def unused(x):
@@ -200,7 +200,7 @@ def test_check_whose_result_is_unused_is_removed(status):
     assert library.CHECK_STATUS in used.lower(jnp.ones(3)).as_text()
 
 
-def test_a_registered_record_is_not_freed():
+def test_status_free_registered_record():
     context, buffer = new_id(), ffi.alloc_status(*ffi.device_key(jax.devices()[0]))
     buffer.register(context)
     with pytest.raises(RuntimeError, match=f"context {context} .*still registered"):
@@ -209,7 +209,7 @@ def test_a_registered_record_is_not_freed():
     buffer.free()
 
 
-def test_bad_status_addresses_are_refused():
+def test_status_register_bad_address():
     for address in (0, 6):
         buffer = ffi.StatusBuffer(ffi.Platform.CPU, 0, address, address)
         with pytest.raises(ValueError, match=f"multiple of 4, got {address}"):
@@ -217,7 +217,7 @@ def test_bad_status_addresses_are_refused():
 
 
 @needs_gpu
-def test_status_memory_is_seen_by_host_and_device(status):
+def test_status_memory_shared_by_host_and_device(status):
     """The record lies in pinned host memory that has a device address too."""
     _, buffers = status
     for buffer in buffers:
@@ -228,7 +228,7 @@ def test_status_memory_is_seen_by_host_and_device(status):
 
 
 @needs_gpu
-def test_driver_errors_name_the_call_and_the_reason():
+def test_status_driver_errors():
     with pytest.raises(
         RuntimeError, match=r"cuDeviceGet\(4096\) failed with CUDA error 101 \(CUDA_ERROR_INVALID_DEVICE\)"
     ):

@@ -42,7 +42,7 @@ HANDLERS = {f"jax_ep_{call}_{place}": False for call in ("pointer_table", "check
 HANDLERS["jax_ep_launch_kernel_cuda"] = False
 
 
-def test_all_but_the_checks_may_be_recorded_into_a_graph(tmp_path: Path) -> None:
+def test_custom_calls_command_buffer_traits(tmp_path: Path) -> None:
     """A replayed check would tell of the moment in which it was recorded."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:

@@ -106,7 +106,7 @@ def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
     return np.asarray(program()).tolist()
 
 
-def test_a_larger_need_leaves_what_there_is(memory, grown):
+def test_heap_grows_without_moving(memory, grown):
     """The table of programs traced before keeps its id, its addresses and its sizes."""
     grown.reserve("dispatch", 1000, 2000)
     first = (grown.data, grown.buffers)
@@ -121,7 +121,7 @@ def test_a_larger_need_leaves_what_there_is(memory, grown):
     assert len(memory.sizes) == 4
 
 
-def test_kernels_find_the_trace_area_while_there_is_a_recording(grown):
+def test_heap_trace_area_during_recording(grown):
     """In every table, those of heaps that come meanwhile included; afterwards in none."""
     grown.reserve("dispatch", 1000, 2000)
     assert [fetch(i)[TRACE] for i in (1, 2)] == [0, 0]
@@ -138,7 +138,7 @@ def test_kernels_find_the_trace_area_while_there_is_a_recording(grown):
         grown.end_traces()
 
 
-def test_low_latency_buffers_and_data_grow_apart(memory, grown):
+def test_heap_buffers_and_data_grow_separately(memory, grown):
     grown.reserve("dispatch", 1 << 26)
     grown.reserve("low_latency_dispatch", 0, 1000)
     assert memory.sizes[1] < memory.sizes[0] / 2  # no second data area beside the buffers
@@ -147,7 +147,7 @@ def test_low_latency_buffers_and_data_grow_apart(memory, grown):
     assert ids_of(grown.data, grown.buffers) == [1, 4]
 
 
-def test_what_fits_allocates_nothing(memory, grown):
+def test_heap_reserve_within_capacity(memory, grown):
     grown.reserve("dispatch", 1000, 1000)
     grown.reserve("dispatch", grown.data.num_bytes, grown.buffers.num_bytes)
     assert len(memory.sizes) == 2
@@ -155,7 +155,7 @@ def test_what_fits_allocates_nothing(memory, grown):
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 1 << 34), min_size=1, max_size=12))
-def test_growing_takes_at_most_four_and_a_half_times_the_largest_need(needs):
+def test_heap_growth_total_bytes(needs):
     new_ids()
     memory = HostMemory()
     made = SymmetricHeap(memory, None, 5.0)
@@ -168,7 +168,7 @@ def test_growing_takes_at_most_four_and_a_half_times_the_largest_need(needs):
     made.close()
 
 
-def test_an_allocation_that_fails_changes_nothing(memory, grown):
+def test_heap_allocation_fails(memory, grown):
     grown.reserve("dispatch", 1000)
     table, memory.fails = fetch(1, 1000), True
     with pytest.raises(RuntimeError, match=r"combine: .* and there are none"):
@@ -191,7 +191,7 @@ def places(made: SymmetricHeap) -> list[tuple[int, int]]:
     return sorted(spans)
 
 
-def test_low_latency_buffers_never_share_a_place_with_anything(memory):
+def test_heap_buffers_do_not_overlap(memory):
     made = SymmetricHeap(memory, DATA + MIB, 5.0)
     made.reserve("dispatch", 100_000, 1000)
     made.reserve("combine", 200_000, 3000)
@@ -213,7 +213,7 @@ def test_low_latency_buffers_never_share_a_place_with_anything(memory):
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 16)), min_size=1, max_size=4))
 @pytest.mark.slow
-def test_the_size_that_an_error_names_is_enough_for_it(needs):
+def test_heap_error_size_suffices(needs):
     size = DATA
     for _ in range(2 * len(needs) + 1):
         new_ids()
@@ -232,7 +232,7 @@ def test_the_size_that_an_error_names_is_enough_for_it(needs):
         pytest.fail("each call needed more than the error before said")
 
 
-def test_low_latency_buffers_keep_off_what_a_loaded_program_uses(memory):
+def test_heap_buffers_avoid_deserialized_program(memory):
     """One that was compiled in another process has reserved nothing in this one."""
     made = SymmetricHeap(memory, DATA + MIB, 5.0)
     fetch(1, MIB - 8192)
@@ -256,7 +256,7 @@ def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, i
     return made.sizes
 
 
-def test_programs_of_an_earlier_context_find_their_tables(memory):
+def test_heap_tables_of_earlier_context(memory):
     """All its generations come back as one, under all their ids; what they can use is no less."""
     sizes = life(None, None, (1000, 1000), (1 << 26, 1 << 24))
     assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
@@ -276,7 +276,7 @@ def test_programs_of_an_earlier_context_find_their_tables(memory):
     assert all(made.sizes[i] >= size for i, size in sizes.items())
 
 
-def test_a_smaller_heap_takes_other_ids(memory):
+def test_heap_smaller_uses_new_ids(memory):
     """A graph that was captured with a table may be replayed: no id ever stands for less than before."""
     sizes = life(None, None, (1 << 26, 1 << 24))
     made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
@@ -290,7 +290,7 @@ def test_a_smaller_heap_takes_other_ids(memory):
     after.close()
 
 
-def test_a_smaller_heap_brings_back_what_fits(memory):
+def test_heap_smaller_restores_what_fits(memory):
     """Programs of a context before the last may have been larger."""
     sizes = life(DATA + MIB, life(None, None, (1 << 26, 1 << 24)), (1000, 1000))
     assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
@@ -303,13 +303,13 @@ def test_a_smaller_heap_brings_back_what_fits(memory):
     made.close()
 
 
-def test_heaps_of_one_size_have_the_same_ids_in_every_context():
+def test_heap_same_ids_per_context():
     sizes = life(DATA + MIB, None, (1000, 1000))
     assert sorted(sizes) == sorted(life(DATA + MIB, sizes, (1000, 1000))) == [base + 1, base + 2]
     assert sorted(life(DATA + MIB, sizes, (2000, 2000))) == [base + 1, base + 2, base + 4]
 
 
-def test_the_end_in_order(memory, monkeypatch):
+def test_heap_close_order(memory, monkeypatch):
     """New launches find nothing, those under way are waited for, and only then their tables and memory go."""
     made = SymmetricHeap(memory, None, 5.0)
     made.reserve("dispatch", 1000)
@@ -323,7 +323,7 @@ def test_the_end_in_order(memory, monkeypatch):
     assert steps == [wait, "unregister_status", "hide_table", wait, "unregister_table", "close"]
 
 
-def test_the_end_of_what_some_devices_could_not_register(memory, monkeypatch):
+def test_heap_close_after_partial_registration(memory, monkeypatch):
     """No device keeps a table of memory that is gone."""
     made = SymmetricHeap(memory, None, 5.0)
     register = ffi.register_table

@@ -116,7 +116,7 @@ def frees(count: int) -> list[str]:
     return ["set_current", *["free"] * count, *END]
 
 
-def test_a_life_in_order(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_lifecycle(fake: fake_nvshmem.Fake) -> None:
     """Every call on the right device; zeroed before anybody may write; freed at the end, as allocated."""
     memory = NvshmemMemory(1.0, "settings")
     assert fake.names == ["set_current", "init"]
@@ -138,14 +138,14 @@ def test_a_life_in_order(fake: fake_nvshmem.Fake) -> None:
     assert [size for name, *size in fake.calls if name == "free"] == [[100], [200]]
 
 
-def test_starts_again_with_another_id(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_restart(fake: fake_nvshmem.Fake) -> None:
     for _ in range(2):
         NvshmemMemory(1.0, "settings").close()
     ids = [call[-1] for call in fake.calls if call[0] == "init"]
     assert len(ids) == len(set(ids)) == 2
 
 
-def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_heap_own_device(fake: fake_nvshmem.Fake) -> None:
     """The table of this process's device has the addresses of all; that of the peer is the peer's to register."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
@@ -162,7 +162,7 @@ def test_heap_knows_its_own_device_only(fake: fake_nvshmem.Fake) -> None:
     assert fake.names[-1] == "finalize"
 
 
-def test_an_allocation_that_fails_leaves_what_there_is(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_allocation_fails(fake: fake_nvshmem.Fake) -> None:
     """Programs traced before run on, and a later allocation is as if that one had not been tried."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
@@ -185,9 +185,7 @@ def test_an_allocation_that_fails_leaves_what_there_is(fake: fake_nvshmem.Fake) 
     assert fake.names == [*GROWTH, *frees(2)]
 
 
-def test_what_one_process_cannot_allocate_the_others_give_back(
-    memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake
-) -> None:
+def test_nvshmem_allocation_fails_in_one_process(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
     """Freeing is a barrier of all, so the one that has got nothing takes part in a barrier instead."""
     store.peer_says["allocating"] = "failed: MemoryError: full"
     with pytest.raises(jax.errors.JaxRuntimeError, match="process 1: MemoryError: full"):
@@ -203,7 +201,7 @@ def test_what_one_process_cannot_allocate_the_others_give_back(
     assert fake.names == END  # nothing is left to free
 
 
-def test_heap_bytes_are_allocated_once(fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_heap_bytes_allocated_once(fake: fake_nvshmem.Fake) -> None:
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, 1 << 20, 5.0)
     heap.reserve("dispatch", 1000, 1000)
@@ -218,7 +216,7 @@ def test_heap_bytes_are_allocated_once(fake: fake_nvshmem.Fake) -> None:
     assert fake.names[-1] == "finalize"
 
 
-def test_a_peer_out_of_reach(memory: NvshmemMemory, fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_unreachable_peer(memory: NvshmemMemory, fake: fake_nvshmem.Fake) -> None:
     fake.unreachable = {1}
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         memory.allocate(100, "dispatch")
@@ -228,13 +226,13 @@ def test_a_peer_out_of_reach(memory: NvshmemMemory, fake: fake_nvshmem.Fake) -> 
     assert "transport='xla'" in str(caught.value)
 
 
-def test_a_peer_that_fails(memory: NvshmemMemory, store: Store) -> None:
+def test_nvshmem_failing_peer(memory: NvshmemMemory, store: Store) -> None:
     store.peer_says["allocating"] = "failed: MemoryError: full"
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"combine: allocating.*: process 1: MemoryError: full"):
         memory.allocate(100, "combine")
 
 
-def test_a_peer_that_does_not_come(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
+def test_nvshmem_missing_peer(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
     """The one that waits touches nothing, and cannot start again: NVSHMEM would wait for the other for ever."""
     memory.allocate(100, "dispatch")
     fake.calls.clear()
@@ -256,14 +254,14 @@ def test_a_peer_that_does_not_come(memory: NvshmemMemory, store: Store, fake: fa
 
 
 @pytest.mark.parametrize("value", ["0", "false", ""])
-def test_multicast_stays_off(fake: fake_nvshmem.Fake, value: str) -> None:
+def test_nvshmem_multicast_disabled(fake: fake_nvshmem.Fake, value: str) -> None:
     os.environ["NVSHMEM_DISABLE_NVLS"] = value
     with pytest.raises(ValueError, match=f"NVSHMEM_DISABLE_NVLS={value}, .*NVSHMEM_DISABLE_NVLS=1"):
         NvshmemMemory(1.0, "settings")
     assert fake.calls == []
 
 
-def test_what_is_missing(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvshmem_unsupported_reason(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvshmem.unsupported_reason() is None
     own = jax.local_devices()[0]
     with monkeypatch.context() as patch:
@@ -277,9 +275,7 @@ def test_what_is_missing(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["the first of its domain", "the second"])
-def test_a_domain_has_an_nvshmem_of_its_own(
-    place: int, fake: fake_nvshmem.Fake, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvshmem_per_domain(place: int, fake: fake_nvshmem.Fake, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its own numbers, of which the id is from its first process; what is there of another is not its own."""
     own, near, far = jax.local_devices()[0], [PEER], [Other(2, slice_index=1), Other(3, slice_index=1)]
     near.insert(place, own)
@@ -300,13 +296,13 @@ def test_a_domain_has_an_nvshmem_of_its_own(
     heap.close()
 
 
-def test_domains_that_are_not_alike(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvshmem_unequal_domains(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, PEER, Other(2, slice_index=1)])
     assert "have [2, 1] GPUs, expected the same number in each" in (nvshmem.unsupported_reason() or "")
 
 
-def test_the_transport_says_that_there_are_several(
+def test_nvshmem_transport_log_names_domains(
     gpus: None, store: Store, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = [jax.local_devices()[0], PEER, Other(2, slice_index=1), Other(3, slice_index=1)]
@@ -338,7 +334,7 @@ def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 
-def test_several_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_nvshmem_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
     request = ("grouped_gemm", np.dtype(np.float32))
     reason = "several processes: call jax_ep.init() in each of them first"
@@ -354,7 +350,7 @@ def test_several_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixtur
     assert context.transport() == "nvshmem"
 
 
-def test_init_and_finalize_are_taken_together(gpus: None, fake: fake_nvshmem.Fake, store: Store) -> None:
+def test_nvshmem_init_and_finalize_meet(gpus: None, fake: fake_nvshmem.Fake, store: Store) -> None:
     made = context.init(MESH, heap_bytes=1 << 20)
     assert (made.transport, made.num_ranks) == ("nvshmem", 2)
     assert context.init(MESH, heap_bytes=1 << 20) is made
@@ -368,7 +364,7 @@ def test_init_and_finalize_are_taken_together(gpus: None, fake: fake_nvshmem.Fak
     assert context.transport() is None
 
 
-def test_failure_to_end_still_forgets_the_context(gpus: None, store: Store) -> None:
+def test_nvshmem_finalize_fails(gpus: None, store: Store) -> None:
     context.init(MESH)
     store.peer_comes = False
     with pytest.raises(jax.errors.JaxRuntimeError, match="finalize"):
@@ -376,7 +372,7 @@ def test_failure_to_end_still_forgets_the_context(gpus: None, store: Store) -> N
     assert context.transport() is None
 
 
-def test_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: Any, caplog: Any) -> None:
+def test_nvshmem_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: Any, caplog: Any) -> None:
     """A program that ends by an exception does not wait for the others; nothing fails at exit."""
     context.init(MESH)
     monkeypatch.setattr(sys, "last_exc", ValueError("of the program"), raising=False)
@@ -410,7 +406,7 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
         context.init(MESH, transport="nvshmem")
 
 
-def test_devices_of_one_process_reach_each_other() -> None:
+def test_peer_access_one_process() -> None:
     """Unless JAX knows better; so no axis is apart."""
     mesh = jax.make_mesh((2, 2), ("node", "expert"), devices=jax.devices()[:4])
     for of_processes in (False, True):
@@ -418,7 +414,7 @@ def test_devices_of_one_process_reach_each_other() -> None:
         assert peer_access.unreachable_reason(mesh, ("node", "expert"), of_processes=of_processes) is None
 
 
-def test_processes_with_several_gpus(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_access_several_gpus_per_process(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels among those of a process, where they reach each other and each process has as many."""
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, Other(0), PEER, PEER])
@@ -440,7 +436,7 @@ def test_processes_with_several_gpus(gpus: None, caplog: Any, monkeypatch: pytes
     assert findings["transport"].state == "ok" and "each of 2 processes" in findings["transport"].text
 
 
-def test_peers_of_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_access_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`xla` serves them, and everything that one asks says why."""
     assert peer_access.domains(jax.devices()) == [[0, 1]]
     far = Other(2, slice_index=1)
@@ -462,7 +458,7 @@ def test_peers_of_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.Mo
         registry.choose(Options("dispatch", (), ("triton",)), *request)
 
 
-def test_launches_that_run_at_the_same_time_are_refused(gpus: None, caplog: Any) -> None:
+def test_transports_unordered_launches(gpus: None, caplog: Any) -> None:
     """XLA's flag for it is in the environment; the last one of several counts."""
     flag = "--xla_gpu_command_buffer_scheduling_mode="
     os.environ["XLA_FLAGS"] = f"{flag}CONCURRENT {flag}LHS --xla_x=1"
@@ -480,7 +476,7 @@ def test_launches_that_run_at_the_same_time_are_refused(gpus: None, caplog: Any)
 
 
 @pytest.mark.slow
-def test_two_processes() -> None:
+def test_nvshmem_two_processes() -> None:
     """The key-value store, its barriers and their timeouts, as they are; meeting_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -527,7 +523,7 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_in_two_domains() -> None:
+def test_nvshmem_four_processes_two_domains() -> None:
     """Every process allocates with those of its domain, and all with all; domain_processes.py is what runs."""
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -53,7 +53,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.slow(unless={"name": ["dispatch", "moe"]})
-def test_few_functions_to_the_custom_call(name: str, two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_depth_to_custom_call(name: str, two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Explicit axes, public function, primitive, implementation, launch, call; one more where it has two launches."""
     chains: dict[str, list[str]] = {}
 

@@ -35,7 +35,7 @@ OURS = (TypeError, ValueError, NotImplementedError, OverflowError)
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in BAD])
 @pytest.mark.parametrize("name", GOOD)
-def test_every_argument_of_every_function(name: str, kind: str) -> None:
+def test_error_names_every_argument(name: str, kind: str) -> None:
     """Each argument in turn; what is taken is no error."""
     wrong = {}
     for argument in inspect.signature(function(name)).parameters:
@@ -74,7 +74,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
-def test_arrays_of_a_layer(name: str, kind: str) -> None:
+def test_error_names_layer_arrays(name: str, kind: str) -> None:
     position, value = CHANGES[kind]
     arrays = list(GLOBAL)
     arrays[position] = value
@@ -83,7 +83,7 @@ def test_arrays_of_a_layer(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["fused_moe", "sharded_moe", "moe over nodes"])
-def test_options_of_a_layer(name: str, option: str) -> None:
+def test_error_names_layer_options(name: str, option: str) -> None:
     check(name, list(GLOBAL), **{option: OPTIONS[option]})
 
 
@@ -104,7 +104,7 @@ def check(name: str, arrays: list[Any], **options: Any) -> None:
         jax.eval_shape(call, *arrays)
 
 
-def test_a_derivative_that_there_is_not() -> None:
+def test_error_names_missing_derivative() -> None:
     """Found in the backward pass, where the call has ended."""
     layer = partial(jax_ep.fused_moe, recipe="fp8")
     x, idx, weights = jnp.ones((4, 128)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
@@ -114,7 +114,7 @@ def test_a_derivative_that_there_is_not() -> None:
         jax.eval_shape(jax.grad(lambda x: first(x).sum()), x)
 
 
-def test_the_name_is_that_of_the_last_call() -> None:
+def test_error_names_nested_calls() -> None:
     with pytest.raises(ValueError, match=r"^dispatch: "):
         trace("dispatch", num_experts=0)
     with pytest.raises(ValueError, match=r"^moe: num_experts=0"):

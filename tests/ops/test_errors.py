@@ -49,7 +49,7 @@ HALF_PAIR = (fp8(T, H), f32(T, 3))
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_the_correct_arguments_are_accepted(name):
+def test_errors_valid_arguments(name):
     """Each case below changes these arguments in one way, so that way is what its exception is about."""
     assert jax.tree.leaves(trace(name))
 
@@ -556,12 +556,12 @@ TABLE += EXPERTS_CASES
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "fragments"), TABLE)
-def test_mistakes_are_explained(name, changes, error, fragments):
+def test_errors_explain_mistakes(name, changes, error, fragments):
     check(error, fragments, trace, name, **changes)
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_messages_begin_with_the_function_that_was_called(name):
+def test_errors_start_with_public_function(name):
     """Not with one that it uses: who called `moe` does not look for a call of `dispatch`."""
     elsewhere = {}
     for case in TABLE:

@@ -42,7 +42,7 @@ def halves(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.slow
-def test_a_count_past_all_tokens_on_the_input(rng: np.random.Generator) -> None:
+def test_experts_num_tokens_past_end_weight_on_input(rng: np.random.Generator) -> None:
     arrays, experts = Arrays(rng), Experts(weight_on="input")
     want = arrays.low_latency(experts=experts)
     for count in (2**31 - 1, 4, 5):
@@ -52,7 +52,7 @@ def test_a_count_past_all_tokens_on_the_input(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_weights_on_the_input_keep_float64(rng: np.random.Generator) -> None:
+def test_experts_weight_on_input_float64(rng: np.random.Generator) -> None:
     with jax.enable_x64(True):
         arrays, experts = Arrays(rng, jnp.float64), Experts(weight_on="input")
         np.testing.assert_allclose(
@@ -61,7 +61,7 @@ def test_weights_on_the_input_keep_float64(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_with_a_loop_over_what_varies(rng: np.random.Generator) -> None:
+def test_experts_custom_activation_with_loop(rng: np.random.Generator) -> None:
     """Under `shard_map`'s check of types."""
     mesh = make_mesh((2,), ("expert",))
     arrays = Arrays(rng)
@@ -81,7 +81,7 @@ def test_a_function_with_a_loop_over_what_varies(rng: np.random.Generator) -> No
 
 
 @pytest.mark.slow
-def test_what_a_function_closes_over_is_not_kept(rng: np.random.Generator) -> None:
+def test_experts_custom_activation_closure_not_cached(rng: np.random.Generator) -> None:
     class Scaled:
         scale = 1.0
 
@@ -106,7 +106,7 @@ def test_what_a_function_closes_over_is_not_kept(rng: np.random.Generator) -> No
         jax.grad(lambda scale: jnp.sum(run(scale)))(1.0)
 
 
-def test_a_function_without_a_derivative_at_zero(rng: np.random.Generator) -> None:
+def test_experts_custom_activation_nan_derivative_at_zero(rng: np.random.Generator) -> None:
     """Rows without a token are not zeros to it."""
     arrays = Arrays(rng)
 
@@ -121,7 +121,7 @@ def test_a_function_without_a_derivative_at_zero(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("call", [Arrays.moe, Arrays.low_latency], ids=["moe", "low latency"])
-def test_what_a_function_returns_is_checked(call: Any, rng: np.random.Generator) -> None:
+def test_experts_custom_activation_invalid_result(call: Any, rng: np.random.Generator) -> None:
     arrays = Arrays(rng)
     wrong = [
         (lambda hidden: hidden, ValueError, rf"{2 * INNER}\], expected \[\d+, {INNER}\]"),
@@ -136,7 +136,7 @@ def test_what_a_function_returns_is_checked(call: Any, rng: np.random.Generator)
 
 
 @pytest.mark.slow
-def test_ids_of_tokens_that_do_not_count(rng: np.random.Generator) -> None:
+def test_experts_ids_past_num_tokens(rng: np.random.Generator) -> None:
     """May be anything, also where values are known; those of others may not."""
     arrays = Arrays(rng)
     want = arrays.moe(num_tokens=2)
@@ -156,7 +156,7 @@ def test_ids_of_tokens_that_do_not_count(rng: np.random.Generator) -> None:
         layer(*args, token_mask=~mask)
 
 
-def test_biases_of_global_arrays_are_checked(rng: np.random.Generator) -> None:
+def test_experts_biases_global_arrays_invalid(rng: np.random.Generator) -> None:
     arrays, mesh = Arrays(rng), make_mesh((2,), ("expert",))
     args = (arrays.x, arrays.idx, arrays.weights, arrays.w_gate_up, arrays.w_down)
     layer = sharded_moe(mesh, num_experts=E)
@@ -172,7 +172,7 @@ def test_biases_of_global_arrays_are_checked(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
-def test_masked_tokens_spoil_no_gradient() -> None:
+def test_experts_masked_tokens_gradient() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 

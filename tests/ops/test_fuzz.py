@@ -150,7 +150,7 @@ def _check_round_trip(problem, ids, seed):
 @NUM_SHAPES
 @given(st.data(), problems(), SEEDS)
 @pytest.mark.slow
-def test_shapes_of_dispatch_and_combine(data, problem, seed):
+def test_fuzz_dispatch_combine_shapes(data, problem, seed):
     _check_round_trip(problem, data.draw(routings(problem)), seed)
 
 
@@ -162,14 +162,14 @@ TIGHT = Problem(num_ranks=3, num_tokens=4, top_k=2, num_local=3, hidden=4, align
 @given(routings(DROPLESS), SEEDS)
 @example(np.full((4, 3, 3), -1, np.int32), 0)
 @example(np.full((4, 3, 3), 7, np.int32), 0)
-def test_routings_of_dispatch_and_combine_dropless(ids, seed):
+def test_fuzz_dispatch_combine_routings_dropless(ids, seed):
     _check_round_trip(DROPLESS, ids, seed)
 
 
 @NUM_ROUTINGS
 @given(routings(TIGHT), SEEDS)
 @example(np.full((3, 4, 2), 8, np.int32), 0)
-def test_routings_of_dispatch_and_combine_with_a_tight_capacity(ids, seed):
+def test_fuzz_dispatch_combine_routings_tight_capacity(ids, seed):
     _check_round_trip(TIGHT, ids, seed)
 
 
@@ -217,7 +217,7 @@ def _check_layer(problem, intermediate, activation, gated, ids, seed):
 @NUM_SHAPES
 @given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["silu", "gelu", "relu"]), st.booleans(), SEEDS)
 @pytest.mark.slow
-def test_shapes_of_moe(data, problem, intermediate, activation, gated, seed):
+def test_fuzz_moe_shapes(data, problem, intermediate, activation, gated, seed):
     problem = dataclasses.replace(problem, alignment=1)  # moe has no alignment
     ids = data.draw(routings(problem))
     _check_layer(problem, intermediate, activation, gated, ids, seed)
@@ -230,12 +230,12 @@ LAYER_TIGHT = dataclasses.replace(LAYER, capacity=4)
 @settings(NUM_ROUTINGS, max_examples=50)
 @given(routings(LAYER), SEEDS)
 @example(np.full((4, 3, 2), -1, np.int32), 0)
-def test_routings_of_moe(ids, seed):
+def test_fuzz_moe_routings(ids, seed):
     _check_layer(LAYER, 5, "silu", True, ids, seed)
 
 
 @settings(NUM_ROUTINGS, max_examples=50)
 @given(routings(LAYER_TIGHT), SEEDS)
 @example(np.full((4, 3, 2), 7, np.int32), 0)
-def test_routings_of_moe_with_a_tight_capacity(ids, seed):
+def test_fuzz_moe_routings_tight_capacity(ids, seed):
     _check_layer(LAYER_TIGHT, 5, "gelu", False, ids, seed)

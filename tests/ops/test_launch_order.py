@@ -18,12 +18,12 @@ from jax_ep.types import Handle, Layout
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("first", [0.0, -0.0, 1.5, np.inf, np.nan])
-def test_values_stay(dtype: np.dtype, first: float) -> None:
+def test_known_after_keeps_values(dtype: np.dtype, first: float) -> None:
     x, earlier = jnp.array([3, -1, 0], jnp.int32), jnp.full((2, 2), first, dtype)
     np.testing.assert_array_equal(jax.jit(known_after)(x, earlier), x)
 
 
-def test_compiled_programs_depend_on_both() -> None:
+def test_known_after_keeps_dependence() -> None:
     shapes = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((16, 8), BF16)
     text = jax.jit(known_after).lower(*shapes).compile().as_text()
     entry = text[text.index("ENTRY") :]
@@ -32,7 +32,7 @@ def test_compiled_programs_depend_on_both() -> None:
     assert all(len(re.findall(rf"%{re.escape(name)}\b", entry)) > 1 for name in parameters), entry
 
 
-def test_only_kernels_of_several_ranks_need_it() -> None:
+def test_known_after_one_rank() -> None:
     layout = Layout(num_ranks=2, num_experts=4, num_tokens=3, top_k=1, capacity=6, axis=("expert",))
     arrays = {name: jnp.zeros(4, jnp.int32) for name in ("row_slot", "slot_row", "group_sizes", "ids", "group")}
     handle = Handle(**arrays, num_invalid=jnp.zeros((), jnp.int32), num_dropped=jnp.zeros((), jnp.int32), layout=layout)

@@ -47,19 +47,19 @@ HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
 
 
 @pytest.mark.parametrize("name", NEEDS_AXIS)
-def test_outside_shard_map(name):
+def test_misuse_outside_shard_map(name):
     # a handle cannot be made out there either, so it comes from inside
     made = {key: _handle_of_one_rank(arg, W) for key, arg in GOOD[name].items() if isinstance(arg, Traced)}
     check(ValueError, ["expert", r"jax\.shard_map"], trace, name, inside=False, **made)
 
 
 @pytest.mark.parametrize("name", NEEDS_AXIS)
-def test_an_axis_that_the_mesh_lacks(name):
+def test_misuse_unknown_axis(name):
     # the mesh's own axis is named as well: nearly always it is the one that was meant
     check(ValueError, ["'ep'", "'expert'", "axis_name", r"shard_map|mesh"], trace, name, axis_name="ep")
 
 
-def test_an_axis_of_vmap_carries_no_experts():
+def test_misuse_vmap_axis():
     def body(x, ids, weights):
         return jax_ep.dispatch(x, ids, weights, num_experts=E).tokens
 
@@ -68,14 +68,14 @@ def test_an_axis_of_vmap_carries_no_experts():
     check(ValueError, fragments, lambda: jax.eval_shape(jax.vmap(body, axis_name="expert"), *shapes))
 
 
-def test_load_balancing_loss_needs_its_axis():
+def test_load_balancing_loss_unknown_axis():
     fragments = ["load_balancing_loss", "expert", r"jax\.shard_map"]
     check(ValueError, fragments, trace, "load_balancing_loss", inside=False, axis_name="expert")
 
 
 @pytest.mark.parametrize("axis_name", [3, None], ids=str)
 @pytest.mark.parametrize("name", ["dispatch", "combine", "moe", "low_latency_dispatch"])
-def test_an_axis_name_of_another_kind(name, axis_name):
+def test_misuse_axis_name_type(name, axis_name):
     check(TypeError, ["axis_name", type(axis_name).__name__, "str|tuple|name"], trace, name, axis_name=axis_name)
 
 
@@ -92,7 +92,7 @@ def _handle_of_one_rank(traced, size):
 
 
 @pytest.mark.parametrize("name", ["combine", "grouped_gemm_combine", "low_latency_combine", *DISPATCH])
-def test_a_handle_of_another_axis_size(name):
+def test_handle_other_axis_size(name):
     traced = low_latency_handle() if name.startswith("low_latency") else dispatch_handle()
     handle = _handle_of_one_rank(traced, 2)  # L = 4 experts on each of 2 ranks, R = 24 rows
     rows, local = handle.layout.capacity, handle.layout.num_local_experts
@@ -109,7 +109,7 @@ CONSUMERS = ["combine", "grouped_gemm_combine", "low_latency_combine", "low_late
 
 @pytest.mark.parametrize("used", [("a", "c"), ("b", "a")], ids="-".join)
 @pytest.mark.parametrize("name", CONSUMERS)
-def test_a_handle_of_another_axis_of_the_same_size(name, used):
+def test_handle_other_axis_same_size(name, used):
     """Or of the same axes in another order, by which ranks have other numbers."""
     made = ("a", "b")
     mesh = harness.make_mesh((2, 2, 2), ("a", "b", "c"))
@@ -132,7 +132,7 @@ def test_a_handle_of_another_axis_of_the_same_size(name, used):
     check(ValueError, fragments, run, used)
 
 
-def test_capacity_and_alignment_belong_to_the_handle():
+def test_handle_conflicting_capacity_and_alignment():
     handle = dispatch_handle(capacity=32, alignment=8)
     for change, offending, expected in [({"capacity": 40, "alignment": 8}, 40, 32), ({"alignment": 4}, 4, 8)]:
         fragments = ["handle", number(offending), number(expected)]
@@ -151,7 +151,7 @@ def _concrete(name):
 
 
 @pytest.mark.parametrize("name", ["moe_sort", "fused_moe"])
-def test_eager_ids_out_of_range(name):
+def test_topk_idx_eager_out_of_range(name):
     arguments = _concrete(name)
     for bad in (E, E + 91, -2, -(2**31)):
         arguments["topk_idx"] = jnp.zeros((T, K), jnp.int32).at[3, 1].set(bad)
@@ -163,7 +163,7 @@ def test_eager_ids_out_of_range(name):
 
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", ["dispatch", "moe", "low_latency_dispatch"])
-def test_constant_ids_out_of_range_inside_shard_map(name, library):
+def test_topk_idx_constant_out_of_range_in_shard_map(name, library):
     ids = np.zeros((T, K), np.int32)
     ids[3, 1] = E + 91
     topk_idx = library.asarray(ids)  # made out here, so that its values are known while the rest is traced
@@ -171,7 +171,7 @@ def test_constant_ids_out_of_range_inside_shard_map(name, library):
     check(ValueError, fragments, trace, name, topk_idx=Traced(lambda: topk_idx))
 
 
-def test_eager_shard_map_sees_the_values():
+def test_topk_idx_eager_shard_map_out_of_range():
     def per_rank(x, topk_idx):
         return jax_ep.dispatch(x, topk_idx, num_experts=E).tokens
 
@@ -186,7 +186,7 @@ def test_eager_shard_map_sees_the_values():
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
-def test_an_unknown_implementation(name):
+def test_implementation_unknown_name(name):
     fragments = ["implementation", "cublas_magic", "xla"]
     check(ValueError, fragments, trace, name, implementation="cublas_magic")
     check(ValueError, fragments, trace, name, implementation=("xla", "cublas_magic"))
@@ -194,7 +194,7 @@ def test_an_unknown_implementation(name):
 
 
 @pytest.mark.parametrize("name", ["dispatch", "grouped_gemm", "low_latency_combine"])
-def test_an_implementation_of_another_kind(name):
+def test_implementation_wrong_type(name):
     check(TypeError, ["implementation", "int|3", "None|xla"], trace, name, implementation=3)
 
 
@@ -214,7 +214,7 @@ def two_that_refuse(monkeypatch):
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
-def test_no_implementation_that_fits(name, two_that_refuse):
+def test_implementation_none_supports_call(name, two_that_refuse):
     fragments = ["wheeled: needs eight wheels", "winged: H must be a prime", "implementation=None|implementation"]
     check(NotImplementedError, fragments, trace, name, implementation=("wheeled", "winged"))
     check(NotImplementedError, ["wheeled: needs eight wheels"], trace, name, implementation="wheeled")
@@ -229,7 +229,7 @@ def test_no_implementation_that_fits(name, two_that_refuse):
         ("dispatch_grouped_gemm", "dispatch_mode", "fused"),
     ],
 )
-def test_a_mode_that_the_implementation_lacks(name, field, mode):
+def test_implementation_without_mode(name, field, mode):
     fragments = [name, f"xla: .*mode='{mode}'", "'serial'", "implementation=None"]
     schedule = jax_ep.Schedule(**{field: mode})
     check(NotImplementedError, fragments, trace, name, implementation="xla", schedule=schedule)
@@ -238,14 +238,14 @@ def test_a_mode_that_the_implementation_lacks(name, field, mode):
 
 
 @pytest.mark.parametrize("name", HAS_IMPLEMENTATIONS)
-def test_a_refusal_falls_through_to_the_next(name, two_that_refuse):
+def test_implementation_falls_back_to_next(name, two_that_refuse):
     assert jax.tree.leaves(trace(name, implementation=("wheeled", "winged", "xla")))
 
 
 # --- differentiation ------------------------------------------------------------------------------------------------
 
 
-def test_quantised_low_latency_dispatch_has_no_gradient():
+def test_low_latency_dispatch_quantized_no_gradient():
     def loss(x):
         sent = jax_ep.low_latency_dispatch(
             x, jnp.zeros((T, K), jnp.int32), num_experts=E, max_tokens_per_rank=MAX_T, quantize=True
@@ -270,33 +270,33 @@ def _sharded(mesh=None, arrays=None, **options):
     return jax.eval_shape(sharding.sharded_moe(mesh, **({"num_experts": E} | options)), *arrays)
 
 
-def test_sharded_moe_accepts_the_correct_arguments():
+def test_sharded_moe_valid_arguments():
     assert _sharded(mesh_of()).shape == (24, H)
 
 
-def test_sharded_moe_needs_amesh_of():
+def test_sharded_moe_mesh_type():
     check(ValueError, ["sharded_moe", "mesh", r"jax\.set_mesh|mesh="], _sharded)
 
 
-def test_sharded_moe_axis_that_the_mesh_lacks():
+def test_sharded_moe_unknown_axis():
     check(ValueError, ["'ep'", "'expert'", "axis_name"], _sharded, mesh_of(), axis_name="ep")
     check(ValueError, ["data", "expert", "batch_axes"], _sharded, mesh_of(), batch_axes=("data",))
     check(ValueError, ["model", "expert", "tensor_axis"], _sharded, mesh_of(), tensor_axis="model")
 
 
-def test_sharded_moe_sizes_that_do_not_divide():
+def test_sharded_moe_sizes_do_not_divide():
     tokens = (f32(23, H), i32(23, K), f32(23, K), f32(E, H, 2 * INNER), f32(E, INNER, H))
     check(ValueError, [number(23), number(W), "multiple|divisible|pad"], _sharded, mesh_of(), tokens)
     experts = (f32(24, H), i32(24, K), f32(24, K), f32(10, H, 2 * INNER), f32(10, INNER, H))
     check(ValueError, [number(10), number(W), "multiple|divisible"], _sharded, mesh_of(), experts, num_experts=10)
 
 
-def test_sharded_moe_axes_that_are_used_twice():
+def test_sharded_moe_axis_used_twice():
     check(ValueError, ["'expert'", "twice|different"], _sharded, mesh_of(), batch_axes=("expert",))
     check(ValueError, ["'expert'", "twice|different"], sharding.moe_specs, tensor_axis="expert")
 
 
-def test_init_refuses_what_it_cannot_honour():
+def test_init_invalid_arguments():
     jax_ep.finalize()
     mesh = mesh_of()
     check(ValueError, ["'ep'", "'expert'", "axis_name"], jax_ep.init, mesh, axis_name="ep")
@@ -308,14 +308,14 @@ def test_init_refuses_what_it_cannot_honour():
 # --- what was once let through --------------------------------------------------------------------------------------
 
 
-def test_tokens_without_columns():
+def test_tokens_zero_columns():
     arguments = {"x": f32(T, 0), "w_gate_up": f32(E, 0, 2 * INNER), "w_down": f32(E, INNER, 0)}
     check(ValueError, [r"\bx\b", r"\(6, 0\)", "H >= 1", "column"], trace, "fused_moe", **arguments)
     arguments = {"x": f32(T, 0), "w_gate_up": f32(L, 2 * INNER, 0), "w_down": f32(L, 0, INNER)}
     check(ValueError, [r"\bx\b", r"\(6, 0\)", "H >= 1", "column"], trace, "low_latency_moe", **arguments)
 
 
-def test_a_capacity_that_rows_cannot_be_counted_in():
+def test_capacity_beyond_int32():
     check(ValueError, ["capacity", number(2**33), "2\\*\\*31"], trace, "dispatch", capacity=2**33)
 
 
@@ -339,27 +339,27 @@ ROWS = {"x": f32(MANY, H), "topk_idx": i32(MANY, K), "topk_weights": f32(MANY, K
         ("masked_gated_activation", MANY, {"hidden": f32(L, MANY, 2 * H)}),
     ],
 )
-def test_more_rows_than_int32_can_number(name, offending, changes):
+def test_rows_beyond_int32(name, offending, changes):
     """Whatever the capacity: rows are numbered before they are dropped."""
     fragments = [f"^{name}:", number(offending), r"2\*\*31", "fewer tokens|split|lower"]
     check(ValueError, fragments, trace, name, **changes)
 
 
-def test_an_axis_that_is_named_twice():
+def test_axis_name_repeated():
     check(ValueError, ["axis_name", "'expert', 'expert'", "twice"], trace, "dispatch", axis_name=("expert", "expert"))
 
 
-def test_a_wire_dtype_that_is_no_dtype():
+def test_wire_dtype_invalid():
     check(TypeError, ["dispatch", "wire_dtype", "'fp8'", "float8_e4m3fn"], trace, "dispatch", wire_dtype="fp8")
 
 
-def test_a_quantised_pair_travels_in_fp8_only():
+def test_quantized_pair_wire_dtype():
     pair = (jax.ShapeDtypeStruct((T, H), jnp.float8_e4m3fn), f32(T, H // 128))
     fragments = ["dispatch", "wire_dtype", "int8", "float8_e4m3fn"]
     check(TypeError, fragments, trace, "dispatch", x=pair, wire_dtype=jnp.int8)
 
 
-def test_rounding_has_no_gradient():
+def test_quantize_fp8_no_gradient():
     def loss(y, topk_idx, topk_weights):
         handle = low_latency_handle().make()
         wire = {"wire_dtype": jnp.float8_e4m3fn}
@@ -373,6 +373,6 @@ def test_rounding_has_no_gradient():
     check(TypeError, ["quantize_fp8", "gradient", "dispatch"], jax.eval_shape, quantised, f32(T, H))
 
 
-def test_losses_of_no_tokens_are_zero():
+def test_losses_no_tokens():
     assert float(jax_ep.load_balancing_loss(jnp.zeros((0, E)), jnp.zeros((0, K), jnp.int32))) == 0
     assert float(jax_ep.router_z_loss(jnp.zeros((0, E)))) == 0

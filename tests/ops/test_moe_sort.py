@@ -58,7 +58,7 @@ def _jit_moe_sort(topk_idx, topk_weights, *, num_experts, block_size):
 @pytest.mark.parametrize(
     ("num_tokens", "k", "num_experts"), [(1, 1, 1), (1, 3, 8), (37, 2, 8), (64, 4, 5), (5, 2, 100)]
 )
-def test_moe_sort_equals_numpy(num_tokens, k, num_experts, block_size):
+def test_moe_sort_matches_numpy(num_tokens, k, num_experts, block_size):
     weights = np.random.default_rng(1).uniform(0.1, 1.0, size=(num_tokens, k)).astype(np.float32)
     total = _static_rows(num_tokens * k, num_experts, block_size)
     for kind in KINDS:  # one compiled function serves every kind
@@ -104,7 +104,7 @@ def test_moe_sort_invariants(kind):
         assert (np.diff(members) > 0).all(), "rows of an expert keep the order of their slots"
 
 
-def test_moe_sort_treats_unknown_ids_as_no_expert_when_traced():
+def test_moe_sort_traced_invalid_ids():
     ids = _routing("uniform", 20, 2)
     damaged = ids.copy()
     damaged[3, 0], damaged[7, 1], damaged[11, 0] = E, -2, 2**31 - 1
@@ -115,7 +115,7 @@ def test_moe_sort_treats_unknown_ids_as_no_expert_when_traced():
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_moe_sort_weights_are_differentiable():
+def test_moe_sort_weight_gradients():
     ids = jnp.asarray(_routing("some-invalid", 12, 2))
     cotangent = jnp.arange(1.0, _static_rows(24, E, 4) + 1.0, dtype=jnp.float32)
 
@@ -164,7 +164,7 @@ def _layer(num_tokens, hidden, k, num_experts, intermediate, gated=True, seed=0)
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_fused_moe_equals_numpy(activation, gated):
+def test_fused_moe_matches_numpy(activation, gated):
     x, weights, w_gate_up, w_down = _layer(23, 20, 3, E, 12, gated=gated)
     compiled = jax.jit(partial(jax_ep.fused_moe, activation=activation))
     for kind in KINDS:
@@ -204,14 +204,14 @@ def test_fused_moe_narrow_dtypes(dtype):
     np.testing.assert_allclose(np.asarray(actual.astype(jnp.float32)), expected, rtol=bound, atol=bound)
 
 
-def test_fused_moe_of_no_valid_expert_is_exactly_zero():
+def test_fused_moe_no_valid_expert():
     x, weights, w_gate_up, w_down = _layer(6, 8, 2, E, 4)
     ids = _routing("all-invalid", 6, 2)
     actual = FUSED_MOE(*map(jnp.asarray, (x, ids, weights, w_gate_up, w_down)))
     np.testing.assert_array_equal(actual, np.zeros_like(x))
 
 
-def test_fused_moe_treats_unknown_ids_as_no_expert_when_traced():
+def test_fused_moe_traced_invalid_ids():
     x, weights, w_gate_up, w_down = _layer(6, 8, 2, E, 4)
     ids = _routing("uniform", 6, 2)
     damaged = ids.copy()
@@ -222,7 +222,7 @@ def test_fused_moe_treats_unknown_ids_as_no_expert_when_traced():
 
 
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False)])
-def test_fused_moe_gradients_are_finite_differences(activation, gated):
+def test_fused_moe_gradients_match_finite_differences(activation, gated):
     arrays = _layer(5, 4, 2, 3, 3, gated=gated, seed=7)
     cotangent = np.random.default_rng(8).normal(size=(5, 4)).astype(np.float32)
 
@@ -243,7 +243,7 @@ def test_fused_moe_gradients_are_finite_differences(activation, gated):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"{kind}, {name}")
 
 
-def test_fused_moe_gradient_with_no_valid_expert_is_zero():
+def test_fused_moe_gradient_no_valid_expert():
     arrays = _layer(4, 4, 2, 3, 3)
     ids = jnp.full((4, 2), -1, jnp.int32)
 
@@ -254,7 +254,7 @@ def test_fused_moe_gradient_with_no_valid_expert_is_zero():
         np.testing.assert_array_equal(gradient, np.zeros(gradient.shape, np.float32))
 
 
-def test_fused_moe_is_deterministic():
+def test_fused_moe_deterministic():
     arrays = _layer(64, 16, 4, E, 8)
     ids = _routing("uniform", 64, 4)
     arguments = jnp.asarray(arrays[0]), jnp.asarray(ids), *map(jnp.asarray, arrays[1:])
@@ -263,7 +263,7 @@ def test_fused_moe_is_deterministic():
         np.testing.assert_array_equal(FUSED_MOE(*arguments), first)
 
 
-def test_fused_moe_under_scan_and_remat():
+def test_fused_moe_scan_and_remat():
     x, weights, w_gate_up, w_down = map(jnp.asarray, _layer(6, 8, 2, E, 4))
     ids = jnp.asarray(_routing("uniform", 6, 2))
 
@@ -282,13 +282,13 @@ def test_fused_moe_under_scan_and_remat():
 
 @pytest.mark.parametrize("number", [2**32, 2**32 + 1, 2**31, -(2**31) - 1, 3])
 @pytest.mark.parametrize("kind", [int, np.int64, np.asarray], ids=["int", "scalar", "array"])
-def test_numbers_of_tokens_beyond_32_bits(number, kind):
+def test_moe_sort_num_tokens_beyond_32_bits(number, kind):
     ids = np.array([[1], [0], [1]], np.int32)
     got = jax_ep.moe_sort(ids, num_experts=2, block_size=2, num_tokens=kind(number))
     assert (np.asarray(got.slots) >= 0).sum() == (3 if number > 0 else 0)
 
 
-def test_ids_beyond_32_bits_are_no_experts():
+def test_moe_sort_ids_beyond_32_bits():
     ids = np.array([[2**32 + 1], [0], [1], [-(2**33)]], np.int64)
     slots = np.asarray(jax_ep.moe_sort(ids, num_experts=2, block_size=2, num_tokens=4).slots)
     assert sorted(slots[slots >= 0]) == [1, 2]
@@ -307,12 +307,12 @@ def test_ids_beyond_32_bits_are_no_experts():
         (2, ValueError, "reach past num_experts=2"),
     ],
 )
-def test_a_first_expert_that_is_none(first, error, match):
+def test_moe_sort_invalid_first_expert(first, error, match):
     with pytest.raises(error, match=match):
         jax_ep.moe_sort(np.array([[1]], np.int32), num_experts=2, block_size=2, first_expert=first)
 
 
-def test_a_traced_first_expert():
+def test_moe_sort_traced_first_expert():
     sort = lambda first: jax_ep.moe_sort(np.array([[1]], np.int32), num_experts=2, block_size=2, first_expert=first)  # noqa: E731
     with pytest.raises(TypeError, match=r"first_expert is a traced array, expected a Python int; it must be static"):
         jax.jit(sort)(1)

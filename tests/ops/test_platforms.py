@@ -68,7 +68,7 @@ def choose(asked: str | None, name: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(("gpus", "used"), USED.items(), indirect=["gpus"], ids=USED)
-def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
+def test_platforms_chosen_implementation(gpus: str, used: dict[str, str]) -> None:
     assert {name: choose(None, name) for name in OPERATIONS} == used
 
 
@@ -88,7 +88,7 @@ def test_what_is_used(gpus: str, used: dict[str, str]) -> None:
     ],
     indirect=["gpus"],
 )
-def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, asked: str, needed: str) -> None:
+def test_platforms_unsupported_capability_reason(gpus: str, name: str, asked: str, needed: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
         choose(asked, name)
     message = str(caught.value)
@@ -96,28 +96,28 @@ def test_refusals_name_the_capability_and_what_is_used(gpus: str, name: str, ask
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
-def test_a_fused_mode_needs_tma(gpus: str) -> None:
+def test_platforms_fused_mode_needs_tma(gpus: str) -> None:
     made = Options("moe", ("expert",), ("triton",), schedule=Schedule(combine_mode="scatter"))
     with pytest.raises(NotImplementedError, match=r"GPUs with TMA \(9.0 to 11.x\)"):
         registry.choose(made, "exchange", BF16, 256, LAYOUT, False, 256)
 
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
-def test_products_without_tensor_cores_need_no_tma(gpus: str) -> None:
+def test_platforms_float32_gemm_needs_no_tma(gpus: str) -> None:
     """float32 is a loop over products of XLA in every implementation."""
     made = Options("moe", (), ("triton",))
     assert registry.choose(made, "grouped_gemm", jnp.dtype(jnp.float32), *PRODUCT) == "triton"
 
 
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])
-def test_other_platforms(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platforms_other(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert choose(None, "exchange") == "xla"
     with pytest.raises(NotImplementedError, match=f"the platform is {platform}, it needs NVIDIA GPUs"):
         choose("triton", "exchange")
 
 
-def test_interpreted_kernels_need_manual_axes(two_ranks: Mesh) -> None:
+def test_platforms_interpreter_needs_manual_axes(two_ranks: Mesh) -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("the interpreter stands for GPUs on the CPU")
     used = []

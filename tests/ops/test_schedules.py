@@ -30,13 +30,13 @@ OTHER = Schedule(**dict.fromkeys(PROGRAMS, 3), num_warps=2, tokens_per_block=2, 
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_leave_everything_to_the_package() -> None:
+def test_schedule_defaults() -> None:
     assert set(dataclasses.asdict(Schedule()).values()) == {None}
     assert len({Schedule(), Schedule(num_warps=None), OTHER, dataclasses.replace(OTHER)}) == 2, "static, so hashable"
 
 
 @pytest.mark.parametrize("field", RANGES)
-def test_numbers_have_a_range(field: str) -> None:
+def test_schedule_number_range(field: str) -> None:
     least, most = RANGES[field]
     for value in (least, most):
         assert getattr(Schedule(**{field: value}), field) == value
@@ -46,7 +46,7 @@ def test_numbers_have_a_range(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", POWERS)
-def test_some_are_powers_of_two(field: str) -> None:
+def test_schedule_powers_of_two(field: str) -> None:
     for value in (1, POWERS[field]):
         assert getattr(Schedule(**{field: value}), field) == value
     for value in (0, 3, 2 * POWERS[field]):
@@ -56,21 +56,21 @@ def test_some_are_powers_of_two(field: str) -> None:
 
 @pytest.mark.parametrize("value", [8.0, True, "8"], ids=repr)
 @pytest.mark.parametrize("field", [*RANGES, *POWERS])
-def test_numbers_are_integers(field: str, value: Any) -> None:
+def test_schedule_integer_types(field: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^Schedule: {field}={value!r} is a {type(value).__name__}, .* int.*None"):
         Schedule(**{field: value})
 
 
 @pytest.mark.parametrize("value", ["reduce", "", 2])
 @pytest.mark.parametrize(("field", "known"), [("dispatch_mode", "fused"), ("combine_mode", "scatter")])
-def test_modes_have_names(field: str, known: str, value: Any) -> None:
+def test_schedule_mode_names(field: str, known: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^Schedule: {field}={value!r}, expected one of .*'{known}', 'serial'.*None"):
         Schedule(**{field: value})
     assert Schedule(**{field: known}) != Schedule(**{field: "serial"})
 
 
 @pytest.mark.parametrize("field", ["fuse_weight_gradients", "keep_tokens", "single_launch"])
-def test_some_are_choices_of_two(field: str) -> None:
+def test_schedule_bool_types(field: str) -> None:
     with pytest.raises(TypeError, match=rf"^Schedule: {field}='always' is a str, .*True, False, or None"):
         Schedule(**{field: "always"})
     assert getattr(Schedule(**{field: False}), field) is False
@@ -85,17 +85,17 @@ TAKES_ONE = [
 
 
 @pytest.mark.parametrize("name", TAKES_ONE)
-def test_functions_that_launch_take_one(name: str) -> None:
+def test_schedule_accepted(name: str) -> None:
     """And an implementation that has no use for numbers does not read them."""
     shapes = [jax.tree.map(lambda x: x.shape, trace(name, schedule=s)) for s in (None, Schedule(), OTHER)]
     assert shapes[0] == shapes[1] == shapes[2]
 
 
-def test_others_take_none() -> None:
+def test_schedule_not_accepted() -> None:
     assert {name for name in GOOD if "schedule" in inspect.signature(function(name)).parameters} == set(TAKES_ONE)
 
 
-def test_sharded_moe_hands_it_on() -> None:
+def test_schedule_sharded_moe() -> None:
     mesh = harness.make_mesh((2,), (EXPERT,))
     shapes = ((8, 4), (8, 2), (8, 2), (4, 4, 6), (4, 3, 4))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.int32 if i == 1 else F32) for i, shape in enumerate(shapes)]
@@ -108,7 +108,7 @@ def test_sharded_moe_hands_it_on() -> None:
 
 @pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
-def test_flax_hands_it_on(on_mesh: bool) -> None:
+def test_schedule_flax(on_mesh: bool) -> None:
     nnx = pytest.importorskip("flax.nnx")
     from jax_ep.flax import MoE
 
@@ -131,7 +131,7 @@ SCHEDULES = {
 }
 
 
-def test_a_handle_serves_any_schedule(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_schedule_handle_independent(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """Handles do not depend on it: each way there and each way back takes any of them, to the same bits."""
     x, ids = reals(rng, 2, 9, 24, dtype=BF16), rng.integers(0, 4, (2, 9, 2), np.int32)
 

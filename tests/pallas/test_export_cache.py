@@ -64,7 +64,7 @@ def lower(function, *shapes):
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_programs_share_it(launch):
+def test_export_cache_shared_by_programs(launch):
     run, traced = launch
     for bias in range(3):
         text = lower(lambda x, bias=bias: run(x, x, interpret=False, factor=2.0) + bias, ROWS)
@@ -77,7 +77,7 @@ def test_programs_share_it(launch):
     assert [(shape[0], factor) for shape, _, factor in traced] == [(8, 2.0), (8, 3.0), (4, 3.0)]
 
 
-def test_numbers_of_64_bits_are_another_launch(launch):
+def test_export_cache_key_x64(launch):
     run, traced = launch
     for x64 in (False, True, False):
         with jax.enable_x64(x64):
@@ -87,7 +87,7 @@ def test_numbers_of_64_bits_are_another_launch(launch):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shards(launch, kind, check_vma):
+def test_export_cache_shards(launch, kind, check_vma):
     run, traced = launch
     mesh, seen = make_mesh((2, 2), ("expert", "data"), kind), []
     both, one = PartitionSpec(("expert", "data")), PartitionSpec("expert")
@@ -113,14 +113,14 @@ def test_shards(launch, kind, check_vma):
     assert len(traced) == 1
 
 
-def test_interpreted_launches_are_traced_as_they_are(launch):
+def test_export_cache_skips_interpreter(launch):
     run, traced = launch
     x = jnp.ones((2, 2))
     assert run(x, x, interpret=True, factor=2.0).tolist() == [[3, 3], [3, 3]]
     assert traced == [((2, 2), True, 2.0)]
 
 
-def test_errors_of_the_launch_reach_the_caller():
+def test_export_cache_errors_reach_caller():
     def refuse(x, *, interpret):
         raise ValueError("no such tiles")
 
@@ -134,7 +134,7 @@ def lower_here(factor=2.0):
     return lower(lambda x: run(x, x, interpret=False, factor=factor), ROWS), len(traced)
 
 
-def test_other_processes_find_it_in_files(cache, tmp_path):
+def test_export_cache_files_shared_by_processes(cache, tmp_path):
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     first, *others = [lower_here() for _ in range(3)]
@@ -147,7 +147,7 @@ def test_other_processes_find_it_in_files(cache, tmp_path):
     assert len(list(folder.iterdir())) == 3
 
 
-def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
+def test_export_cache_truncated_files(cache, tmp_path):
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     text, _ = lower_here()
@@ -160,7 +160,7 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["nothing", "text", "end", "module", "other launch", "pipe", "folder", "huge"])
-def test_files_of_something_else_are_made_again(what, cache, tmp_path):
+def test_export_cache_foreign_files(what, cache, tmp_path):
     """Also where the digest is right."""
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
@@ -202,7 +202,7 @@ def limit():
     jax.config.update("jax_compilation_cache_max_size", before)
 
 
-def test_files_used_longest_ago_make_room_for_others(cache, limit, tmp_path):
+def test_export_cache_evicts_least_recently_used(cache, limit, tmp_path):
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     lower_here(factor=1.0)
@@ -219,7 +219,7 @@ def test_files_used_longest_ago_make_room_for_others(cache, limit, tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
-def test_a_file_above_the_limit_is_not_written(num_bytes, cache, limit, tmp_path):
+def test_export_cache_file_above_limit(num_bytes, cache, limit, tmp_path):
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     lower_here(factor=2.0)
@@ -229,7 +229,7 @@ def test_a_file_above_the_limit_is_not_written(num_bytes, cache, limit, tmp_path
 
 
 @pytest.mark.parametrize("what", ["sources_digest", "jaxlib", "jax", "devices"])
-def test_files_are_for_one_version_and_kind_of_device(what, cache, tmp_path, monkeypatch):
+def test_export_cache_key_version_and_device(what, cache, tmp_path, monkeypatch):
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     lower_here()
@@ -244,7 +244,7 @@ def test_files_are_for_one_version_and_kind_of_device(what, cache, tmp_path, mon
 
 
 @pytest.mark.parametrize("why", ["no folder", "not in use", "remote", "no flatbuffers"])
-def test_where_nothing_is_kept(why, cache, tmp_path, monkeypatch):
+def test_export_cache_disabled(why, cache, tmp_path, monkeypatch):
     cache({"no folder": None, "remote": "gs://bucket/folder"}.get(why, tmp_path))
     if why == "no flatbuffers":
         monkeypatch.setattr(lowering_cache.importlib.util, "find_spec", lambda name: None)
@@ -256,7 +256,7 @@ def test_where_nothing_is_kept(why, cache, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(cache, tmp_path):
+def test_export_cache_unwritable_folder(cache, tmp_path):
     pytest.importorskip("flatbuffers")
     (tmp_path / "jax_ep_lowered").write_text("not a folder")
     cache(tmp_path)
@@ -299,7 +299,7 @@ def ahead(monkeypatch, wait):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_what_is_made_is_compiled_ahead_once(x64, launch, ahead):
+def test_export_cache_compiles_ahead_once(x64, launch, ahead):
     run, _ = launch
     with jax.enable_x64(x64), jax.set_mesh(make_mesh((2, 2), ("expert", "data"))):
         for bias in range(2):
@@ -309,7 +309,7 @@ def test_what_is_made_is_compiled_ahead_once(x64, launch, ahead):
     assert len(ahead()) == 2
 
 
-def test_what_is_found_in_a_file_is_not_compiled_ahead(cache, tmp_path, ahead):
+def test_export_cache_file_hit_not_compiled_ahead(cache, tmp_path, ahead):
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     assert [lower_here()[1] for _ in range(3)] == [1, 0, 0]
@@ -317,7 +317,7 @@ def test_what_is_found_in_a_file_is_not_compiled_ahead(cache, tmp_path, ahead):
 
 
 @pytest.mark.parametrize("why", ["interpreted", "no GPU", "one core"])
-def test_where_nothing_is_compiled_ahead(why, launch, ahead, monkeypatch):
+def test_export_cache_no_compile_ahead(why, launch, ahead, monkeypatch):
     run, traced = launch
     if why == "no GPU":
         monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -330,7 +330,7 @@ def test_where_nothing_is_compiled_ahead(why, launch, ahead, monkeypatch):
     assert len(traced) == 1 and ahead() == []
 
 
-def test_programs_do_not_wait_for_it_but_the_end_of_the_process_does(launch, ahead, wait, monkeypatch):
+def test_export_cache_exit_waits_for_compilation(launch, ahead, wait, monkeypatch):
     run, _ = launch
     program, seen = threading.Event(), []
 
@@ -361,7 +361,7 @@ def eager_cache(cache, tmp_path):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_nothing_is_left_of_the_program_that_is_compiled(x64, eager_cache, monkeypatch):
+def test_export_cache_compiled_program_freed(x64, eager_cache, monkeypatch):
     def num_executables():
         gc.collect()
         return len(jax.devices()[0].client.live_executables())
@@ -384,14 +384,14 @@ def test_nothing_is_left_of_the_program_that_is_compiled(x64, eager_cache, monke
     assert any(path.is_file() for path in eager_cache.iterdir())  # of other programs something is left
 
 
-def test_what_xla_refuses_is_raised_in_the_program_alone():
+def test_export_cache_xla_error_raised_in_program():
     launch = exported_for_here(jax.ffi.ffi_call("nobody", ROWS), ROWS)
     _compile_ahead(launch, (ROWS,), False)
     with pytest.raises(jax.errors.JaxRuntimeError, match="nobody"):
         jax.jit(launch.call).lower(ROWS).compile()
 
 
-def test_other_errors_are_printed_and_the_program_goes_on(launch, ahead, wait, monkeypatch):
+def test_export_cache_other_errors_printed(launch, ahead, wait, monkeypatch):
     run, _ = launch
     printed = []
     elsewhere = export.export(jax.jit(lambda x: x), platforms=("tpu",))(ROWS)

@@ -90,7 +90,7 @@ def assert_same_pairs(got, want):
     ("lines", "top_k", "dtype"), [(4, 1, BF16), (12, 2, BF16), (8, 3, F16), (32, 1, F32), (16, 8, F32)], ids=str
 )
 @pytest.mark.slow(unless={"lines": [4, 12]})
-def test_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_kernels):
+def test_pallas_exchange_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_kernels):
     """The bits of rows that are quantised afterwards; of one row that is a permutation which quantises on the way."""
     index = some_rows(rng, 17, 7, top_k)
     y = poisoned(reals(rng, 17, lines * 128, dtype=F32), index).astype(dtype)
@@ -100,7 +100,7 @@ def test_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_kernels):
     assert races() == 0
 
 
-def test_vmap(rng, only_kernels):
+def test_pallas_exchange_vmap(rng, only_kernels):
     y, index = reals(rng, 2, 9, 512, dtype=BF16), some_rows(rng, 9, 2, 8, 2)
     got = jax.vmap(lambda y, i: local_steps.unpermute(y, i, FP8))(jnp.asarray(y), jnp.asarray(index))
     for n in range(2):
@@ -111,7 +111,7 @@ def test_vmap(rng, only_kernels):
 @pytest.mark.parametrize(
     ("columns", "num_rows", "dtype"), [(128, 7, FP8), (512, 0, FP8), (512, 7, BF16), (72, 7, F32)], ids=str
 )
-def test_what_xla_adds(columns, num_rows, dtype, rng, monkeypatch):
+def test_pallas_exchange_xla_parts(columns, num_rows, dtype, rng, monkeypatch):
     monkeypatch.setattr(local_steps, "launch", refuse)
     index, y = some_rows(rng, 17, num_rows, 3), reals(rng, 17, columns, dtype=BF16)
     got = local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), dtype)
@@ -128,7 +128,7 @@ def test_what_xla_adds(columns, num_rows, dtype, rng, monkeypatch):
 @pytest.mark.parametrize("wire_dtype", [None, jnp.float8_e4m3fn], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("in_segments", [False, True], ids=["to_all", "rounds"])
 @pytest.mark.slow(unless={"num_ranks": [2], "in_segments": [True]})
-def test_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, monkeypatch):
+def test_pallas_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, monkeypatch):
     """The bits of `xla`, with its two ways between the kernels, and padding that nobody reads."""
     if in_segments:
         monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
@@ -154,7 +154,7 @@ def test_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, monkeypa
 
 @pytest.mark.parametrize("recipe", [None, "fp8"], ids=str)
 @pytest.mark.slow
-def test_layer_and_its_gradients(recipe, rng):
+def test_pallas_exchange_layer_and_gradients(recipe, rng):
     """A whole layer with `pallas` alone; whole numbers, which it and `xla` add without rounding."""
     x, idx = integers(rng, 12, 512, dtype=BF16), rng.integers(-1, 3, (12, 2)).astype(np.int32)
     weights = probabilities(rng, 12, 2)
@@ -192,7 +192,7 @@ MODELS = {"DeepSeek-V3": (7168, 8), "Qwen3-30B": (2048, 8), "Mixtral": (4096, 2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.slow(unless={"model": ["DeepSeek-V3"], "x64": [False]})
-def test_models_lower(model, x64, only_kernels):
+def test_pallas_exchange_models_lower(model, x64, only_kernels):
     columns, top_k = MODELS[model]
     tokens, rows = 4096, 4096 * top_k
     with jax.enable_x64(x64):
@@ -202,7 +202,7 @@ def test_models_lower(model, x64, only_kernels):
 
 @pytest.mark.parametrize("rows", [32768, 32767])
 @pytest.mark.slow
-def test_extreme_sizes_lower(rows, only_kernels):
+def test_pallas_exchange_extreme_sizes_lower(rows, only_kernels):
     """The longest rows, the shortest, many choices, and offsets past 32 bits."""
     for columns, top_k in ((512, 64), (1 << 15, 32)):
         assert "mosaic_gpu" in lower(to_fp8, ((1 << 20, columns), BF16), ((rows, top_k), jnp.int32))

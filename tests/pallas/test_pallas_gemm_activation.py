@@ -48,7 +48,7 @@ def is_activated(call, *arguments):
     return any(name in program for name in called)
 
 
-def test_where_rows_are_activated(expert_mesh, rng):
+def test_gemm_activation_selection(expert_mesh, rng):
     """Not in what a gradient needs, nor of what the kernel does not take."""
     mesh = expert_mesh(1)
     topk_idx, arrays = arrays_of(rng)
@@ -69,7 +69,7 @@ def test_where_rows_are_activated(expert_mesh, rng):
         assert not is_activated(per_rank(moe(experts), mesh), topk_idx, *arrays), experts
 
 
-def test_what_the_kernel_takes():
+def test_gemm_activation_supported():
     taken = [jax_ep.Experts(name) for name in ("silu", "gelu", "relu", "relu_squared")]
     taken.append(dataclasses.replace(GPT_OSS, interleaved=False))
     assert all(requirements.activates(experts, 2048) for experts in taken)
@@ -80,7 +80,7 @@ def test_what_the_kernel_takes():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.slow
-def test_values_are_those_of_training(num_ranks, expert_mesh, rng):
+def test_gemm_activation_matches_training(num_ranks, expert_mesh, rng):
     """Of which hidden rows are rounded on the way; with a bias of the second product."""
     topk_idx, arrays = arrays_of(rng, num_ranks)
     b_down = reals(rng, SHAPE.num_experts // num_ranks, SHAPE.hidden, dtype=BF16)
@@ -91,7 +91,7 @@ def test_values_are_those_of_training(num_ranks, expert_mesh, rng):
 
 @pytest.mark.parametrize("argnums", [(0,), (1, 3), (2,)], ids=str)
 @pytest.mark.slow
-def test_gradients_of_some_arguments(argnums, expert_mesh, rng):
+def test_gemm_activation_partial_gradients(argnums, expert_mesh, rng):
     """Have the bits that they have among those of all."""
     topk_idx, arrays = arrays_of(rng)
     layer = per_rank(moe(), expert_mesh(1))
@@ -117,7 +117,7 @@ def for_gpus(monkeypatch):
 @pytest.mark.parametrize("keep", [None, True])
 @pytest.mark.parametrize("argnums", [(0, 1, 2, 3), (0,)], ids=str)
 @pytest.mark.slow
-def test_what_is_kept_is_what_was(keep, argnums, expert_mesh, rng, monkeypatch, for_gpus):
+def test_gemm_activation_residuals(keep, argnums, expert_mesh, rng, monkeypatch, for_gpus):
     """Without a policy and with one that saves hidden rows by their name: as of a layer that never activates rows."""
     topk_idx, arrays = arrays_of(rng, 2)
     nothing, these = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names

@@ -61,7 +61,7 @@ def races(monkeypatch, capfd):
     ids=str,
 )
 @pytest.mark.slow(unless={"tiles": [HALF], "transpose": [True]})
-def test_forward(tiles, transpose, rng, races):
+def test_pallas_forward(tiles, transpose, rng, races):
     """Several tiles and steps in every direction; products of small integers are exact, so any lost row shows."""
     lhs, rhs = integers(rng, ROWS, 200, dtype=BF16), integers(rng, 7, 200, 328, dtype=BF16)
     want = oracle.grouped_gemm(lhs, rhs, SIZES)
@@ -93,7 +93,7 @@ def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
 @pytest.mark.parametrize("experts", EXPERTS, ids=str)
 @pytest.mark.parametrize("tiles", [LOW, tiling.activated_tiles()], ids=str)
 @pytest.mark.slow(unless={"tiles": [LOW], "experts": [CLAMPED], "dtype": [BF16]})
-def test_activated(tiles, experts, dtype, rng, races, monkeypatch):
+def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
     arrive = plgpu.barrier_arrive  # as below
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
     operands, want = activated_operands(rng, experts, ROWS, SIZES, 330, 320, dtype)
@@ -110,7 +110,7 @@ FP8_TILES = (Fp8Tiles(128, 3, band=2), Fp8Tiles())
 @pytest.mark.parametrize("steps", [7, 2])
 @pytest.mark.parametrize("tiles", FP8_TILES, ids=str)
 @pytest.mark.slow(unless={"tiles": [Fp8Tiles()], "steps": [7]})
-def test_fp8(tiles, steps, rng, races, monkeypatch):
+def test_pallas_fp8(tiles, steps, rng, races, monkeypatch):
     """Scales that are powers of two, of every size, change no bit of sums of small integers."""
     # The detector wants a fence between loads by threads and later copies by TMA; on GPUs a barrier orders them, which
     # CUTLASS and DeepGEMM rely on, too.
@@ -132,7 +132,7 @@ def test_fp8(tiles, steps, rng, races, monkeypatch):
 
 @pytest.mark.parametrize("tiles", [Fp8WeightTiles(128, 4, band=2), Fp8WeightTiles()], ids=str)
 @pytest.mark.slow(unless={"tiles": [Fp8WeightTiles()]})
-def test_fp8_weights(tiles, rng, races, monkeypatch):
+def test_pallas_fp8_weights(tiles, rng, races, monkeypatch):
     """Groups of no block, of one and of several, more tiles than one in both directions, and blocks of no group."""
     arrive = plgpu.barrier_arrive  # as above
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
@@ -155,7 +155,7 @@ def test_fp8_weights(tiles, rng, races, monkeypatch):
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
 @pytest.mark.slow(unless={"tiles": [NARROW]})
-def test_weights(tiles, rng, races):
+def test_pallas_weight_gradients(tiles, rng, races):
     lhs, rhs = integers(rng, ROWS, 200, dtype=F16), integers(rng, ROWS, 328, dtype=F16)
     used = slice(SIZES.sum())
     _, want = oracle.grouped_gemm_gradients(lhs[used], np.zeros((7, 200, 328), F16), SIZES, rhs[used])
@@ -167,7 +167,7 @@ def test_weights(tiles, rng, races):
 
 
 @interpreted
-def test_detector_sees_races(rng, races, monkeypatch):
+def test_pallas_race_detector(rng, races, monkeypatch):
     """A consumer that does not wait for its stores would change what they send."""
     wait = plgpu.wait_smem_to_gmem
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, **options: wait(4 if options else n, **options))
@@ -183,7 +183,7 @@ def test_detector_sees_races(rng, races, monkeypatch):
 
 @pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
 @pytest.mark.slow
-def test_one_chunk_wide(tiles, rng):
+def test_pallas_one_chunk_wide(tiles, rng):
     """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
     sizes = np.array([5, 0, 12, 100], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((120, 64), (4, 64, 64), (120, 64)))
@@ -199,7 +199,7 @@ def test_one_chunk_wide(tiles, rng):
 @pytest.mark.parametrize("out_dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
 @pytest.mark.slow(unless={"end": [33], "out_dtype": [BF16]})
-def test_groups_of_all_heights(end, out_dtype, rng):
+def test_pallas_all_block_m(end, out_dtype, rng):
     """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
     sizes = np.array([5, end, 255 - end], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((267, 64), (3, 64, 64), (267, 64)))
@@ -213,7 +213,7 @@ def test_groups_of_all_heights(end, out_dtype, rng):
 
 @pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 127, 129, 250])
 @pytest.mark.slow(unless={"end": [119]})
-def test_activated_groups_of_all_heights(end, rng):
+def test_pallas_activated_all_block_m(end, rng):
     """Rows of a tile that are others', of which each has one weight, and those of the last column beside a half."""
     sizes = np.array([5, end, 255 - end], np.int32)
     operands, want = activated_operands(rng, Experts(), 267, sizes, 64, 64, BF16)
@@ -228,7 +228,7 @@ def test_activated_groups_of_all_heights(end, rng):
     [(21, 40, 24, BF16), (21, 64, 64, F32), (0, 64, 64, BF16)],
     ids=str,
 )
-def test_activated_shapes(rows, depth, intermediate, dtype, rng):
+def test_pallas_activated_shapes(rows, depth, intermediate, dtype, rng):
     """Halves that must be padded, and what is for XLA."""
     sizes = np.array([rows // 3, 0, rows - rows // 3 - rows // 7], np.int32)
     operands, want = activated_operands(rng, CLAMPED, rows, sizes, depth, intermediate, dtype)
@@ -238,7 +238,7 @@ def test_activated_shapes(rows, depth, intermediate, dtype, rng):
 
 
 @pytest.mark.slow
-def test_activated_vmap(rng):
+def test_pallas_activated_vmap(rng):
     many = [activated_operands(rng, Experts(), 20, sizes, 64, 64, BF16) for sizes in np.array([[5, 0, 12], [0, 20, 0]])]
     stacked = [np.stack(parts) for parts in zip(*(operands for operands, _ in many), strict=True)]
     call = functools.partial(activated.gemm_activation, Experts())
@@ -246,7 +246,7 @@ def test_activated_vmap(rng):
         assert_close(np.asarray(got)[: len(want)], want, "rows")
 
 
-def test_vmap(rng):
+def test_pallas_vmap(rng):
     lhs, rhs = reals(rng, 2, 20, 64, dtype=BF16), reals(rng, 2, 3, 64, 64, dtype=BF16)
     sizes = np.array([[5, 0, 12], [0, 20, 0]], np.int32)
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=F32)
@@ -255,7 +255,7 @@ def test_vmap(rng):
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 64, 2), (8, 0, 64, 2), (8, 64, 0, 2), (8, 64, 64, 0)], ids=str)
-def test_empty_arrays(shape):
+def test_pallas_empty_arrays(shape):
     rows, depth, columns, groups = shape
     lhs, rhs = jnp.ones((rows, depth), BF16), jnp.ones((groups, depth, columns), BF16)
     sizes = jnp.full((groups,), rows // max(groups, 1), jnp.int32)
@@ -279,7 +279,7 @@ def lower(call, *shapes):
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("tiles", "x64"), [(LOW, False), (LOW, True), (HALF, False), (HIGH, False)], ids=str)
 @pytest.mark.slow(unless={"tiles": [HALF], "out_dtype": [BF16]})
-def test_forward_lowers(tiles, x64, out_dtype, transpose):
+def test_pallas_forward_lowers(tiles, x64, out_dtype, transpose):
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=transpose, out_dtype=out_dtype, tiles=tiles)
     with jax.enable_x64(x64):
         assert "mosaic_gpu" in lower(call, (32768, 7168), (64, 4096, 7168) if transpose else (64, 7168, 4096), (64,))
@@ -290,7 +290,7 @@ def test_forward_lowers(tiles, x64, out_dtype, transpose):
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("experts", EXPERTS, ids=str)
 @pytest.mark.slow(unless={"experts": [CLAMPED], "x64": [False]})
-def test_activated_lowers(experts, x64):
+def test_pallas_activated_lowers(experts, x64):
     def call(lhs, rhs, group_sizes):
         return activated.gemm_activation(experts, lhs, rhs, group_sizes, jnp.ones(lhs.shape[0], F32))
 
@@ -303,7 +303,7 @@ def test_activated_lowers(experts, x64):
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("rows", [2048, 32768])
 @pytest.mark.slow(unless={"out_dtype": [F32], "rows": [32768]})
-def test_fp8_lowers(rows, out_dtype):
+def test_pallas_fp8_lowers(rows, out_dtype):
     """Results in float32 take as much shared memory as those in 16 bits: the epilogue sends fewer rows at once."""
     fp8, scale = jnp.float8_e4m3fn, jnp.float32
     shapes = (
@@ -322,7 +322,7 @@ def test_fp8_lowers(rows, out_dtype):
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
-def test_fp8_weights_lower(out_dtype):
+def test_pallas_fp8_weights_lower(out_dtype):
     fp8, scale, places = jnp.float8_e4m3fn, jnp.float32, 320 * 128
     shapes = (
         ((7168, places), fp8),
@@ -341,7 +341,7 @@ def test_fp8_weights_lower(out_dtype):
 
 @pytest.mark.parametrize("tiles", [*WEIGHTS, NARROW], ids=str)
 @pytest.mark.slow(unless={"tiles": [NARROW]})
-def test_weights_lower(tiles):
+def test_pallas_weights_lower(tiles):
     out_dtype = F32 if tiles is NARROW else BF16
     call = functools.partial(gemm.weight_gradient, out_dtype=out_dtype, tiles=tiles)
     assert "mosaic_gpu" in lower(call, (32768, 7168), (32768, 4096), (64,))
@@ -349,14 +349,14 @@ def test_weights_lower(tiles):
 
 
 @pytest.mark.slow
-def test_large_results_lower():
+def test_pallas_large_results_lower():
     """More than 2**31 elements: positions are pairs of a row and a column, never one number."""
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
     assert "mosaic_gpu" in lower(call, (1 << 20, 64), (8, 64, 4096), (8,))
 
 
 @pytest.mark.slow
-def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
+def test_pallas_misaligned_copies_do_not_lower(monkeypatch):
     """They would bring the wrong rows, which the interpreter does not see: the lowering must."""
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)
     jax.clear_caches()
@@ -366,7 +366,7 @@ def test_copies_that_begin_within_a_block_do_not_lower(monkeypatch):
     jax.clear_caches()
 
 
-def test_tables_fit_in_shared_memory():
+def test_pallas_tables_fit_in_shared_memory():
     """All tiles that the tables give have been lowered above."""
     assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)

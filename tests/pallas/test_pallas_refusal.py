@@ -41,7 +41,7 @@ def hopper(monkeypatch):
     registry._say_once.cache_clear()
 
 
-def test_order():
+def test_pallas_support_order():
     assert registry.available() == ("triton", "pallas", "xla")
     assert registry.available("exchange") == ("triton", "xla", "pallas")
     assert registry.available("grouped_gemm") == registry.available()
@@ -60,7 +60,7 @@ def test_order():
     ],
     ids=str,
 )
-def test_fastest(wanted, product, dtype, hopper, caplog):
+def test_pallas_support_preferred(wanted, product, dtype, hopper, caplog):
     hopper(serves=True)
     assert choose(None, "grouped_gemm", dtype, *product) == wanted
     assert choose(("triton", "pallas"), "grouped_gemm", dtype, *product) == "triton"
@@ -69,7 +69,7 @@ def test_fastest(wanted, product, dtype, hopper, caplog):
     assert not caplog.records  # nobody expected another one
 
 
-def test_serves_products_on_hopper_without_triton(hopper, caplog):
+def test_pallas_support_hopper_without_triton(hopper, caplog):
     hopper()
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert choose() == "pallas"
@@ -80,7 +80,7 @@ def test_serves_products_on_hopper_without_triton(hopper, caplog):
     assert [record.getMessage() for record in caplog.records] == ["implementation triton is not used: not installed"]
 
 
-def test_other_gpus(hopper, caplog):
+def test_pallas_support_other_gpus(hopper, caplog):
     hopper("10.0")
     with caplog.at_level(logging.WARNING, "jax_ep"):
         assert choose() == "xla"
@@ -100,18 +100,18 @@ def test_other_gpus(hopper, caplog):
         ("not for float8_e5m2", ("grouped_gemm", jnp.dtype(jnp.float8_e5m2))),
     ],
 )
-def test_reasons(reason, request_):
+def test_pallas_support_reasons(reason, request_):
     with pytest.raises(NotImplementedError, match=f"pallas: .*{reason}"):
         choose("pallas", *request_)
 
 
-def test_fuses_no_more_than_xla():
+def test_pallas_support_fusion_as_xla():
     options = Options("moe", (), ("pallas",), schedule=Schedule(dispatch_mode="fused"))
     with pytest.raises(NotImplementedError, match="pallas: it fuses nothing"):
         registry.choose(options, "exchange", BF16, *EXCHANGE[:3], 64)
 
 
-def test_exchanges_where_it_is_named(hopper):
+def test_pallas_support_exchange_when_named(hopper):
     hopper(serves=False)
     assert choose(None, "exchange", BF16, *EXCHANGE) == "xla"
     assert choose(("pallas", "xla"), "exchange", BF16, *EXCHANGE) == "pallas"
@@ -120,14 +120,14 @@ def test_exchanges_where_it_is_named(hopper):
     assert choose("pallas", "exchange", BF16, *foreign) == "pallas"  # all handles have the same rows
 
 
-def test_other_platforms(monkeypatch):
+def test_pallas_support_other_platforms(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with pytest.raises(NotImplementedError, match="pallas: the platform is tpu"):
         choose("pallas")
 
 
 @on_cpu
-def test_on_the_cpu_only_where_it_is_named_alone():
+def test_pallas_support_cpu_only_when_named_alone():
     assert choose() == "xla"
     assert choose(("pallas", "xla")) == "xla"
     assert choose("pallas") == "pallas"
@@ -135,7 +135,7 @@ def test_on_the_cpu_only_where_it_is_named_alone():
 
 
 @on_cpu
-def test_interpreter_needs_threads(monkeypatch):
+def test_pallas_support_interpreter_needs_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for devices in (1, 3):
         monkeypatch.setattr(jax, "local_device_count", lambda devices=devices: devices)
@@ -148,7 +148,7 @@ def test_interpreter_needs_threads(monkeypatch):
 
 
 @on_cpu
-def test_layers_take_products_of_one_implementation_and_the_rest_of_another(monkeypatch):
+def test_pallas_support_mixed_implementations(monkeypatch):
     """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves. Or all by name."""
     monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
     monkeypatch.setattr(requirements, "is_fastest", lambda options, operation, *_: operation == "grouped_gemm")

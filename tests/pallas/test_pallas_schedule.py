@@ -26,7 +26,7 @@ def make(sizes, num_rows, tiles):
 @pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
 @pytest.mark.parametrize("sizes", [*SIZES, 9, 131], ids=str)
 @pytest.mark.slow(unless={"tiles": [ALL_TILES[0], ALL_TILES[-1]]})
-def test_every_row_has_one_tile(sizes, tiles, rng):
+def test_pallas_schedule_covers_rows(sizes, tiles, rng):
     """Of given sizes, or of so many random ones: 131 are more than a warpgroup has threads."""
     sizes = rng.multinomial(380, rng.dirichlet(np.ones(sizes))) if isinstance(sizes, int) else sizes
     num_rows = 400
@@ -51,7 +51,7 @@ def test_every_row_has_one_tile(sizes, tiles, rng):
     np.testing.assert_array_equal(owner, np.pad(wanted, (0, num_rows - len(wanted)), constant_values=len(sizes)))
 
 
-def test_heights_follow_groups():
+def test_pallas_schedule_block_m_follows_groups():
     """As few tiles as possible, of one height up to three of them; the tallest come first."""
     (group, *_), heights = make([100, 530, 250, 1300, 20], 2200, ForwardTiles())
     assert [(g, [*heights[group == g]]) for g in dict.fromkeys(group.tolist())] == [
@@ -63,32 +63,32 @@ def test_heights_follow_groups():
     ]
 
 
-def test_list_of_tiles_is_long_enough():
+def test_pallas_schedule_tile_list_length():
     """The most tiles that sizes can need: every group begins with the last row of a block."""
     tiles = ForwardTiles((16, 32))
     made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles, interpret=is_interpreted())
     assert 1 + 2 * 15 == int(made.total[0]) <= made.group.shape[0]
 
 
-def test_what_is_for_the_portable_loop():
+def test_pallas_schedule_portable_loop():
     assert fits(32768, 512)
     assert not fits(32768, 4096)
     assert not fits(1 << 30, 2)
 
 
-def test_sizes_whose_sum_leaves_int32():
+def test_pallas_schedule_sizes_beyond_int32():
     rows = 1 << 30
     groups = locate_groups(jnp.array([rows, rows, 5], jnp.int32), rows)
     np.testing.assert_array_equal(groups.starts, [0, rows, rows])
     np.testing.assert_array_equal(groups.ends, [rows, rows, rows])
 
 
-def test_weight_tiles_follow_the_shape():
+def test_pallas_schedule_weight_tiles():
     assert tiling.weight_tiles(4096).columns == 256
     assert tiling.weight_tiles(384).columns == 128  # 256 would compute a third in vain
 
 
-def test_weight_gradients_need_four_stages():
+def test_pallas_schedule_weight_gradient_stages():
     """With three, the slot of a tile's last step would be waited for by what its consumers wait for."""
     with pytest.raises(ValueError, match=r"stages=3, .* at least 4"):
         tiling.WeightTiles(128, 3)

@@ -78,7 +78,7 @@ def kernels_here(launch, shapes, static, x64=False):
 
 @numbered
 @pytest.mark.slow
-def test_launches_are_the_same_elsewhere(processes):
+def test_subprocess_lowering_same_launch(processes):
     """One is lowered here and the other in a process."""
 
     def both(x, matrices, sizes):
@@ -96,7 +96,7 @@ def test_launches_are_the_same_elsewhere(processes):
 @numbered
 @pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
-def test_a_process_is_told_what_it_cannot_see(x64, processes, monkeypatch):
+def test_subprocess_lowering_passes_state(x64, processes, monkeypatch):
     """How many multiprocessors there are, and whether numbers have 64 bits."""
     device = type("Device", (), {"core_count": 1})()
     monkeypatch.setattr(subprocess_lowering.jax, "local_devices", lambda: [device])
@@ -108,7 +108,7 @@ def test_a_process_is_told_what_it_cannot_see(x64, processes, monkeypatch):
     assert found == kernels_here(launch, PRODUCT, FORWARD, x64)
 
 
-def test_tracing_does_not_wait(processes, monkeypatch):
+def test_subprocess_lowering_tracing_does_not_wait(processes, monkeypatch):
     go, exported = threading.Event(), subprocess_lowering.export_launch
 
     def export_later(*args):
@@ -126,7 +126,7 @@ def test_tracing_does_not_wait(processes, monkeypatch):
     assert all(knows_no_mesh for *_, knows_no_mesh in traced) and processes == []
 
 
-def test_shards(processes):
+def test_subprocess_lowering_shards(processes):
     run, traced = make_launch()
     mesh, seen = make_mesh((2, 2), ("expert", "data")), []
     both, one = PartitionSpec(("expert", "data")), PartitionSpec("expert")
@@ -142,7 +142,7 @@ def test_shards(processes):
     assert all(knows_no_mesh for *_, knows_no_mesh in traced)
 
 
-def test_results_are_shapes_until_then(processes):
+def test_subprocess_lowering_results_are_shapes(processes):
     """A kernel is not traced for them, however often."""
     run = functools.partial(grouped_gemm._launch_forward, interpret=False, **FORWARD)
     found = jax.eval_shape(run, *PRODUCT)
@@ -159,7 +159,7 @@ def test_results_are_shapes_until_then(processes):
         launches.launch("name", body, (jnp.ones(4),), asked, {}, 1, False)
 
 
-def test_errors_of_the_launch_reach_the_caller(processes):
+def test_subprocess_lowering_errors_reach_caller(processes):
     def refuse(x, *, interpret):
         if not launches._shapes_alone.wanted:
             raise ValueError("no such tiles")
@@ -171,7 +171,7 @@ def test_errors_of_the_launch_reach_the_caller(processes):
             traced.lower(lowering_platforms=("cuda",))
 
 
-def test_who_waits_takes_the_first_place_that_is_free():
+def test_subprocess_lowering_waiting_order():
     places, taken, done = export_cache._Places(), [], threading.Event()
 
     def take():
@@ -201,7 +201,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_a_process_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+def test_subprocess_lowering_ignores_current_folder(tmp_path, monkeypatch):
     """Unless this process does: `python -m` would look there first."""
     (tmp_path / "inspect.py").write_text("raise ImportError('planted')")
     monkeypatch.chdir(tmp_path)
@@ -213,7 +213,7 @@ def test_a_process_imports_nothing_from_the_current_folder(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("how", ["fails", "cannot begin", "never ends", "cannot be asked", "answers something else"])
-def test_where_a_process_fails_this_one_lowers(how, processes, monkeypatch):
+def test_subprocess_lowering_falls_back(how, processes, monkeypatch):
     """This process is busy until the other one fails."""
     monkeypatch.setattr(export_cache, "_places", export_cache._Places())
     busy = contextlib.ExitStack()
@@ -262,7 +262,7 @@ class Unsent(float):
         (16, "gpu", "3", 3),
     ],
 )
-def test_how_many_processes(cores, backend, asked, most, monkeypatch):
+def test_subprocess_lowering_process_count(cores, backend, asked, most, monkeypatch):
     monkeypatch.setattr(subprocess_lowering.os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.delenv(subprocess_lowering.VARIABLE, raising=False)
@@ -273,7 +273,7 @@ def test_how_many_processes(cores, backend, asked, most, monkeypatch):
     assert subprocess_lowering.most_processes() == 0
 
 
-def test_another_number_of_processes_is_refused(monkeypatch):
+def test_subprocess_lowering_invalid_process_count(monkeypatch):
     monkeypatch.setattr(subprocess_lowering.os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv(subprocess_lowering.VARIABLE, "all")

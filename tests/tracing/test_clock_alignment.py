@@ -21,7 +21,7 @@ def messages(
     return found
 
 
-def test_known_offsets_are_found(rng: np.random.Generator) -> None:
+def test_clock_alignment_known_offsets(rng: np.random.Generator) -> None:
     offsets = np.array([0, *rng.integers(-(10**12), 10**12, 3)])
     everyone = [(i, j) for i in range(4) for j in range(4) if i != j]
     sent = messages(rng, offsets, everyone)
@@ -37,7 +37,7 @@ def test_known_offsets_are_found(rng: np.random.Generator) -> None:
         assert m.seen + clocks.offset_ns[m.target] >= m.sent + clocks.offset_ns[m.source]
 
 
-def test_a_device_is_aligned_by_way_of_another(rng: np.random.Generator) -> None:
+def test_clock_alignment_through_another_device(rng: np.random.Generator) -> None:
     offsets = np.array([0, 5_000_000, -7_000_000])
     clocks = align(
         [3, 5, 8],
@@ -51,14 +51,14 @@ def test_a_device_is_aligned_by_way_of_another(rng: np.random.Generator) -> None
         assert error is not None and abs(clocks.offset_ns[device] - offset) <= error
 
 
-def test_messages_one_way_bound_nothing() -> None:
+def test_clock_alignment_one_way_messages() -> None:
     clocks = align([0, 1, 2], [Message(0, 1, 10, 20), Message(1, 0, 30, 25)])
     assert clocks.error_ns == {0: 0, 1: 3, 2: None}
     assert clocks.offset_ns == {0: 0, 1: -8, 2: 0}
     assert align([0, 1], [Message(0, 1, 10, 20)]).error_ns[1] is None
 
 
-def test_clocks_that_drift_are_relaxed_by_as_little_as_it_takes() -> None:
+def test_clock_alignment_drift_minimal_relaxation() -> None:
     """The clock of 1 gains 1000 ns between two pairs of messages that take no time."""
     drifting = [Message(0, 1, 0, 0), Message(1, 0, 0, 0), Message(0, 1, 9000, 10000), Message(1, 0, 10000, 9000)]
     clocks = align([0, 1], drifting)

@@ -94,7 +94,7 @@ def kinds(*names: str) -> list[int]:
     return [KINDS.index(name) for name in names]
 
 
-def test_every_task_of_an_exchange_once_and_in_order(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_exchange_tasks_in_order(two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     want = harness.run(round_trip, two_ranks, *args)
     trace, got = record(round_trip, two_ranks, args)
@@ -126,7 +126,7 @@ def test_every_task_of_an_exchange_once_and_in_order(two_ranks: Mesh, rng: np.ra
         assert tasks(trace, "plan", device, *WAITS) == [(kind, task) for task, kind in enumerate(plan)]
 
 
-def test_results_that_nobody_waits_for(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_unawaited_results(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """The end of the block waits for the kernels; no result is kept."""
     args, call = inputs(rng), jax.jit(harness.per_rank(round_trip, two_ranks))
     with tracing.record() as recording:
@@ -139,7 +139,7 @@ def test_results_that_nobody_waits_for(two_ranks: Mesh, rng: np.random.Generator
 
 @pytest.mark.parametrize("modes", [("fused", "scatter"), ("serial", "scatter")])
 @pytest.mark.slow(unless={"modes": [("fused", "scatter")]})
-def test_a_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     want = harness.run(layer(*modes), two_ranks, *args)
     trace, got = record(layer(*modes), two_ranks, args)
@@ -160,7 +160,7 @@ def test_a_fused_layer(modes: tuple[str, str], two_ranks: Mesh, rng: np.random.G
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combine_mode", ["scatter", "serial"])
-def test_gradients_of_a_fused_layer(combine_mode: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_fused_layer_gradients(combine_mode: str, two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     schedule = jax_ep.Schedule(dispatch_mode="fused", combine_mode=combine_mode, fuse_weight_gradients=True)
 
@@ -183,7 +183,7 @@ def test_gradients_of_a_fused_layer(combine_mode: str, two_ranks: Mesh, rng: np.
 
 @pytest.mark.parametrize("function", [decode, decode_layer], ids=["exchange", "layer"])
 @pytest.mark.slow(unless={"function": [decode]})
-def test_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_low_latency(function: Any, two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     want = harness.run(function, two_ranks, *args)
     trace, got = record(function, two_ranks, args)
@@ -211,7 +211,7 @@ def sum_of_rows(ids: np.ndarray, device: int) -> int:
     return int((ids // (E // W) == device).sum())
 
 
-def test_scans_record_every_launch_and_change_no_bit(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_scan_same_bits(two_ranks: Mesh, rng: np.random.Generator) -> None:
     args, length = inputs(rng), 3
 
     def steps(x: Any, ids: Any, *_: Any) -> Any:
@@ -233,7 +233,7 @@ def test_scans_record_every_launch_and_change_no_bit(two_ranks: Mesh, rng: np.ra
 
 
 @pytest.mark.slow
-def test_events_without_room_are_counted(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_overflow_counted(two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     whole, want = record(round_trip, two_ranks, args)
     room = 12 if jax.default_backend() == "cpu" else 1  # less than one program has
@@ -254,7 +254,7 @@ def test_events_without_room_are_counted(two_ranks: Mesh, rng: np.random.Generat
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_twice(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_compiles_once(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """One program with recordings and one without, whatever their room is; and recording is part of jit's key."""
     x, ids, *_ = inputs(rng)
     traces = []
@@ -274,7 +274,7 @@ def test_nothing_is_compiled_twice(two_ranks: Mesh, rng: np.random.Generator) ->
 
 
 @pytest.mark.slow
-def test_a_program_that_records_runs_also_when_nobody_records(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_program_runs_without_recording(two_ranks: Mesh, rng: np.random.Generator) -> None:
     x, ids, *_ = inputs(rng)
     jitted = jax.jit(harness.per_rank(round_trip, two_ranks))
     want = harness.to_numpy(jitted(x, ids))
@@ -289,7 +289,7 @@ def test_a_program_that_records_runs_also_when_nobody_records(two_ranks: Mesh, r
 
 
 @pytest.mark.slow
-def test_clocks_of_one_machine_agree(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_clocks_agree(two_ranks: Mesh, rng: np.random.Generator) -> None:
     """Workers share a clock: the interval in which their offset must lie has zero in it."""
     header, num_words = tracing.events.area_header(tracing.recording._most_programs(), 128)
     with context.record(header, num_words) as raw:
@@ -302,7 +302,7 @@ def test_clocks_of_one_machine_agree(two_ranks: Mesh, rng: np.random.Generator) 
     check(trace)
 
 
-def test_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_recording_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
     for wrong, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with (
             pytest.raises(error, match=r"record: events_per_program.*expected"),
@@ -319,7 +319,7 @@ def test_mistakes(two_ranks: Mesh, rng: np.random.Generator) -> None:
         jax_ep.finalize()
 
 
-def test_a_context_without_kernels_is_refused() -> None:
+def test_recording_context_without_kernels() -> None:
     if jax.process_count() > 1:
         pytest.skip("a context of several processes is not made anew")
     jax_ep.finalize()

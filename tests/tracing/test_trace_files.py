@@ -54,14 +54,14 @@ def trace() -> tracing.Trace:
     return tracing.Trace.of_devices({0: written(0), 1: written(1, SKEW)})
 
 
-def test_the_clock_of_a_peer_is_found(trace: tracing.Trace) -> None:
+def test_trace_peer_clock(trace: tracing.Trace) -> None:
     # 0 tells 1 at 50, seen at 105: at least -55; 1 tells 0 at 80, seen at 90: at most 10.
     assert trace.clocks.offset_ns == {0: 0, 1: SKEW + (10 - 55) // 2}
     assert trace.clocks.error_ns == {0: 0, 1: 33}
     assert (trace.events["begin"][trace.events["device"] == 1] < 0).all(), "events keep the times of their own clock"
 
 
-def test_a_summary_in_known_numbers(trace: tracing.Trace) -> None:
+def test_trace_summary_known_numbers(trace: tracing.Trace) -> None:
     summary = trace.summary()
     assert (summary["unit"], summary["step_ns"], summary["num_dropped"]) == ("ns", 5, {0: 0, 1: 2})
     kernel = summary["kernels"]["dispatch_gemm"]
@@ -84,7 +84,7 @@ def test_a_summary_in_known_numbers(trace: tracing.Trace) -> None:
     assert json.loads(json.dumps(summary))["kernels"]["dispatch_gemm"]["slowest_peer"] == 1
 
 
-def test_a_wait_for_all_is_the_fault_of_the_last(trace: tracing.Trace) -> None:
+def test_trace_summary_blames_last_rank(trace: tracing.Trace) -> None:
     parts = {d: written(d) for d in ROWS}
     for one in parts.values():
         one.events["peer"][one.events["kind"] == KINDS.index("wait")] = -1
@@ -92,7 +92,7 @@ def test_a_wait_for_all_is_the_fault_of_the_last(trace: tracing.Trace) -> None:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_files_are_those_of_perfetto_and_can_be_read_again(trace: tracing.Trace, name: str, tmp_path: Path) -> None:
+def test_trace_perfetto_round_trip(trace: tracing.Trace, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     trace.save(path)
     data = path.read_bytes()
@@ -125,14 +125,14 @@ def same(got: tracing.Trace, want: tracing.Trace) -> None:
     assert got.summary() == want.summary()
 
 
-def test_times_of_a_running_machine_keep_their_nanoseconds(tmp_path: Path) -> None:
+def test_trace_times_keep_nanoseconds(tmp_path: Path) -> None:
     parts = {d: written(d, skew=-1_790_000_000_123_456_789) for d in ROWS}
     trace = tracing.Trace.of_devices(parts)
     trace.save(tmp_path / "t.json")
     same(tracing.Trace.load(tmp_path / "t.json"), trace)
 
 
-def test_parts_of_processes_are_merged(trace: tracing.Trace, tmp_path: Path) -> None:
+def test_trace_merges_processes(trace: tracing.Trace, tmp_path: Path) -> None:
     parts = [tracing.Trace.of_devices({d: written(d, SKEW * d)}) for d in ROWS]
     assert parts[1].clocks.offset_ns == {1: 0}
     for device, part in enumerate(parts):
@@ -146,7 +146,7 @@ def test_parts_of_processes_are_merged(trace: tracing.Trace, tmp_path: Path) -> 
         tracing.merge([parts[0], ordered])
 
 
-def test_order_in_place_of_time(tmp_path: Path) -> None:
+def test_trace_order_without_time(tmp_path: Path) -> None:
     trace = tracing.Trace.of_devices({d: written(d) for d in ROWS}, is_ordered_only=True)
     times = sorted({t for rows in ROWS.values() for row in rows for t in row[-2:]})
     assert sorted({*trace.events["begin"].tolist(), *trace.events["end"].tolist()}) == list(range(len(times)))
@@ -157,7 +157,7 @@ def test_order_in_place_of_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"otherData": {"format": "jax_ep trace 9"}}', '{"otherData": 3}'])
-def test_other_files_are_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_foreign_file(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"other.json is no trace of this package.*record it again"):
@@ -193,9 +193,7 @@ _VALUES = st.one_of(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(changes=st.lists(st.tuples(st.sampled_from(_PATHS), _VALUES), min_size=1, max_size=3))
-def test_a_changed_file_is_read_or_refused_in_one_line(
-    changes: list[Any], trace: tracing.Trace, tmp_path: Path
-) -> None:
+def test_trace_mutated_file(changes: list[Any], trace: tracing.Trace, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     trace.save(path)
     content = json.loads(path.read_text())
@@ -214,7 +212,7 @@ def test_a_changed_file_is_read_or_refused_in_one_line(
     assert "\n" not in message and len(message) < 600
 
 
-def test_a_hostile_file_is_refused(tmp_path: Path) -> None:
+def test_trace_hostile_file(tmp_path: Path) -> None:
     """A FIFO is not waited for, and a compressed file is read up to the limit."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
@@ -235,18 +233,18 @@ def test_a_hostile_file_is_refused(tmp_path: Path) -> None:
             tracing.Trace.load(tmp_path / name)
 
 
-def test_a_device_without_events_has_no_place_in_the_picture(tmp_path: Path) -> None:
+def test_trace_picture_device_without_events(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     tracing.Trace.of_devices({0: written(0), 1: Written(np.zeros((0,), EVENT), {}, 3)}).plot(tmp_path / "t.png")
 
 
-def test_a_kernel_that_was_not_recorded(trace: tracing.Trace) -> None:
+def test_trace_unrecorded_kernel(trace: tracing.Trace) -> None:
     with pytest.raises(ValueError, match=r"no launch of combine was recorded; there is dispatch_gemm"):
         trace.only("combine")
     assert trace.only("dispatch_gemm").summary() == trace.summary()
 
 
-def test_the_command_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_command_shows_merges_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for package in ("rich", "matplotlib"):
         pytest.importorskip(package)
     files = []
@@ -270,7 +268,7 @@ def test_the_command_shows_merges_and_draws(tmp_path: Path, capsys: pytest.Captu
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
-def test_no_events_no_picture(tmp_path: Path) -> None:
+def test_trace_picture_without_events(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no events"):
         tracing.Trace.of_devices({}).plot(tmp_path / "t.png")
@@ -288,7 +286,7 @@ def fake_area(rows: list[list[int]], room: int, num_programs: int, launches: int
     return words
 
 
-def test_events_of_a_program_are_one_after_another() -> None:
+def test_trace_program_events_do_not_overlap() -> None:
     """A pipelined loop looks at the clock when it loads the next tile, while it multiplies the one before."""
     what = [KINDS.index("tile") << 32 | task for task in (1, 2, 3, 4)]
     times = [(10, 40), (30, 60), (50, 55), (70, 80)]  # the third was written before the second
@@ -298,7 +296,7 @@ def test_events_of_a_program_are_one_after_another() -> None:
     assert found.events[["task", "begin", "end"]].tolist() == [(1, 10, 40), (3, 50, 55), (2, 55, 60), (4, 70, 80)]
 
 
-def test_launches_that_are_not_whole_are_left_out() -> None:
+def test_trace_incomplete_launches_skipped() -> None:
     """Without members a launch belongs to nobody: it was under way when the recording ended, or had no room."""
 
     def event(kind: str, task: int, launch: int, peer: int = -1, block: int = 0, epoch: int = 0) -> list[int]:

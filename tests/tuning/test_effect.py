@@ -75,7 +75,7 @@ def sums(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return x * (ids >= 0).sum(-1, keepdims=True)
 
 
-def test_who_wins(
+def test_tuning_precedence(
     two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
 ) -> None:
     """The caller, then an override, then the file, then the default; each setting by itself."""
@@ -99,7 +99,7 @@ def test_who_wins(
     assert of(launched, "combine")[1].tile.block_tokens == 4
 
 
-def test_entries_are_for_their_sizes_alone(
+def test_tuning_entries_match_sizes(
     two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
 ) -> None:
     x, ids = inputs(rng)
@@ -109,7 +109,7 @@ def test_entries_are_for_their_sizes_alone(
     assert of(launched, "combine")[0].num_warps == 1
 
 
-def test_overrides_nest_and_are_of_a_thread() -> None:
+def test_tuning_overrides_nest_per_thread() -> None:
     def found() -> Schedule:
         facts = tuned.exchange_facts(LAYOUT, H, jnp.dtype("float32"))
         return tuned.schedule(Schedule(), "combine", **facts)
@@ -128,7 +128,7 @@ def test_overrides_nest_and_are_of_a_thread() -> None:
     assert [found(), *seen] == [Schedule(), Schedule()]
 
 
-def test_overrides_that_cannot_be() -> None:
+def test_tuning_overrides_invalid() -> None:
     for operation, settings, message in (
         ("sort", {}, "override: operation 'sort', expected one of dispatch"),
         ("combine", {"warps": 1}, "combine has no setting 'warps', expected some of num_combining_programs"),
@@ -142,7 +142,9 @@ def test_overrides_that_cannot_be() -> None:
         tuned.schedule(Schedule(), "combine", **facts)
 
 
-def test_tiles_reach_the_launch(two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: Any) -> None:
+def test_tuning_tiles_reach_launch(
+    two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: Any
+) -> None:
     lhs, rhs = rng.standard_normal((32, 48)), rng.standard_normal((2, 48, 64))
     facts = {"num_rows": 32, "depth": 64, "columns": 64, "groups": 2, "dtype": "bfloat16", "out_dtype": "bfloat16"}
     settings = {"block_m": 32, "num_warps": 4, "programs": 1}
@@ -176,7 +178,7 @@ def test_tiles_reach_the_launch(two_ranks: Mesh, launched: Launched, make_file: 
 @pytest.mark.parametrize(
     "make", [tune_products.grouped_gemm, tune_products.grouped_gemm_fp8], ids=["bfloat16", "float8_e4m3fn"]
 )
-def test_what_is_tuned_of_products_is_what_launches_look_up(
+def test_tuning_gemm_keys_match_launches(
     make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
 ) -> None:
     """Entries of the facts of the cases, of both products and gradients, reach the launches of these operations."""
@@ -197,7 +199,7 @@ def test_what_is_tuned_of_products_is_what_launches_look_up(
 
 
 @pytest.mark.parametrize("make", [tune_products.quantized_gemm, tune_cases.fused_moe])
-def test_prepacked_matrices_are_tuned_by_a_name_of_their_own(
+def test_tuning_prepacked_weights_key(
     make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
 ) -> None:
     sizes = tune_chains.Sizes(8, 128, 128, experts=2, top_k=1, ranks=1, routing="uniform")
@@ -216,14 +218,14 @@ def test_prepacked_matrices_are_tuned_by_a_name_of_their_own(
     assert heights["mxfp4_prepacked"] == {64} != heights["mxfp4"]
 
 
-def test_sizes_without_whole_blocks_have_no_products_in_fp8() -> None:
+def test_tuning_fp8_sizes_not_whole_blocks() -> None:
     sizes = tune_chains.Sizes(8, 128, 192, experts=2, top_k=1, ranks=1, routing="uniform")
     assert list(tune_products.grouped_gemm_fp8(sizes)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(4))
-def test_random_tiles_of_products_in_fp8(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_fp8_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
     """Of rows, and of columns of the gradient: the sums of the portable functions, but for the order of roundings."""
     sizes = jnp.asarray(rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8]), jnp.int32)
     rows, others = (jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16) for width in (128, 256))
@@ -244,7 +246,7 @@ def test_random_tiles_of_products_in_fp8(case: int, two_ranks: Mesh, rng: np.ran
 
 
 @pytest.mark.parametrize("mode", ["fused", "serial"])
-def test_modes_are_taken_from_the_file(mode: str, make_file: Callable[..., Path]) -> None:
+def test_tuning_modes_from_file(mode: str, make_file: Callable[..., Path]) -> None:
     facts = {"num_ranks": 2, "num_tokens": 16, "top_k": 2, "num_experts": 4, "depth": 64, "columns": 64}
     facts |= {"dtype": "bfloat16"}
     name = "grouped_gemm_combine_with_weight_gradient"
@@ -267,7 +269,7 @@ def test_modes_are_taken_from_the_file(mode: str, make_file: Callable[..., Path]
     assert exchange_gemm.fuses_weight_gradient(Schedule(fuse_weight_gradients=not fuse), *sizes) is not fuse
 
 
-def test_rates_scale_the_model_of_times(make_file: Callable[..., Path]) -> None:
+def test_tuning_rates_scale_cost_model(make_file: Callable[..., Path]) -> None:
     assert cost_model.scaled(None) == cost_model.H200 == cost_model.scaled(cost_model.H200_RATES)
     layout = Layout(8, 256, 4096, 8, 4096 * 8)
     before = cost_model.combine_times(layout, 2048, 7168)
@@ -291,7 +293,7 @@ def draw(rng: np.random.Generator, operation: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
-def test_random_settings_move_the_same_bits(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_settings_same_bits(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
     x, ids = inputs(rng)
     chosen = {operation: draw(rng, operation) for operation in ("dispatch", "combine")}
     print(chosen)
@@ -301,7 +303,7 @@ def test_random_settings_move_the_same_bits(case: int, two_ranks: Mesh, rng: np.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(5))
-def test_random_settings_of_few_tokens(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_settings_few_tokens(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
     x, ids = inputs(rng)
     weights = rng.random((2, T, K)).astype(np.float32)
 
@@ -319,7 +321,7 @@ def test_random_settings_of_few_tokens(case: int, two_ranks: Mesh, rng: np.rando
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(8))
-def test_random_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
+def test_tuning_random_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
     sizes = rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8])
     lhs = jnp.asarray(rng.standard_normal((100, 40)), jnp.bfloat16)
     rhs = jnp.asarray(rng.standard_normal((3, 40, 72)), jnp.bfloat16)

@@ -89,9 +89,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_refused_or_left_out_with_one_line(
-    name: str, make_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_file_bad(name: str, make_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     entries, fields, reason = BAD[name]
     path = make_file(*entries, **fields)
     with pytest.raises(ValueError) as refused:
@@ -115,7 +113,7 @@ def test_a_bad_file_is_refused_or_left_out_with_one_line(
         *("NaN", "1" * 9999, '{"a":' * 9999, '{"format": 1, "format": 1}', " " * (5 << 20)),
     ],
 )
-def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
+def test_tuning_file_damaged(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"tuned settings of {path} do not fit"):
@@ -125,7 +123,7 @@ def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
         tuning.use(path)
 
 
-def test_every_truncation_is_refused(make_file: Callable[..., Path], rng: Any) -> None:
+def test_tuning_file_truncated(make_file: Callable[..., Path], rng: Any) -> None:
     path = make_file(ENTRY, rates=RATES)
     text = path.read_text()
     tuning.use(path)
@@ -135,7 +133,7 @@ def test_every_truncation_is_refused(make_file: Callable[..., Path], rng: Any) -
             tuning.use(path)
 
 
-def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_file_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "missing.json"
     with pytest.raises(FileNotFoundError, match=f"there is no {missing}; `jax-ep tune --out {missing}` makes it"):
         tuning.use(missing)
@@ -152,7 +150,7 @@ def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         tuning.use(3)  # type: ignore[arg-type]
 
 
-def test_where_it_is_looked_for(
+def test_tuning_file_search_path(
     make_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = make_file(ENTRY, rates=RATES).read_text()
@@ -176,7 +174,7 @@ def test_where_it_is_looked_for(
     assert file.default_path("NVIDIA H200") == tmp_path / ".cache/jax_ep/tuning/nvidia_h200.json"
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_tuning_file_round_trip(tmp_path: Path) -> None:
     path, rates = tmp_path / "new" / "tuned.json", file.Rates(memory_bytes_per_s=3e12)
     sizes = FACTS | {"num_tokens": 9, "hidden": 100}
     file.write(path, KIND, [file.Entry("combine", sizes, {"num_warps": 2}, {"seconds": 1e-6})], rates)
@@ -214,7 +212,7 @@ JSON = st.recursive(
     ),
     value=JSON,
 )
-def test_a_changed_file_is_read_or_left_out_with_one_line(where: tuple[Any, ...], value: Any) -> None:
+def test_tuning_file_mutated(where: tuple[Any, ...], value: Any) -> None:
     content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": RATES, "entries": [ENTRY]}
     content = json.loads(json.dumps(content))
     functools.reduce(operator.getitem, where[:-1], content)[where[-1]] = value
@@ -227,7 +225,7 @@ def test_a_changed_file_is_read_or_left_out_with_one_line(where: tuple[Any, ...]
     assert all(len(text) <= 200 and "\n" not in text for text in (str(one.message) for one in told))
 
 
-def test_what_is_no_regular_file_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_file_not_regular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for a FIFO's writer or for the end of a device."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -240,7 +238,7 @@ def test_what_is_no_regular_file_is_left_out(tmp_path: Path, monkeypatch: pytest
         assert len(told) == 1 and len(str(told[0].message)) <= 200
 
 
-def test_a_user_without_a_home_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_file_user_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -252,7 +250,7 @@ def test_a_user_without_a_home_has_no_settings(monkeypatch: pytest.MonkeyPatch) 
     assert file.default_path(KIND) is None and tuning.current().path is None
 
 
-def test_an_unfit_default_file_warns_once_in_a_process(make_file: Callable[..., Path], monkeypatch: Any) -> None:
+def test_tuning_file_unfit_default_warns_once(make_file: Callable[..., Path], monkeypatch: Any) -> None:
     monkeypatch.setenv(file.ENVIRONMENT, str(make_file(ENTRY, kernels="old")))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -261,7 +259,7 @@ def test_an_unfit_default_file_warns_once_in_a_process(make_file: Callable[..., 
     assert [found.category for found in told] == [tuning.TuningWarning]
 
 
-def test_the_page_names_every_operation_and_setting() -> None:
+def test_tuning_page_names_every_setting() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "tuning.md").read_text()
     rows = [line for line in page.split("## Settings")[1].split("## Rates")[0].splitlines() if line.startswith("| `")]
     found = {name: row for row in rows for name in re.findall("`([a-z_0-9]+)`", row.split("|")[1])}
@@ -272,7 +270,7 @@ def test_the_page_names_every_operation_and_setting() -> None:
             assert set(named) - {"dispatch_grouped_gemm", "moe"} == operation.settings.keys()
 
 
-def test_the_table_of_operations_says_what_there_is() -> None:
+def test_tuning_page_operations_table() -> None:
     """Fields of `Schedule` take what it takes; the others are fields of the operation's tiles."""
     from jax_ep.megakernels import fused_moe, grouped_gemm, masked, quantized_gemm
 

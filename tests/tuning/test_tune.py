@@ -64,7 +64,7 @@ def search(case: Case, measured: Measured, log: Log, *, is_over: Callable[[], bo
     return tune_search.descend(case, measured, log, is_over, lambda text: None)
 
 
-def test_the_simplest_of_the_fastest_is_chosen(tmp_path: Path) -> None:
+def test_tune_chooses_simplest_of_fastest(tmp_path: Path) -> None:
     log, measured = Log(tmp_path / "a.log", {}), Measured()
     chosen, is_done = search(make_case(), measured, log)
     assert (chosen, is_done) == ({"num_combining_programs": 32}, True)
@@ -75,7 +75,7 @@ def test_the_simplest_of_the_fastest_is_chosen(tmp_path: Path) -> None:
     assert search(make_case(title="flat", facts=FACTS | {"top_k": 3}), flat, log)[0] == {}
 
 
-def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+def test_tune_skips_known_measurements(tmp_path: Path) -> None:
     path, case, circumstances = tmp_path / "a.log", make_case(), {"kernels": "a"}
     first = Measured()
     over = iter([False, True])
@@ -94,7 +94,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
     assert len(others.asked) == 2 * len([*first.asked, *second.asked])
 
 
-def test_times_are_taken_in_turns_and_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tune_times_interleaved_within_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of fake programs on a fake clock, whose speed changes with each round as that of a GPU."""
     clock, order, over, speed = [0.0], [], [False], [1.0]
     case_time = {None: 2e-3, 8: 3e-3, 16: 1e-3}
@@ -129,9 +129,7 @@ def test_times_are_taken_in_turns_and_in_time(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.3])
-def test_equal_settings_are_not_better_by_chance(
-    scatter: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tune_equal_settings_not_better(scatter: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of programs whose launches take longer by chance, and calls that take microseconds."""
     clock, rng = [0.0], np.random.default_rng(0)
 
@@ -149,7 +147,7 @@ def test_equal_settings_are_not_better_by_chance(
         assert outcome.relative > tune_search.WORTH
 
 
-def test_settings_that_fail_are_left_out(tmp_path: Path) -> None:
+def test_tune_failing_settings_skipped(tmp_path: Path) -> None:
     def time(settings: Settings) -> float:
         if settings.get("num_combining_programs") in (32, 64):
             raise ArithmeticError
@@ -161,7 +159,7 @@ def test_settings_that_fail_are_left_out(tmp_path: Path) -> None:
     assert log.failures(make_case(operation="dispatch")) == 0
 
 
-def test_settings_that_end_the_process_are_left_out(tmp_path: Path) -> None:
+def test_tune_crashing_settings_skipped(tmp_path: Path) -> None:
     path, case = tmp_path / "a.log", make_case()
 
     def time(settings: Settings) -> float:
@@ -181,7 +179,7 @@ def test_settings_that_end_the_process_are_left_out(tmp_path: Path) -> None:
     assert {"num_combining_programs": 8} in again.asked  # it ran, and was about to be timed
 
 
-def test_only_what_is_faster_at_the_end_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_writes_only_faster_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tuned.json"
     for last, wanted in ((0.8, 1), (1.01, 0), (0.999, 0)):
         times = {tune_search.ROUNDS: relative_time, tune_search.LAST_ROUNDS: lambda _, last=last: last}
@@ -206,7 +204,7 @@ def test_only_what_is_faster_at_the_end_is_written(tmp_path: Path, monkeypatch: 
         assert (curve.chosen, curve.default) == (32 if wanted else None, pytest.approx(1e9))
 
 
-def test_entries_of_other_sizes_are_kept(tmp_path: Path) -> None:
+def test_tune_keeps_entries_of_other_sizes(tmp_path: Path) -> None:
     path, rates = tmp_path / "tuned.json", file.Rates(memory_bytes_per_s=1e12)
     old = [file.Entry("combine", FACTS | {"hidden": n}, {"num_warps": 4}, {}) for n in (100, 300)]
     file.write(path, KIND, old, rates)
@@ -218,7 +216,7 @@ def test_entries_of_other_sizes_are_kept(tmp_path: Path) -> None:
     assert (found, read.rates) == ({100: {"num_warps": 2}, 300: {"num_warps": 4}}, rates)
 
 
-def test_nothing_of_others_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_keeps_foreign_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tuned.json"
     file.write(path, "NVIDIA Z9", [], None)
     for text, message in (
@@ -245,7 +243,7 @@ def test_nothing_of_others_is_overwritten(tmp_path: Path, capsys: pytest.Capture
         (["--experts", "7", "--ranks", "1", "--top-k", "8"], "7 experts on 1 ranks, 8 per token"),
     ],
 )
-def test_arguments_that_make_no_sense(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_tune_invalid_arguments(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
     try:
         status = __main__.main(["tune", *options, "--out", str(tmp_path / "tuned.json")])
     except SystemExit as end:  # of the parser
@@ -255,7 +253,7 @@ def test_arguments_that_make_no_sense(options: list[str], message: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_chart_has_a_curve_for_each_exchange(tmp_path: Path) -> None:
+def test_tune_chart_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     curves = [tune_chart.Curve("dispatch", {8: 1e11, 16: 2e11, 32: 2.1e11}, 16, 1.9e11)]
     curves.append(tune_chart.Curve("combine", {8: 1e11, 16: 2e11}, None, 2e11))
@@ -267,13 +265,13 @@ def test_the_chart_has_a_curve_for_each_exchange(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="small arrays")
-def test_rates_are_measured() -> None:
+def test_tune_measures_rates() -> None:
     rates = tune_rates.measure(quick=True)
     assert None not in (rates.link_bytes_per_s, rates.memory_bytes_per_s, rates.product_flops_per_s)
 
 
 @pytest.mark.slow
-def test_a_sweep_on_cpu_devices_writes_nothing(tmp_path: Path) -> None:
+def test_tune_sweep_on_cpu_writes_nothing(tmp_path: Path) -> None:
     """Every setting of the exchange on two devices, as a user without a GPU tries it out."""
     pytest.importorskip("triton")
     sizes = "--tokens", "16", "--hidden", "64", "--seconds", "300"
@@ -287,7 +285,7 @@ def test_a_sweep_on_cpu_devices_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lines_of_the_log_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+def test_tune_log_bad_lines_skipped(tmp_path: Path) -> None:
     path, case, settings = tmp_path / "a.log", make_case(), {"num_warps": 2}
     Log(path, {}).add(case, settings, "measured", Outcome(0.5, 1e-6))
     line = path.read_text()
@@ -297,7 +295,7 @@ def test_lines_of_the_log_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     assert Log(path, {}).find(case, settings) == Outcome(0.5, 1e-6)
 
 
-def test_without_triton_nothing_is_begun(
+def test_tune_without_triton(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -308,7 +306,7 @@ def test_without_triton_nothing_is_begun(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rates_of_a_cpu_are_not_written(
+def test_tune_cpu_rates_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -318,13 +316,13 @@ def test_rates_of_a_cpu_are_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_measures_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_run_without_measurements_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_makers", lambda *_: [])
     with pytest.raises(SystemExit, match="jax-ep tune: nothing measured"):
         __main__.main(["tune", "exchange"])
 
 
-def test_what_cannot_be_written_is_found_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_checks_output_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
     for out, reason in (

@@ -47,7 +47,9 @@ def round_trip(shape: Shape, wire: Any = None, **options: Any) -> Any:
 # Dropless and aligned, cut within a group, cut to a single row, fewer rows than tokens of a rank.
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 4), (8, 4), (1, 1), (20, 1)])
 @pytest.mark.slow(unless={"capacity": [20]})
-def test_oracle(way: str, capacity: int | None, alignment: int, mesh: Mesh, rng: Any, subtests: Any) -> None:
+def test_xla_exchange_matches_oracle(
+    way: str, capacity: int | None, alignment: int, mesh: Mesh, rng: Any, subtests: Any
+) -> None:
     options = {"capacity": capacity, "alignment": alignment}
     call = compiled(round_trip(BASE, **options), mesh)
     for routing in ROUTINGS:
@@ -63,7 +65,7 @@ def test_oracle(way: str, capacity: int | None, alignment: int, mesh: Mesh, rng:
 
 
 @pytest.mark.parametrize("routing", ["one_hot", "duplicates"])
-def test_sums_in_windows(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_windows(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """With more ranks than twice the experts of a token, the ragged exchange sends sums one window after another."""
     take("ragged", monkeypatch)
     shape = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=8)
@@ -78,7 +80,7 @@ def test_sums_in_windows(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["as they are", "fp8"])
 @pytest.mark.slow(unless={"way": ["rounds"], "dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
-def test_same_numbers_as_gathered(way: str, dtype: Any, wire: Any, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_matches_gathered(way: str, dtype: Any, wire: Any, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     """Sums have one order: over the rows of a rank, rounded as they travel, then over ranks.
 
     XLA may fuse the products of scales with these sums, differently in each program, and spare a rounding.
@@ -96,7 +98,7 @@ def test_same_numbers_as_gathered(way: str, dtype: Any, wire: Any, mesh: Mesh, r
 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
-def test_float64(way: str, mesh: Mesh, rng: Any, float64: None, monkeypatch: Any) -> None:
+def test_xla_exchange_float64(way: str, mesh: Mesh, rng: Any, float64: None, monkeypatch: Any) -> None:
     ids = ROUTINGS["uniform"](rng, mesh.size, WIDE)
     x = rng.standard_normal((mesh.size, WIDE.num_tokens, WIDE.hidden))
     y = rng.standard_normal((*oracle.layout(ids, WIDE.num_experts).source.shape, WIDE.hidden))
@@ -107,7 +109,7 @@ def test_float64(way: str, mesh: Mesh, rng: Any, float64: None, monkeypatch: Any
 
 @pytest.mark.parametrize("routing", FEW_ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["duplicates"]})
-def test_quantised_pairs(way: str, routing: str, mesh: Mesh, rng: Any) -> None:
+def test_xla_exchange_quantized_pairs(way: str, routing: str, mesh: Mesh, rng: Any) -> None:
     """Any bits, of any dtype and shape."""
 
     def fn(values, scales, ids):
@@ -145,7 +147,7 @@ def layer_arguments(rng: np.random.Generator, num_ranks: int, batch: tuple[int, 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
-def test_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     arguments = layer_arguments(rng, mesh.size)
     for got, wanted in zip(*both_ways(monkeypatch, way, layer, mesh, *arguments, check_vma=check_vma), strict=True):
         assert_close(got, wanted, "result or gradient")
@@ -153,7 +155,7 @@ def test_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh, rng: Any, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
-def test_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Problems of one call have rounds of their own."""
     if way == "ragged" and jax.default_backend() == "cpu":
         pytest.skip("the emulation is no primitive, and has no batching rule of its own; see test_vmap_on_gpus")
@@ -167,7 +169,7 @@ def test_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monk
 
 @pytest.mark.parametrize("axes", [("expert",), ("data", "expert")], ids=len)
 @pytest.mark.slow(unless={"way": ["ragged"], "axes": [("data", "expert")]})
-def test_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> None:
+def test_xla_exchange_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> None:
     """Experts over some axes of a mesh, or over several."""
     mesh = make_mesh((2, 2), ("data", "expert"))
     num_ranks = 2 * len(axes)
@@ -188,7 +190,7 @@ def test_subgroups(way: str, axes: tuple[str, ...], rng: Any) -> None:
 
 
 @pytest.mark.slow
-def test_outside_of_jit(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_eager(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     take("rounds", monkeypatch)
     ids = ROUTINGS["uniform"](rng, mesh.size, BASE)
     x = reals(rng, mesh.size, BASE.num_tokens, BASE.hidden)
@@ -200,7 +202,7 @@ def test_outside_of_jit(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
 # ---- What is chosen, and what it costs -----------------------------------------------------------------------------
 
 
-def test_lowering_chooses_by_platform(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_platform_choice(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     """The ragged exchange on TPUs and AMD GPUs; CPU devices have none, and exchange in rounds. Remat takes both."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
@@ -212,7 +214,7 @@ def test_lowering_chooses_by_platform(mesh: Mesh, rng: Any, monkeypatch: Any) ->
     assert "@ragged_all_to_all" not in lowered("tpu", layer, mesh, *arguments)
 
 
-def test_segments_where_they_pay() -> None:
+def test_xla_exchange_segments_threshold() -> None:
     """Where most tokens go to most ranks all go to all, unless those are more than the rows."""
 
     def pays(num_ranks: int, top_k: int, capacity: int = 1 << 30) -> bool:
@@ -223,7 +225,7 @@ def test_segments_where_they_pay() -> None:
     assert pays(9, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
 
 
-def test_vmap_of_the_ragged_exchange(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_ragged_vmap(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """The primitive's own batching rule makes one exchange of all problems."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
@@ -235,7 +237,7 @@ def test_vmap_of_the_ragged_exchange(expert_mesh: Any, rng: Any, monkeypatch: An
     assert all("tensor<6xi32>" in line for line in calls)  # segments of three problems to two ranks
 
 
-def test_cpu_devices_have_no_ragged_exchange(expert_mesh: Any) -> None:
+def test_xla_exchange_no_ragged_on_cpu(expert_mesh: Any) -> None:
     """When this fails, they have: add "cpu" to RAGGED_PLATFORMS, and measure."""
     if jax.default_backend() != "cpu":
         pytest.skip("about CPU devices")
@@ -264,7 +266,7 @@ def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: b
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
+def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
     """Temporary memory at the capacity of a balanced load: 1.25 times the rows. By gathering it is 4 times and more."""
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
     capacity = shape.num_tokens * shape.top_k
@@ -281,7 +283,7 @@ def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
 
 @pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
 @pytest.mark.slow(unless={"routing": ["uniform"]})
-def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
     only_in_one_process()
     if jax.default_backend() != "cpu":
@@ -304,7 +306,7 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
     assert len(counted) == 2 * num_ranks * num_rounds  # there and back
 
 
-def test_ragged_bytes_are_the_least(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_exchange_ragged_bytes_minimal(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Each token once to each rank with an expert of it, there and back, and no sum of what nobody has."""
     only_in_one_process()
     take("ragged", monkeypatch)

@@ -52,7 +52,7 @@ def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = N
 # Of the routings all tokens to one expert fill a rank far beyond the first window.
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
-def test_oracle(way: str, routing: str, expert_mesh: Any, rng: Any) -> None:
+def test_xla_low_latency_matches_oracle(way: str, routing: str, expert_mesh: Any, rng: Any) -> None:
     ids = ROUTINGS[routing](rng, NUM_RANKS, SHAPE)
     lay = oracle_serving.low_latency_layout(ids, SHAPE.num_experts, MAX_TOKENS)
     x = reals(rng, NUM_RANKS, SHAPE.num_tokens, SHAPE.hidden, dtype=BF16)
@@ -74,7 +74,7 @@ def problem(rng: np.random.Generator, num_ranks: int, shape: Shape = SHAPE, dtyp
 
 
 @pytest.mark.slow
-def test_quantised(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_quantized(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     """Values and scales travel together, and rows are rounded to FP8 before they are added."""
     fn = round_trip(wire=jnp.float8_e4m3fn)
     (*rows, sums), (*rows_wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
@@ -84,7 +84,7 @@ def test_quantised(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
-def test_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
     """Of both functions, and of these: against the oracle, and against tokens that go to all ranks."""
     options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": MAX_TOKENS, "implementation": "xla"}
 
@@ -118,7 +118,7 @@ def test_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
-def test_no_tokens(way: str, mesh: Mesh) -> None:
+def test_xla_low_latency_no_tokens(way: str, mesh: Mesh) -> None:
     shape = Shape(num_tokens=0, top_k=2, num_experts=8, hidden=128)
     x, ids = np.zeros((mesh.size, 0, 128), BF16), np.zeros((mesh.size, 0, 2), np.int32)
     y = np.zeros((mesh.size, 8 // mesh.size, mesh.size * MAX_TOKENS, 128), BF16)
@@ -152,7 +152,7 @@ def programs(num_ranks: int, shape: Shape, mesh: Mesh) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
+def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
     """Temporary memory at two experts per rank: a round of tokens, and the sums that come back."""
     tokens, top_k, hidden = 256, 2, 2048
     found: dict[str, list[int]] = {}
@@ -168,7 +168,7 @@ def test_memory_does_not_grow_with_ranks(expert_mesh: Any) -> None:
 
 @pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
 @pytest.mark.slow
-def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
     only_in_one_process()
     if jax.default_backend() != "cpu":
@@ -196,7 +196,7 @@ def test_bytes_in_rounds(routing: str, expert_mesh: Any, rng: Any, monkeypatch: 
 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
-def test_ragged_bytes_are_the_least(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_ragged_bytes_minimal(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
     """Each token once to each rank with an expert of it, there and back, in as many windows as the fullest rank has."""
     only_in_one_process()
     take("ragged", monkeypatch)
@@ -226,7 +226,7 @@ def test_ragged_bytes_are_the_least(routing: str, expert_mesh: Any, rng: Any, mo
     assert windows[0] > NUM_RANKS or routing != "one_hot"
 
 
-def test_lowered_for_gpus(expert_mesh: Any, monkeypatch: Any) -> None:
+def test_xla_low_latency_lowers_for_gpus(expert_mesh: Any, monkeypatch: Any) -> None:
     """The ragged exchange, in FP8 too, with arrays of windows and of the tokens of one rank beside the result."""
     monkeypatch.setattr(portable_ways.exchange, "GATHERED_BYTES", 0)
     shape = Shape(num_tokens=6, top_k=1, num_experts=16, hidden=256)

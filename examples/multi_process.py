@@ -176,14 +176,15 @@ def train(args: argparse.Namespace) -> None:
     import numpy as np
 
     import jax_ep
-    from jax_ep.sharding import moe_specs, sharded_moe
+    from jax_ep.sharding import MeshAxes, sharded_moe
 
     mesh = make_mesh(args)
     # Tokens go once to each node, and from there to the ranks inside it.
     axis_name = jax_ep.Topology(node="node", local="expert") if args.nodes else "expert"
     context = jax_ep.init(mesh, axis_name=axis_name)  # All processes meet here, with the same arguments.
-    specs = moe_specs(axis_name)
-    layer = sharded_moe(mesh, num_experts=args.experts, axis_name=axis_name, implementation=args.implementation)
+    axes = MeshAxes(axis_name)
+    specs = axes.specs
+    layer = sharded_moe(mesh, num_experts=args.experts, axes=axes, implementation=args.implementation)
     shardings = {
         "router": jax.NamedSharding(mesh, jax.P()),
         "w_gate_up": jax.NamedSharding(mesh, specs.w_gate_up),

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,16 @@ from jax_ep.core import check, check_recipe
 from jax_ep.core.activations import activate_tokens
 from jax_ep.core.dtypes import TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedExperts, TrainingWeights, with_one_axis_of_columns
-from jax_ep.core.mesh_axes import axis_tuple, rearrange
+from jax_ep.core.mesh_axes import rearrange
 from jax_ep.core.named_scopes import errors_begin_with
 from jax_ep.core.router import Router
+from jax_ep.core.shared_experts import SharedExperts as SharedExperts
 from jax_ep.ops.moe import fused_moe
 from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize_master_weights
 from jax_ep.routing import MoEMetrics, Routed, RouterWeights, count_dropped, route, update_router_bias
 from jax_ep.serving import LOW_LATENCY_TOKENS, ServingWeights, serve, serving_weights
-from jax_ep.sharding import MoESpecs, moe_specs, quantize_per_device, sharded_moe
+from jax_ep.sharding import MeshAxes, quantize_per_device, sharded_moe
 from jax_ep.types import AxisName, Experts, Routing, Schedule, Topology, type_name
 
 try:
@@ -43,6 +44,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # One fan per expert: the leading axis of [E, in, out] enumerates independent matrices.
 EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=(0,))
 DENSE_INIT = nnx.initializers.lecun_normal()
+ZEROS_INIT = nnx.initializers.zeros_init()
 _LAUNCHES = ("dispatch_mode", "combine_mode", "fuse_weight_gradients")
 
 
@@ -54,43 +56,51 @@ class ServingArray(nnx.Variable):
     """A part of the experts of a layer that serves only."""
 
 
+class _Maker(NamedTuple):
+    """Makes parameters, placed by their partition specs."""
+
+    rngs: nnx.Rngs
+    mesh: jax.sharding.Mesh | None
+    eager_sharding: bool
+
+    def __call__(self, init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
+        """Make a parameter. Without a mesh it keeps its spec as metadata, by which a later jit can place it."""
+        where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
+        value = init(self.rngs.params(), shape, dtype)
+        return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=self.eager_sharding, **where)
+
+
 class MoE(nnx.Module):
     """Router, experts sharded over a mesh axis, and optional shared experts: `y, metrics = moe(x)`.
 
     Args:
       hidden_size: H.
       intermediate_size: I of one expert.
-      num_experts: E, a multiple of the size of `axis_name`.
+      num_experts: E, a multiple of the number of ranks that share the experts.
       num_experts_per_tok: K.
-      experts: what an expert computes, see `jax_ep.Experts`; None: `activation` and `gated`.
-      use_bias: both products of the experts have biases.
-      num_shared_experts: experts that every token passes, computed as one dense MLP.
-      shared_intermediate_size: I of one shared expert where it is another one, as in Qwen2-MoE.
-      shared_expert_gate: what shared experts return is scaled by `sigmoid(x @ shared_gate)`, as in Qwen2-MoE.
-      router: how the router of this layer chooses, see `jax_ep.Router`; or a module or function that takes tokens
-        `[N, H]` and returns a `jax_ep.Routing` of the E experts, and replaces that router.
-      activation: as for `jax_ep.moe`; short for `experts`.
-      gated: experts compute `act(x Wg) * (x Wu)`; otherwise `act(x Wu)`; likewise.
-      capacity: rows each rank can take over all its experts; None never drops.
+      router: how the router chooses, see `jax_ep.Router`; None: `Router()`. A module or function that takes tokens
+        `[N, H]` and returns a `jax_ep.Routing` of the E experts replaces the router.
+      experts: what an expert computes, see `jax_ep.Experts`; None: `Experts()`.
+      use_bias: both GEMMs of the experts have biases.
+      shared_experts: experts that every token passes, see `SharedExperts`; None: none.
+      capacity: rows that each rank computes at most for all its experts; None never drops.
       wire_dtype: dtype of the tokens between devices, e.g. `jnp.float8_e4m3fn`.
       recipe: how the experts compute, see `jax_ep.moe`: "fp8"; None: in `dtype`.
       dtype: dtype of the computation; the router always computes in float32.
-      param_dtype: dtype of the parameters, cast to `dtype` in the forward pass, but for the experts' matrices with
-        `recipe="fp8"` and no `fsdp_axis`, which are rounded once.
+      param_dtype: dtype of the parameters, which the forward pass casts to `dtype`. With `recipe="fp8"` and no fsdp
+        axis, the expert weights are quantized from it directly.
       preferred_element_type: dtype of the result and of the sums of experts, see `jax_ep.moe`; None: `dtype` for sums,
         and that of the tokens for the result.
-      mesh: mesh of the layer; None takes the one of `jax.set_mesh` at each call.
-      axis_name: mesh axis, or axes, that shard the experts; or a `jax_ep.Topology`, see `jax_ep.moe`, without
-        a `node_capacity`.
-      batch_axes: further mesh axes that shard the tokens.
-      tensor_axis: mesh axis that splits I of the experts. Gates and what they multiply then have an axis of their own:
-        `w_gate_up [E, H, 2, I]`, `[E, H, 1, I]` without gates, and `b_gate_up [E, 2, I]`.
-      fsdp_axis: one of `batch_axes` that splits H of the experts' matrices while they are not in use, and their
-        gradients.
-      schedule: how launches share the GPU, see `jax_ep.Schedule`; None: the package's choice.
+      mesh: mesh of the layer; None: the mesh of `jax.set_mesh` at each call.
+      axes: mesh axes that split experts, tokens and weights, see `jax_ep.sharding.MeshAxes`; None: `MeshAxes()`. A
+        `jax_ep.Topology` as `expert` has no `node_capacity`.
+      schedule: how kernels share the GPU, see `jax_ep.Schedule`; None: the package chooses.
       implementation: see `jax_ep.moe`.
-      kernel_init: initializer of the experts' `[E, in, out]` kernels.
+      kernel_init: initializer of the expert weights `[E, in, out]`.
       rngs: `nnx.Rngs` with a `params` stream.
+
+    Raises:
+      ValueError, TypeError: values that do not fit together, or of other types.
     """
 
     def __init__(
@@ -100,14 +110,10 @@ class MoE(nnx.Module):
         num_experts: int,
         num_experts_per_tok: int,
         *,
+        router: Router | Callable[[Array], Routing] | None = None,
         experts: Experts | None = None,
         use_bias: bool = False,
-        num_shared_experts: int = 0,
-        shared_intermediate_size: int | None = None,
-        shared_expert_gate: bool = False,
-        router: Router | Callable[[Array], Routing] | None = None,
-        activation: Literal["silu", "gelu", "relu"] = "silu",
-        gated: bool = True,
+        shared_experts: SharedExperts | None = None,
         capacity: int | None = None,
         wire_dtype: Any = None,
         recipe: str | None = None,
@@ -115,104 +121,81 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         preferred_element_type: Any = None,
         mesh: jax.sharding.Mesh | None = None,
-        axis_name: AxisName = "expert",
-        batch_axes: str | Sequence[str] = (),
-        tensor_axis: str | None = None,
-        fsdp_axis: str | None = None,
+        axes: MeshAxes | None = None,
         schedule: Schedule | None = None,
         implementation: str | Sequence[str] | None = None,
         kernel_init: nnx.Initializer = EXPERT_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        if experts is not None and not isinstance(experts, Experts):
-            raise TypeError(f"MoE: experts is a {type(experts).__name__}, expected a jax_ep.Experts; pass one, or None")
-        if experts is not None and (activation, gated) != ("silu", True):
-            raise ValueError(f"MoE: {activation=}, {gated=} beside experts={experts}, which says both: leave them out")
-        check.at_least("MoE", "num_shared_experts", num_shared_experts, 0)
-        if shared_intermediate_size is not None:
-            check.positive("MoE", "shared_intermediate_size", shared_intermediate_size)
-            check.positive("MoE", "num_shared_experts", num_shared_experts)
-        check.positive("MoE", "hidden_size", hidden_size)
-        options, router_fn = _checked_router(router)
-        all_experts = check.positive("MoE", "num_experts", num_experts) + options.num_identity_experts
-        check.positive("MoE", "num_experts_per_tok", num_experts_per_tok)
-        options.check_sizes("MoE", "num_experts_per_tok", num_experts_per_tok, all_experts)
-        for name, value in (
-            ("dtype", dtype),
-            ("param_dtype", param_dtype),
-            ("preferred_element_type", preferred_element_type),
-        ):
-            if value is not None and check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
-                names = ", ".join(found.name for found in TOKEN_DTYPES)
-                raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which gradients are of; pass one.")
-        self.router_options = options
-        self.hidden_size = hidden_size
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.experts = Experts(activation, gated=gated) if experts is None else experts
-        if tensor_axis is not None and self.experts.interleaved:
-            self.experts = dataclasses.replace(self.experts, interleaved=False)
-        self.capacity = capacity
-        self.wire_dtype = wire_dtype
+        self.hidden_size, self.num_experts, self.num_experts_per_tok = hidden_size, num_experts, num_experts_per_tok
+        self.router_options, self.router_fn = _checked_router(router)
+        self.axes, self.mesh = _checked_axes(axes), mesh
+        self.experts = _checked_experts(experts, self.axes)
+        self.capacity, self.wire_dtype = capacity, wire_dtype
         self.recipe = check_recipe.recipe("MoE", recipe)
-        check_recipe.wire("MoE", recipe, wire_dtype)
-        self.dtype = dtype
-        self.preferred_element_type = preferred_element_type
-        self.mesh = mesh
-        self.axis_name = axis_tuple(axis_name)
-        self.topology = axis_name if isinstance(axis_name, Topology) else None
-        if self.topology is not None and self.topology.node_capacity is not None:
-            raise ValueError(
-                f"MoE: node_capacity={self.topology.node_capacity} of the Topology, expected None: the layer's metrics"
-                " count what `capacity` drops alone; leave node_capacity out, or call jax_ep.moe."
-            )
-        self.batch_axes = _axes(batch_axes)
-        self.tensor_axis = tensor_axis
-        self.fsdp_axis = fsdp_axis
+        self.dtype, self.preferred_element_type = dtype, preferred_element_type
         self.schedule = schedule
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.router_fn = router_fn
-        active = self._active_mesh()
+        self._check_sizes(intermediate_size, shared_experts)
+        _check_dtypes(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
+        check_recipe.wire("MoE", recipe, wire_dtype)
+        make = _Maker(rngs, mesh, self._active_mesh() is not None)
+        self._make_router(make)
+        self._make_experts(make, kernel_init, intermediate_size, param_dtype, use_bias)
+        self._make_shared_experts(make, shared_experts, intermediate_size, param_dtype)
+        self.serving_arrays: nnx.List[ServingArray] = nnx.List([])
+        self.serving_tree: Any = None
 
-        def param(init: nnx.Initializer, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any) -> nnx.Param:
-            # Without a mesh the metadata stays, so that a later jit can still place the parameter by it.
-            where: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
-            value = init(rngs.params(), shape, dtype)
-            return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=active is not None, **where)
+    def _check_sizes(self, intermediate_size: int, shared_experts: Any) -> None:
+        for name, value in (
+            *(("hidden_size", self.hidden_size), ("intermediate_size", intermediate_size)),
+            *(("num_experts", self.num_experts), ("num_experts_per_tok", self.num_experts_per_tok)),
+        ):
+            check.positive("MoE", name, value)
+        all_experts = self.num_experts + self.router_options.num_identity_experts
+        self.router_options.check_sizes("MoE", "num_experts_per_tok", self.num_experts_per_tok, all_experts)
+        check.value_of("MoE", "shared_experts", shared_experts, SharedExperts, "jax_ep.flax.SharedExperts")
 
-        specs, everywhere = self._specs(), PartitionSpec(None, None)
-        columns: tuple[int, ...] = (self._columns(intermediate_size),)
-        if tensor_axis is not None:
-            columns = (2 if self.experts.gated else 1, intermediate_size)
+    def _make_router(self, make: _Maker) -> None:
+        """Make the router's parameters: float32, since it decides by small differences of its logits.
 
+        A parameter that a layer does not have is None, which keeps it out of checkpoints and optimizers.
+        """
+        options, columns = self.router_options, self.num_experts + self.router_options.num_identity_experts
+        shape = (self.hidden_size, columns)
+        self.router = (
+            make(DENSE_INIT, shape, PartitionSpec(None, None), jnp.float32) if self.router_fn is None else None
+        )
+        self.b_router = make(ZEROS_INIT, shape[1:], PartitionSpec(None), jnp.float32) if options.logit_bias else None
+        self.router_bias = RouterBias(jnp.zeros(columns, jnp.float32)) if options.selection_bias else None
+
+    def _make_experts(
+        self, make: _Maker, kernel_init: nnx.Initializer, intermediate_size: int, dtype: Any, use_bias: bool
+    ) -> None:
         def gate_up_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
             return kernel_init(key, (*shape[:2], math.prod(shape[2:])), dtype).reshape(shape)
 
-        # What a layer does not have is no parameter at all: None keeps it out of checkpoints and optimizers.
-        # The router decides by small differences of its logits: float32, whatever param_dtype is.
-        kernel, zeros = (hidden_size, all_experts), nnx.initializers.zeros_init()
-        self.router = param(DENSE_INIT, kernel, everywhere, jnp.float32) if router_fn is None else None
-        self.b_router = param(zeros, kernel[1:], PartitionSpec(None), jnp.float32) if options.logit_bias else None
-        self.router_bias = RouterBias(jnp.zeros(all_experts, jnp.float32)) if options.selection_bias else None
-        shape = (num_experts, hidden_size, *columns)
-        self.w_gate_up: nnx.Param | None = param(gate_up_init, shape, specs.w_gate_up, param_dtype)
-        self.w_down: nnx.Param | None = param(
-            kernel_init, (num_experts, intermediate_size, hidden_size), specs.w_down, param_dtype
-        )
-        self.b_gate_up = param(zeros, (num_experts, *columns), specs.b_gate_up, param_dtype) if use_bias else None
-        self.b_down = param(zeros, (num_experts, hidden_size), specs.b_down, param_dtype) if use_bias else None
-        self.serving_arrays: nnx.List[ServingArray] = nnx.List([])
-        self.serving_tree: Any = None
-        width = num_shared_experts * (shared_intermediate_size or intermediate_size)
-        if shared_expert_gate and not width:
-            raise ValueError("MoE: shared_expert_gate=True without shared experts: pass num_shared_experts, or False")
+        specs, experts, hidden = self.axes.specs, self.num_experts, self.hidden_size
+        columns: tuple[int, ...] = (self._columns(intermediate_size),)
+        if self.axes.tensor is not None:
+            columns = (2 if self.experts.gated else 1, intermediate_size)
+        gate_up = make(gate_up_init, (experts, hidden, *columns), specs.w_gate_up, dtype)
+        self.w_gate_up: nnx.Param | None = gate_up
+        self.w_down: nnx.Param | None = make(kernel_init, (experts, intermediate_size, hidden), specs.w_down, dtype)
+        self.b_gate_up = make(ZEROS_INIT, (experts, *columns), specs.b_gate_up, dtype) if use_bias else None
+        self.b_down = make(ZEROS_INIT, (experts, hidden), specs.b_down, dtype) if use_bias else None
+
+    def _make_shared_experts(
+        self, make: _Maker, shared_experts: SharedExperts | None, intermediate_size: int, dtype: Any
+    ) -> None:
+        width = shared_experts.num * (shared_experts.intermediate_size or intermediate_size) if shared_experts else 0
 
         def dense(inputs: int, outputs: int) -> nnx.Param | None:
-            return param(DENSE_INIT, (inputs, outputs), everywhere, param_dtype) if width and outputs else None
+            return make(DENSE_INIT, (inputs, outputs), PartitionSpec(None, None), dtype) if width and outputs else None
 
-        self.shared_gate_up = dense(hidden_size, self._columns(width))
-        self.shared_down = dense(width, hidden_size)
-        self.shared_gate = dense(hidden_size, int(shared_expert_gate))
+        self.shared_gate_up = dense(self.hidden_size, self._columns(width))
+        self.shared_down = dense(width, self.hidden_size)
+        self.shared_gate = dense(self.hidden_size, int(shared_experts is not None and shared_experts.gate))
 
     @jax.named_scope("jax_ep.flax.MoE")
     def __call__(
@@ -282,19 +265,18 @@ class MoE(nnx.Module):
         if mesh.empty:
             if self.capacity is not None:
                 raise ValueError(
-                    f"MoE: capacity={self.capacity} limits the rows per rank of {self.axis_name}, but there is no mesh:"
-                    " pass mesh=, call jax.set_mesh, or leave capacity out"
+                    f"MoE: capacity={self.capacity} limits the rows per rank, expected a mesh, but there is none; pass"
+                    " mesh=, call jax.set_mesh, or leave capacity out."
                 )
             return None
-        axes = (*self.batch_axes, *self.axis_name, *(() if self.tensor_axis is None else (self.tensor_axis,)))
+        axes = (*self.axes.token_axes, *(() if self.axes.tensor is None else (self.axes.tensor,)))
         missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing:
-            raise ValueError(f"MoE: it uses the mesh axes {missing}, but the mesh has {mesh.axis_names}")
-        ranks = _size(mesh, self.axis_name)
-        if self.num_experts % ranks:
             raise ValueError(
-                f"MoE: num_experts={self.num_experts} is not a multiple of the {ranks} ranks of {self.axis_name}"
+                f"MoE: the mesh has axes {mesh.axis_names}, expected {missing} among them; pass axes="
+                "jax_ep.sharding.MeshAxes(...) with axes of that mesh."
             )
+        check.divisible_experts("MoE", self.num_experts, _size(mesh, self.axes.expert_axes), self.axes.expert)
         return mesh
 
     def training_weights(self) -> TrainingWeights:
@@ -312,8 +294,8 @@ class MoE(nnx.Module):
         matrices, mesh = self._matrices(), self._active_mesh()
         if mesh is None:
             return TrainingWeights(*map(quantize_master_weights, matrices.values()))
-        specs, shape = self._specs(), matrices["w_down"].shape
-        check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.tensor_axis, self.fsdp_axis)
+        specs, shape = self.axes.specs, matrices["w_down"].shape
+        check_recipe.whole_blocks_per_rank("training_weights", mesh.shape, shape, self.axes.tensor, self.axes.fsdp)
         quantize = partial(quantize_per_device, self.mesh, num_leading=len(shape) - 3)
         return TrainingWeights(*(quantize(getattr(specs, name), w) for name, w in matrices.items()))
 
@@ -353,10 +335,10 @@ class MoE(nnx.Module):
 
     def _whole(self, w: Array, num_columns: int = 1) -> Array:
         """With nothing split over tensor and fsdp axes, and one axis of columns where a tensor axis makes them two."""
-        kept = [None if entry in (self.tensor_axis, self.fsdp_axis) else entry for entry in jax.typeof(w).sharding.spec]
+        kept = [None if entry in (self.axes.tensor, self.axes.fsdp) else entry for entry in jax.typeof(w).sharding.spec]
         if kept != list(jax.typeof(w).sharding.spec):
             w = jax.sharding.reshard(w, PartitionSpec(*kept))
-        return with_one_axis_of_columns(w) if num_columns == 2 and self.tensor_axis is not None else w
+        return with_one_axis_of_columns(w) if num_columns == 2 and self.axes.tensor is not None else w
 
     def _biases(self) -> dict[str, Array | None]:
         """Those of both products."""
@@ -372,7 +354,7 @@ class MoE(nnx.Module):
     def _matrices(self) -> dict[str, Array]:
         """Those that are multiplied, in `dtype`, or as `recipe="fp8"` rounds them."""
         matrices = self._parameters()
-        if self.recipe is None or self.fsdp_axis is not None:  # less to bring together
+        if self.recipe is None or self.axes.fsdp is not None:  # fewer bytes to gather
             matrices = {name: w.astype(self.dtype) for name, w in matrices.items()}
         return matrices
 
@@ -407,11 +389,6 @@ class MoE(nnx.Module):
         biases = (None if value is None else value[...] for value in (self.b_router, self.router_bias))
         return RouterWeights(cast(nnx.Param, self.router)[...], *biases)
 
-    def _specs(self) -> MoESpecs:
-        return moe_specs(
-            self.axis_name, batch_axes=self.batch_axes, tensor_axis=self.tensor_axis, fsdp_axis=self.fsdp_axis
-        )
-
     def _low_latency(self, axis_name: AxisName) -> dict[str, Any]:
         """The static options of `serve`."""
         return {
@@ -436,7 +413,7 @@ class MoE(nnx.Module):
             )
         else:
             made_of = self._weights(weights)
-            if self.w_gate_up is not None and self.tensor_axis is not None:
+            if self.w_gate_up is not None and self.axes.tensor is not None:
                 for name in ("w_gate_up", "b_gate_up"):
                     made_of[name] = None if made_of[name] is None else with_one_axis_of_columns(made_of[name])
             y = errors_begin_with("MoE")(fused_moe)(
@@ -455,8 +432,8 @@ class MoE(nnx.Module):
     def _on_mesh(
         self, x: Array, token_mask: Array | None, mesh: Mesh, weights: ServingWeights | TrainingWeights | None
     ) -> tuple[Array, MoEMetrics]:
-        axes = self.batch_axes + self.axis_name
-        specs = self._specs()
+        axes = self.axes.token_axes
+        specs = self.axes.specs
         num_tokens = math.prod(x.shape[:-1])
         padding = -num_tokens % _size(mesh, axes)
         # Few tokens, as in decoding, may not divide among the devices: then all of them route all tokens.
@@ -480,8 +457,8 @@ class MoE(nnx.Module):
             topk_idx = rearrange(lambda v: jnp.pad(v, pad, constant_values=-1), mesh, specs.routing)(topk_idx)
             topk_weights = rearrange(lambda v: jnp.pad(v, pad), mesh, specs.routing)(topk_weights)
         if isinstance(weights, ServingWeights) and all_tokens.shape[0] <= LOW_LATENCY_TOKENS * _size(mesh, axes):
-            in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axis_name)
-            options = self._low_latency(self.topology or self.axis_name)
+            in_specs = specs.tokens, specs.routing, specs.routing, PartitionSpec(self.axes.expert_axes)
+            options = self._low_latency(self.axes.expert)
             run = run_sharded(serve, options, self.mesh, in_specs, specs.tokens)
             y = errors_begin_with("MoE")(run)(all_tokens, topk_idx, topk_weights, weights)
         else:
@@ -489,10 +466,7 @@ class MoE(nnx.Module):
             run = errors_begin_with("MoE")(sharded_moe)(
                 self.mesh,
                 num_experts=self.num_experts,
-                axis_name=self.topology or self.axis_name,
-                batch_axes=self.batch_axes,
-                tensor_axis=None if self.w_gate_up is None else self.tensor_axis,
-                fsdp_axis=None if self.w_gate_up is None else self.fsdp_axis,
+                axes=dataclasses.replace(self.axes, tensor=None, fsdp=None) if self.w_gate_up is None else self.axes,
                 experts=self.experts,
                 capacity=self.capacity,
                 wire_dtype=self.wire_dtype,
@@ -510,8 +484,8 @@ class MoE(nnx.Module):
         """Assignments past `capacity`, from the routing alone: `sharded_moe` returns the tokens only."""
         if self.capacity is None:
             return jnp.zeros((), jnp.int32)
-        of_ranks = {"axes": self.axis_name, "batch_axes": self.batch_axes, "capacity": self.capacity}
-        of_ranks |= {"num_experts": self.num_experts, "num_ranks": _size(mesh, self.axis_name)}
+        of_ranks = {"axes": self.axes.expert_axes, "batch_axes": self.axes.batch, "capacity": self.capacity}
+        of_ranks |= {"num_experts": self.num_experts, "num_ranks": _size(mesh, self.axes.expert_axes)}
         return run_sharded(count_dropped, of_ranks, self.mesh, (spec,), PartitionSpec())(topk_idx)
 
 
@@ -539,8 +513,31 @@ def _checked_router(
     return Router(), router
 
 
-def _axes(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+def _checked_axes(axes: MeshAxes | None) -> MeshAxes:
+    axes = check.value_of("MoE", "axes", axes, MeshAxes, "jax_ep.sharding.MeshAxes") or MeshAxes()
+    if isinstance(axes.expert, Topology) and axes.expert.node_capacity is not None:
+        raise ValueError(
+            f"MoE: node_capacity={axes.expert.node_capacity} of the Topology, expected None: the layer's metrics count"
+            " only what `capacity` drops; leave node_capacity out, or call jax_ep.moe."
+        )
+    return axes
+
+
+def _checked_experts(experts: Experts | None, axes: MeshAxes) -> Experts:
+    """Return what the experts compute; a tensor axis keeps gate and up columns apart, so nothing is interleaved."""
+    experts = check.value_of("MoE", "experts", experts, Experts, "jax_ep.Experts") or Experts()
+    if axes.tensor is not None and experts.interleaved:
+        experts = dataclasses.replace(experts, interleaved=False)
+    return experts
+
+
+def _check_dtypes(**dtypes: Any) -> None:
+    names = ", ".join(found.name for found in TOKEN_DTYPES)
+    for name, value in dtypes.items():
+        if value is None and name == "preferred_element_type":
+            continue
+        if check.dtype("MoE", name, value, "jnp.bfloat16") not in TOKEN_DTYPES:
+            raise TypeError(f"MoE: {name}={value!r}, expected one of {names}, which have gradients; pass one.")
 
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:

@@ -149,7 +149,7 @@ def quantize_master_weights(w: Array) -> Fp8Weights:
 
     Args:
       w: `[..., E, K, N]` bfloat16, float16, float32 or float64, as `moe` takes them, such as those of all layers,
-        stacked; K and N are multiples of 128. Or `[..., E, K, 2, N]`, or with 1 in place of 2: w_gate_up as `moe_specs`
+        stacked; K and N are multiples of 128. Or `[..., E, K, 2, N]`, or with 1 in place of 2: w_gate_up as `MeshAxes`
         splits it over a tensor axis.
 
     Returns:

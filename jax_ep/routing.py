@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.core import check_router
+from jax_ep.core import check, check_router
 from jax_ep.core.dtypes import accumulation_dtype
 from jax_ep.core.mesh_axes import axis_tuple, on_automatic_axes, spec_of
 from jax_ep.core.named_scopes import operation
@@ -71,7 +71,7 @@ def topk_router(
 
     Source: Mixtral (arXiv:2401.04088), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
     """
-    router = Router() if router is None else router
+    router = check.value_of("topk_router", "router", router, Router, "jax_ep.Router") or Router()
     check_router.topk(logits, k, router, bias, token_mask)
     specs = _routing_specs(logits)
     if router.score == "sparsemixer":

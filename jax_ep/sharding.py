@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,7 +24,7 @@ from jax_ep.formats import check_quantized
 from jax_ep.ops.moe import moe
 from jax_ep.ops.sharded import run_sharded
 from jax_ep.quantization import quantize_master_weights
-from jax_ep.types import Array, AxisName, Experts
+from jax_ep.types import Array, AxisName, Experts, Topology, type_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,113 +53,140 @@ class MoESpecs:
         return {"b_gate_up": self.b_gate_up, "b_down": self.b_down}
 
 
-def moe_specs(
-    axis_name: AxisName = "expert",
-    *,
-    batch_axes: AxisName = (),
-    tensor_axis: str | None = None,
-    fsdp_axis: str | None = None,
-) -> MoESpecs:
-    """Specs for experts over `axis_name`, tokens over `batch_axes` and `axis_name`, and I over `tensor_axis`.
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """Mesh axes of an expert layer. Frozen and hashable; values are checked at construction.
 
-    Every EP group is the set of ranks that differ only in `axis_name`; parameters are replicated over `batch_axes`, but
-    for H of the matrices over `fsdp_axis`.
+    The ranks that differ only in `expert` form one EP group. Parameters are replicated over `batch`, except that `fsdp`
+    splits H of the expert weights.
 
-    Args:
-      axis_name: mesh axis, or tuple of axes, over which experts are spread.
-      batch_axes: further axes over which only tokens are spread (data parallelism).
-      tensor_axis: axis over which the expert intermediate size I is split, or None.
-      fsdp_axis: one of `batch_axes` over which matrices are spread, too, along H, or None. They are brought together
-        for their products, and their gradients are added up into the same parts.
-
-    Returns:
-      `MoESpecs`. With a tensor axis the gate and up columns must be split alike, so `w_gate_up` then has a separate
-      axis for them: `[E, H, 2, I]`, or `[E, H, 1, I]` for experts without a gate.
+    Attributes:
+      expert: mesh axis, or tuple of axes, that splits the experts; or a `jax_ep.Topology`. It also splits the tokens.
+      batch: further mesh axis, or axes, that split the tokens only (data parallelism).
+      tensor: mesh axis that splits the intermediate size I of the experts, or None. Gate and up columns must be split
+        alike, so they have a separate axis: `w_gate_up [E, H, 2, I]`, or `[E, H, 1, I]` for experts without a gate, and
+        `b_gate_up [E, 2, I]`.
+      fsdp: one of `batch` that also splits H of the expert weights, or None. The weights are gathered for their GEMMs,
+        and their gradients are added up into the same parts.
 
     Raises:
-      ValueError: an axis that is named twice, or an `fsdp_axis` that spreads no tokens.
+      ValueError: an axis that is named twice, or an `fsdp` that splits no tokens.
+      TypeError: a value that does not name axes.
 
     Example:
-      >>> from jax_ep.sharding import moe_specs
-      >>> moe_specs(batch_axes=("data",)).w_down
+      >>> from jax_ep.sharding import MeshAxes
+      >>> MeshAxes(batch="data").specs.w_down
       P('expert',)
 
     Source: https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html
     """
-    expert, batch = axis_tuple(axis_name), axis_tuple(batch_axes)
-    names = (*batch, *expert, *((tensor_axis,) if tensor_axis else ()))
-    if len(set(names)) != len(names):
-        raise ValueError(f"moe_specs: the axes {names} name one twice; give experts, batch and tensor different axes.")
-    rows = P((*batch, *expert)) if names else P()
-    if fsdp_axis is not None and fsdp_axis not in batch:
-        raise ValueError(
-            f"moe_specs: fsdp_axis={fsdp_axis!r} is not among batch_axes={batch}, expected one of them, since its ranks"
-            " have tokens of their own; add it there."
+
+    expert: AxisName = "expert"
+    _: dataclasses.KW_ONLY
+    batch: str | tuple[str, ...] = ()
+    tensor: str | None = None
+    fsdp: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("expert", "batch"):
+            value = getattr(self, field)
+            if not (isinstance(value, Topology) and field == "expert"):
+                object.__setattr__(self, field, _axis_names(field, value))
+        for field in ("tensor", "fsdp"):
+            value = getattr(self, field)
+            if not isinstance(value, str | None):
+                raise TypeError(
+                    f"MeshAxes: {field}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str, or"
+                    " None; pass one."
+                )
+        names = (*self.token_axes, *(() if self.tensor is None else (self.tensor,)))
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"MeshAxes: {names} name an axis twice, expected different axes; give expert, batch and tensor axes of"
+                " their own."
+            )
+        if self.fsdp is not None and self.fsdp not in self.batch:
+            raise ValueError(
+                f"MeshAxes: fsdp={self.fsdp!r} is not among batch={self.batch}, expected one of them, since it splits"
+                " the tokens, too; add it there."
+            )
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """All mesh axes that split the experts, in the order of the ranks."""
+        return axis_tuple(self.expert)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """All mesh axes that split the tokens."""
+        return (*self.batch, *self.expert_axes)
+
+    @property
+    def specs(self) -> MoESpecs:
+        """Partition specs of the layer's arrays."""
+        expert, tensor, fsdp = self.expert_axes, self.tensor, self.fsdp
+        rows = P(self.token_axes) if self.token_axes or tensor else P()
+        if tensor is None:
+            matrices = (P(expert), P(expert)) if fsdp is None else (P(expert, fsdp), P(expert, None, fsdp))
+            return MoESpecs(rows, rows, *matrices, P(expert), P(expert))
+        matrices = (P(expert, fsdp, None, tensor), P(expert, tensor, fsdp))
+        return MoESpecs(rows, rows, *matrices, P(expert, None, tensor), P(expert))
+
+
+def _axis_names(field: str, value: Any) -> str | tuple[str, ...]:
+    """Return the axes of a field of `MeshAxes`: a name as it is, several as a tuple."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"MeshAxes: {field}={value!r} is {type_name(value)}, expected the name of a mesh axis, a str, or a tuple of"
+            " names; pass e.g. 'data'."
         )
-    if tensor_axis is None:
-        matrices = (P(expert), P(expert)) if fsdp_axis is None else (P(expert, fsdp_axis), P(expert, None, fsdp_axis))
-        return MoESpecs(rows, rows, *matrices, P(expert), P(expert))
-    matrices = (P(expert, fsdp_axis, None, tensor_axis), P(expert, tensor_axis, fsdp_axis))
-    return MoESpecs(rows, rows, *matrices, P(expert, None, tensor_axis), P(expert))
+    return value if field == "expert" and isinstance(value, str) else tuple(names)
 
 
 def sharded_moe(
-    mesh: Mesh | None = None,
-    *,
-    num_experts: int,
-    axis_name: AxisName = "expert",
-    batch_axes: AxisName = (),
-    tensor_axis: str | None = None,
-    fsdp_axis: str | None = None,
-    **moe_kwargs: Any,
+    mesh: Mesh | None = None, *, num_experts: int, axes: MeshAxes | None = None, **moe_kwargs: Any
 ) -> Callable[..., Array]:
     """`moe` for globally sharded arrays, in automatic and explicit sharding mode.
 
     Args:
       mesh: the devices; None: the mesh of `jax.set_mesh` at the time of the call.
       num_experts: E.
-      axis_name, batch_axes, tensor_axis, fsdp_axis: see `moe_specs`.
-      **moe_kwargs: further keywords of `moe`: experts, activation, capacity, balance, wire_dtype, recipe,
-        schedule, implementation. With a tensor axis gates have an axis of their own, and are interleaved with nothing.
+      axes: the mesh axes that split experts, tokens and weights, see `MeshAxes`; None: `MeshAxes()`.
+      **moe_kwargs: further keywords of `moe`: experts, capacity, balance, wire_dtype, recipe, preferred_element_type,
+        schedule, implementation. With a tensor axis gate and up columns have an axis of their own, and
+        `Experts.interleaved` is ignored.
 
     Returns:
       `f(x [N, H], topk_idx [N, K], topk_weights [N, K], w_gate_up, w_down [E, I, H], *, b_gate_up=None, b_down=None,
-      token_mask=None) -> [N, H]` with the shardings of `moe_specs`; matrices may be `Fp8Weights`, whose parts are split
-      as their masters, between blocks of 128. Tokens where `token_mask [N]`, of bool, is False
-      are ignored, and get zeros. Arrays on automatic axes are moved to these shardings where they differ. On explicit
-      axes a different sharding is an error, because moving data there is the caller's decision
-      (`jax.sharding.reshard`).
+      token_mask=None) -> [N, H]` with the shardings of `MeshAxes.specs`; weights may be `Fp8Weights`, whose parts are
+      split like their masters, between blocks of 128. Tokens where `token_mask [N]`, of bool, is False are ignored, and
+      their rows are zero. Arrays on automatic axes are moved to these shardings. On explicit axes a different sharding
+      is an error, because moving data there is the caller's decision (`jax.sharding.reshard`).
 
     Raises:
-      ValueError: axes that the mesh lacks, N, E or I not divisible by the axes they are spread over, arrays of other
-        shapes, an explicit sharding that differs; by the returned function.
-      TypeError: arguments that are no arrays, or of other dtypes; likewise. `num_tokens`, or arrays, as options.
+      ValueError: by the returned function: axes that the mesh lacks; N, E or I that the axes do not divide; arrays of
+        other shapes; a different sharding on explicit axes.
+      TypeError: a keyword that `moe` lacks, or that is an array; by the returned function: arguments that are not
+        arrays, or of other dtypes.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import AxisType
-      >>> from jax_ep.sharding import sharded_moe
+      >>> from jax_ep.sharding import MeshAxes, sharded_moe
       >>> mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-      >>> f = jax.jit(sharded_moe(mesh, num_experts=8, batch_axes="data"))
+      >>> f = jax.jit(sharded_moe(mesh, num_experts=8, axes=MeshAxes(batch="data")))
       >>> x, idx = jnp.ones((16, 4)), jnp.arange(16, dtype=jnp.int32)[:, None] % 8
       >>> f(x, idx, jnp.ones((16, 1)), jnp.ones((8, 4, 6)), jnp.ones((8, 3, 4))).shape
       (16, 4)
 
     Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
-    if "num_tokens" in moe_kwargs:
-        raise TypeError(
-            f"{_FUNCTION}: num_tokens={moe_kwargs['num_tokens']!r} would count the tokens of each shard, expected none;"
-            " pass token_mask to the returned function."
-        )
-    of_call = sorted({"b_gate_up", "b_down", "token_mask"} & moe_kwargs.keys())
-    if of_call:
-        raise TypeError(f"{_FUNCTION}: {of_call} are arrays, expected options; pass them to the returned function.")
-    specs = moe_specs(axis_name, batch_axes=batch_axes, tensor_axis=tensor_axis, fsdp_axis=fsdp_axis)
+    axes = check.value_of(_FUNCTION, "axes", axes, MeshAxes, "jax_ep.sharding.MeshAxes") or MeshAxes()
+    _check_options(moe_kwargs)
     if isinstance(moe_kwargs.get("implementation"), list):
         moe_kwargs["implementation"] = tuple(moe_kwargs["implementation"])
-    options = dict(moe_kwargs, num_experts=num_experts, axis_name=axis_name)
-    options |= {"specs": specs, "tensor_axis": tensor_axis, "fsdp_axis": fsdp_axis}
+    options = dict(moe_kwargs, num_experts=num_experts, axes=axes)
 
     @errors_begin_with(_FUNCTION)
     @jax.named_scope("jax_ep.sharded_moe")
@@ -173,44 +201,68 @@ def sharded_moe(
         b_down: Array | None = None,
         token_mask: Array | None = None,
     ) -> Array:
-        the_mesh = _mesh(mesh, specs)
+        the_mesh = _mesh(mesh, axes.specs)
         arrays = dict(zip(_ARRAYS, (x, topk_idx, topk_weights, w_gate_up, w_down, b_gate_up, b_down), strict=True))
-        masked_idx = _check_tokens(the_mesh, specs, x, topk_idx, topk_weights, token_mask, num_experts)
+        masked_idx = _check_tokens(the_mesh, axes.specs, x, topk_idx, topk_weights, token_mask, num_experts)
         if token_mask is not None:
             arrays["topk_idx"] = masked_idx
-        num_shards = _num_shards(the_mesh, axis_tuple(axis_name))
-        check.divisible_experts(_FUNCTION, num_experts, num_shards, axis_name)
-        if isinstance(w_gate_up, QuantizedExperts):
-            columns = _check_quantized(w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
-        elif isinstance(w_gate_up, Fp8Weights):
-            columns = _check_fp8_weights(the_mesh, w_gate_up, w_down, num_experts, tensor_axis, fsdp_axis)
-        else:
-            columns = _check_matrices(the_mesh, w_gate_up, w_down, num_experts, tensor_axis)
-        if tensor_axis is not None:
-            _check_kinds(w_gate_up.shape, w_down.shape, moe_kwargs.get("experts"))
-        check.bias(_FUNCTION, "b_gate_up", b_gate_up, (num_experts, *columns))
-        check.bias(_FUNCTION, "b_down", b_down, (num_experts, x.shape[1]))
-        if fsdp_axis is not None and x.shape[1] % the_mesh.shape[fsdp_axis]:
-            raise ValueError(
-                f"{_FUNCTION}: H={x.shape[1]} is no multiple of the {the_mesh.shape[fsdp_axis]} ranks of"
-                f" fsdp_axis={fsdp_axis!r}, expected one; leave fsdp_axis out."
-            )
+        _check_weights(the_mesh, axes, num_experts, moe_kwargs.get("experts"), arrays)
         given = {name: value for name, value in arrays.items() if value is not None}
-        in_specs = {name: _specs_of_parts(getattr(specs, _ARRAYS[name]), value) for name, value in given.items()}
+        in_specs = {name: _specs_of_parts(getattr(axes.specs, _ARRAYS[name]), value) for name, value in given.items()}
         for name, argument in given.items():
             jax.tree.map(partial(_check_explicit, the_mesh, name), argument, in_specs[name])
-        return run_sharded(_moe_per_shard, options, the_mesh, (in_specs,), specs.tokens)(given)
+        return run_sharded(_moe_per_shard, options, the_mesh, (in_specs,), axes.specs.tokens)(given)
 
     return apply
 
 
-def _moe_per_shard(
-    arrays: dict[str, Any], *, specs: MoESpecs, tensor_axis: str | None, fsdp_axis: str | None, **options: Any
-) -> Array:
-    if fsdp_axis is not None:
-        arrays = _whole_matrices(arrays, specs, fsdp_axis)
-    run = partial(moe, **options)
-    return run(**arrays) if tensor_axis is None else _on_tensor_axis(run, tensor_axis, **arrays)
+def _check_options(moe_kwargs: dict[str, Any]) -> None:
+    """Check that these are static keywords of `moe`."""
+    if "num_tokens" in moe_kwargs:
+        raise TypeError(
+            f"{_FUNCTION}: num_tokens={moe_kwargs['num_tokens']!r} would count the tokens of each shard, expected none;"
+            " pass token_mask to the returned function."
+        )
+    arrays = sorted({"b_gate_up", "b_down", "token_mask"} & moe_kwargs.keys())
+    if arrays:
+        raise TypeError(f"{_FUNCTION}: {arrays} are arrays, expected options; pass them to the returned function.")
+    keywords = inspect.signature(moe).parameters.keys() - {*_ARRAYS, "num_experts", "num_tokens", "axis_name"}
+    if unknown := sorted(moe_kwargs.keys() - keywords):
+        raise TypeError(
+            f"{_FUNCTION}: unknown keywords {unknown}, expected axes= or some of {sorted(keywords)}; mesh axes are"
+            " fields of jax_ep.sharding.MeshAxes."
+        )
+
+
+def _check_weights(
+    mesh: Mesh | AbstractMesh, axes: MeshAxes, num_experts: int, experts: Any, arrays: dict[str, Any]
+) -> None:
+    """Check weights and biases against the mesh and each other."""
+    num_shards = _num_shards(mesh, axes.expert_axes)
+    check.divisible_experts(_FUNCTION, num_experts, num_shards, axes.expert)
+    w_gate_up, w_down, hidden = arrays["w_gate_up"], arrays["w_down"], arrays["x"].shape[1]
+    if isinstance(w_gate_up, QuantizedExperts):
+        columns = _check_quantized(w_gate_up, w_down, num_experts, axes)
+    elif isinstance(w_gate_up, Fp8Weights):
+        columns = _check_fp8_weights(mesh, w_gate_up, w_down, num_experts, axes)
+    else:
+        columns = _check_matrices(mesh, w_gate_up, w_down, num_experts, axes.tensor)
+    if axes.tensor is not None:
+        _check_kinds(w_gate_up.shape, w_down.shape, experts)
+    check.bias(_FUNCTION, "b_gate_up", arrays["b_gate_up"], (num_experts, *columns))
+    check.bias(_FUNCTION, "b_down", arrays["b_down"], (num_experts, hidden))
+    if axes.fsdp is not None and hidden % mesh.shape[axes.fsdp]:
+        raise ValueError(
+            f"{_FUNCTION}: H={hidden}, expected a multiple of the {mesh.shape[axes.fsdp]} ranks of the fsdp axis"
+            f" {axes.fsdp!r}; leave fsdp out."
+        )
+
+
+def _moe_per_shard(arrays: dict[str, Any], *, axes: MeshAxes, **options: Any) -> Array:
+    if axes.fsdp is not None:
+        arrays = _whole_matrices(arrays, axes.specs, axes.fsdp)
+    run = partial(moe, axis_name=axes.expert, **options)
+    return run(**arrays) if axes.tensor is None else _on_tensor_axis(run, axes.tensor, **arrays)
 
 
 def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, num_leading: int = 0) -> Fp8Weights:
@@ -220,7 +272,7 @@ def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, 
 
     Args:
       mesh: where they lie; None: the mesh of the context.
-      spec: of one layer, `moe_specs(...).w_gate_up` or `.w_down`.
+      spec: of one layer, `MeshAxes(...).specs.w_gate_up` or `.w_down`.
       w: `[..., E, K, N]`, or `[..., E, K, 2, N]` with a tensor axis, float.
       num_leading: axes of w before those of a layer, such as that of stacked layers.
 
@@ -232,10 +284,10 @@ def quantize_per_device(mesh: Mesh | AbstractMesh | None, spec: P, w: Array, *, 
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jax_ep.sharding import moe_specs, quantize_per_device
+      >>> from jax_ep.sharding import MeshAxes, quantize_per_device
       >>> mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> w = jnp.ones((jax.device_count(), 128, 256))
-      >>> quantize_per_device(mesh, moe_specs().w_gate_up, w).values.shape[1:]
+      >>> quantize_per_device(mesh, MeshAxes().specs.w_gate_up, w).values.shape[1:]
       (256, 128)
     """
     leading = (None,) * num_leading
@@ -251,13 +303,13 @@ def _numbers(w: Array) -> tuple[Array, Array, Array]:
 
 
 def _turned(spec: P, rank: int) -> P:
-    """Of values and scales, which have the axis of rows behind the others."""
+    """Return the spec of values and scales, whose axis of rows is the last one."""
     experts, rows, *columns = tuple(spec) + (None,) * (rank - len(spec))
     return P(experts, *columns, rows)
 
 
 def _specs_of_parts(spec: P, argument: Any) -> Any:
-    """The spec of an argument, or of each of its parts."""
+    """Return the spec of an argument, or of each of its parts."""
     if isinstance(argument, QuantizedExperts):
         return jax.tree.map(lambda _: P(spec[0]), argument)
     if not isinstance(argument, Fp8Weights):
@@ -267,7 +319,7 @@ def _specs_of_parts(spec: P, argument: Any) -> Any:
 
 
 def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[str, Any]:
-    """With H of the matrices brought together; transposed, that adds gradients up into the parts."""
+    """Gather H of the weights; the transpose adds gradients up into the parts."""
 
     def whole(part: Array, spec: P) -> Array:
         gather = partial(lax.all_gather, axis_name=axis, axis=tuple(spec).index(axis), tiled=True)
@@ -285,7 +337,7 @@ def _whole_matrices(arrays: dict[str, Any], specs: MoESpecs, axis: str) -> dict[
 def _on_tensor_axis(
     run: partial[Array], axis: str, *, w_gate_up: Any, b_gate_up: Array | None = None, **arrays: Any
 ) -> Array:
-    """Every rank of the tensor axis adds its share of I: the same tokens travel on each of them."""
+    """Sum the shares of I over the ranks of the tensor axis, which all dispatch the same tokens."""
     if isinstance(experts := run.keywords.get("experts"), Experts) and experts.interleaved:
         run = partial(run, experts=dataclasses.replace(experts, interleaved=False))
     if "b_down" in arrays:  # once in the sum
@@ -310,7 +362,7 @@ _ARRAYS = {
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractMesh:
-    """The given mesh, or the one of `jax.set_mesh`; it must have all axes of the specs."""
+    """Return the given mesh, or the one of `jax.set_mesh`; it must have all axes of the specs."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     check_mesh(_FUNCTION, mesh, Mesh | AbstractMesh)
     if mesh.empty:
@@ -320,8 +372,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None, specs: MoESpecs) -> Mesh | AbstractM
     missing = sorted(_names(specs.tokens, specs.w_gate_up) - set(mesh.axis_names))
     if missing:
         raise ValueError(
-            f"sharded_moe: the mesh has axes {tuple(mesh.axis_names)}, but the axes {missing} are needed too; pass"
-            " axis_name, batch_axes and tensor_axis of that mesh."
+            f"sharded_moe: the mesh has axes {tuple(mesh.axis_names)}, expected {missing} among them; pass axes="
+            "MeshAxes(...) with axes of that mesh."
         )
     return mesh
 
@@ -343,7 +395,7 @@ def _check_tokens(
     token_mask: Any,
     num_experts: Any,
 ) -> Array:
-    """The ids, -1 for tokens that do not count."""
+    """Check the tokens and their routing; return the ids, -1 for masked tokens."""
     check.positive(_FUNCTION, "num_experts", num_experts)
     x = check.matrix(_FUNCTION, "x", x, "[N, H]")
     num_shards = _num_shards(mesh, _names(specs.tokens))
@@ -366,11 +418,11 @@ def _check_matrices(
     num_experts: int,
     tensor_axis: str | None,
 ) -> tuple[int, ...]:
-    """The axes of columns of w_gate_up, after checks of both matrices."""
+    """Check both weights; return the axes of columns of w_gate_up."""
     rank, shape = 3, "[E, H, 2 * I]"
     if tensor_axis is not None:
         rank, shape = 4, "[E, H, 2, I], so that gate and up are split alike"
-    w_gate_up = check.array(_FUNCTION, "w_gate_up", w_gate_up, rank, f"{shape}, for tensor_axis={tensor_axis!r}")
+    w_gate_up = check.array(_FUNCTION, "w_gate_up", w_gate_up, rank, f"{shape}, for the tensor axis {tensor_axis!r}")
     w_down = check.array(_FUNCTION, "w_down", w_down, 3, "[E, I, H]")
     for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         remedy = "pass the matrices of all experts"
@@ -381,13 +433,13 @@ def _check_matrices(
         if columns % mesh.shape[tensor_axis]:
             raise ValueError(
                 f"{_FUNCTION}: {name}, I, is {columns}, expected a multiple of the {mesh.shape[tensor_axis]} ranks of"
-                f" tensor_axis={tensor_axis!r}; pad I with zeros, which changes no result."
+                f" the tensor axis {tensor_axis!r}; pad I with zeros, which changes no result."
             )
     return w_gate_up.shape[2:]
 
 
 def _check_kinds(w_gate_up: tuple[int, ...], w_down: tuple[int, ...], experts: Any) -> None:
-    """Of `[E, H, kinds, I]`: a rank's share of the columns tells no more which of them are gates."""
+    """Check `[E, H, kinds, I]`: from a rank's share of the columns, gates could not be told from up columns."""
     (*_, kinds, columns), intermediate = w_gate_up, w_down[1]
     if isinstance(experts, Experts) and callable(experts.activation):
         return  # a function of the caller's takes any columns
@@ -404,14 +456,14 @@ def _check_quantized(
     w_gate_up: QuantizedExperts,
     w_down: Any,
     num_experts: int,
-    tensor_axis: str | None,
-    fsdp_axis: str | None,
+    axes: MeshAxes,
 ) -> tuple[int, ...]:
-    """Likewise, of quantised ones."""
-    if tensor_axis is not None or fsdp_axis is not None:
+    """Check quantized weights; return the axes of columns of w_gate_up."""
+    if axes.tensor is not None or axes.fsdp is not None:
         raise ValueError(
-            f"{_FUNCTION}: {tensor_axis=}, {fsdp_axis=} with {type(w_gate_up).__name__}, which only the experts'"
-            " axis splits; leave both None, or pass matrices that are not quantised."
+            f"{_FUNCTION}: tensor={axes.tensor!r}, fsdp={axes.fsdp!r} of MeshAxes with {type(w_gate_up).__name__},"
+            " expected neither, since only the expert axis splits quantized weights; leave both None, or pass weights"
+            " that are not quantized."
         )
     check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
     for name, w in (("w_gate_up", w_gate_up), ("w_down", w_down)):
@@ -424,21 +476,20 @@ def _check_fp8_weights(
     w_gate_up: Fp8Weights,
     w_down: Any,
     num_experts: int,
-    tensor_axis: str | None,
-    fsdp_axis: str | None,
+    axes: MeshAxes,
 ) -> tuple[int, ...]:
-    """Likewise, of those quantised for training, whose blocks no axis splits."""
+    """Check weights quantized for training; return the axes of columns of w_gate_up. No axis splits their blocks."""
     check_quantized.two_of_a_kind(_FUNCTION, w_gate_up, w_down)
-    ranks = {"w_gate_up": 3 if tensor_axis is None else 4, "w_down": 3}
+    ranks = {"w_gate_up": 3 if axes.tensor is None else 4, "w_down": 3}
     for (name, rank), w in zip(ranks.items(), (w_gate_up, w_down), strict=True):
         check_recipe.fp8_weights(_FUNCTION, name, w, rank)
-    columns = _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, tensor_axis)
-    check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, tensor_axis, fsdp_axis)
+    columns = _check_matrices(mesh, w_gate_up.master, w_down.master, num_experts, axes.tensor)
+    check_recipe.whole_blocks_per_rank(_FUNCTION, mesh.shape, w_down.shape, axes.tensor, axes.fsdp)
     return columns
 
 
 def _check_explicit(mesh: Mesh | AbstractMesh, name: str, argument: Array, spec: P) -> None:
-    """On explicit axes, the sharding in the type must be the one that the layer works on."""
+    """Check that the sharding on explicit axes is the one that the layer works on."""
     actual = jax.typeof(argument).sharding
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:

@@ -33,6 +33,7 @@ from jax_ep.checkpoints import Checkpoint, download, save, shards
 from jax_ep.checkpoints.decoded import dequantize_mxfp4
 from jax_ep.checkpoints.families import ACTIVATIONS, FAMILIES, Family, Form, Key, Layers, Stored
 from jax_ep.checkpoints.files import TensorFiles
+from jax_ep.core.shared_experts import SharedExperts
 from jax_ep.quantization import dequantize_experts, dequantize_fp8_weights
 from jax_ep.types import Experts
 
@@ -113,7 +114,7 @@ def test_moe_layers(
             {"topk_method": "greedy"},
             {"router": Router(renormalize=False, group_score="max", scale=2.5)},
         ),
-        ("deepseek_v3", {"n_shared_experts": None, "norm_topk_prob": False}, {"num_shared_experts": 0}),
+        ("deepseek_v3", {"n_shared_experts": 3}, {"shared_experts": SharedExperts(3)}),
         ("qwen3_moe", {"norm_topk_prob": None}, {"router": Router(renormalize=False)}),
         ("qwen3_moe", {"num_experts": None, "num_local_experts": 16}, {"num_experts": 16}),
         ("gpt_oss", {"swiglu_limit": None, "hidden_act": None}, {"experts": Experts(**HUB["gpt_oss"].experts)}),
@@ -129,6 +130,7 @@ def test_options_follow_the_config(
 
 def test_without_shared_experts_there_are_no_parameters_of_them(tmp_path: Path, rng: np.random.Generator) -> None:
     checkpoint, want = written("deepseek_v3", tmp_path, rng, n_shared_experts=0)
+    assert "shared_experts" not in checkpoint.moe_options()
     got = checkpoint.moe_weights(3)
     assert_equal(got, {name: value for name, value in want[3].items() if "shared" not in name})
 
@@ -564,8 +566,8 @@ def option_row(name: str, family: Family) -> str:
     rule, every = family.layers._asdict(), Layers()._asdict()
     layers = {key: wanted for key, wanted in rule.items() if wanted != every[key]}
     others = {key: wanted for key, wanted in family.options.items() if key not in ("hidden_size", *SIZE_OPTIONS)}
-    for value, fields in (("router", family.router), ("experts", family.experts)):
-        others |= {f"{value}.{key}": wanted for key, wanted in fields.items()}
+    for value in ("router", "shared_experts", "experts"):
+        others |= {f"{value}.{key}": wanted for key, wanted in getattr(family, value).items()}
     cells = [_cell(_setting(*item) for item in items.items()) for items in (layers, others)]
     refused = (f"`{r.name}` is {' or '.join(f'`{v!r}`' for v in r.allowed) or 'another'}" for r in family.restrictions)
     return f"| `{name}` | {sizes} | {' | '.join(cells)} | {_cell(refused)} |"

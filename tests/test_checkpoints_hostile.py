@@ -323,7 +323,8 @@ def fields_of(family: str) -> set[str]:
     row = FAMILIES[family]
     keys = [
         key
-        for key in (*row.options.values(), *row.router.values(), *row.experts.values(), *row.layers)
+        for fields in (row.options, row.router, row.shared_experts, row.experts, row.layers._asdict())
+        for key in fields.values()
         if isinstance(key, Key)
     ]
     others = [*(one.name for one in row.restrictions), *(key.only_if[0] for key in keys if key.only_if)]

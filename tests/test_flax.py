@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,9 @@ nnx = pytest.importorskip("flax.nnx")
 
 import jax_ep
 from jax_ep import Schedule
-from jax_ep.flax import MoE, MoEMetrics, RouterBias, TrainingWeights, update_router_bias
+from jax_ep.flax import MoE, MoEMetrics, RouterBias, SharedExperts, TrainingWeights, update_router_bias
 from jax_ep.quantization import unprepack_experts
+from jax_ep.sharding import MeshAxes
 
 # Layers without a mesh are what others are compared with, on machines with several devices too.
 pytestmark = pytest.mark.filterwarnings("ignore:MoE. no mesh is set")
@@ -30,7 +32,12 @@ ROOT = Path(__file__).parent.parent
 P = jax.sharding.PartitionSpec
 H, INNER, E, K = 16, 24, 8, 2
 SIZES = {"hidden_size": H, "intermediate_size": INNER, "num_experts": E, "num_experts_per_tok": K, "dtype": jnp.float32}
-ON_MESH = {"batch_axes": "data", "num_shared_experts": 1, "router": jax_ep.Router("sigmoid", selection_bias=True)}
+BATCH = MeshAxes(batch="data")
+ON_MESH = {
+    "axes": BATCH,
+    "shared_experts": SharedExperts(),
+    "router": jax_ep.Router("sigmoid", selection_bias=True),
+}
 
 
 def data_expert_mesh(kind: str) -> jax.sharding.Mesh:
@@ -152,7 +159,7 @@ def stacked(num_layers: int, mesh: jax.sharding.Mesh | None, **changed: Any) -> 
     @nnx.split_rngs(splits=num_layers)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def make(rngs: Any) -> MoE:
-        return MoE(**SIZES | changed, mesh=mesh, batch_axes="data", rngs=rngs)
+        return MoE(**SIZES | changed, mesh=mesh, axes=BATCH, rngs=rngs)
 
     return make(nnx.Rngs(1))
 
@@ -210,7 +217,7 @@ def test_one_device_without_a_mesh_and_bfloat16(rng: np.random.Generator) -> Non
 def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Generator) -> None:
     """With identity experts and shared ones, and where it serves."""
     mesh = data_expert_mesh("Auto") if on_mesh else None
-    options = {**SIZES, "dtype": jnp.bfloat16, "num_shared_experts": 1, "mesh": mesh}
+    options = {**SIZES, "dtype": jnp.bfloat16, "shared_experts": SharedExperts(), "mesh": mesh}
     options |= {"router": jax_ep.Router(num_identity_experts=2)}
     x = jnp.asarray(rng.normal(size=(16, H)), jnp.bfloat16)
     layers = [MoE(**options, preferred_element_type=dtype, rngs=nnx.Rngs(0)) for dtype in (None, jnp.float32)]
@@ -227,7 +234,7 @@ def test_sums_in_float32_of_bfloat16_experts(on_mesh: bool, rng: np.random.Gener
 def test_capacity_counts_what_it_drops(rng: np.random.Generator) -> None:
     mesh = data_expert_mesh("Auto")
     capacity, tokens = 3, 16
-    moe = MoE(**SIZES, batch_axes="data", capacity=capacity, mesh=mesh, rngs=nnx.Rngs(0))
+    moe = MoE(**SIZES, axes=BATCH, capacity=capacity, mesh=mesh, rngs=nnx.Rngs(0))
     x = rng.normal(size=(tokens, H)).astype(np.float32)
     y, metrics = nnx.jit(lambda m, x: m(x))(moe, jnp.asarray(x))
     chosen = np.argsort(-(x @ array(moe.router)), axis=1)[:, :K]
@@ -263,14 +270,16 @@ def test_router_bias_step_on_stacked_layers() -> None:
 
 
 def test_mistakes_are_explained() -> None:
-    with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):
+    with pytest.raises(ValueError, match="MoE: num_experts_per_tok=9 exceeds the 8 experts that can be chosen"):
         MoE(H, INNER, 8, 9, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"capacity=4 .* there is no mesh"):
+    with pytest.raises(ValueError, match=r"MoE: capacity=4 .* expected a mesh, but there is none"):
         MoE(H, INNER, 8, 2, capacity=4, rngs=nnx.Rngs(0))
     mesh = data_expert_mesh("Auto")
-    with pytest.raises(ValueError, match=r"the mesh axes \['model'\], but the mesh has \('data', 'expert'\)"):
-        MoE(H, INNER, 8, 2, axis_name="model", mesh=mesh, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="num_experts=7 is not a multiple"):
+    with pytest.raises(
+        ValueError, match=r"MoE: the mesh has axes \('data', 'expert'\), expected \['model'\] among them"
+    ):
+        MoE(H, INNER, 8, 2, axes=MeshAxes("model"), mesh=mesh, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="MoE: num_experts=7 is not divisible by"):
         MoE(H, INNER, 7, 2, mesh=mesh, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"shape \(2, 5\), but this MoE takes \[..., hidden_size=16\]"):
         MoE(**SIZES, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
@@ -365,7 +374,7 @@ def test_serving_in_fp8_whatever_the_schedule_of_training(monkeypatch: pytest.Mo
 def test_serving_on_one_device() -> None:
     x = jax.random.normal(jax.random.key(2), (5, H))
     for gated in (True, False):
-        moe = MoE(**SIZES, gated=gated, rngs=nnx.Rngs(1))
+        moe = MoE(**SIZES, experts=jax_ep.Experts(gated=gated), rngs=nnx.Rngs(1))
         np.testing.assert_allclose(moe(x, moe.serving_weights(fp8=False))[0], moe(x)[0], rtol=1e-4, atol=1e-6)
 
 
@@ -394,7 +403,7 @@ def test_products_in_fp8(on_mesh: bool) -> None:
     """`recipe` reaches the experts: their output is off by roundings to FP8, and has gradients."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128}
     x = jax.random.normal(jax.random.key(3), (16, 128), jnp.float32)
-    options = {"mesh": data_expert_mesh("Auto"), "batch_axes": "data"} if on_mesh else {}
+    options = {"mesh": data_expert_mesh("Auto"), "axes": BATCH} if on_mesh else {}
     exact, fp8 = (MoE(**sizes, **options, recipe=r, rngs=nnx.Rngs(0)) for r in (None, "fp8"))
     want, got = (np.asarray(nnx.jit(lambda moe, x: moe(x)[0])(moe, x), np.float64) for moe in (exact, fp8))
     assert 0.01 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.09
@@ -468,7 +477,7 @@ def test_explicit_and_automatic_axes_in_one_mesh(rng: np.random.Generator) -> No
     """Flax makes no parameters on such a mesh; a layer that was made elsewhere runs on it."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
-    layer = MoE(**SIZES, batch_axes="data", rngs=nnx.Rngs(0))
+    layer = MoE(**SIZES, axes=BATCH, rngs=nnx.Rngs(0))
     x = jnp.asarray(rng.normal(size=(6, H)), jnp.float32)
     want, _ = layer(x)
     kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
@@ -520,7 +529,7 @@ def test_shared_experts_give_a_callers_function_rows(shape):
         return jax.nn.silu(gate) * up
 
     x = jax.random.normal(jax.random.key(1), shape)
-    make = functools.partial(MoE, **SIZES, num_shared_experts=1)
+    make = functools.partial(MoE, **SIZES, shared_experts=SharedExperts())
     own = make(experts=jax_ep.Experts(activation), rngs=nnx.Rngs(0))
     np.testing.assert_allclose(own(x)[0], make(rngs=nnx.Rngs(0))(x)[0], rtol=1e-5, atol=1e-5)
     assert set(seen) == {2}
@@ -532,7 +541,7 @@ def test_tabulate_shows_the_layer(place):
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.norm, self.moe = nnx.RMSNorm(H, rngs=rngs), MoE(**SIZES, num_shared_experts=1, rngs=rngs)
+            self.norm, self.moe = nnx.RMSNorm(H, rngs=rngs), MoE(**SIZES, shared_experts=SharedExperts(), rngs=rngs)
 
         def __call__(self, x):
             y, metrics = self.moe(self.norm(x))
@@ -570,6 +579,11 @@ def test_no_mesh_on_several_devices_warns_once(recwarn):
     [
         ({"hidden_size": 0}, ValueError, "MoE: hidden_size=0, expected"),
         ({"router": "sigmoid"}, TypeError, "MoE: router is a str, expected a jax_ep.Router, or a callable"),
+        ({"num_experts_per_tok": 2.0}, TypeError, "MoE: num_experts_per_tok is a float, expected a Python int"),
+        ({"experts": "gelu"}, TypeError, "MoE: experts is a str, expected a jax_ep.Experts"),
+        ({"shared_experts": 1}, TypeError, "MoE: shared_experts is an int, expected a jax_ep.flax.SharedExperts"),
+        ({"axes": "expert"}, TypeError, "MoE: axes is a str, expected a jax_ep.sharding.MeshAxes"),
+        ({"dtype": None}, TypeError, "MoE: dtype=None is not a dtype"),
         ({"dtype": jnp.int32}, TypeError, "MoE: dtype=.*int32.*, expected one of bfloat16"),
         ({"param_dtype": jnp.complex64}, TypeError, "MoE: param_dtype=.*, expected one of bfloat16"),
         ({"preferred_element_type": jnp.int8}, TypeError, "MoE: preferred_element_type=.*, expected one of"),
@@ -578,6 +592,26 @@ def test_no_mesh_on_several_devices_warns_once(recwarn):
 def test_option_that_no_gradient_would_see(options, error, match):
     with pytest.raises(error, match=match):
         MoE(**SIZES | options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"num": 0}, ValueError, "num=0, expected at least 1"),
+        ({"num": 1.0}, TypeError, "num=1.0 is a float, expected an int"),
+        ({"num": True}, TypeError, "num=True is a bool, expected an int"),
+        ({"intermediate_size": -4}, ValueError, "intermediate_size=-4, expected at least 1"),
+        ({"intermediate_size": "8"}, TypeError, "intermediate_size='8' is a str, expected an int"),
+        ({"gate": 1}, TypeError, "gate=1 is an int, expected True or False"),
+    ],
+)
+def test_shared_experts_with_a_wrong_field(fields, error, match):
+    with pytest.raises(error, match=f"^SharedExperts: {match}"):
+        SharedExperts(**fields)
+
+
+def test_number_of_parameters():
+    assert len(inspect.signature(MoE.__init__).parameters) <= 21
 
 
 def test_router_weights_of_integers():

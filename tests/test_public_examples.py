@@ -25,7 +25,18 @@ OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 # `[T, H]`, `[]`, `[W * T, 2I]`, `[..., H // group_size]`: symbols of one or two letters, numbers and named sizes
 SHAPE = re.compile(r"\[(?:\.\.\.|[A-Z\d]\w?|\w+_\w+|[ ,*/+-])*\]")
 # the names that neither take nor return an array
-WITHOUT_ARRAYS = {"Schedule", "Router", "Balance", "init", "finalize", "Context", "record", "Recording", "merge"}
+WITHOUT_ARRAYS = {
+    "Schedule",
+    "Router",
+    "Balance",
+    "MeshAxes",
+    "init",
+    "finalize",
+    "Context",
+    "record",
+    "Recording",
+    "merge",
+}
 SPECIFIED = {
     *("init", "finalize", "dispatch", "combine", "grouped_gemm", "dispatch_grouped_gemm", "grouped_gemm_combine"),
     *("moe", "fused_moe", "moe_sort", "low_latency_dispatch", "low_latency_combine"),

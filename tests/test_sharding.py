@@ -18,7 +18,7 @@ from cases import reals
 from harness import make_mesh
 from jax_ep.core.mesh_axes import platform
 from jax_ep.quantization import prepack_experts, quantize_experts, quantize_master_weights, unprepack_experts
-from jax_ep.sharding import moe_specs, sharded_moe
+from jax_ep.sharding import MeshAxes, sharded_moe
 
 N, H, K, E, INNER = 32, 16, 2, 8, 12
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "reduce-scatter", "collective-permute")
@@ -52,21 +52,21 @@ def spec_list(specs):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
-    ("sizes", "names", "options"),
+    ("sizes", "names", "axes"),
     [
-        ((4,), ("expert",), {}),
-        ((2, 4), ("data", "expert"), {"batch_axes": "data"}),
-        ((2, 2), ("a", "b"), {"axis_name": ("a", "b")}),
+        ((4,), ("expert",), MeshAxes()),
+        ((2, 4), ("data", "expert"), MeshAxes(batch="data")),
+        ((2, 2), ("a", "b"), MeshAxes(("a", "b"))),
     ],
     ids=["expert", "data-expert", "two-axes"],
 )
 @pytest.mark.slow(unless={"kind": [AxisType.Explicit], "names": [("data", "expert")]})
-def test_only_the_needed_collectives(kind, sizes, names, options, rng):
+def test_only_the_needed_collectives(kind, sizes, names, axes, rng):
     """Forward: ids, weights and tokens are gathered, sums travel back once; nothing is resharded."""
     mesh = harness.make_mesh(sizes, names, kind)
-    values = place(mesh, arguments(rng), spec_list(moe_specs(**options)))
+    values = place(mesh, arguments(rng), spec_list(axes.specs))
     with jax.set_mesh(mesh):
-        found = collectives(sharded_moe(num_experts=E, implementation="xla", **options), *values)
+        found = collectives(sharded_moe(num_experts=E, axes=axes, implementation="xla"), *values)
     assert found["all-gather"] <= 3, found  # XLA may merge them
     assert found["all-to-all"] == 1, found
     assert not set(found) - {"all-gather", "all-to-all"}, found
@@ -77,7 +77,7 @@ def test_only_the_needed_collectives(kind, sizes, names, options, rng):
 def test_backward_adds_the_transposes_only(keep, rng):
     """Backward: cotangents, and tokens that were not kept, are gathered, those of tokens and weights travel back."""
     mesh = harness.make_mesh((4,), ("expert",))
-    values = place(mesh, arguments(rng), spec_list(moe_specs()))
+    values = place(mesh, arguments(rng), spec_list(MeshAxes().specs))
     schedule = jax_ep.Schedule(keep_tokens=keep)
     layer = sharded_moe(mesh, num_experts=E, schedule=schedule, implementation="xla")
 
@@ -93,8 +93,8 @@ def test_backward_adds_the_transposes_only(keep, rng):
 def test_data_parallel_gradients_are_summed_once(rng):
     """Over a data axis, the gradients of the matrices need one all-reduce each, and nothing else is added."""
     mesh = harness.make_mesh((2, 4), ("data", "expert"))
-    values = place(mesh, arguments(rng), spec_list(moe_specs(batch_axes="data")))
-    layer = sharded_moe(mesh, num_experts=E, batch_axes="data", implementation="xla")
+    values = place(mesh, arguments(rng), spec_list(MeshAxes(batch="data").specs))
+    layer = sharded_moe(mesh, num_experts=E, axes=MeshAxes(batch="data"), implementation="xla")
 
     def gradient(x, idx, weights, gate_up, down, cotangent):
         return jax.vjp(lambda *a: layer(x, idx, weights, *a), gate_up, down)[1](cotangent)
@@ -111,10 +111,10 @@ def test_tensor_axis(kind, rng):
     mesh = harness.make_mesh((2, 2, 2), ("data", "expert", "tensor"), kind)
     x, idx, weights, gate_up, down = arguments(rng)
     want = jax_ep.fused_moe(x, idx, weights, gate_up, down)
-    specs = moe_specs(batch_axes="data", tensor_axis="tensor")
+    specs = MeshAxes(batch="data", tensor="tensor").specs
     values = place(mesh, [x, idx, weights, gate_up.reshape(E, H, 2, INNER), down], spec_list(specs))
     with jax.set_mesh(mesh):
-        layer = sharded_moe(num_experts=E, batch_axes="data", tensor_axis="tensor")
+        layer = sharded_moe(num_experts=E, axes=MeshAxes(batch="data", tensor="tensor"))
         got = jax.jit(layer)(*values)
         found = collectives(layer, *values)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4)
@@ -124,7 +124,7 @@ def test_tensor_axis(kind, rng):
 
 def test_explicit_sharding_that_differs_is_an_error(rng):
     mesh = harness.make_mesh((4,), ("expert",), AxisType.Explicit)
-    x, *rest = place(mesh, arguments(rng), spec_list(moe_specs()))
+    x, *rest = place(mesh, arguments(rng), spec_list(MeshAxes().specs))
     with jax.set_mesh(mesh):
         replicated = jax.sharding.reshard(x, P(None, None))
         with pytest.raises(ValueError, match=r"x is sharded as P\(None, None\), expected .*reshard"):
@@ -168,11 +168,36 @@ def test_columns_that_the_tensor_axis_does_not_divide(rng):
     x, ids, weights, _, _ = arguments(rng)
     w_gate_up, w_down = np.ones((E, H, 2, 6), np.float32), np.ones((E, 6, H), np.float32)
     with pytest.raises(ValueError, match="axis -1 of w_gate_up, I, is 6, expected a multiple of the 4 ranks"):
-        sharded_moe(mesh, num_experts=E, tensor_axis="tensor")(x, ids, weights, w_gate_up, w_down)
+        sharded_moe(mesh, num_experts=E, axes=MeshAxes(tensor="tensor"))(x, ids, weights, w_gate_up, w_down)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"expert": 3}, TypeError, "expert=3 is an int"),
+        ({"expert": None}, TypeError, "expert=None is a NoneType"),
+        ({"batch": ("data", 1)}, TypeError, "batch=.* is a tuple"),
+        ({"tensor": ("tensor",)}, TypeError, "tensor=.* is a tuple, expected the name of a mesh axis"),
+        ({"fsdp": 1}, TypeError, "fsdp=1 is an int"),
+        ({"batch": "expert"}, ValueError, "name an axis twice"),
+        ({"tensor": "expert"}, ValueError, "name an axis twice"),
+        ({"expert": jax_ep.Topology("node", "local"), "batch": "node"}, ValueError, "name an axis twice"),
+        ({"fsdp": "data"}, ValueError, r"fsdp='data' is not among batch=\(\)"),
+        ({"fsdp": "expert"}, ValueError, "fsdp='expert' is not among batch"),
+    ],
+)
+def test_wrong_mesh_axes(fields, error, match):
+    with pytest.raises(error, match=f"^MeshAxes: .*{match}"):
+        MeshAxes(**fields)
+
+
+def test_equal_mesh_axes_are_one_value():
+    assert MeshAxes(["a", "b"], batch="data") == MeshAxes(("a", "b"), batch=["data"])
+    assert len({MeshAxes(["a", "b"], batch=["data"]), MeshAxes(("a", "b"), batch=("data",)), MeshAxes()}) == 2
 
 
 def test_specs():
-    specs = moe_specs(("a", "b"), batch_axes=("data",), tensor_axis="tensor")
+    specs = MeshAxes(("a", "b"), batch=("data",), tensor="tensor").specs
     assert specs.tokens == P(("data", "a", "b"))
     assert specs.w_gate_up == P(("a", "b"), None, None, "tensor")
     assert specs.w_down == P(("a", "b"), "tensor", None)
@@ -275,15 +300,15 @@ def test_fp8_weights_are_split_between_blocks() -> None:
     matrices = [quantize_master_weights(jnp.ones((4, 128, columns))) for columns in (256, 128)]
     for axes, message in (
         (
-            {"fsdp_axis": "data"},
+            MeshAxes(batch="data", fsdp="data"),
             "sharded_moe: H=128 of Fp8Weights over the 2 ranks of 'data', expected a multiple of 128",
         ),
         (
-            {"tensor_axis": "data", "batch_axes": ()},
+            MeshAxes(tensor="data"),
             r"w_gate_up stands for weights \(4, 128, 256\), expected \[L, K, 2, N",
         ),
     ):
-        run = sharded_moe(mesh, num_experts=4, recipe="fp8", **{"batch_axes": "data"} | axes)
+        run = sharded_moe(mesh, num_experts=4, recipe="fp8", axes=axes)
         with pytest.raises(ValueError, match=message):
             run(x, ids, weights, *matrices)
 
@@ -297,7 +322,7 @@ def test_a_tensor_axis_knows_gates_by_their_axis(kinds, columns, experts, rng):
     mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
     w_gate_up = rng.normal(size=(E, H, kinds, columns)).astype(np.float32)
     given = {} if experts is None else {"experts": jax_ep.Experts(gated=experts == "gated")}
-    layer = sharded_moe(mesh, num_experts=E, tensor_axis="tensor", **given)
+    layer = sharded_moe(mesh, num_experts=E, axes=MeshAxes(tensor="tensor"), **given)
     want = {None: f"{INNER}. or", "gated": "2, ", "ungated": "1, "}[experts]
     with pytest.raises(ValueError, match=rf"w_gate_up has shape .* expected \[E, H, .*{want}"):
         layer(x, idx, weights, w_gate_up, w_down)
@@ -307,7 +332,7 @@ def test_a_tensor_axis_leaves_columns_of_a_callers_function_alone(rng):
     mesh, (x, idx, weights, _, w_down) = make_mesh((2, 2), ("expert", "tensor")), arguments(rng)
     w = rng.normal(size=(E, H, 3, INNER)).astype(np.float32)
     product = lambda h: jnp.prod(h.reshape(h.shape[0], 3, -1), axis=1)  # noqa: E731
-    layer = sharded_moe(mesh, num_experts=E, tensor_axis="tensor", experts=jax_ep.Experts(product))
+    layer = sharded_moe(mesh, num_experts=E, axes=MeshAxes(tensor="tensor"), experts=jax_ep.Experts(product))
     got = layer(x, idx, weights, w, w_down)
     want = jax_ep.fused_moe(x, idx, weights, w.reshape(E, H, -1), w_down, experts=jax_ep.Experts(product))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
@@ -318,6 +343,9 @@ def test_a_tensor_axis_leaves_columns_of_a_callers_function_alone(rng):
     [
         ({"num_tokens": 3}, "num_tokens=3 would count the tokens of each shard.*token_mask"),
         ({"b_down": np.zeros((E, H)), "token_mask": None}, r"\['b_down', 'token_mask'\] are arrays.*returned function"),
+        ({"batch_axes": "data"}, r"unknown keywords \['batch_axes'\], expected axes= or some of .*MeshAxes"),
+        ({"axis_name": "ep", "router": 3}, r"unknown keywords \['axis_name', 'router'\]"),
+        ({"axes": "expert"}, r"axes is a str, expected a jax_ep.sharding.MeshAxes"),
     ],
 )
 def test_what_is_no_option_of_the_layer(given, match):
@@ -337,8 +365,8 @@ def compilations(call, caplog):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_eager_layer_is_compiled_once(kind, rng, caplog):
     mesh = harness.make_mesh((2, 4), ("data", "expert"), kind)
-    values = place(mesh, arguments(rng), spec_list(moe_specs(batch_axes="data")))
-    options = {"num_experts": E, "batch_axes": "data", "implementation": ["xla"]}
+    values = place(mesh, arguments(rng), spec_list(MeshAxes(batch="data").specs))
+    options = {"num_experts": E, "axes": MeshAxes(batch="data"), "implementation": ["xla"]}
     assert compilations(lambda: sharded_moe(mesh, **options)(*values), caplog) == 0
 
 
@@ -352,7 +380,7 @@ def test_eager_layer_is_compiled_anew_for_another_mesh(rng):
         for devices in (jax.devices()[:4], jax.devices()[4:8]):
             mesh = jax.make_mesh((4,), ("expert",), axis_types=(kind,), devices=devices)
             with jax.set_mesh(mesh):
-                got = sharded_moe(num_experts=E, implementation="xla")(*place(mesh, given, spec_list(moe_specs())))
+                got = sharded_moe(num_experts=E, implementation="xla")(*place(mesh, given, spec_list(MeshAxes().specs)))
             assert got.sharding.device_set == set(devices)
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 

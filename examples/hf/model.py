@@ -17,6 +17,7 @@ from flax import nnx
 from hf.config import DecoderConfig, Rope
 from jax_ep.flax import MoE, MoEMetrics
 from jax_ep.serving import ServingWeights
+from jax_ep.sharding import MeshAxes
 
 Array = jax.Array
 
@@ -203,11 +204,11 @@ class Decoder(nnx.Module):
         self.config, self.dtype = config, dtype
         self.moe_layers = tuple(moe_layers)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        batch_axes = () if mesh is None else ("data",)
+        axes = MeshAxes(batch=() if mesh is None else "data")
 
         def layer(index: int, window: int | None) -> Layer:
             if index in self.moe_layers:
-                mlp = MoE(**moe_options, mesh=mesh, batch_axes=batch_axes, rngs=rngs, **dtypes)
+                mlp = MoE(**moe_options, mesh=mesh, axes=axes, rngs=rngs, **dtypes)
             else:
                 mlp = GatedMLP(config, rngs=rngs, **dtypes)
             return Layer(config, window, mlp, rngs=rngs, **dtypes)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ep import Router, Schedule
-from jax_ep.flax import MoE, MoEMetrics, TrainingWeights
+from jax_ep.flax import MoE, MoEMetrics, SharedExperts, TrainingWeights
 from jax_ep.serving import ServingWeights
+from jax_ep.sharding import MeshAxes
 from lm.data import NUM_BYTES
 
 Array = jax.Array
@@ -126,7 +127,7 @@ class Block(nnx.Module):
             config.intermediate,
             config.experts,
             config.top_k,
-            num_shared_experts=config.shared_experts,
+            shared_experts=SharedExperts(config.shared_experts) if config.shared_experts else None,
             router=Router(
                 "sigmoid" if config.balance == "bias" else "softmax", selection_bias=config.balance == "bias"
             ),
@@ -134,7 +135,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             recipe=config.recipe,
             mesh=mesh,
-            batch_axes="data",
+            axes=MeshAxes(batch="data"),
             schedule=Schedule(keep_tokens=config.remat == "keep-experts"),
             implementation=config.implementation,
             rngs=rngs,

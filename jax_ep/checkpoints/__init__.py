@@ -29,7 +29,7 @@ from jax_ep.core.dtypes import FP8, TOKEN_DTYPES
 from jax_ep.core.expert_matrices import QuantizedExperts
 from jax_ep.core.mesh_axes import axis_tuple, check_mesh
 from jax_ep.formats import mxfp4
-from jax_ep.sharding import moe_specs
+from jax_ep.sharding import MeshAxes
 from jax_ep.types import Array, AxisName, Quantized
 
 __all__ = ["MAX_SHARD_BYTES", "Checkpoint", "Weights", "download", "save"]
@@ -216,7 +216,7 @@ class Checkpoint:
             else:
                 wanted = np.dtype(np.float32) if name in _IN_FLOAT32 else to
                 plans[name] = (reading.plan(self._files, name, form[name], shape, wanted),)
-        experts = moe_specs(axis_name).w_down
+        experts = MeshAxes(axis_name).specs.w_down
         specs = {name: experts if name in _OVER_EXPERTS else PartitionSpec() for name in plans}
         shardings = {name: None if mesh is None else NamedSharding(mesh, spec) for name, spec in specs.items()}
         sizes = [shard_bytes(*plan[:2], shardings[name]) for name, some in plans.items() for plan in some]

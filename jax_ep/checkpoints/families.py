@@ -15,6 +15,7 @@ from jax_ep.checkpoints.shards import Region, whole
 from jax_ep.core.fp8 import GROUP_SIZE
 from jax_ep.core.json_files import BOOLEAN, OBJECT, TEXT, Schema, integer, integers, number, shown
 from jax_ep.core.router import Router
+from jax_ep.core.shared_experts import SharedExperts
 from jax_ep.types import Experts
 
 ACTIVATIONS = {
@@ -143,8 +144,10 @@ class Family:
     Attributes:
       forms: alternative tensor names by parameter, below the prefix of the layer; the first form is the one that is
         written.
-      options: keywords of `jax_ep.flax.MoE`, each a value or a `Key`, except `router` and `experts`.
+      options: keywords of `jax_ep.flax.MoE`, each a value or a `Key`, except those below.
       router: fields of `jax_ep.Router`, each a value or a `Key`.
+      shared_experts: fields of `jax_ep.flax.SharedExperts`, each a value or a `Key`; empty or `num` of 0: no shared
+        experts.
       experts: fields of `jax_ep.Experts` other than the activation, each a value or a `Key`.
       layers: which layers are MoE.
       restrictions: values of the config that the package requires.
@@ -155,6 +158,7 @@ class Family:
     forms: tuple[Form, ...]
     options: Mapping[str, Any]
     router: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shared_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layers: Layers = ALL_LAYERS
     restrictions: tuple[Restriction, ...] = ()
@@ -211,7 +215,7 @@ _QWEN = _sizes(Key("moe_intermediate_size"), Key("num_experts", "num_local_exper
 _QWEN_ROUTER = {"renormalize": Key("norm_topk_prob", default=False)}
 _QWEN_LAYERS = Layers(step=Key("decoder_sparse_step", default=1), dense=Key("mlp_only_layers", default=()))
 _DEEPSEEK = _sizes(Key("moe_intermediate_size"), Key("n_routed_experts", "num_local_experts", "num_experts"))
-_DEEPSEEK |= {"num_shared_experts": Key("n_shared_experts", default=0)}
+_DEEPSEEK_SHARED = {"num": Key("n_shared_experts", default=0)}
 _SCALE = {"scale": Key("routed_scaling_factor", default=1.0)}
 _DEEPSEEK_V3_ROUTER = _SCALE | {
     "score": "sigmoid",
@@ -238,8 +242,9 @@ _LLAMA4 = Family(
         | _fused("feed_forward", transposed=False)
         | _shared("feed_forward.shared_expert"),
     ),
-    options=_LOCAL | {"num_shared_experts": 1},
+    options=_LOCAL,
     router={"score": "sigmoid", "renormalize": False},
+    shared_experts={"num": 1},
     experts={"weight_on": "input"},
     layers=Layers(step=Key("interleave_moe_layer_step", default=1), listed=Key("moe_layers", default=None)),
 )
@@ -252,13 +257,9 @@ FAMILIES: Mapping[str, Family] = {
             | _shared("mlp.shared_expert")
             | {"shared_gate": Stored(("mlp.shared_expert_gate.weight",))}
         ),
-        options=_QWEN
-        | {
-            "num_shared_experts": 1,
-            "shared_intermediate_size": Key("shared_expert_intermediate_size"),
-            "shared_expert_gate": True,
-        },
+        options=_QWEN,
         router=_QWEN_ROUTER,
+        shared_experts={"num": 1, "intermediate_size": Key("shared_expert_intermediate_size"), "gate": True},
         layers=_QWEN_LAYERS,
     ),
     "qwen3_moe": Family(_both(_router("mlp.gate")), _QWEN, _QWEN_ROUTER, layers=_QWEN_LAYERS),
@@ -273,6 +274,7 @@ FAMILIES: Mapping[str, Family] = {
             "topk_groups": Key("topk_group", default=1, only_if=("topk_method", "group_limited_greedy")),
             "group_score": "max",
         },
+        shared_experts=_DEEPSEEK_SHARED,
         layers=_DEEPSEEK_LAYERS,
         restrictions=(
             Restriction("topk_method", ("greedy", "group_limited_greedy"), "DeepSeek-V2's router supports only these"),
@@ -286,6 +288,7 @@ FAMILIES: Mapping[str, Family] = {
         forms=_DEEPSEEK_V3_FORMS,
         options=_DEEPSEEK,
         router=_DEEPSEEK_V3_ROUTER,
+        shared_experts=_DEEPSEEK_SHARED,
         layers=_DEEPSEEK_LAYERS,
         restrictions=(
             _SIGMOID,
@@ -293,7 +296,7 @@ FAMILIES: Mapping[str, Family] = {
             _EVERY_LAYER,
         ),
     ),
-    "glm4_moe": Family(_DEEPSEEK_V3_FORMS, _DEEPSEEK, _DEEPSEEK_V3_ROUTER, layers=_DEEPSEEK_LAYERS),
+    "glm4_moe": Family(_DEEPSEEK_V3_FORMS, _DEEPSEEK, _DEEPSEEK_V3_ROUTER, _DEEPSEEK_SHARED, layers=_DEEPSEEK_LAYERS),
     "minimax_m2": Family(
         forms=(_MIXTRAL_EACH | _bias("block_sparse_moe."), _router("mlp.gate") | _fused("mlp") | _bias("mlp.")),
         options=_LOCAL,
@@ -307,9 +310,9 @@ FAMILIES: Mapping[str, Family] = {
         ),
         options=_sizes(
             Key("moe_intermediate_size"), Key("moe_num_experts", "num_experts"), Key("moe_k", "num_experts_per_tok")
-        )
-        | {"num_shared_experts": Key("moe_num_shared_experts", default=0)},
+        ),
         router={"selection_bias": True},
+        shared_experts={"num": Key("moe_num_shared_experts", default=0)},
         layers=Layers(
             first=Key("moe_layer_start_index", default=0),
             last=Key("moe_layer_end_index", default=-1),
@@ -434,7 +437,9 @@ class Model:
     def _options(self) -> dict[str, Any]:
         """Return the options without the experts."""
         options = {name: self._value(value) for name, value in self.family.options.items()}
-        return options | {"router": self._router(options["num_experts"], options["num_experts_per_tok"])}
+        options["router"] = self._router(options["num_experts"], options["num_experts_per_tok"])
+        shared = {name: self._value(value) for name, value in self.family.shared_experts.items()}
+        return options | ({"shared_experts": SharedExperts(**shared)} if shared.get("num") else {})
 
     def _router(self, num_experts: int, top_k: int) -> Router:
         """Return the router, after checks of the sizes that depend on several values of the config."""
@@ -478,7 +483,8 @@ class Model:
         experts, hidden, width = (options[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
         router: Router = options["router"]
         columns = experts + router.num_identity_experts  # identity experts have no weights
-        shared = options.get("num_shared_experts", 0) * options.get("shared_intermediate_size", width)
+        shared_experts: SharedExperts | None = options.get("shared_experts")
+        shared = shared_experts.num * (shared_experts.intermediate_size or width) if shared_experts else 0
         found = {
             "router": (hidden, columns),
             "w_gate_up": (experts, hidden, 2 * width),
@@ -489,7 +495,7 @@ class Model:
             "b_down": (experts, hidden) if options.get("use_bias") else None,
             "shared_gate_up": (hidden, 2 * shared) if shared else None,
             "shared_down": (shared, hidden) if shared else None,
-            "shared_gate": (hidden, 1) if shared and options.get("shared_expert_gate") else None,
+            "shared_gate": (hidden, 1) if shared_experts and shared_experts.gate else None,
         }
         return {name: shape for name, shape in found.items() if shape is not None}
 

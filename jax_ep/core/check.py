@@ -91,6 +91,13 @@ def routing(function: str, name: str, value: Any, num_tokens: int, num_experts: 
     return value
 
 
+def value_of[Value](function: str, name: str, value: Any, kind: type[Value], known_as: str) -> Value | None:
+    """Return a configuration value of one class, or None."""
+    if not isinstance(value, kind | None):
+        raise TypeError(f"{function}: {name} is {type_name(value)}, expected a {known_as}, or None; pass one.")
+    return value
+
+
 def same_dtype(function: str, name: str, value: Array, other_name: str, other: DTypeLike) -> None:
     """Check that two operands of a matmul have the same dtype."""
     if value.dtype != other:

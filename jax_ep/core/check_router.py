@@ -15,12 +15,10 @@ from jax_ep.core.router import Router
 from jax_ep.types import Array, AxisName, Routing, type_name
 
 
-def topk(logits: Any, k: Any, router: Any, bias: Any, token_mask: Any) -> None:
+def topk(logits: Any, k: Any, router: Router, bias: Any, token_mask: Any) -> None:
     """Check the arguments of `topk_router`."""
     function = "topk_router"
     num_tokens, num_experts = check.matrix(function, "logits", logits).shape
-    if not isinstance(router, Router):
-        raise TypeError(f"{function}: router is {type_name(router)}, expected a jax_ep.Router; pass one, or None.")
     router.check_sizes(function, "k", check.positive(function, "k", k), num_experts)
     if bias is not None:
         bias = check.floating(function, "bias", check.array(function, "bias", bias, 1, "[E]"))

@@ -140,7 +140,8 @@ class Router:
             )
         selectable = num_logits // self.num_groups * self.topk_groups
         if top_k > selectable:
+            remedy = f"lower {name}" if self.num_groups == 1 else f"lower {name} or raise topk_groups"
             raise ValueError(
                 f"{function}: {name}={top_k} exceeds the {selectable} experts that can be chosen, expected at most that"
-                f" many; lower {name} or raise topk_groups."
+                f" many; {remedy}."
             )

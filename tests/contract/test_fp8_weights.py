@@ -169,7 +169,8 @@ def test_in_sharded_moe(explicit: bool, fsdp_axis: str | None, implementation: s
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = make_mesh((2, 2), ("data", "expert"), kind)
     layer = PlainLayer(rng, "uniform", 1, dataclasses.replace(SHAPE, num_tokens=8, hidden=256), BF16)
-    specs = jax_ep.sharding.moe_specs(batch_axes="data", fsdp_axis=fsdp_axis)
+    axes = jax_ep.sharding.MeshAxes(batch="data", fsdp=fsdp_axis)
+    specs = axes.specs
     arrays = [
         jax.device_put(a, jax.NamedSharding(mesh, spec))
         for a, spec in zip(
@@ -180,14 +181,7 @@ def test_in_sharded_moe(explicit: bool, fsdp_axis: str | None, implementation: s
     ]
 
     def gradients(make):
-        call = jax_ep.sharding.sharded_moe(
-            mesh,
-            num_experts=8,
-            batch_axes="data",
-            fsdp_axis=fsdp_axis,
-            recipe="fp8",
-            implementation=implementation,
-        )
+        call = jax_ep.sharding.sharded_moe(mesh, num_experts=8, axes=axes, recipe="fp8", implementation=implementation)
 
         def loss(up, down):
             return jnp.sum(jnp.sin(call(*arrays[:3], up, down).astype(jnp.float32)))

@@ -305,7 +305,9 @@ def test_sharded_moe(two_nodes: Mesh, rng: Any, check_vma: bool) -> None:
     layer = Layer(rng, "uniform", 4, BASE)
     x, idx, weights = (a.reshape(-1, a.shape[-1]) for a in layer.args[:3])
     if check_vma:
-        call = jax_ep.sharding.sharded_moe(two_nodes, num_experts=BASE.num_experts, axis_name=TOPOLOGY)
+        call = jax_ep.sharding.sharded_moe(
+            two_nodes, num_experts=BASE.num_experts, axes=jax_ep.sharding.MeshAxes(TOPOLOGY)
+        )
     else:
         spec = P(TOPOLOGY.axes)
         call = jax.shard_map(moe(BASE, "xla"), mesh=two_nodes, in_specs=spec, out_specs=spec, check_vma=False)
@@ -366,7 +368,7 @@ def test_flax_layer(two_nodes: Mesh, rng: Any) -> None:
             y, metrics = layer(x)
             return (y**2).sum(), (y, metrics)
 
-        layer = MoE(10, 6, 8, 2, axis_name=axis_name, mesh=two_nodes, dtype=F32, rngs=nnx.Rngs(0))
+        layer = MoE(10, 6, 8, 2, axes=jax_ep.sharding.MeshAxes(axis_name), mesh=two_nodes, dtype=F32, rngs=nnx.Rngs(0))
         return nnx.jit(nnx.value_and_grad(loss, has_aux=True))(layer, x)
 
     hierarchical, flat = (to_numpy(jax.tree.leaves(run_layer(axes))) for axes in (TOPOLOGY, TOPOLOGY.axes))
@@ -376,7 +378,14 @@ def test_flax_layer(two_nodes: Mesh, rng: Any) -> None:
         else:
             np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match="node_capacity=4"):
-        MoE(10, 6, 8, 2, axis_name=jax_ep.Topology("node", "expert", node_capacity=4), rngs=nnx.Rngs(0))
+        MoE(
+            10,
+            6,
+            8,
+            2,
+            axes=jax_ep.sharding.MeshAxes(jax_ep.Topology("node", "expert", node_capacity=4)),
+            rngs=nnx.Rngs(0),
+        )
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from cases import BF16, F32, assert_same_bits
 from jax_ep import Router
 from jax_ep.checkpoints import Checkpoint
+from jax_ep.core.shared_experts import SharedExperts
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
@@ -61,7 +62,7 @@ SOFTMAX = {"router": Router()}
 NOT_RENORMALIZED = {"router": Router(renormalize=False)}
 DEEPSEEK_V3 = {
     "router": Router("sigmoid", num_groups=4, topk_groups=2, scale=2.5, selection_bias=True),
-    "num_shared_experts": 1,
+    "shared_experts": SharedExperts(),
 }
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_routed_experts": EXPERTS}
 LLAMA4 = Hub(
@@ -73,7 +74,11 @@ LLAMA4 = Hub(
         "interleave_moe_layer_step": 2,
     },
     layers=(1, 3),
-    options={"router": Router("sigmoid", renormalize=False), "num_shared_experts": 1, "num_experts_per_tok": 1},
+    options={
+        "router": Router("sigmoid", renormalize=False),
+        "shared_experts": SharedExperts(),
+        "num_experts_per_tok": 1,
+    },
     experts={"weight_on": "input"},
     router="feed_forward.router.weight",
     gate="feed_forward.experts.gate_up_proj",
@@ -91,7 +96,7 @@ HUB: dict[str, Hub] = {
         | {"model_type": "qwen2_moe", "num_experts": EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}
         | {"shared_expert_intermediate_size": 14},
         (0, 2, 3),
-        NOT_RENORMALIZED | {"num_shared_experts": 1, "shared_intermediate_size": 14, "shared_expert_gate": True},
+        NOT_RENORMALIZED | {"shared_experts": SharedExperts(intermediate_size=14, gate=True)},
         "mlp.gate.weight",
         **MLP,
         shared=14,
@@ -122,7 +127,7 @@ HUB: dict[str, Hub] = {
         (1, 2, 3),
         {
             "router": Router(renormalize=False, num_groups=4, topk_groups=2, group_score="max", scale=2.5),
-            "num_shared_experts": 2,
+            "shared_experts": SharedExperts(2),
         },
         "mlp.gate.weight",
         **MLP,
@@ -167,7 +172,7 @@ HUB: dict[str, Hub] = {
         | {"model_type": "ernie4_5_moe", "moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 2}
         | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1, "use_bias": False},
         (1, 2),
-        {"router": Router(selection_bias=True), "num_shared_experts": 2},
+        {"router": Router(selection_bias=True), "shared_experts": SharedExperts(2)},
         "mlp.gate.weight",
         **MLP,
         selection_bias="mlp.moe_statics.e_score_correction_bias",

@@ -1,4 +1,4 @@
-"""The custom call `pointer_table`: every device its own table, under every transformation."""
+"""The custom call `pointer_table`: every device gets its own table, under every transformation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ N = 5
 
 
 def values_of(device: jax.Device, salt: int = 0) -> list[int]:
-    """A table that no other device has, with addresses that need all 64 bits."""
+    """Return values that no other device has, with addresses that need all 64 bits."""
     return [(1 << 62) + salt * 10**9 + device.id * 1000 + i for i in range(N)]
 
 
 @pytest.fixture
 def table_id() -> Iterator[int]:
-    """A table registered on every device."""
+    """Register a table on every device."""
     table = new_id()
     for device in jax.devices():
         ffi.register_table(table, device, values_of(device))
@@ -79,7 +79,7 @@ def test_table_some_axes_manual(table_id):
 
 
 def test_table_scan_remat_grad(table_id):
-    """The call is recomputed in the backward pass, inside a scan: no effect stands in the way."""
+    """The call is recomputed in the backward pass inside a scan, which an effect would prevent."""
     mesh = make_mesh((jax.device_count(),), ("e",))
     steps = 3
 
@@ -152,7 +152,7 @@ def test_table_size_mismatch(table_id):
 
 
 def test_table_program_needs_more_memory(table_id):
-    """It says what it was compiled for; the table, what there is on this device."""
+    """The error states the bytes that the program was compiled for, and those of the table."""
     device = jax.devices()[0]
     fetch = {size: jax.jit(functools.partial(ffi.pointer_table, table_id, N, num_bytes=size)) for size in (100, 101)}
     ffi.register_table(table_id, device, values_of(device), 100)
@@ -165,7 +165,7 @@ def test_table_program_needs_more_memory(table_id):
 
 
 def test_table_shrunk_below_used_bytes(table_id):
-    """A captured graph of it may be replayed at any time, and asks nobody: also after the table has come back."""
+    """A captured graph may be replayed at any time without a check, also after the table was registered again."""
     device = jax.devices()[0]
     ffi.register_table(table_id, device, values_of(device), 100)
     assert ffi.used_bytes(table_id, device) == ffi.used_bytes(new_id(), device) == 0
@@ -194,7 +194,7 @@ def test_table_hidden_until_registered(table_id):
 
 
 def test_table_deserialized_executable_needs_larger_heap(table_id):
-    """As JAX's own serialisation brings it from one process to another."""
+    """Use JAX's serialization, as between processes."""
     device = jax.devices()[0]
     ffi.register_table(table_id, device, values_of(device), 1000)
     compiled = jax.jit(lambda: ffi.pointer_table(table_id, N, num_bytes=1000)).lower().compile()
@@ -232,7 +232,7 @@ def test_table_registered_while_programs_run(table_id):
     finally:
         stop.set()
         thread.join()
-    # On a GPU the replacement is a copy into memory that a program may be reading; there only words are atomic.
+    # On a GPU, the replacement copies into memory that a program may be reading; only words are atomic there.
     if not ON_GPU:
         assert all(one in possible for one in seen)
     assert {word for one in seen for word in one} <= {word for one in possible for word in one}
@@ -243,7 +243,7 @@ def test_table_call_has_no_effect(table_id):
 
 
 def test_table_vmap_token(table_id):
-    """The same for all elements, however deep: its handler knows one shape of the table."""
+    """All elements share one table at any nesting depth: the handler knows the shape of one table only."""
 
     def program(tokens):
         return jax.vmap(jax.vmap(lambda token: ffi.pointer_table(table_id, N, token=token)))(tokens)
@@ -255,7 +255,7 @@ def test_table_vmap_token(table_id):
 
 
 def test_table_calls_with_same_token_merge(table_id):
-    """And those with another are not, nor those with none."""
+    """Calls with different tokens, or without one, stay separate."""
 
     def program(x, y):
         return [ffi.pointer_table(table_id, N, token=token) for token in (x, x, y, None, None)]
@@ -268,7 +268,7 @@ def test_table_calls_with_same_token_merge(table_id):
 
 @needs_gpu
 def test_table_graph_replay_after_unregister(table_id):
-    """The copy in device memory stays where it is."""
+    """The copy in device memory keeps its address."""
     fetch = jax.jit(lambda x: (ffi.pointer_table(table_id, N), jnp.cumsum(jnp.sin(x) @ jnp.cos(x).T)),
                     compiler_options={"xla_gpu_graph_min_graph_size": 1})  # fmt: skip
     x, device = jnp.ones((64, 64), jnp.float32), jax.devices()[0]
@@ -282,7 +282,7 @@ def test_table_graph_replay_after_unregister(table_id):
 
 @needs_gpu
 def test_table_graph_capture_and_replay(table_id):
-    """XLA records the copy, among other work, into a CUDA graph and replays it: with the values of that moment."""
+    """XLA records the copy, with other work, into a CUDA graph and replays it with the values at capture time."""
 
     def program(x):
         table = ffi.pointer_table(table_id, N)

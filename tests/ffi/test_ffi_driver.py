@@ -1,4 +1,4 @@
-"""What the library keeps of a device when a call of the CUDA driver fails. The driver is a fake."""
+"""State of the library when a CUDA driver call fails. The driver is a fake."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CALLS = ("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemAlloc", "cuStream
 
 @pytest.mark.parametrize("call", CALLS)
 def test_table_registration_fails(tmp_path: Path, call: str) -> None:
-    """The next attempt, of any size, and the removal stay inside of what was allocated."""
+    """The next attempt, of any size, and the removal stay within the allocation."""
     num_before = int(call == "cuStreamSynchronize")
     program = f"""
 fail({call!r})
@@ -61,7 +61,7 @@ check(driver.num_allocations())
 
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuMemcpyHtoD"])
 def test_table_replacement_fails(tmp_path: Path, call: str) -> None:
-    """What its device holds is unknown, so no program finds it; the next attempt brings it back in the same memory."""
+    """The device content is unknown after a failure, so the table is hidden; the next attempt reuses its memory."""
     program = f"""
 assert register(8) == 0 and is_visible(8)
 fail({call!r})
@@ -77,7 +77,7 @@ check(2)
 
 
 def test_table_removal_fails_on_one_device(tmp_path: Path) -> None:
-    """Also where the memory of one cannot be cleared."""
+    """The table is hidden on all devices even if the memory of one cannot be cleared."""
     program = """
 one = (ctypes.c_int64 * 2)(3, 3)
 assert [native.jax_ep_register_table(1, 5, device, one, 2, 0) for device in (0, 2)] == [0, 0]

@@ -1,4 +1,4 @@
-"""Launches of kernels without a GPU: when their code is loaded, and what they take. The driver is a fake."""
+"""Kernel launches without a GPU: when code is loaded, and which parameters are valid. The driver is a fake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ffi_calls import run_with_fake_driver
 
-# The stage in which an executable is made takes no device: XLA's CPU runtime calls it as that for GPUs does.
+# The stage that creates an executable uses no device: XLA's CPU runtime calls it as its GPU runtime does.
 PROGRAM = """
 import ctypes, sys
 import jax, jax.numpy as jnp
@@ -36,7 +36,7 @@ def compile(code, parameters=(0, 0)):
 
 
 def test_launch_code_loaded_on_all_devices(tmp_path: Path) -> None:
-    """Not by the first launch: a peer may then wait already. Equal code is loaded once into a device that takes it."""
+    """Loading at the first launch is too late: a peer may be waiting already. Equal code is loaded once per device."""
     shown = run_with_fake_driver(tmp_path, PROGRAM + 'print(compile(b"one"), compile(b"one"), compile(b"other"))')
     assert shown.split("\n")[-2] == "[100, 102] [100, 102, 102] [100, 102, 102, 100, 102]"
 
@@ -45,13 +45,13 @@ def test_launch_code_loaded_on_all_devices(tmp_path: Path) -> None:
     ("call", "again"),
     [
         ("cuModuleLoadData", [100, 102]),
-        ("cuModuleGetFunction", [102]),  # the module that is loaded is used
+        ("cuModuleGetFunction", [102]),  # The loaded module is used.
         ("cuFuncSetAttribute", [102]),
         ("cuThreadExchangeStreamCaptureMode", [100, 102]),
     ],
 )
 def test_launch_code_loaded_once_after_failure(tmp_path: Path, call: str, again: list[int]) -> None:
-    """Modules are never unloaded: a device that fails for a while must not fill up with them."""
+    """Modules are never unloaded, so a device with temporary failures must not fill up with them."""
     program = f"""
 driver.fail({call!r}.encode(), 0, 1)
 first = compile(b"one")
@@ -78,7 +78,7 @@ WRONG = {
 
 
 def test_launch_invalid_parameters(tmp_path: Path) -> None:
-    """Numbers that a cast or a product would turn into others; what fits is taken."""
+    """Reject numbers that a cast or a product would change; accept the limits."""
     program = f"""
 def refused(parameters):
     try:

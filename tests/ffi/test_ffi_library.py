@@ -1,4 +1,4 @@
-"""The compiled library: found, checked against its sources, loaded once; its C ABI."""
+"""Discovery of the compiled library, the check against its sources, loading, and the C ABI."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_library_loaded_once_by_many_threads():
 
 
 def declared_functions() -> set[str]:
-    """What csrc/abi.h declares, and the handlers."""
+    """Return the functions that csrc/abi.h declares, and the handlers."""
     header = (PACKAGE / "csrc" / "abi.h").read_text()
     handlers = {f"{target}_{suffix}" for target in ("jax_ep_pointer_table", "jax_ep_check_status")
                 for suffix in ("cpu", "cuda")}  # fmt: skip
@@ -128,7 +128,7 @@ __attribute__((constructor)) static void run() { std::ofstream(TRACE) << "was he
 
 @pytest.mark.parametrize("stamp", ["none", "stale", "of another version"])
 def test_library_mismatching_is_not_opened(tmp_path, csrc, stamp):
-    """Opening a library runs its constructors, so its file is looked at first."""
+    """Opening a library runs its constructors, so its file is checked first."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -141,7 +141,7 @@ def test_library_mismatching_is_not_opened(tmp_path, csrc, stamp):
     with pytest.raises(ffi.LibraryError, match=message):
         library.open_library([intruder], csrc)
     assert not trace.exists()
-    ctypes.CDLL(str(intruder))  # opened, it does run
+    ctypes.CDLL(str(intruder))  # It does run when opened.
     assert trace.exists()
 
 
@@ -153,7 +153,7 @@ def test_library_without_sources_checked_by_version(tmp_path, monkeypatch):
 
 
 def test_library_for_newer_jaxlib(tmp_path, monkeypatch):
-    """XLA's own words at registration name neither the file nor a remedy."""
+    """XLA's error at registration names neither the file nor a remedy."""
     offered = library.xla_api_version()
     stamp = library.read_stamp(library_path())
     assert offered >= stamp.xla_api_version >= 1
@@ -174,7 +174,7 @@ def test_library_unloadable_files(tmp_path, csrc):
     ):
         library.open_library([tmp_path / "absent.so", broken], csrc)
 
-    import _ctypes  # a real shared library that is not ours
+    import _ctypes  # A real shared library of another project.
 
     with pytest.raises(ffi.LibraryError, match="has no version stamp"):
         library.open_library([Path(_ctypes.__file__)], csrc)

@@ -1,4 +1,4 @@
-"""The custom call `check_status`: a failure that a kernel recorded becomes an exception with its whole story."""
+"""The custom call `check_status`: a failure that a kernel recorded becomes an exception with its full message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jax_ep.ffi.status import FIELDS, NUM_BYTES
 
 @pytest.fixture
 def status() -> Iterator[tuple[int, list[ffi.StatusBuffer]]]:
-    """A context id and its cleared status records, one per device."""
+    """Create a context id and its cleared status records, one per device."""
     context = new_id()
     buffers = [ffi.alloc_status(*ffi.device_key(device)) for device in jax.devices()]
     for buffer in buffers:
@@ -101,7 +101,7 @@ def test_status_format_truncates():
 
 
 def checked(context: int, wait: bool = False):
-    """A program over all devices whose output depends on the check."""
+    """Return a program over all devices whose output depends on the check."""
     mesh = make_mesh((jax.device_count(),), ("e",))
 
     @jax.checkpoint
@@ -189,7 +189,7 @@ def test_status_check_has_no_effect(status):
 
 
 def test_status_check_unused_is_removed(status):
-    """The documented price of having no effect."""
+    """An unused check is removed, because the call has no effect."""
 
     def unused(x):
         ffi.check_status(x, status[0])
@@ -218,7 +218,7 @@ def test_status_register_bad_address():
 
 @needs_gpu
 def test_status_memory_shared_by_host_and_device(status):
-    """The record lies in pinned host memory that has a device address too."""
+    """The record lies in pinned host memory that also has a device address."""
     _, buffers = status
     for buffer in buffers:
         assert buffer.platform is ffi.Platform.CUDA

@@ -1,4 +1,4 @@
-"""What the custom calls tell XLA of themselves: which of them it may record into CUDA graphs."""
+"""Traits of the custom calls: which of them XLA may record into CUDA graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HANDLERS["jax_ep_launch_kernel_cuda"] = False
 
 
 def test_custom_calls_command_buffer_traits(tmp_path: Path) -> None:
-    """A replayed check would tell of the moment in which it was recorded."""
+    """A replayed check would return the result of the time of recording."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")

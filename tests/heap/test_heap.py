@@ -1,6 +1,6 @@
-"""Generations of heaps: what grows, what stays where it is, and under which ids programs find it.
+"""Generations of heaps: growth, stable addresses, and ids.
 
-The memory is the host's own, of two devices; kernels on real heaps are in tests/megakernels/test_growth.py.
+The memory is host memory for two devices; kernels on real heaps are in tests/megakernels/test_growth.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_ep.heap import symmetric
 from jax_ep.heap.symmetric import SymmetricHeap
 
 DEVICES = 2
-AREA, TRACE = DEVICES + 3, DEVICES + 5  # places in a table, see kernels/table.py
+AREA, TRACE = DEVICES + 3, DEVICES + 5  # Positions in a table, see kernels/table.py.
 DATA = symmetric.HeapLayout(DEVICES).data
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ class HostTraceArea:
 
 
 class HostMemory:
-    """Addresses that nobody reads; or none, of an allocation that fails."""
+    """Memory with fake addresses; allocations can fail."""
 
     def __init__(self) -> None:
         self.devices = jax.devices()[:DEVICES]
@@ -70,7 +70,7 @@ base = 0
 
 
 def new_ids() -> None:
-    """As in a new process: this one remembers what programs have used under an id."""
+    """Forget the bytes that programs have used per id, as in a new process."""
     global base
     base = next(_bases)
     symmetric._DATA, symmetric._BUFFERS = base + 1, base + 2
@@ -78,7 +78,7 @@ def new_ids() -> None:
 
 @pytest.fixture(autouse=True)
 def other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids of this test's own, from `base` on."""
+    """Use ids from `base` on, for this test only."""
     monkeypatch.setattr(symmetric, "_DATA", 0)
     monkeypatch.setattr(symmetric, "_BUFFERS", 0)
     new_ids()
@@ -101,7 +101,7 @@ def grown(memory: HostMemory) -> Iterator[SymmetricHeap]:
 
 
 def fetch(table_id: int, num_bytes: int = 0) -> list[int]:
-    """What a program that is compiled for `num_bytes` gets."""
+    """Return the table that a program compiled for `num_bytes` gets."""
     program = jax.jit(lambda: ffi.pointer_table(base + table_id, TRACE + 1, num_bytes=num_bytes))
     return np.asarray(program()).tolist()
 
@@ -122,7 +122,7 @@ def test_heap_grows_without_moving(memory, grown):
 
 
 def test_heap_trace_area_during_recording(grown):
-    """In every table, those of heaps that come meanwhile included; afterwards in none."""
+    """The area is in every table, including those of new heaps, and in none after the recording."""
     grown.reserve("dispatch", 1000, 2000)
     assert [fetch(i)[TRACE] for i in (1, 2)] == [0, 0]
     grown.begin_traces(np.arange(3), 5)
@@ -141,7 +141,7 @@ def test_heap_trace_area_during_recording(grown):
 def test_heap_buffers_and_data_grow_separately(memory, grown):
     grown.reserve("dispatch", 1 << 26)
     grown.reserve("low_latency_dispatch", 0, 1000)
-    assert memory.sizes[1] < memory.sizes[0] / 2  # no second data area beside the buffers
+    assert memory.sizes[1] < memory.sizes[0] / 2  # No second data area next to the buffers.
     grown.reserve("low_latency_dispatch", 0, 1 << 24)
     assert len(memory.sizes) == 3
     assert ids_of(grown.data, grown.buffers) == [1, 4]
@@ -183,7 +183,7 @@ def test_heap_allocation_fails(memory, grown):
 
 
 def places(made: SymmetricHeap) -> list[tuple[int, int]]:
-    """From where to where the data that programs use and the generations of buffers lie, in order."""
+    """Return the byte ranges of the data and the buffers that programs use, in order."""
     spans = [(0, made.layout.data + made.data.reserved)]
     for one in made._buffers:
         assert one.addresses[0][0] == made.data.addresses[0][0] + one.start
@@ -233,7 +233,7 @@ def test_heap_error_size_suffices(needs):
 
 
 def test_heap_buffers_avoid_deserialized_program(memory):
-    """One that was compiled in another process has reserved nothing in this one."""
+    """A program compiled in another process has reserved nothing in this one."""
     made = SymmetricHeap(memory, DATA + MIB, 5.0)
     fetch(1, MIB - 8192)
     with pytest.raises(ValueError, match=r"low_latency_dispatch: .*heap_bytes="):
@@ -248,7 +248,7 @@ def test_heap_buffers_avoid_deserialized_program(memory):
 
 
 def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, int]) -> dict[int, int]:
-    """The sizes after a context in which programs needed so much."""
+    """Return the sizes after a context in which programs needed the given bytes."""
     made = SymmetricHeap(HostMemory(), limit, 5.0, earlier)
     for data_bytes, buffer_bytes in needs:
         made.reserve("dispatch", data_bytes, buffer_bytes)
@@ -257,7 +257,7 @@ def life(limit: int | None, earlier: dict[int, int] | None, *needs: tuple[int, i
 
 
 def test_heap_tables_of_earlier_context(memory):
-    """All its generations come back as one, under all their ids; what they can use is no less."""
+    """All earlier generations are replaced by one with all their ids, and at least as much memory."""
     sizes = life(None, None, (1000, 1000), (1 << 26, 1 << 24))
     assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
     with pytest.raises(FAILED, match=r"is not registered.*init\(\).*clear_caches"):
@@ -277,7 +277,7 @@ def test_heap_tables_of_earlier_context(memory):
 
 
 def test_heap_smaller_uses_new_ids(memory):
-    """A graph that was captured with a table may be replayed: no id ever stands for less than before."""
+    """A graph captured with a table may be replayed, so an id never gets less memory than before."""
     sizes = life(None, None, (1 << 26, 1 << 24))
     made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
     with pytest.raises(FAILED, match="is not registered"):
@@ -285,13 +285,13 @@ def test_heap_smaller_uses_new_ids(memory):
     made.reserve("dispatch", 1000, 1000)
     assert ids_of(made.data, made.buffers) == [3, 4]
     made.close()
-    after = SymmetricHeap(HostMemory(), 1 << 28, 5.0, made.sizes)  # and one that is large enough brings all back
+    after = SymmetricHeap(HostMemory(), 1 << 28, 5.0, made.sizes)  # A large enough heap restores all.
     assert fetch(1, sizes[base + 1]) == fetch(3) != fetch(2, sizes[base + 2]) == fetch(4)
     after.close()
 
 
 def test_heap_smaller_restores_what_fits(memory):
-    """Programs of a context before the last may have been larger."""
+    """Programs of an earlier context may have been larger than those of the last one."""
     sizes = life(DATA + MIB, life(None, None, (1 << 26, 1 << 24)), (1000, 1000))
     assert sorted(sizes) == [base + i for i in (1, 2, 3, 4)]
     made = SymmetricHeap(memory, DATA + MIB, 5.0, sizes)
@@ -310,7 +310,7 @@ def test_heap_same_ids_per_context():
 
 
 def test_heap_close_order(memory, monkeypatch):
-    """New launches find nothing, those under way are waited for, and only then their tables and memory go."""
+    """New launches find no table, running ones are waited for, and only then tables and memory are freed."""
     made = SymmetricHeap(memory, None, 5.0)
     made.reserve("dispatch", 1000)
     steps = []
@@ -324,7 +324,7 @@ def test_heap_close_order(memory, monkeypatch):
 
 
 def test_heap_close_after_partial_registration(memory, monkeypatch):
-    """No device keeps a table of memory that is gone."""
+    """No device keeps a table of freed memory."""
     made = SymmetricHeap(memory, None, 5.0)
     register = ffi.register_table
 

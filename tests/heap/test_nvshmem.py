@@ -1,6 +1,6 @@
-"""Several processes with one GPU each: how they allocate together, and what happens when one does not take part.
+"""Several processes with one GPU each: joint allocation, and processes that do not take part.
 
-NVSHMEM itself is faked; its real self runs in the contract tests on GPUs (run_processes.py).
+NVSHMEM is a fake here; the real one runs in the contract tests on GPUs (run_processes.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Other:
-    """The GPU of another process, in the NVLink domain `slice_index`."""
+    """A GPU of another process, in the NVLink domain `slice_index`."""
 
     process_index: int
     slice_index: int = 0
@@ -49,13 +49,13 @@ PEER = Other(1)
 
 
 class Store:
-    """The key-value store as process 0 sees it; the others, one by default, say the same unless told otherwise."""
+    """The key-value store as process 0 sees it; the others, by default one, publish the same text unless overridden."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.others = [1]
         self.peer_comes = True
-        self.peer_says: dict[str, str] = {}  # by a part of what process 0 says
+        self.peer_says: dict[str, str] = {}  # By a part of the text of process 0.
 
     def key_value_set(self, key: str, value: str) -> None:
         self.values[key] = value
@@ -79,7 +79,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    context.finalize()  # heaps of tests have the ids of the context's own
+    context.finalize()  # Heaps of tests use the ids of the context.
     store = Store()
     own = jax.local_devices()[0]
     monkeypatch.setattr(rendezvous, "_client", lambda function: store)
@@ -112,12 +112,12 @@ END = ["set_current", "finalize"]
 
 
 def frees(count: int) -> list[str]:
-    """The end of a context with so many heaps."""
+    """Return the calls at the end of a context with `count` heaps."""
     return ["set_current", *["free"] * count, *END]
 
 
 def test_nvshmem_lifecycle(fake: fake_nvshmem.Fake) -> None:
-    """Every call on the right device; zeroed before anybody may write; freed at the end, as allocated."""
+    """Every call uses the right device; memory is zeroed before use, and freed in allocation order."""
     memory = NvshmemMemory(1.0, "settings")
     assert fake.names == ["set_current", "init"]
     (_, ordinal, rank, count, method, multicast, unique_id) = fake.calls[1]
@@ -126,7 +126,7 @@ def test_nvshmem_lifecycle(fake: fake_nvshmem.Fake) -> None:
     fake.calls.clear()
     found = [memory.allocate(100, "dispatch"), memory.allocate(200, "combine")]
     assert fake.names == [*GROWTH, *GROWTH]
-    for addresses, size in zip(found, (100, 200), strict=True):  # the first lives on beside the second
+    for addresses, size in zip(found, (100, 200), strict=True):  # The first one stays valid.
         ((number, (own, peer)),) = addresses.items()
         assert number == 0
         assert fake.bytes_at(own) == bytes(size)
@@ -146,7 +146,7 @@ def test_nvshmem_restart(fake: fake_nvshmem.Fake) -> None:
 
 
 def test_nvshmem_heap_own_device(fake: fake_nvshmem.Fake) -> None:
-    """The table of this process's device has the addresses of all; that of the peer is the peer's to register."""
+    """The table of this process's device has the addresses of all devices; the peer registers its own."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
     heap.reserve("dispatch", 1000, 2000)
@@ -163,7 +163,7 @@ def test_nvshmem_heap_own_device(fake: fake_nvshmem.Fake) -> None:
 
 
 def test_nvshmem_allocation_fails(fake: fake_nvshmem.Fake) -> None:
-    """Programs traced before run on, and a later allocation is as if that one had not been tried."""
+    """Programs traced before keep working, and a later allocation is not affected by the failure."""
     memory = NvshmemMemory(1.0, "settings")
     heap = SymmetricHeap(memory, None, 5.0)
     heap.reserve("dispatch", 1000)
@@ -186,7 +186,7 @@ def test_nvshmem_allocation_fails(fake: fake_nvshmem.Fake) -> None:
 
 
 def test_nvshmem_allocation_fails_in_one_process(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
-    """Freeing is a barrier of all, so the one that has got nothing takes part in a barrier instead."""
+    """Freeing is a barrier of all processes, so the one without memory joins a barrier instead."""
     store.peer_says["allocating"] = "failed: MemoryError: full"
     with pytest.raises(jax.errors.JaxRuntimeError, match="process 1: MemoryError: full"):
         memory.allocate(100, "dispatch")
@@ -198,7 +198,7 @@ def test_nvshmem_allocation_fails_in_one_process(memory: NvshmemMemory, store: S
     assert fake.names[-3:] == ["set_current", "malloc", "barrier_all"]
     fake.calls.clear()
     memory.close()
-    assert fake.names == END  # nothing is left to free
+    assert fake.names == END  # Nothing is left to free.
 
 
 def test_nvshmem_heap_bytes_allocated_once(fake: fake_nvshmem.Fake) -> None:
@@ -233,7 +233,7 @@ def test_nvshmem_failing_peer(memory: NvshmemMemory, store: Store) -> None:
 
 
 def test_nvshmem_missing_peer(memory: NvshmemMemory, store: Store, fake: fake_nvshmem.Fake) -> None:
-    """The one that waits touches nothing, and cannot start again: NVSHMEM would wait for the other for ever."""
+    """The waiting process changes nothing and cannot start again, because NVSHMEM would wait forever for the other."""
     memory.allocate(100, "dispatch")
     fake.calls.clear()
     store.peer_comes = False
@@ -276,7 +276,7 @@ def test_nvshmem_unsupported_reason(fake: fake_nvshmem.Fake, monkeypatch: pytest
 
 @pytest.mark.parametrize("place", [0, 1], ids=["the first of its domain", "the second"])
 def test_nvshmem_per_domain(place: int, fake: fake_nvshmem.Fake, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own numbers, of which the id is from its first process; what is there of another is not its own."""
+    """A domain has its own numbers, and its id comes from its first process."""
     own, near, far = jax.local_devices()[0], [PEER], [Other(2, slice_index=1), Other(3, slice_index=1)]
     near.insert(place, own)
     store.others = [1, 2, 3]
@@ -321,7 +321,7 @@ def test_nvshmem_transport_log_names_domains(
 
 @pytest.fixture
 def gpus(fake: fake_nvshmem.Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two processes with a GPU each, as far as the context looks."""
+    """Simulate two processes with one GPU each."""
     context.finalize()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(capability, "_written", lambda: "9.0")
@@ -335,7 +335,7 @@ MESH = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
 
 
 def test_nvshmem_processes_need_init(gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # Everything is installed.
     request = ("grouped_gemm", np.dtype(np.float32))
     reason = "several processes: call jax_ep.init() in each of them first"
     with caplog.at_level(logging.WARNING, "jax_ep"):
@@ -373,7 +373,7 @@ def test_nvshmem_finalize_fails(gpus: None, store: Store) -> None:
 
 
 def test_nvshmem_exit(gpus: None, store: Store, fake: fake_nvshmem.Fake, monkeypatch: Any, caplog: Any) -> None:
-    """A program that ends by an exception does not wait for the others; nothing fails at exit."""
+    """A program that ends by an exception does not wait for the others, and nothing fails at exit."""
     context.init(MESH)
     monkeypatch.setattr(sys, "last_exc", ValueError("of the program"), raising=False)
     context._finalize_at_exit()
@@ -407,7 +407,7 @@ def test_transports_and_processes(gpus: None, caplog: Any, monkeypatch: pytest.M
 
 
 def test_peer_access_one_process() -> None:
-    """Unless JAX knows better; so no axis is apart."""
+    """JAX may know domains within a process; without them, no axis is unreachable."""
     mesh = jax.make_mesh((2, 2), ("node", "expert"), devices=jax.devices()[:4])
     for of_processes in (False, True):
         assert peer_access.domains(mesh.devices.flat, of_processes=of_processes) == [[0, 1, 2, 3]]
@@ -415,7 +415,7 @@ def test_peer_access_one_process() -> None:
 
 
 def test_peer_access_several_gpus_per_process(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels among those of a process, where they reach each other and each process has as many."""
+    """Kernels run among the GPUs of a process if they have peer access and each process has as many."""
     own = jax.local_devices()[0]
     monkeypatch.setattr(jax, "devices", lambda: [own, Other(0), PEER, PEER])
     monkeypatch.setattr(peer_access, "unsupported_reason", lambda: None)
@@ -437,13 +437,13 @@ def test_peer_access_several_gpus_per_process(gpus: None, caplog: Any, monkeypat
 
 
 def test_peer_access_other_machines(gpus: None, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`xla` serves them, and everything that one asks says why."""
+    """Fall back to `xla`; all errors and logs give the reason."""
     assert peer_access.domains(jax.devices()) == [[0, 1]]
     far = Other(2, slice_index=1)
     devices = [jax.local_devices()[0], far, PEER, far]
     assert peer_access.domains(devices) == [[0, 2], [1, 3]]
     monkeypatch.setattr(jax, "devices", lambda: [devices[0], far])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # all is installed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace())  # Everything is installed.
     reason = "devices [0] of 2 cannot access the memory of devices [1]: they belong to 2 machines or NVLink domains"
     with pytest.raises(ValueError, match=rf"transport='nvshmem': {re.escape(reason)}"):
         context.init(MESH, transport="nvshmem")
@@ -459,7 +459,7 @@ def test_peer_access_other_machines(gpus: None, caplog: Any, monkeypatch: pytest
 
 
 def test_transports_unordered_launches(gpus: None, caplog: Any) -> None:
-    """XLA's flag for it is in the environment; the last one of several counts."""
+    """XLA's flag is in the environment; the last one of several applies."""
     flag = "--xla_gpu_command_buffer_scheduling_mode="
     os.environ["XLA_FLAGS"] = f"{flag}CONCURRENT {flag}LHS --xla_x=1"
     assert transports.best() == "nvshmem"
@@ -477,7 +477,7 @@ def test_transports_unordered_launches(gpus: None, caplog: Any) -> None:
 
 @pytest.mark.slow
 def test_nvshmem_two_processes() -> None:
-    """The key-value store, its barriers and their timeouts, as they are; meeting_processes.py is what runs."""
+    """Use the real key-value store, barriers and timeouts; meeting_processes.py is the program."""
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     commands = [[sys.executable, str(HELPERS / "meeting_processes.py"), str(i), address] for i in range(2)]
@@ -502,7 +502,7 @@ def test_nvshmem_two_processes() -> None:
             assert "combine: allocating the symmetric heap: process 1: MemoryError: NVSHMEM" in found["no room in one"]
         inits = [[call for call in found[life]["calls"] if call[0] == "init"][-1] for found in (zero, one)]
         assert [init[2:4] for init in inits] == [["0", "2"], ["1", "2"]]
-        assert inits[0][-1] == inits[1][-1]  # one unique id for both
+        assert inits[0][-1] == inits[1][-1]  # One unique id for both.
         ids.append(inits[0][-1])
     assert ids[0] != ids[1]
     for found in (zero, one):
@@ -524,7 +524,7 @@ def test_nvshmem_two_processes() -> None:
 
 @pytest.mark.slow
 def test_nvshmem_four_processes_two_domains() -> None:
-    """Every process allocates with those of its domain, and all with all; domain_processes.py is what runs."""
+    """Every process allocates within its domain, and all processes meet; domain_processes.py is the program."""
     address = f"127.0.0.1:{free_port()}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     commands = [[sys.executable, str(HELPERS / "domain_processes.py"), str(i), address] for i in range(4)]

@@ -1,4 +1,4 @@
-"""The plan of a balanced pass: every assignment is placed once, within the bounds, for adversarial loads too."""
+"""The plan of a balanced pass: every assignment is placed once, within the bounds, also for adversarial loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, TOP_K = 32, 4
 
 
 def loads(rng: np.random.Generator, num_ranks: int, num_local: int) -> dict[str, np.ndarray]:
-    """Probabilities of the experts, `[E]`."""
+    """Return probabilities of the experts, `[E]`."""
     num_experts = num_ranks * num_local
     by_rank = np.zeros((num_ranks, num_local))
     hot = rng.permutation(num_ranks)
@@ -38,7 +38,7 @@ def count(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def planner(rows: int, spare: int) -> Any:
-    """The plan of a pass, and `place_assignments` on every rank."""
+    """Return the plan of a pass, and `place_assignments` on every rank."""
 
     def run(topk_idx: Any, counts: Any) -> Any:
         plan = plan_pass(counts, rows, spare)
@@ -49,7 +49,7 @@ def planner(rows: int, spare: int) -> Any:
 
 
 def check_pass(topk_idx: np.ndarray, counts: np.ndarray, plan: Any, placed: Any, rows: int, spare: int) -> np.ndarray:
-    """Compare one pass with what it promises, and return the ids that it leaves."""
+    """Check one pass against its guarantees, and return the ids that it leaves."""
     slots, left = placed
     num_ranks, num_experts = counts.shape
     num_local = num_experts // num_ranks

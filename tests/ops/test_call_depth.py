@@ -1,4 +1,4 @@
-"""How many functions of the package lie between a public one and the custom call: the way that data take."""
+"""Number of package functions between a public function and the custom call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the inte
 PACKAGE = Path(jax_ep.__file__).parent
 MOST = 7
 IN_HIDDEN_ROWS = ("moe", "moe, fused", "moe, serial")
-"""Layers that are a function of their own, as they are the forward rule of those whose first product activates rows."""
+"""Layers with a custom forward rule because their first GEMM activates rows."""
 T, K, E, H, INNER = 6, 2, 4, 128, 128
 FP8 = jnp.float8_e4m3fn
 
@@ -54,7 +54,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.slow(unless={"name": ["dispatch", "moe"]})
 def test_call_depth_to_custom_call(name: str, two_ranks: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Explicit axes, public function, primitive, implementation, launch, call; one more where it has two launches."""
+    """Explicit axes, public function, primitive, implementation, launch, call; one more for two launches."""
     chains: dict[str, list[str]] = {}
 
     def call(kernel: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Errors begin with the function that the user called, whatever the mistake and whichever function finds it."""
+"""Errors start with the function that the user called, whichever function detects the mistake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OURS = (TypeError, ValueError, NotImplementedError, OverflowError)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in BAD])
 @pytest.mark.parametrize("name", GOOD)
 def test_error_names_every_argument(name: str, kind: str) -> None:
-    """Each argument in turn; what is taken is no error."""
+    """Pass a bad value for each argument in turn; some are accepted."""
     wrong = {}
     for argument in inspect.signature(function(name)).parameters:
         try:
@@ -88,7 +88,7 @@ def test_error_names_layer_options(name: str, option: str) -> None:
 
 
 def check(name: str, arrays: list[Any], **options: Any) -> None:
-    """Calls a layer by this name, and looks at the beginning of its error."""
+    """Call a layer by this name and check the start of its error."""
     if name == "sharded_moe":
         mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
         call = lambda *arrays: sharding.sharded_moe(mesh, num_experts=E, **options)(*arrays)  # noqa: E731
@@ -105,7 +105,7 @@ def check(name: str, arrays: list[Any], **options: Any) -> None:
 
 
 def test_error_names_missing_derivative() -> None:
-    """Found in the backward pass, where the call has ended."""
+    """The error is found in the backward pass, after the call has returned."""
     layer = partial(jax_ep.fused_moe, recipe="fp8")
     x, idx, weights = jnp.ones((4, 128)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1))
     w_gate_up, w_down = jnp.ones((1, 128, 256)), jnp.ones((1, 128, 128))

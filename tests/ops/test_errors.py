@@ -1,4 +1,4 @@
-"""Every argument that a caller can get wrong: the exception it raises, and what its message says about it."""
+"""Every argument that a caller can get wrong, the exception it raises, and its message."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ HALF_PAIR = (fp8(T, H), f32(T, 3))
 
 @pytest.mark.parametrize("name", GOOD)
 def test_errors_valid_arguments(name):
-    """Each case below changes these arguments in one way, so that way is what its exception is about."""
+    """The cases below each change one of these arguments, which their exception must name."""
     assert jax.tree.leaves(trace(name))
 
 
@@ -562,14 +562,14 @@ def test_errors_explain_mistakes(name, changes, error, fragments):
 
 @pytest.mark.parametrize("name", GOOD)
 def test_errors_start_with_public_function(name):
-    """Not with one that it uses: who called `moe` does not look for a call of `dispatch`."""
+    """Errors name the called function, not an inner one: `moe` users do not search for `dispatch`."""
     elsewhere = {}
     for case in TABLE:
         called, changes, _, _ = case.values
         try:
             if called == name:
                 trace(name, **changes)
-        except (TypeError, ValueError) as error:  # whether it raises at all is what the test above is about
+        except (TypeError, ValueError) as error:  # The test above checks that it raises.
             if not str(error).startswith(f"{name}: "):
                 elsewhere[case.id] = str(error)
     assert not elsewhere

@@ -1,4 +1,4 @@
-"""What a function of the caller's, counts and masks can do to expert layers, each case once a defect."""
+"""Edge cases of custom activations, token counts and masks in expert layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T, H, INNER, E, K = 4, 8, 6, 4, 2
 
 
 class Arrays:
-    """Of one rank, with slots that name no expert."""
+    """Arrays of one rank, including assignments without an expert."""
 
     def __init__(self, rng: np.random.Generator, dtype: Any = jnp.float32) -> None:
         draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
@@ -62,7 +62,7 @@ def test_experts_weight_on_input_float64(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_experts_custom_activation_with_loop(rng: np.random.Generator) -> None:
-    """Under `shard_map`'s check of types."""
+    """Under `shard_map`'s type checks."""
     mesh = make_mesh((2,), ("expert",))
     arrays = Arrays(rng)
     shared = (jnp.stack([a, a]) for a in (arrays.x, arrays.idx, arrays.weights))
@@ -107,7 +107,7 @@ def test_experts_custom_activation_closure_not_cached(rng: np.random.Generator) 
 
 
 def test_experts_custom_activation_nan_derivative_at_zero(rng: np.random.Generator) -> None:
-    """Rows without a token are not zeros to it."""
+    """Rows without a token are not zero for the custom function."""
     arrays = Arrays(rng)
 
     def loss(scale: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ def test_experts_custom_activation_invalid_result(call: Any, rng: np.random.Gene
 
 @pytest.mark.slow
 def test_experts_ids_past_num_tokens(rng: np.random.Generator) -> None:
-    """May be anything, also where values are known; those of others may not."""
+    """Ids past num_tokens may be anything, even if values are known; other ids may not."""
     arrays = Arrays(rng)
     want = arrays.moe(num_tokens=2)
     arrays.idx = arrays.idx.at[3].set(777)

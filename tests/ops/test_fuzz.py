@@ -1,8 +1,8 @@
 """Random shapes and routings on one to four ranks against the NumPy oracle.
 
-Two kinds of search. `test_shapes_*` draws static sizes, so every example compiles: few examples. `test_routings_*`
-keeps the sizes and draws ids, weights and tokens for functions that are compiled once: many examples. Inputs of data
-movement and sums are small integers, so float32 results are exact and compared bit for bit.
+There are two kinds of search. `test_fuzz_*_shapes` draws static sizes, so every example compiles: few examples.
+`test_fuzz_*_routings*` keeps the sizes and draws ids, weights and tokens for functions that are compiled once: many
+examples. Inputs are small integers, so float32 results are exact and compared bit for bit.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ import jax_ep
 import oracle
 from cases import assert_close, assert_same_bits, integers, probabilities, reals
 
-# In CI the same examples on every run; elsewhere fresh ones, and Hypothesis prints how to repeat a failure.
+# In CI the examples are the same in every run; otherwise they are new, and Hypothesis prints how to repeat a failure.
 FUZZ = settings(
     derandomize="CI" in os.environ,
-    deadline=None,  # the first example of a shape compiles
+    deadline=None,  # The first example of a shape compiles.
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
@@ -69,7 +69,7 @@ def problems(draw):
 
 @st.composite
 def routings(draw, problem):
-    """Expert ids `[W, T, K]`: any mixture of a few experts, all experts, -1 and values out of range."""
+    """Draw expert ids `[W, T, K]`: any mixture of a few experts, all experts, -1 and values out of range."""
     pool = draw(
         st.sampled_from(
             [
@@ -95,7 +95,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @functools.lru_cache(maxsize=1)
 def _round_trip(problem):
-    """One compiled function: dispatch, combine of other rows, and both transposes."""
+    """Compile one function: dispatch, combine of other rows, and both transposes."""
 
     def per_rank(x, topk_idx, topk_weights, y):
         def dispatched(x, topk_weights):
@@ -128,7 +128,7 @@ def _check_round_trip(problem, ids, seed):
     x = integers(rng, problem.num_ranks, problem.num_tokens, problem.hidden)
     weights = integers(rng, *ids.shape)
     y = integers(rng, problem.num_ranks, num_rows, problem.hidden)
-    poisoned = np.where(layout.is_padding[..., None], np.float32(np.nan), y)  # padding must never be read
+    poisoned = np.where(layout.is_padding[..., None], np.float32(np.nan), y)  # Padding must never be read.
     got = _round_trip(problem)(x, ids, weights, poisoned)
     combined = oracle.combine(y, layout).astype(np.float32)
     want = {
@@ -143,7 +143,7 @@ def _check_round_trip(problem, ids, seed):
         "dy": oracle.gather(x, layout),
     }
     for name, expected in want.items():
-        # adding 0 turns -0 into 0: the sign of an empty sum is not specified
+        # Adding 0 turns -0 into 0: the sign of an empty sum is not specified.
         assert_same_bits(got[name] + got[name].dtype.type(0), expected + expected.dtype.type(0), name)
 
 
@@ -218,7 +218,7 @@ def _check_layer(problem, intermediate, activation, gated, ids, seed):
 @given(st.data(), problems(), st.integers(1, 9), st.sampled_from(["silu", "gelu", "relu"]), st.booleans(), SEEDS)
 @pytest.mark.slow
 def test_fuzz_moe_shapes(data, problem, intermediate, activation, gated, seed):
-    problem = dataclasses.replace(problem, alignment=1)  # moe has no alignment
+    problem = dataclasses.replace(problem, alignment=1)  # moe has no alignment.
     ids = data.draw(routings(problem))
     _check_layer(problem, intermediate, activation, gated, ids, seed)
 

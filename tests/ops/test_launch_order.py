@@ -1,4 +1,4 @@
-"""Launches of one program that nothing else puts in one order: a data dependence does, which XLA cannot see through."""
+"""Order of independent launches in a program, by a data dependence that XLA cannot remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls from the wrong place, with a handle or an implementation that does not fit, and values out of range."""
+"""Calls in the wrong context, with wrong handles or implementations, and values out of range."""
 
 import re
 import sys
@@ -49,14 +49,14 @@ HAS_IMPLEMENTATIONS = [*NEEDS_AXIS, "grouped_gemm", "fused_moe"]
 
 @pytest.mark.parametrize("name", NEEDS_AXIS)
 def test_misuse_outside_shard_map(name):
-    # a handle cannot be made out there either, so it comes from inside
+    # Handles must be created inside shard_map.
     made = {key: _handle_of_one_rank(arg, W) for key, arg in GOOD[name].items() if isinstance(arg, Traced)}
     check(ValueError, ["expert", r"jax\.shard_map"], trace, name, inside=False, **made)
 
 
 @pytest.mark.parametrize("name", NEEDS_AXIS)
 def test_misuse_unknown_axis(name):
-    # the mesh's own axis is named as well: nearly always it is the one that was meant
+    # The error also names the mesh's own axis, which the caller most likely meant.
     check(ValueError, ["'ep'", "'expert'", "axis_name", r"shard_map|mesh"], trace, name, axis_name="ep")
 
 
@@ -84,7 +84,7 @@ def test_misuse_axis_name_type(name, axis_name):
 
 
 def _handle_of_one_rank(traced, size):
-    """Shapes of the handle which one rank of a mesh of `size` holds."""
+    """Return shapes of the handle that one rank of a mesh of `size` holds."""
     mesh = mesh_of(size)
     make = jax.shard_map(
         lambda: jax.tree.map(lambda leaf: leaf[None], traced.make()), mesh=mesh, in_specs=(), out_specs=P("expert")
@@ -95,7 +95,7 @@ def _handle_of_one_rank(traced, size):
 @pytest.mark.parametrize("name", ["combine", "grouped_gemm_combine", "low_latency_combine", *DISPATCH])
 def test_handle_other_axis_size(name):
     traced = low_latency_handle() if name.startswith("low_latency") else dispatch_handle()
-    handle = _handle_of_one_rank(traced, 2)  # L = 4 experts on each of 2 ranks, R = 24 rows
+    handle = _handle_of_one_rank(traced, 2)  # L = 4 experts on each of 2 ranks, R = 24 rows.
     rows, local = handle.layout.capacity, handle.layout.num_local_experts
     fitting = {"y": f32(local, 2 * MAX_T, H) if name.startswith("low") else f32(rows, H)}
     if name == "grouped_gemm_combine":
@@ -111,7 +111,7 @@ CONSUMERS = ["combine", "grouped_gemm_combine", "low_latency_combine", "low_late
 @pytest.mark.parametrize("used", [("a", "c"), ("b", "a")], ids="-".join)
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_handle_other_axis_same_size(name, used):
-    """Or of the same axes in another order, by which ranks have other numbers."""
+    """Also with the same axes in another order, which changes rank numbers."""
     made = ("a", "b")
     mesh = harness.make_mesh((2, 2, 2), ("a", "b", "c"))
     arrays = {key: value for key, value in GOOD[name].items() if is_array(value)}
@@ -157,7 +157,7 @@ def test_topk_idx_eager_out_of_range(name):
     for bad in (E, E + 91, -2, -(2**31)):
         arguments["topk_idx"] = jnp.zeros((T, K), jnp.int32).at[3, 1].set(bad)
         check(ValueError, ["topk_idx", number(bad), number(E), "-1"], function(name), **arguments)
-    # traced ids cannot be checked: there they count as "no expert"
+    # Traced ids cannot be checked; they count as "no expert".
     traced = jax.jit(lambda topk_idx: function(name)(**(arguments | {"topk_idx": topk_idx})))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(traced(arguments["topk_idx"])))
 
@@ -167,7 +167,7 @@ def test_topk_idx_eager_out_of_range(name):
 def test_topk_idx_constant_out_of_range_in_shard_map(name, library):
     ids = np.zeros((T, K), np.int32)
     ids[3, 1] = E + 91
-    topk_idx = library.asarray(ids)  # made out here, so that its values are known while the rest is traced
+    topk_idx = library.asarray(ids)  # Created outside, so that its values are known while the rest is traced.
     fragments = ["topk_idx", number(E + 91), number(E), "-1"]
     check(ValueError, fragments, trace, name, topk_idx=Traced(lambda: topk_idx))
 
@@ -180,7 +180,7 @@ def test_topk_idx_eager_shard_map_out_of_range():
     call = jax.shard_map(per_rank, mesh=mesh_of(), in_specs=P("expert"), out_specs=P("expert"))
     assert call(x, topk_idx).shape == (W * R, H)
     fragments = ["topk_idx", number(E + 91), number(E), "-1"]
-    check(ValueError, fragments, call, x, topk_idx.at[W * T - 1, 0].set(E + 91))  # only the last rank has it
+    check(ValueError, fragments, call, x, topk_idx.at[W * T - 1, 0].set(E + 91))  # Only the last rank has it.
 
 
 # --- implementations ------------------------------------------------------------------------------------------------
@@ -201,10 +201,10 @@ def test_implementation_wrong_type(name):
 
 @pytest.fixture
 def two_that_refuse(monkeypatch):
-    """Two registered implementations that serve no request, each for a reason of its own."""
+    """Register two implementations that support no call, each for its own reason."""
     reasons = {"wheeled": "needs eight wheels", "winged": "H must be a prime"}
     for name, reason in reasons.items():
-        says = types.ModuleType(f"{name}.requirements")  # no other module of it may be loaded
+        says = types.ModuleType(f"{name}.requirements")  # No other module of it may be loaded.
         says.refusal = lambda *_, reason=reason: reason
         says.is_fastest = lambda *_: False
         says.is_made_for = lambda _: True
@@ -266,7 +266,7 @@ def test_low_latency_dispatch_quantized_no_gradient():
 
 
 def _sharded(mesh=None, arrays=None, **options):
-    """Traces sharded_moe on global arrays."""
+    """Trace sharded_moe on global arrays."""
     arrays = (f32(24, H), i32(24, K), f32(24, K), f32(E, H, 2 * INNER), f32(E, INNER, H)) if arrays is None else arrays
     return jax.eval_shape(sharding.sharded_moe(mesh, **({"num_experts": E} | options)), *arrays)
 
@@ -300,7 +300,7 @@ def test_init_invalid_arguments():
     jax_ep.finalize()
 
 
-# --- what was once let through --------------------------------------------------------------------------------------
+# --- large sizes and unusual values -----------------------------------------------------------------------------------
 
 
 def test_tokens_zero_columns():
@@ -314,7 +314,7 @@ def test_capacity_beyond_int32():
     check(ValueError, ["capacity", number(2**33), "2\\*\\*31"], trace, "dispatch", capacity=2**33)
 
 
-MANY = 2**30  # times K = 2
+MANY = 2**30  # Times K = 2.
 ROWS = {"x": f32(MANY, H), "topk_idx": i32(MANY, K), "topk_weights": f32(MANY, K)}
 
 
@@ -335,7 +335,7 @@ ROWS = {"x": f32(MANY, H), "topk_idx": i32(MANY, K), "topk_weights": f32(MANY, K
     ],
 )
 def test_rows_beyond_int32(name, offending, changes):
-    """Whatever the capacity: rows are numbered before they are dropped."""
+    """Rows are numbered before they are dropped, so this holds for any capacity."""
     fragments = [f"^{name}:", number(offending), r"2\*\*31", "fewer tokens|split|lower"]
     check(ValueError, fragments, trace, name, **changes)
 

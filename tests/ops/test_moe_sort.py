@@ -14,7 +14,7 @@ E = 8
 
 
 def _routing(kind, num_tokens, k, num_experts=E, seed=0):
-    """Expert ids of one of the shapes that break sorting code."""
+    """Return expert ids in one of several patterns that are hard to sort."""
     rng = np.random.default_rng(seed)
     shape = (num_tokens, k)
     ids = {
@@ -33,7 +33,7 @@ KINDS = ["uniform", "some-invalid", "one-hot", "duplicates", "empty-experts", "a
 
 
 def _sorted_slots(ids, num_experts, block_size):
-    """(slots, block_expert, group_sizes) without the tail, written with plain lists."""
+    """Return (slots, block_expert, group_sizes) without the tail, computed with plain lists."""
     slots, block_expert, group_sizes = [], [], []
     for expert in range(num_experts):
         rows = [slot for slot, value in enumerate(ids.reshape(-1)) if value == expert]
@@ -61,7 +61,7 @@ def _jit_moe_sort(topk_idx, topk_weights, *, num_experts, block_size):
 def test_moe_sort_matches_numpy(num_tokens, k, num_experts, block_size):
     weights = np.random.default_rng(1).uniform(0.1, 1.0, size=(num_tokens, k)).astype(np.float32)
     total = _static_rows(num_tokens * k, num_experts, block_size)
-    for kind in KINDS:  # one compiled function serves every kind
+    for kind in KINDS:  # One compiled function handles every kind.
         ids = _routing(kind, num_tokens, k, num_experts)
         result = _jit_moe_sort(jnp.asarray(ids), jnp.asarray(weights), num_experts=num_experts, block_size=block_size)
         slots, block_expert, group_sizes = _sorted_slots(ids, num_experts, block_size)
@@ -74,7 +74,7 @@ def test_moe_sort_matches_numpy(num_tokens, k, num_experts, block_size):
         np.testing.assert_array_equal(result.group_sizes, group_sizes, err_msg=kind)
         assert result.num_rows.shape == (), kind
         assert int(result.num_rows) == used, kind
-        padded = np.concatenate([weights.reshape(-1), [0.0]]).astype(np.float32)  # slot -1 reads the zero
+        padded = np.concatenate([weights.reshape(-1), [0.0]]).astype(np.float32)  # Slot -1 reads the zero.
         np.testing.assert_array_equal(result.weights, padded[np.asarray(result.slots)], err_msg=kind)
 
 
@@ -94,7 +94,8 @@ def test_moe_sort_invariants(kind):
     slots, group_sizes = np.asarray(result.slots), np.asarray(result.group_sizes)
     real = slots[slots >= 0]
     valid = np.flatnonzero(ids.reshape(-1) >= 0)
-    np.testing.assert_array_equal(np.sort(real), valid)  # a permutation of the valid slots: none lost, none twice
+    # A permutation of the valid assignments: none lost, none duplicated.
+    np.testing.assert_array_equal(np.sort(real), valid)
     assert (group_sizes % block_size == 0).all()
     blocks = slots.reshape(-1, block_size)
     for block, expert in zip(blocks, np.asarray(result.block_expert), strict=True):
@@ -140,7 +141,7 @@ ACTIVATIONS = {
 
 
 def _numpy_moe(x, ids, weights, w_gate_up, w_down, activation):
-    """The expert layer one (token, slot) at a time in float64: y_t = sum_k w_tk * (act(x Wg) * (x Wu)) Wd."""
+    """Compute the expert layer one assignment at a time in float64: y_t = sum_k w_tk * (act(x Wg) * (x Wu)) Wd."""
     intermediate = w_down.shape[1]
     y = np.zeros((x.shape[0], w_down.shape[2]))
     for t, k in np.argwhere((ids >= 0) & (ids < len(w_down))):
@@ -199,7 +200,7 @@ def test_fused_moe_narrow_dtypes(dtype):
     assert actual.dtype == dtype
     wide = [np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in narrow]
     expected = _numpy_moe(wide[0], ids, weights.astype(np.float64), *wide[1:], "silu")
-    # the hidden layer is rounded to `dtype` before the second GEMM, and the result once more
+    # The hidden layer is rounded to `dtype` before the second GEMM, and the result once more.
     bound = 4.0 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(actual.astype(jnp.float32)), expected, rtol=bound, atol=bound)
 

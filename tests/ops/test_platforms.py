@@ -1,4 +1,4 @@
-"""What is used on which GPUs, as docs/features.md says, and what the refusals of others say; with faked devices."""
+"""The implementation chosen per GPU, as in docs/features.md, and the reasons against others; with fake devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
 LAYOUT = Layout(2, 8, 256, 2, 1024)
 PRODUCT = (1 << 13, 256, 256, 8)
-# What `registry.choose` takes behind the options.
+# Arguments of `registry.choose` after the options.
 OPERATIONS = {
     "exchange": ("exchange", BF16, 256, LAYOUT, False, None),
     "exchange in FP8": ("exchange", BF16, 256, LAYOUT, False, None),
@@ -51,7 +51,7 @@ USED = {
 
 @pytest.fixture
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """GPUs of that compute capability, with peer access."""
+    """Fake GPUs of that compute capability, with peer access."""
     jax_ep.finalize()
     device = types.SimpleNamespace(platform="gpu", compute_capability=request.param, device_kind="a GPU")
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [device])
@@ -104,7 +104,7 @@ def test_platforms_fused_mode_needs_tma(gpus: str) -> None:
 
 @pytest.mark.parametrize("gpus", ["8.0"], indirect=True)
 def test_platforms_float32_gemm_needs_no_tma(gpus: str) -> None:
-    """float32 is a loop over products of XLA in every implementation."""
+    """float32 uses a loop over XLA matmuls in every implementation."""
     made = Options("moe", (), ("triton",))
     assert registry.choose(made, "grouped_gemm", jnp.dtype(jnp.float32), *PRODUCT) == "triton"
 

@@ -1,4 +1,4 @@
-"""`Schedule`: the values it takes, and that it changes time alone; every function that launches takes one."""
+"""`Schedule`: its valid values, the functions that accept it, and that it does not change results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_schedule_bool_types(field: str) -> None:
     assert getattr(Schedule(**{field: False}), field) is False
 
 
-# --- who takes one --------------------------------------------------------------------------------------------------
+# --- which functions accept a schedule --------------------------------------------------------------------------------
 
 TAKES_ONE = [
     *("dispatch", "combine", "dispatch_grouped_gemm", "grouped_gemm_combine", "moe", "fused_moe"),
@@ -86,7 +86,7 @@ TAKES_ONE = [
 
 @pytest.mark.parametrize("name", TAKES_ONE)
 def test_schedule_accepted(name: str) -> None:
-    """And an implementation that has no use for numbers does not read them."""
+    """An implementation ignores numbers that it does not use."""
     shapes = [jax.tree.map(lambda x: x.shape, trace(name, schedule=s)) for s in (None, Schedule(), OTHER)]
     assert shapes[0] == shapes[1] == shapes[2]
 
@@ -132,7 +132,7 @@ SCHEDULES = {
 
 
 def test_schedule_handle_independent(two_ranks: Mesh, rng: np.random.Generator) -> None:
-    """Handles do not depend on it: each way there and each way back takes any of them, to the same bits."""
+    """Handles do not depend on the schedule: dispatch and combine accept any handle, with the same bits."""
     x, ids = reals(rng, 2, 9, 24, dtype=BF16), rng.integers(0, 4, (2, 9, 2), np.int32)
 
     def round_trip(schedule: Schedule, x: Any, handle: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A launch is lowered once for all programs of a process, whatever mesh they are for, and from files in others.
+"""A launch is lowered once for all programs of a process on any mesh, and read from files by other processes.
 
-Where there are GPUs, it is compiled while the next one is lowered.
+On GPUs, it is compiled while the next one is lowered.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ROWS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
 
 
 def make_launch():
-    """A launch as a process finds it, and how it has been traced."""
+    """Create a launch that is new to the process, and a record of its tracing."""
     traced = []
 
     def scale(x, y, *, interpret, factor):
@@ -37,7 +37,7 @@ def make_launch():
 
 @pytest.fixture(autouse=True)
 def cache():
-    """Sets the folder of JAX's cache; none at first, whatever the tests have."""
+    """Set the folder of JAX's cache; initially none."""
     before = jax.config.jax_compilation_cache_dir
 
     def use(folder):
@@ -50,7 +50,7 @@ def cache():
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    """Tests of lowering do the same where there are GPUs; test_subprocess_lowering.py is about other processes."""
+    """Disable compilation ahead, as without GPUs; test_subprocess_lowering.py covers other processes."""
     monkeypatch.setattr(export_cache, "_compile_ahead", lambda *facts: None)
     monkeypatch.setattr(subprocess_lowering, "most_processes", lambda: 0)
 
@@ -93,7 +93,7 @@ def test_export_cache_shards(launch, kind, check_vma):
     both, one = PartitionSpec(("expert", "data")), PartitionSpec("expert")
 
     def shard(x, y):
-        out = run(x, y, interpret=False, factor=2.0)  # one operand varies over both axes, the other over one
+        out = run(x, y, interpret=False, factor=2.0)  # One operand varies over both axes, the other over one.
         seen.append(varying_axes(out))
         return out
 
@@ -129,7 +129,7 @@ def test_export_cache_errors_reach_caller():
 
 
 def lower_here(factor=2.0):
-    """By a process that has lowered nothing: the program, and how often its launch was traced for that."""
+    """Lower in a process without earlier launches; return the program, and how often its launch was traced."""
     run, traced = make_launch()
     return lower(lambda x: run(x, x, interpret=False, factor=factor), ROWS), len(traced)
 
@@ -161,7 +161,7 @@ def test_export_cache_truncated_files(cache, tmp_path):
 
 @pytest.mark.parametrize("what", ["nothing", "text", "end", "module", "other launch", "pipe", "folder", "huge"])
 def test_export_cache_foreign_files(what, cache, tmp_path):
-    """Also where the digest is right."""
+    """Also with a correct digest."""
     pytest.importorskip("flatbuffers")
     cache(tmp_path)
     other, _ = lower_here(factor=3.0)
@@ -196,7 +196,7 @@ def test_export_cache_foreign_files(what, cache, tmp_path):
 
 @pytest.fixture
 def limit():
-    """Sets the limit of JAX's cache."""
+    """Set the limit of JAX's cache."""
     before = jax.config.jax_compilation_cache_max_size
     yield lambda num_bytes: jax.config.update("jax_compilation_cache_max_size", num_bytes)
     jax.config.update("jax_compilation_cache_max_size", before)
@@ -210,8 +210,8 @@ def test_export_cache_evicts_least_recently_used(cache, limit, tmp_path):
     lower_here(factor=2.0)
     second = next(path for path in tmp_path.glob("*/*") if path != first)
     for age, path in enumerate((second, first), start=1):
-        os.utime(path, (age, age))  # the second is older
-    assert lower_here(factor=2.0)[1] == 0  # and is used again
+        os.utime(path, (age, age))  # The second is older.
+    assert lower_here(factor=2.0)[1] == 0  # And is used again.
     limit(first.stat().st_size + second.stat().st_size)
     assert lower_here(factor=3.0)[1] == 1
     assert not first.exists() and second.exists()
@@ -225,7 +225,7 @@ def test_export_cache_file_above_limit(num_bytes, cache, limit, tmp_path):
     lower_here(factor=2.0)
     limit(num_bytes)
     assert [lower_here(factor=3.0)[1] for _ in range(2)] == [1, 1]
-    assert lower_here(factor=2.0)[1] == 0  # what is there stays
+    assert lower_here(factor=2.0)[1] == 0  # The existing file stays.
 
 
 @pytest.mark.parametrize("what", ["sources_digest", "jaxlib", "jax", "devices"])
@@ -269,7 +269,7 @@ def test_export_cache_unwritable_folder(cache, tmp_path):
 
 @pytest.fixture
 def wait():
-    """Until all threads that the test has started have ended."""
+    """Wait until all threads that the test has started have ended."""
     before = set(threading.enumerate())
 
     def until_they_end():
@@ -281,7 +281,7 @@ def wait():
 
 @pytest.fixture
 def ahead(monkeypatch, wait):
-    """What has been compiled ahead, in a process with GPUs and cores, and whether that knew of the caller's mesh."""
+    """Record what is compiled ahead in a process with GPUs and cores, and whether it saw the caller's mesh."""
     compiled = []
 
     def compile_ahead(launch, shapes, x64):
@@ -350,11 +350,11 @@ def exported_for_here(function, *shapes):
 
 @pytest.fixture
 def eager_cache(cache, tmp_path):
-    """A folder of JAX's cache that keeps every program."""
+    """Set a folder of JAX's cache that keeps every program."""
     limit = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     cache(tmp_path)
-    reset_cache()  # which looks at the name of its folder once
+    reset_cache()  # It reads the name of its folder once.
     yield tmp_path
     jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
     reset_cache()
@@ -378,10 +378,10 @@ def test_export_cache_compiled_program_freed(x64, eager_cache, monkeypatch):
         launch = exported_for_here(lambda x: x * 2, shape)
     _compile_ahead(launch, (shape,), x64)
     assert counts == [1] and num_executables() == before
-    assert not any(path.is_file() for path in eager_cache.iterdir())  # XLA has a folder there on GPUs
+    assert not any(path.is_file() for path in eager_cache.iterdir())  # XLA has a folder there on GPUs.
     with jax.enable_x64(x64):
         jax.jit(launch.call).lower(shape).compile()
-    assert any(path.is_file() for path in eager_cache.iterdir())  # of other programs something is left
+    assert any(path.is_file() for path in eager_cache.iterdir())  # Other programs leave files.
 
 
 def test_export_cache_xla_error_raised_in_program():

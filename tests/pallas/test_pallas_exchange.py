@@ -1,6 +1,6 @@
-"""The kernel of local steps beside NumPy, whole layers of `pallas`, and what is lowered for CUDA.
+"""The kernel of local steps against NumPy, whole layers of `pallas`, and lowering for CUDA.
 
-Sums have one order, so that every comparison is of bits.
+Sums have one order, so that every comparison is exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POISON = np.nan
 
 @pytest.fixture
 def races(monkeypatch, capfd):
-    """Lets kernels run with the race detector; returns what it has found."""
+    """Run kernels with the race detector; return its findings."""
     if jax.default_backend() != "cpu":
         yield lambda: 0
         return
@@ -48,17 +48,17 @@ def refuse(*_, **__):
 
 @pytest.fixture
 def only_kernels(monkeypatch):
-    """Lets nothing fall back to XLA."""
+    """Disable fallbacks to XLA."""
     monkeypatch.setattr(local_steps.xla, "unpermute", refuse)
 
 
 def some_rows(rng, num_rows, *shape):
-    """Rows in any order, some of them several times, some of them none; the last row of all is never one of them."""
+    """Draw rows in any order, with duplicates and gaps, and without the last row."""
     return rng.integers(-1, num_rows - 1, shape).astype(np.int32)
 
 
 def poisoned(x, index):
-    """NaN in rows that are in no list."""
+    """Set rows that are in no list to NaN."""
     x = x.copy()
     x[~np.isin(np.arange(len(x)), index)] = POISON
     return x
@@ -69,7 +69,7 @@ def gathered(x, index):
 
 
 def summed(y, index):
-    """In float32 and in order of k, as the kernels and XLA do."""
+    """Sum in float32 in order of k, as the kernels and XLA do."""
     total = gathered(y, index[:, 0]).astype(F32)
     for k in range(1, index.shape[1]):
         total = total + gathered(y, index[:, k]).astype(F32)
@@ -91,11 +91,11 @@ def assert_same_pairs(got, want):
 )
 @pytest.mark.slow(unless={"lines": [4, 12]})
 def test_pallas_exchange_unpermute_to_fp8(lines, top_k, dtype, rng, races, only_kernels):
-    """The bits of rows that are quantised afterwards; of one row that is a permutation which quantises on the way."""
+    """The bits match rows that are quantized afterwards; with one row, a permutation that quantizes."""
     index = some_rows(rng, 17, 7, top_k)
     y = poisoned(reals(rng, 17, lines * 128, dtype=F32), index).astype(dtype)
     y = y * np.exp2(rng.integers(*((-10, 3) if dtype == F16 else (-60, 60)), (17, 1))).astype(dtype)
-    y[index[0, 0], 130] = POISON  # one group is lost, and no other
+    y[index[0, 0], 130] = POISON  # Only one scale block is lost.
     assert_same_pairs(local_steps.unpermute(jnp.asarray(y), jnp.asarray(index), FP8), quantized(y, index))
     assert races() == 0
 
@@ -107,7 +107,7 @@ def test_pallas_exchange_vmap(rng, only_kernels):
         assert_same_pairs([part[n] for part in got], quantized(y[n], index[n]))
 
 
-# Rows with fewer lines than a warpgroup has warps, an empty list, and sums that are not quantised.
+# Rows with fewer lines than a warpgroup has warps, an empty list, and sums that are not quantized.
 @pytest.mark.parametrize(
     ("columns", "num_rows", "dtype"), [(128, 7, FP8), (512, 0, FP8), (512, 7, BF16), (72, 7, F32)], ids=str
 )
@@ -129,7 +129,7 @@ def test_pallas_exchange_xla_parts(columns, num_rows, dtype, rng, monkeypatch):
 @pytest.mark.parametrize("in_segments", [False, True], ids=["to_all", "rounds"])
 @pytest.mark.slow(unless={"num_ranks": [2], "in_segments": [True]})
 def test_pallas_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, monkeypatch):
-    """The bits of `xla`, with its two ways between the kernels, and padding that nobody reads."""
+    """The results match `xla` bit for bit, with both of its algorithms, and padding is never read."""
     if in_segments:
         monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
         monkeypatch.setattr(rounds, "round_size", lambda *_: 3)
@@ -155,7 +155,7 @@ def test_pallas_exchange(num_ranks, wire_dtype, in_segments, expert_mesh, rng, m
 @pytest.mark.parametrize("recipe", [None, "fp8"], ids=str)
 @pytest.mark.slow
 def test_pallas_exchange_layer_and_gradients(recipe, rng):
-    """A whole layer with `pallas` alone; whole numbers, which it and `xla` add without rounding."""
+    """A whole layer with `pallas` only; whole numbers, which it and `xla` add exactly."""
     x, idx = integers(rng, 12, 512, dtype=BF16), rng.integers(-1, 3, (12, 2)).astype(np.int32)
     weights = probabilities(rng, 12, 2)
     w_gate_up, w_down = reals(rng, 3, 512, 256, dtype=BF16), reals(rng, 3, 128, 512, dtype=BF16)
@@ -178,7 +178,7 @@ def test_pallas_exchange_layer_and_gradients(recipe, rng):
 
 
 def lower(call, *arguments):
-    """MLIR of a call for CUDA, with all checks of layouts and of shared memory."""
+    """Return MLIR of a call for CUDA, with all checks of layouts and of shared memory."""
     shapes = [jax.ShapeDtypeStruct(*argument) for argument in arguments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_steps, "is_interpreted", lambda: False)
@@ -203,6 +203,6 @@ def test_pallas_exchange_models_lower(model, x64, only_kernels):
 @pytest.mark.parametrize("rows", [32768, 32767])
 @pytest.mark.slow
 def test_pallas_exchange_extreme_sizes_lower(rows, only_kernels):
-    """The longest rows, the shortest, many choices, and offsets past 32 bits."""
+    """The longest rows, the shortest, large top_k, and offsets past 32 bits."""
     for columns, top_k in ((512, 64), (1 << 15, 32)):
         assert "mosaic_gpu" in lower(to_fp8, ((1 << 20, columns), BF16), ((rows, top_k), jnp.int32))

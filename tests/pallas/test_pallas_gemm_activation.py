@@ -1,4 +1,4 @@
-"""Layers that store activated rows where nobody wants a gradient, and else run and keep what they did."""
+"""Layers that store activated rows without gradients, and hidden rows with gradients."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ARGUMENTS = ("x", "weights", "w_gate_up", "w_down")
 
 
 def arrays_of(rng, num_ranks=1, gated=True):
-    """Expert ids, and all that is differentiable, by rank."""
+    """Return expert ids, and all differentiable arrays, by rank."""
     layer = Layer(rng, "uniform", num_ranks, SHAPE, BF16, gated=gated)
     x, topk_idx, *others = layer.args
     return topk_idx, (x, *others)
 
 
 def moe(experts=PLAIN, keep=None, **biases):
-    """`(topk_idx, x, weights, w_gate_up, w_down)` to the layer's result."""
+    """Return a function of `(topk_idx, x, weights, w_gate_up, w_down)`."""
     schedule = jax_ep.Schedule(keep_tokens=keep)
     options = {"num_experts": SHAPE.num_experts, "implementation": "pallas", "schedule": schedule, **biases}
     return lambda topk_idx, x, *others: jax_ep.moe(x, topk_idx, *others, experts=experts, **options)
@@ -49,7 +49,7 @@ def is_activated(call, *arguments):
 
 
 def test_gemm_activation_selection(expert_mesh, rng):
-    """Not in what a gradient needs, nor of what the kernel does not take."""
+    """It is not used for gradients, nor for unsupported shapes."""
     mesh = expert_mesh(1)
     topk_idx, arrays = arrays_of(rng)
     assert is_activated(per_rank(moe(), mesh), topk_idx, *arrays)
@@ -81,7 +81,7 @@ def test_gemm_activation_supported():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.slow
 def test_gemm_activation_matches_training(num_ranks, expert_mesh, rng):
-    """Of which hidden rows are rounded on the way; with a bias of the second product."""
+    """Hidden rows are rounded only in training; with a bias of the second GEMM."""
     topk_idx, arrays = arrays_of(rng, num_ranks)
     b_down = reals(rng, SHAPE.num_experts // num_ranks, SHAPE.hidden, dtype=BF16)
     layer = per_rank(moe(b_down=b_down), expert_mesh(num_ranks))
@@ -92,7 +92,7 @@ def test_gemm_activation_matches_training(num_ranks, expert_mesh, rng):
 @pytest.mark.parametrize("argnums", [(0,), (1, 3), (2,)], ids=str)
 @pytest.mark.slow
 def test_gemm_activation_partial_gradients(argnums, expert_mesh, rng):
-    """Have the bits that they have among those of all."""
+    """Gradients of some arguments have the same bits as among those of all."""
     topk_idx, arrays = arrays_of(rng)
     layer = per_rank(moe(), expert_mesh(1))
 
@@ -109,7 +109,7 @@ def test_gemm_activation_partial_gradients(argnums, expert_mesh, rng):
 
 @pytest.fixture
 def for_gpus(monkeypatch):
-    """Traces launches as for GPUs: `jax.checkpoint` refuses the interpreter's."""
+    """Trace launches as for GPUs, because `jax.checkpoint` does not support the interpreter."""
     for module in (gemm_activation, grouped_gemm):
         monkeypatch.setattr(module, "is_interpreted", lambda: False)
 
@@ -118,7 +118,7 @@ def for_gpus(monkeypatch):
 @pytest.mark.parametrize("argnums", [(0, 1, 2, 3), (0,)], ids=str)
 @pytest.mark.slow
 def test_gemm_activation_residuals(keep, argnums, expert_mesh, rng, monkeypatch, for_gpus):
-    """Without a policy and with one that saves hidden rows by their name: as of a layer that never activates rows."""
+    """Without a policy, and with one that saves hidden rows by name: as in a layer that never activates rows."""
     topk_idx, arrays = arrays_of(rng, 2)
     nothing, these = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names
     policies = None, nothing, these("jax_ep.hidden"), these("jax_ep.tokens"), these("jax_ep.output")

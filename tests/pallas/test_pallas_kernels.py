@@ -1,6 +1,6 @@
-"""The Pallas kernels with all tiles beside the oracle, and their lowering for CUDA.
+"""The Pallas kernels with all tiles against the oracle, and their lowering for CUDA.
 
-On the CPU they run in Mosaic's interpreter, with its race detector; on Hopper GPUs as they are.
+On the CPU they run in Mosaic's interpreter, with its race detector; on Hopper GPUs they run natively.
 """
 
 import functools
@@ -27,22 +27,23 @@ REFUSAL = requirements.refusal(Options("grouped_gemm", (), ("pallas",)), "groupe
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="this is about the interpreter")
 
-# One tile for a group, some of one height, and many, visited in bands; one, two and four chunks of results.
+# One tile per group, some of one block_m, and many, visited in bands; one, two and four chunks of results.
 LOW, HALF, HIGH = ForwardTiles((16, 32), band=2), ForwardTiles((32, 64, 80, 96, 112, 128)), ForwardTiles()
 FORWARD = (LOW, HALF, HIGH)
 WEIGHTS = (WeightTiles(128, 6), WeightTiles(256, 4))
-NARROW = WeightTiles(128, 5)  # of results in float32
-# Groups that begin within blocks of 8 rows and end at every kind of place, and rows past them.
+NARROW = WeightTiles(128, 5)  # Of results in float32.
+# Groups that start within blocks of 8 rows and end at all kinds of positions, and rows past them.
 SIZES = np.array([3, 0, 66, 128, 1, 0, 39], np.int32)
 ROWS = 251
 
 
 @pytest.fixture
 def races(monkeypatch, capfd):
-    """Lets kernels run with the race detector; returns what it has found.
+    """Run kernels with the race detector; return its findings.
 
-    It takes the two views of the memory for results as one buffer of both consumers, so that they must not share any.
-    What orders the uses of one consumer is seen without that too: both views wait for all stores before them.
+    The detector treats the two views of the result memory as one buffer of both consumers, so they must not share any.
+    The
+    order of one consumer's accesses is covered anyway: both views wait for all stores before them.
     """
     if jax.default_backend() != "cpu":
         yield lambda: 0
@@ -78,7 +79,7 @@ EXPERTS = (Experts(), CLAMPED, Experts("gelu"), Experts("relu", clamp=1.0), Expe
 
 
 def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
-    """Operands with NaN past the groups, and activated rows of them."""
+    """Return operands with NaN past the groups, and their activated rows."""
     lhs = reals(rng, rows, depth, dtype=dtype)
     rhs = (reals(rng, len(sizes), depth, 2 * intermediate) / np.sqrt(depth) * 3).astype(dtype)
     weights, used = probabilities(rng, 1, rows)[0] * rows, sizes.sum()
@@ -88,13 +89,13 @@ def activated_operands(rng, experts, rows, sizes, depth, intermediate, dtype):
     return (lhs, rhs, sizes, weights), want[:used]
 
 
-# Of 320 columns the last tile has a half. Several steps, more than there are slots.
+# With 320 columns the last tile is half full. Several steps, more than there are slots.
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("experts", EXPERTS, ids=str)
 @pytest.mark.parametrize("tiles", [LOW, tiling.activated_tiles()], ids=str)
 @pytest.mark.slow(unless={"tiles": [LOW], "experts": [CLAMPED], "dtype": [BF16]})
 def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
-    arrive = plgpu.barrier_arrive  # as below
+    arrive = plgpu.barrier_arrive  # As below.
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
     operands, want = activated_operands(rng, experts, ROWS, SIZES, 330, 320, dtype)
     out = np.asarray(activated.gemm_activation(experts, *operands, tiles=tiles))
@@ -103,7 +104,7 @@ def test_pallas_activated(tiles, experts, dtype, rng, races, monkeypatch):
     assert races() == 0
 
 
-# More steps than there are slots of the ring, tiles of a group that are no band, and what the package takes.
+# More steps than slots of the ring, tiles of a group that are not a band, and the package's default.
 FP8_TILES = (Fp8Tiles(128, 3, band=2), Fp8Tiles())
 
 
@@ -111,9 +112,9 @@ FP8_TILES = (Fp8Tiles(128, 3, band=2), Fp8Tiles())
 @pytest.mark.parametrize("tiles", FP8_TILES, ids=str)
 @pytest.mark.slow(unless={"tiles": [Fp8Tiles()], "steps": [7]})
 def test_pallas_fp8(tiles, steps, rng, races, monkeypatch):
-    """Scales that are powers of two, of every size, change no bit of sums of small integers."""
-    # The detector wants a fence between loads by threads and later copies by TMA; on GPUs a barrier orders them, which
-    # CUTLASS and DeepGEMM rely on, too.
+    """Power-of-two scales of every size change no bit of sums of small integers."""
+    # The detector expects a fence between loads by threads and later TMA copies; on GPUs a barrier orders them, as
+    # CUTLASS and DeepGEMM rely on.
     arrive = plgpu.barrier_arrive
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
     depth, columns = steps * 128, 328
@@ -133,11 +134,11 @@ def test_pallas_fp8(tiles, steps, rng, races, monkeypatch):
 @pytest.mark.parametrize("tiles", [Fp8WeightTiles(128, 4, band=2), Fp8WeightTiles()], ids=str)
 @pytest.mark.slow(unless={"tiles": [Fp8WeightTiles()]})
 def test_pallas_fp8_weights(tiles, rng, races, monkeypatch):
-    """Groups of no block, of one and of several, more tiles than one in both directions, and blocks of no group."""
-    arrive = plgpu.barrier_arrive  # as above
+    """Groups of no block, of one and of several, several tiles in both directions, and blocks of no group."""
+    arrive = plgpu.barrier_arrive  # As above.
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: (plgpu.commit_smem(), arrive(barrier)))
     sizes, depth, columns = np.array([128, 0, 3, 700], np.int32), 200, 264
-    places = 9 * 128  # of which two are nobody's
+    places = 9 * 128  # Two of them belong to no group.
     lhs, rhs = integers(rng, depth, places, dtype=oracle.FP8), integers(rng, columns, places, dtype=oracle.FP8)
     lhs_scales, rhs_scales = (np.exp2(rng.integers(-3, 3, (9, n))).astype(F32) for n in (depth, columns))
     left, right = (
@@ -176,7 +177,7 @@ def test_pallas_race_detector(rng, races, monkeypatch):
     raised = ""
     try:
         jax.block_until_ready(gemm.grouped_gemm(lhs, rhs, sizes, **options))
-    except jax.errors.JaxRuntimeError as error:  # so JAX 0.12 reports a race; 0.11 prints it
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 reports a race this way; 0.11 prints it.
         raised = str(error)
     assert "RACE DETECTED" in raised or races() > 0
 
@@ -184,7 +185,7 @@ def test_pallas_race_detector(rng, races, monkeypatch):
 @pytest.mark.parametrize("tiles", [LOW, HALF, *WEIGHTS], ids=str)
 @pytest.mark.slow
 def test_pallas_one_chunk_wide(tiles, rng):
-    """Columns of tiles that the result does not have must not reach its other rows, nor rows other matrices."""
+    """Columns of tiles beyond the result must not reach its other rows, and rows must not reach other groups."""
     sizes = np.array([5, 0, 12, 100], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((120, 64), (4, 64, 64), (120, 64)))
     if isinstance(tiles, ForwardTiles):
@@ -200,7 +201,7 @@ def test_pallas_one_chunk_wide(tiles, rng):
 @pytest.mark.parametrize("end", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 250])
 @pytest.mark.slow(unless={"end": [33], "out_dtype": [BF16]})
 def test_pallas_all_block_m(end, out_dtype, rng):
-    """Groups that begin and end within blocks, beside rows of NaN: neither is anything missing nor more stored."""
+    """Groups start and end within blocks, next to rows of NaN: no row is missing and no extra row is stored."""
     sizes = np.array([5, end, 255 - end], np.int32)
     lhs, rhs, d_out = (integers(rng, *shape, dtype=BF16) for shape in ((267, 64), (3, 64, 64), (267, 64)))
     lhs[260:] = d_out[260:] = np.nan
@@ -214,7 +215,7 @@ def test_pallas_all_block_m(end, out_dtype, rng):
 @pytest.mark.parametrize("end", [1, 8, 33, 64, 119, 127, 129, 250])
 @pytest.mark.slow(unless={"end": [119]})
 def test_pallas_activated_all_block_m(end, rng):
-    """Rows of a tile that are others', of which each has one weight, and those of the last column beside a half."""
+    """Rows of a tile that belong to other groups, each with a weight, and those of a half-full last column."""
     sizes = np.array([5, end, 255 - end], np.int32)
     operands, want = activated_operands(rng, Experts(), 267, sizes, 64, 64, BF16)
     operands[0][5] = np.nan
@@ -229,7 +230,7 @@ def test_pallas_activated_all_block_m(end, rng):
     ids=str,
 )
 def test_pallas_activated_shapes(rows, depth, intermediate, dtype, rng):
-    """Halves that must be padded, and what is for XLA."""
+    """Halves that must be padded, and shapes that use XLA."""
     sizes = np.array([rows // 3, 0, rows - rows // 3 - rows // 7], np.int32)
     operands, want = activated_operands(rng, CLAMPED, rows, sizes, depth, intermediate, dtype)
     out = np.asarray(activated.gemm_activation(CLAMPED, *operands))
@@ -268,7 +269,7 @@ def test_pallas_empty_arrays(shape):
 
 
 def lower(call, *shapes):
-    """MLIR of a call for CUDA, with all checks of layouts, of shared memory and of where copies begin."""
+    """Return MLIR of a call for CUDA, with all checks of layouts, of shared memory and of copy alignment."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else BF16) for shape in shapes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "is_interpreted", lambda: False)
@@ -304,7 +305,7 @@ def test_pallas_activated_lowers(experts, x64):
 @pytest.mark.parametrize("rows", [2048, 32768])
 @pytest.mark.slow(unless={"out_dtype": [F32], "rows": [32768]})
 def test_pallas_fp8_lowers(rows, out_dtype):
-    """Results in float32 take as much shared memory as those in 16 bits: the epilogue sends fewer rows at once."""
+    """Results in float32 take as much shared memory as 16-bit ones: the epilogue sends fewer rows at once."""
     fp8, scale = jnp.float8_e4m3fn, jnp.float32
     shapes = (
         ((rows, 7168), fp8),
@@ -357,17 +358,18 @@ def test_pallas_large_results_lower():
 
 @pytest.mark.slow
 def test_pallas_misaligned_copies_do_not_lower(monkeypatch):
-    """They would bring the wrong rows, which the interpreter does not see: the lowering must."""
+    """They would copy the wrong rows, which only the lowering detects, not the interpreter."""
     monkeypatch.setattr(pl, "multiple_of", lambda x, multiple: x)
     jax.clear_caches()
     call = functools.partial(gemm.grouped_gemm, transpose_rhs=False, out_dtype=BF16)
     with pytest.raises(ValueError, match=r"divisibility|Failed to infer"):
-        lower(call, (32768, 7232), (64, 7232, 4096), (64,))  # sizes of no other test: launches are lowered once
+        # Sizes of no other test, because launches are lowered once.
+        lower(call, (32768, 7232), (64, 7232, 4096), (64,))
     jax.clear_caches()
 
 
 def test_pallas_tables_fit_in_shared_memory():
-    """All tiles that the tables give have been lowered above."""
+    """All tiles in the tables are lowered above."""
     assert {tiling.forward_tiles(rows, 64) for rows in (64, 32768)} <= set(FORWARD)
     assert {tiling.weight_tiles(columns) for columns in (64, 384, 4096)} <= set(WEIGHTS)
     assert {tiling.weight_tiles(columns, 4) for columns in (64, 384, 4096)} == {NARROW}

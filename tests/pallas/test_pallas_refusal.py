@@ -1,4 +1,4 @@
-"""What `pallas` refuses, with which reason, and when that is worth a word."""
+"""What `pallas` does not support, with which reason, and when it is logged."""
 
 import logging
 import types
@@ -28,7 +28,7 @@ def choose(asked=None, operation="grouped_gemm", dtype=BF16, *facts):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """GPUs of this compute capability, as far as refusals look; without Triton unless it `serves`."""
+    """Fake GPUs of this compute capability; without Triton unless it `serves`."""
 
     def make(capability="9.0", *, serves=False):
         device = types.SimpleNamespace(compute_capability=capability)
@@ -51,9 +51,9 @@ def test_pallas_support_order():
     ("wanted", "product", "dtype"),
     [
         ("pallas", PRODUCT, BF16),
-        ("triton", (32768, 7168, 4096, 256), BF16),  # few rows
-        ("triton", (32764, 7168, 4096, 64), BF16),  # copies of rows
-        ("triton", (32768, 7160, 4096, 64), BF16),  # copies of matrices
+        ("triton", (32768, 7168, 4096, 256), BF16),  # Few rows.
+        ("triton", (32764, 7168, 4096, 64), BF16),  # Copies of rows.
+        ("triton", (32768, 7160, 4096, 64), BF16),  # Copies of weights.
         ("triton", (32768, 7168, 4104, 64), BF16),
         ("triton", PRODUCT, F32),
         ("triton", (), BF16),
@@ -66,7 +66,7 @@ def test_pallas_support_preferred(wanted, product, dtype, hopper, caplog):
     assert choose(("triton", "pallas"), "grouped_gemm", dtype, *product) == "triton"
     hopper("8.0", serves=True)
     assert choose(None, "grouped_gemm", dtype, *product) == "triton"
-    assert not caplog.records  # nobody expected another one
+    assert not caplog.records  # No other implementation was requested.
 
 
 def test_pallas_support_hopper_without_triton(hopper, caplog):
@@ -117,7 +117,7 @@ def test_pallas_support_exchange_when_named(hopper):
     assert choose(("pallas", "xla"), "exchange", BF16, *EXCHANGE) == "pallas"
     assert choose("pallas", "exchange", F32, *EXCHANGE) == choose("pallas", "activation", F32) == "pallas"
     foreign = (*EXCHANGE[:2], True, None)
-    assert choose("pallas", "exchange", BF16, *foreign) == "pallas"  # all handles have the same rows
+    assert choose("pallas", "exchange", BF16, *foreign) == "pallas"  # All handles have the same rows.
 
 
 def test_pallas_support_other_platforms(monkeypatch):
@@ -149,7 +149,7 @@ def test_pallas_support_interpreter_needs_threads(monkeypatch):
 
 @on_cpu
 def test_pallas_support_mixed_implementations(monkeypatch):
-    """As on GPUs without Triton: xla exchanges and activates, and products choose for themselves. Or all by name."""
+    """On GPUs without Triton, xla communicates and activates, and GEMMs choose separately. Also with explicit names."""
     monkeypatch.setattr(requirements, "_missing_on_cpu", lambda: None)
     monkeypatch.setattr(requirements, "is_fastest", lambda options, operation, *_: operation == "grouped_gemm")
     monkeypatch.setattr(Options, "alone", True)

@@ -1,4 +1,4 @@
-"""Tiles of rows: every row belongs to one tile of its group, whatever the sizes."""
+"""Row tiles: every row belongs to one tile of its group, for all sizes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +12,11 @@ from jax_ep.xla.grouped_gemm import locate_groups
 
 SIZES = ([6, 6, 6, 6], [0, 0, 0, 0], [0, 64, 0, 1], [1, 127, 128, 129], [3, -5, 7, 2], [1 << 30, 1 << 30, 1 << 30, 1])
 ALL_TILES = (ForwardTiles(), ForwardTiles((16, 32), band=2), ForwardTiles((32, 48, 64), band=3), Fp8Tiles(band=2))
-CHUNK = 32  # rows of float32 that are stored at once
+CHUNK = 32  # Rows of float32 that are stored at once.
 
 
 def make(sizes, num_rows, tiles):
-    """The tiles that exist, and their heights."""
+    """Return the tiles that exist, and their block_m."""
     made = [np.asarray(x) for x in row_tiles(jnp.array(sizes, jnp.int32), num_rows, tiles, interpret=is_interpreted())]
     assert 0 < made[-1][0] <= len(made[0])
     *made, _ = (x[: made[-1][0]] for x in made)
@@ -27,7 +27,7 @@ def make(sizes, num_rows, tiles):
 @pytest.mark.parametrize("sizes", [*SIZES, 9, 131], ids=str)
 @pytest.mark.slow(unless={"tiles": [ALL_TILES[0], ALL_TILES[-1]]})
 def test_pallas_schedule_covers_rows(sizes, tiles, rng):
-    """Of given sizes, or of so many random ones: 131 are more than a warpgroup has threads."""
+    """Given sizes, or a number of random ones: 131 exceed the threads of a warpgroup."""
     sizes = rng.multinomial(380, rng.dirichlet(np.ones(sizes))) if isinstance(sizes, int) else sizes
     num_rows = 400
     (group, row, _, start, end, band, band_size), heights = make(sizes, num_rows, tiles)
@@ -39,7 +39,7 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
         assert rows.start < rows.stop
         assert (owner[rows] == -1).all()
         owner[rows] = group[i]
-        if isinstance(tiles, ForwardTiles):  # rows of others are in the first chunk and the last one alone
+        if isinstance(tiles, ForwardTiles):  # Rows of other groups are only in the first and the last chunk.
             assert rows.start - row[i] <= CHUNK
             assert row[i] + height - rows.stop < (height - 1) % CHUNK + 1
         else:
@@ -52,7 +52,7 @@ def test_pallas_schedule_covers_rows(sizes, tiles, rng):
 
 
 def test_pallas_schedule_block_m_follows_groups():
-    """As few tiles as possible, of one height up to three of them; the tallest come first."""
+    """As few tiles as possible, with up to three sharing a block_m; the tallest come first."""
     (group, *_), heights = make([100, 530, 250, 1300, 20], 2200, ForwardTiles())
     assert [(g, [*heights[group == g]]) for g in dict.fromkeys(group.tolist())] == [
         (2, [256]),
@@ -64,7 +64,7 @@ def test_pallas_schedule_block_m_follows_groups():
 
 
 def test_pallas_schedule_tile_list_length():
-    """The most tiles that sizes can need: every group begins with the last row of a block."""
+    """The maximum number of tiles: every group starts with the last row of a block."""
     tiles = ForwardTiles((16, 32))
     made = row_tiles(jnp.array([7] + [32] * 15, jnp.int32), 487, tiles, interpret=is_interpreted())
     assert 1 + 2 * 15 == int(made.total[0]) <= made.group.shape[0]
@@ -85,10 +85,10 @@ def test_pallas_schedule_sizes_beyond_int32():
 
 def test_pallas_schedule_weight_tiles():
     assert tiling.weight_tiles(4096).columns == 256
-    assert tiling.weight_tiles(384).columns == 128  # 256 would compute a third in vain
+    assert tiling.weight_tiles(384).columns == 128  # With 256, a third of the work would be wasted.
 
 
 def test_pallas_schedule_weight_gradient_stages():
-    """With three, the slot of a tile's last step would be waited for by what its consumers wait for."""
+    """With three stages, a tile's last step and its consumers would wait for each other."""
     with pytest.raises(ValueError, match=r"stages=3, .* at least 4"):
         tiling.WeightTiles(128, 3)

@@ -1,4 +1,4 @@
-"""Launches that are lowered in processes of their own: the same ones, which programs wait for when they are lowered."""
+"""Launches that are lowered in separate processes: the same code, which programs wait for when they are lowered."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ GRADIENT = {"out_dtype": BF16, "tiles": WeightTiles(128, 6)}
 
 
 def make_launch():
-    """A launch as a process finds it, and of each tracing of it: shape, factor, whether for shapes, without a mesh."""
+    """Create a launch that is new to the process, and records of its tracings: shape, factor, for shapes only, mesh."""
     traced = []
 
     def scale(x, y, *, interpret, factor):
@@ -48,7 +48,7 @@ def lower(function, *shapes):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """As where there are GPUs and cores, and no files of earlier processes; the threads that have begun a process."""
+    """Simulate GPUs and cores without files of earlier processes; return the threads that have started a process."""
     begun = []
 
     def run(*args, **options):
@@ -66,7 +66,7 @@ numbered = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic's n
 
 
 def kernels(text):
-    """What Mosaic knows kernels by: hashes of what they were lowered to, without places in sources."""
+    """Return the names under which Mosaic knows kernels: hashes of their lowered code without source locations."""
     return sorted(re.findall(r'kernel_hash = "([^"]*)"', text))
 
 
@@ -79,7 +79,7 @@ def kernels_here(launch, shapes, static, x64=False):
 @numbered
 @pytest.mark.slow
 def test_subprocess_lowering_same_launch(processes):
-    """One is lowered here and the other in a process."""
+    """One launch is lowered here and the other in a process."""
 
     def both(x, matrices, sizes):
         product = grouped_gemm._launch_forward(x, matrices, sizes, interpret=False, **FORWARD)
@@ -97,7 +97,7 @@ def test_subprocess_lowering_same_launch(processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
 def test_subprocess_lowering_passes_state(x64, processes, monkeypatch):
-    """How many multiprocessors there are, and whether numbers have 64 bits."""
+    """The process gets the number of multiprocessors, and the x64 setting."""
     device = type("Device", (), {"core_count": 1})()
     monkeypatch.setattr(subprocess_lowering.jax, "local_devices", lambda: [device])
     launch = grouped_gemm._launch_forward
@@ -143,7 +143,7 @@ def test_subprocess_lowering_shards(processes):
 
 
 def test_subprocess_lowering_results_are_shapes(processes):
-    """A kernel is not traced for them, however often."""
+    """Result shapes never trace the kernel."""
     run = functools.partial(grouped_gemm._launch_forward, interpret=False, **FORWARD)
     found = jax.eval_shape(run, *PRODUCT)
     assert (found.shape, found.dtype) == ((64, 128), BF16)
@@ -202,7 +202,7 @@ def wait_until(condition):
 
 
 def test_subprocess_lowering_ignores_current_folder(tmp_path, monkeypatch):
-    """Unless this process does: `python -m` would look there first."""
+    """Unless this process does: `python -m` would search there first."""
     (tmp_path / "inspect.py").write_text("raise ImportError('planted')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -242,7 +242,7 @@ def test_subprocess_lowering_falls_back(how, processes, monkeypatch):
 
 
 class Unsent(float):
-    """A number that no other process can be told of."""
+    """A number that cannot be sent to another process."""
 
     asked = staticmethod(lambda: None)
 

@@ -1,4 +1,4 @@
-"""One time line of several clocks: bounds from messages, and what becomes of clocks that drift."""
+"""Alignment of several clocks: bounds from messages, and clocks that drift."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_ep.tracing.clocks import Message, align
 def messages(
     rng: np.random.Generator, offsets: np.ndarray, pairs: list[tuple[int, int]], count: int = 200
 ) -> list[Message]:
-    """Messages that take at least 300 ns between clocks with these offsets to the true time."""
+    """Create messages that take at least 300 ns between clocks with these offsets to the true time."""
     found = []
     for source, target in pairs:
         for _ in range(count):
@@ -32,7 +32,7 @@ def test_clock_alignment_known_offsets(rng: np.random.Generator) -> None:
         assert error is not None
         assert abs(clocks.offset_ns[device] - offsets[device]) <= error
         assert (error == 0) if device == 0 else (0 < error <= 600)
-    # The offsets that were chosen let no message arrive before it was sent.
+    # With the chosen offsets, no message arrives before it was sent.
     for m in sent:
         assert m.seen + clocks.offset_ns[m.target] >= m.sent + clocks.offset_ns[m.source]
 

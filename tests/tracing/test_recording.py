@@ -1,4 +1,4 @@
-"""Recordings of real launches: every task once, in order, and no bit of a result different."""
+"""Recordings of real launches: every task once, in order, without changes of results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 W, T, K, E, H, INNER = 2, 6, 2, 4, 128, 128
 BF16 = jnp.dtype(jnp.bfloat16)
 OPTIONS: dict[str, Any] = {"num_experts": E, "implementation": "triton"}
-WAITS = {"wait", "publish"}  # beside what a task is about
+WAITS = {"wait", "publish"}  # Next to a task's own events.
 
 
 def inputs(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -61,14 +61,14 @@ def record(fn: Any, mesh: Mesh, args: Any, **options: Any) -> tuple[tracing.Trac
 
 
 def tasks(trace: tracing.Trace, kernel: str, device: int, *but: str) -> list[tuple[str, int]]:
-    """Kinds and tasks of the one launch of a kernel, without some kinds, in order of task."""
+    """Return kinds and tasks of the one launch of a kernel, without some kinds, in task order."""
     events = trace.only(kernel, last=1).events
     own = events[(events["device"] == device) & ~np.isin(events["kind"], [KINDS.index(kind) for kind in but])]
     return sorted(((KINDS[e["kind"]], int(e["task"])) for e in own), key=lambda pair: pair[1])
 
 
 def check(trace: tracing.Trace) -> None:
-    """What holds for every trace."""
+    """Check invariants of every trace."""
     assert len(trace.events) and not any(trace.num_dropped.values())
     assert (trace.events["end"] >= trace.events["begin"]).all()
     for event in trace.events:
@@ -79,7 +79,7 @@ def check(trace: tracing.Trace) -> None:
             own = own[np.argsort(own["begin"], kind="stable")]
             assert (own["begin"][1:] >= own["end"][:-1]).all(), "events of a program overlap"
             assert (np.diff(own["launch"]) >= 0).all()
-    # One task is one thing: a program waits for it, does it, and tells of it.
+    # A task is unique: a program waits for it, does it, and signals it.
     keys = trace.events[["device", "launch", "kind", "task", "peer"]][
         ~np.isin(trace.events["kind"], kinds("wait", "push"))
     ]
@@ -236,7 +236,7 @@ def test_recording_scan_same_bits(two_ranks: Mesh, rng: np.random.Generator) -> 
 def test_recording_overflow_counted(two_ranks: Mesh, rng: np.random.Generator) -> None:
     args = inputs(rng)
     whole, want = record(round_trip, two_ranks, args)
-    room = 12 if jax.default_backend() == "cpu" else 1  # less than one program has
+    room = 12 if jax.default_backend() == "cpu" else 1  # Less than one program has.
     part, got = record(round_trip, two_ranks, args, events_per_program=room)
     np.testing.assert_array_equal(got, want)
     for device in range(W):
@@ -245,7 +245,7 @@ def test_recording_overflow_counted(two_ranks: Mesh, rng: np.random.Generator) -
         counts = np.bincount(of_whole["program"])
         if (
             counts.size == 1
-        ):  # as in the interpreter, where the first program takes all tasks, and the second leaves last
+        ):  # As in the interpreter, where the first program takes all tasks, and the second leaves last.
             kept = part.events[part.events["device"] == device]
             assert part.num_dropped[device] == counts[0] - room
             assert len(kept) == room
@@ -255,7 +255,7 @@ def test_recording_overflow_counted(two_ranks: Mesh, rng: np.random.Generator) -
 
 @pytest.mark.slow
 def test_recording_compiles_once(two_ranks: Mesh, rng: np.random.Generator) -> None:
-    """One program with recordings and one without, whatever their room is; and recording is part of jit's key."""
+    """There is one program with recordings and one without, for any buffer size; recording is part of jit's key."""
     x, ids, *_ = inputs(rng)
     traces = []
 
@@ -290,7 +290,7 @@ def test_recording_program_runs_without_recording(two_ranks: Mesh, rng: np.rando
 
 @pytest.mark.slow
 def test_recording_clocks_agree(two_ranks: Mesh, rng: np.random.Generator) -> None:
-    """Workers share a clock: the interval in which their offset must lie has zero in it."""
+    """Workers share a clock: the interval of their offset contains zero."""
     header, num_words = tracing.events.area_header(tracing.recording._most_programs(), 128)
     with context.record(header, num_words) as raw:
         harness.run(round_trip, two_ranks, *inputs(rng))

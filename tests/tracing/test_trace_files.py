@@ -1,4 +1,4 @@
-"""What is made of events: summaries with known numbers, files that Perfetto reads, pictures, merged parts."""
+"""Processing of events: summaries with known numbers, Perfetto files, pictures, and merged parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_ep import __main__, tracing
 from jax_ep.tracing import KINDS
 from jax_ep.tracing.events import EVENT, Launch, Written
 
-# Device 0 of two: program 0 pushes to 1 and waits for it, program 1 multiplies, program 2 has nothing to do.
+# Device 0 of two: program 0 pushes to 1 and waits for it, program 1 computes, program 2 is idle.
 ROWS = {
     0: [
         ("announce", 0, 0, -1, 0, 0, 10),
@@ -37,7 +37,7 @@ ROWS = {
         ("wait", 0, 2, 0, 0, 85, 105),
     ],
 }
-SKEW = 1_000_000  # of the clock of device 1
+SKEW = 1_000_000  # Of the clock of device 1.
 
 
 def written(device: int, skew: int = 0) -> Written:
@@ -55,7 +55,7 @@ def trace() -> tracing.Trace:
 
 
 def test_trace_peer_clock(trace: tracing.Trace) -> None:
-    # 0 tells 1 at 50, seen at 105: at least -55; 1 tells 0 at 80, seen at 90: at most 10.
+    # 0 signals 1 at 50, seen at 105: at least -55; 1 signals 0 at 80, seen at 90: at most 10.
     assert trace.clocks.offset_ns == {0: 0, 1: SKEW + (10 - 55) // 2}
     assert trace.clocks.error_ns == {0: 0, 1: 33}
     assert (trace.events["begin"][trace.events["device"] == 1] < 0).all(), "events keep the times of their own clock"
@@ -66,7 +66,7 @@ def test_trace_summary_known_numbers(trace: tracing.Trace) -> None:
     assert (summary["unit"], summary["step_ns"], summary["num_dropped"]) == ("ns", 5, {0: 0, 1: 2})
     kernel = summary["kernels"]["dispatch_gemm"]
     assert (kernel["launches"], kernel["duration"]) == (2, 100.0)
-    # 3 programs, 100 ns, 2 devices; busy are 60 + 70 of device 0 and 80 of device 1, waiting 30 and 20.
+    # 3 programs, 100 ns, 2 devices: busy for 60 + 70 on device 0 and 80 on device 1, waiting for 30 and 20.
     assert kernel["busy"] == pytest.approx(210 / 600)
     assert kernel["waiting"] == pytest.approx(50 / 600)
     assert kernel["idle"] == pytest.approx(340 / 600)
@@ -77,7 +77,7 @@ def test_trace_summary_known_numbers(trace: tracing.Trace) -> None:
     assert kernel["roles"]["tiles"]["busy"] == pytest.approx(0.7)
     assert kernel["roles"]["tiles"]["programs"] == 0.5
     assert kernel["roles"]["none"]["programs"] == 1.5
-    # Of device 0 something travels from 10 to 90, and from 30 on a tile covers it; on device 1 there are 95 ns more.
+    # On device 0 data is in flight from 10 to 90, and overlaps a tile from 30 on; device 1 has 95 ns more.
     assert kernel["overlap"] == pytest.approx(60 / (80 + 95))
     assert kernel["waited_for"] == {0: 20, 1: 30}
     assert kernel["slowest_peer"] == 1
@@ -198,7 +198,7 @@ def test_trace_mutated_file(changes: list[Any], trace: tracing.Trace, tmp_path: 
     trace.save(path)
     content = json.loads(path.read_text())
     for (*where, last), value in changes:
-        with contextlib.suppress(LookupError, TypeError):  # an earlier change has taken the place away
+        with contextlib.suppress(LookupError, TypeError):  # An earlier change has removed the position.
             functools.reduce(operator.getitem, where, content)[last] = value
     path.write_text(json.dumps(content))
     try:
@@ -287,9 +287,9 @@ def fake_area(rows: list[list[int]], room: int, num_programs: int, launches: int
 
 
 def test_trace_program_events_do_not_overlap() -> None:
-    """A pipelined loop looks at the clock when it loads the next tile, while it multiplies the one before."""
+    """A pipelined loop records the load of the next tile while it computes the previous one."""
     what = [KINDS.index("tile") << 32 | task for task in (1, 2, 3, 4)]
-    times = [(10, 40), (30, 60), (50, 55), (70, 80)]  # the third was written before the second
+    times = [(10, 40), (30, 60), (50, 55), (70, 80)]  # The third was written before the second.
     rows = [[begin, end, word, 0, 9] for (begin, end), word in zip(times, what, strict=True)]
     member = [90, 90, KINDS.index("member") << 32 | 1 << 52 | 1 << 16, 1 | 6 << 32, 9]
     found = tracing.events.read(fake_area([*rows, member], 8, 2, launches=1), 0, {})
@@ -297,7 +297,7 @@ def test_trace_program_events_do_not_overlap() -> None:
 
 
 def test_trace_incomplete_launches_skipped() -> None:
-    """Without members a launch belongs to nobody: it was under way when the recording ended, or had no room."""
+    """A launch without members is incomplete: it was running when the recording ended, or the buffer was full."""
 
     def event(kind: str, task: int, launch: int, peer: int = -1, block: int = 0, epoch: int = 0) -> list[int]:
         what = task | KINDS.index(kind) << 32 | 3 << 40 | (peer + 1) << 52
@@ -316,6 +316,6 @@ def test_trace_incomplete_launches_skipped() -> None:
     assert named.events[["device", "peer"]].tolist() == [(102, -1), (102, 105)]
     few: Any = tracing.events.read(fake_area(rows, 4, 2, launches=1), 2, {9: "tiles"})
     assert (few.num_dropped, len(few.events), few.launches[0].kernel) == (1, 2, "tiles")
-    # A member less, and nobody knows who took part.
+    # With one member missing, the participants are unknown.
     none: Any = tracing.events.read(fake_area(rows, 3, 2, launches=1), 2, {})
     assert (none.num_dropped, len(none.events), none.launches) == (2 + 2, 0, {})

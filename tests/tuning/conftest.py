@@ -18,7 +18,7 @@ KIND = jax.devices()[0].device_kind
 
 @pytest.fixture(autouse=True)
 def untuned() -> Iterator[None]:
-    """Whatever a test or a page of the documentation chose, others find nothing chosen."""
+    """Reset the chosen settings after tests and documentation pages."""
     context.set_tuning(None)
     yield
     context.set_tuning(None)
@@ -26,7 +26,7 @@ def untuned() -> Iterator[None]:
 
 @pytest.fixture
 def make_file(tmp_path: Path) -> Callable[..., Path]:
-    """`make_file(*entries, **changed)`: a good file, but for what is changed in it; values of ... are left out."""
+    """`make_file(*entries, **changed)`: write a valid file with changes; values of ... are omitted."""
 
     def make(*entries: Any, rates: Any = None, **changed: Any) -> Path:
         content = {"format": 1, "device_kind": KIND, "kernels": file.kernel_sources(), "rates": rates}

@@ -1,4 +1,4 @@
-"""Settings reach the launches, in their order of precedence, and change results by roundings at most."""
+"""Settings reach the launches in their order of precedence, and change results only by rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Launched = list[tuple[str, Config, Any]]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """Name, config and sizes of each launch as it is traced."""
+    """Record name, config and sizes of each launch as it is traced."""
     found: Launched = []
     for module in (exchange, fused_moe, grouped_gemm, low_latency, quantized_gemm):
         launch = module.launch
@@ -78,7 +78,7 @@ def sums(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def test_tuning_precedence(
     two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path], rng: np.random.Generator
 ) -> None:
-    """The caller, then an override, then the file, then the default; each setting by itself."""
+    """The caller, then an override, then the file, then the default; for each setting separately."""
     x, ids = inputs(rng)
     settings = {"num_warps": 2, "tokens_per_block": 2, "rows_in_flight": 3, "num_combining_programs": 1}
     tuning.use(make_file(entry("combine", FACTS, **settings), entry("dispatch", FACTS | {"wire_dtype": "float32"})))
@@ -89,11 +89,11 @@ def test_tuning_precedence(
     assert (config.num_warps, sizes.tile.block_tokens, sizes.tile.num_stages, config.num_programs) == (8, 8, 4, 1)
     assert of(launched, "dispatch")[0] == Config(2, num_warps=8)
     launched.clear()
-    np.testing.assert_array_equal(fn(x, ids), sums(x, ids))  # traced again without the override
+    np.testing.assert_array_equal(fn(x, ids), sums(x, ids))  # Traced again without the override.
     assert of(launched, "combine")[1].tile.block_tokens == 2
     launched.clear()
     fn(x, ids)
-    assert launched == []  # and then no more
+    assert launched == []  # Not traced again.
     tuning.use(None)
     np.testing.assert_array_equal(fn(x, ids), sums(x, ids))
     assert of(launched, "combine")[1].tile.block_tokens == 4
@@ -161,7 +161,7 @@ def test_tuning_tiles_reach_launch(
     got = product(lhs, rhs)
     config, found = of(launched, "grouped_gemm")
     assert (config.num_warps, found.tile.block_m, found.tile.block_n) == (4, 32, 32)
-    with tuning.override("grouped_gemm", block_n=64, block_m=16):  # the same call, traced again
+    with tuning.override("grouped_gemm", block_n=64, block_m=16):  # The same call, traced again.
         np.testing.assert_array_equal(product(lhs, rhs), got)
     assert [found.tile.block_n for name, _, found in launched if name == "grouped_gemm"] == [32, 64]
     jax.eval_shape(jax.grad(total, argnums=1), lhs, rhs)
@@ -181,7 +181,7 @@ def test_tuning_tiles_reach_launch(
 def test_tuning_gemm_keys_match_launches(
     make: Any, two_ranks: Mesh, launched: Launched, make_file: Callable[..., Path]
 ) -> None:
-    """Entries of the facts of the cases, of both products and gradients, reach the launches of these operations."""
+    """Entries for the shapes of the cases, of both GEMMs and gradients, reach the launches of these operations."""
     sizes = tune_chains.Sizes(24, 128, 256, experts=2, top_k=1, ranks=1, routing="uniform")
     cases = list(make(sizes))
     assert len({(case.operation, case.facts["depth"]) for case in cases}) == 4
@@ -226,7 +226,7 @@ def test_tuning_fp8_sizes_not_whole_blocks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(4))
 def test_tuning_random_fp8_tiles(case: int, two_ranks: Mesh, rng: np.random.Generator) -> None:
-    """Of rows, and of columns of the gradient: the sums of the portable functions, but for the order of roundings."""
+    """Row and column-wise quantized GEMMs match the portable functions, up to the order of roundings."""
     sizes = jnp.asarray(rng.multinomial(int(rng.integers(1, 90)), [0.2, 0.0, 0.8]), jnp.int32)
     rows, others = (jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16) for width in (128, 256))
     (x, x_scales), (w, w_scales) = fp8.quantize_rows(rows), fp8.quantize_matrices(jnp.ones((3, 128, 256)) * 0.3)
@@ -283,7 +283,7 @@ def test_tuning_rates_scale_cost_model(make_file: Callable[..., Path]) -> None:
 
 
 def draw(rng: np.random.Generator, operation: str) -> dict[str, Any]:
-    """Some settings, of small values: in the interpreter each block is an array."""
+    """Draw settings with small values: in the interpreter each block is an array."""
     settings = {}
     for name, values in OPERATIONS[operation].settings.items():
         if rng.random() < 0.7:

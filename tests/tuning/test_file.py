@@ -1,4 +1,4 @@
-"""The file of tuned settings: what is refused, with one line that says why, and where it is looked for."""
+"""The file of tuned settings: rejected content, with a one-line reason, and where the file is found."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tuning_file_bad(name: str, make_file: Callable[..., Path], monkeypatch:
         assert tuning.current().entries == {}
     assert len(told) == 1 and reason in str(told[0].message) and "\n" not in str(told[0].message)
     assert len(str(told[0].message)) <= 200
-    assert tuning.current().rates is None  # and no second warning, which would be an error
+    assert tuning.current().rates is None  # A second warning would be an error.
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_tuning_file_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(file.ENVIRONMENT, str(missing))
     with pytest.warns(tuning.TuningWarning, match="No such file"):
         assert tuning.current().path is None
-    monkeypatch.setenv(file.ENVIRONMENT, str(tmp_path))  # a folder
+    monkeypatch.setenv(file.ENVIRONMENT, str(tmp_path))  # A folder.
     with pytest.warns(tuning.TuningWarning, match="not a regular file"):
         assert tuning.current().path is None
     monkeypatch.delenv(file.ENVIRONMENT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing yet"))
-    assert tuning.current().path is None  # nobody asked for it: no warning
+    assert tuning.current().path is None  # The default file gives no warning.
     with pytest.raises(TypeError, match="use: path is an int, expected a path, or None"):
         tuning.use(3)  # type: ignore[arg-type]
 
@@ -166,7 +166,7 @@ def test_tuning_file_search_path(
     other = tmp_path / "other.json"
     other.write_text(text)
     tuning.use(other)
-    assert tuning.current().path == other  # before what the environment says
+    assert tuning.current().path == other  # It precedes the environment.
     tuning.use(None)
     assert tuning.current().path is None
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -226,7 +226,7 @@ def test_tuning_file_mutated(where: tuple[Any, ...], value: Any) -> None:
 
 
 def test_tuning_file_not_regular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for a FIFO's writer or for the end of a device."""
+    """Do not wait for a FIFO's writer or the end of a device."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path in (fifo, Path("/dev/zero"), tmp_path / ("x" * 300)):
@@ -265,13 +265,13 @@ def test_tuning_page_names_every_setting() -> None:
     found = {name: row for row in rows for name in re.findall("`([a-z_0-9]+)`", row.split("|")[1])}
     assert found.keys() == operations.OPERATIONS.keys()
     for name, operation in operations.OPERATIONS.items():
-        if name != "weight_gradient":  # "the same with"
+        if name != "weight_gradient":  # Described by reference to another row.
             named = re.findall("`([a-z_]+)`", found[name].split("|")[2])
             assert set(named) - {"dispatch_grouped_gemm", "moe"} == operation.settings.keys()
 
 
 def test_tuning_page_operations_table() -> None:
-    """Fields of `Schedule` take what it takes; the others are fields of the operation's tiles."""
+    """Fields of `Schedule` have their ranges; the others are fields of the operation's tiles."""
     from jax_ep.megakernels import fused_moe, grouped_gemm, masked, quantized_gemm
 
     tiles = {
@@ -290,7 +290,7 @@ def test_tuning_page_operations_table() -> None:
         of_tiles = {field.name for field in dataclasses.fields(tiles[name])} if name in tiles else set()
         for setting, values in operation.settings.items():
             if name in tiles and setting in of_tiles:
-                continue  # also where a schedule has one of this name
+                continue  # A schedule may have a field of this name.
             assert setting in operations.SCHEDULE_FIELDS, (name, setting)
             seen.add(setting)
             for value in values.choices or (values.least, values.most):

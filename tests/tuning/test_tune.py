@@ -1,4 +1,4 @@
-"""`jax-ep tune`: what is chosen, what is written, what is measured again, and a sweep as a user runs it."""
+"""`jax-ep tune`: choices, output, repeated measurements, and a sweep as a user runs it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def make_case(**changed: Any) -> Case:
 
 
 def relative_time(settings: Settings) -> float:
-    """32 programs are enough; two warps are best, with three rows alone."""
+    """32 programs are best; two warps are best, only with three rows."""
     time = {None: 1.0, 8: 2.0, 16: 1.0, 32: 0.8, 64: 0.799}[settings.get("num_combining_programs")]
     return time * (0.9 if settings.get("num_warps") == 2 and settings.get("rows_in_flight") == 3 else 1.0)
 
 
 class Measured:
-    """Stands for a GPU, whose times are those of `time`."""
+    """A fake GPU with execution times from `time`."""
 
     def __init__(self, time: Callable[[Settings], float] = relative_time) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ def test_tune_skips_known_measurements(tmp_path: Path) -> None:
 
 
 def test_tune_times_interleaved_within_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of fake programs on a fake clock, whose speed changes with each round as that of a GPU."""
+    """Fake programs on a fake clock, whose speed drifts per round as on a GPU."""
     clock, order, over, speed = [0.0], [], [False], [1.0]
     case_time = {None: 2e-3, 8: 3e-3, 16: 1e-3}
 
@@ -114,7 +114,7 @@ def test_tune_times_interleaved_within_budget(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(tune_search.time, "perf_counter", lambda: clock[0])
     recovered: list[bool] = []
     meter = tune_search.Meter(make_case(make_chain=make_chain), lambda: recovered.append(True), lambda: over[0])
-    assert {n for _, n in order} >= {1, 1 + 10}  # of 2 ms, as many as take 20 ms
+    assert {n for _, n in order} >= {1, 1 + 10}  # Of 2 ms, as many as take 20 ms.
     speed[0], rounds = 1.02, 4
     log, trials = Log(tmp_path / "a.log", {}), [{"num_combining_programs": n} for n in (8, 64, 16)]
     eight, failed, sixteen = meter.outcomes(trials, rounds, log)
@@ -124,13 +124,13 @@ def test_tune_times_interleaved_within_budget(monkeypatch: pytest.MonkeyPatch, t
     assert in_turns[:8] == [None, 8, 16, None, None, 16, 8, None]
     over[0] = True
     before = len(order)
-    assert len(meter.outcomes(trials, 9, log)) == 1  # the first one, of few rounds
+    assert len(meter.outcomes(trials, 9, log)) == 1  # The first one, of few rounds.
     assert len(order) - before == 2 + 4 + tune_search.LEAST_ROUNDS * 3 * 2
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.3])
 def test_tune_equal_settings_not_better(scatter: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of programs whose launches take longer by chance, and calls that take microseconds."""
+    """Programs with noisy launches, and calls that take microseconds."""
     clock, rng = [0.0], np.random.default_rng(0)
 
     def make_chain(settings: Settings) -> Any:
@@ -167,16 +167,16 @@ def test_tune_crashing_settings_skipped(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return relative_time(settings)
 
-    for _ in range(2):  # once may have been the user
+    for _ in range(2):  # One crash may have been the user's interrupt.
         assert Log(path, {}).find(case, {"num_combining_programs": 32}) is None
         with pytest.raises(KeyboardInterrupt):
             search(case, Measured(time), Log(path, {}))
     with path.open("a") as log:
-        log.write('{"circumstances": {}, "key": "half a li')  # the disk was full
+        log.write('{"circumstances": {}, "key": "half a li')  # The disk was full.
     again = Measured()
     assert search(case, again, Log(path, {}))[0] == {"num_combining_programs": 64}
     assert [asked for asked in again.asked if asked == {"num_combining_programs": 32}] == []
-    assert {"num_combining_programs": 8} in again.asked  # it ran, and was about to be timed
+    assert {"num_combining_programs": 8} in again.asked  # It ran, and was about to be timed.
 
 
 def test_tune_writes_only_faster_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_tune_keeps_foreign_entries(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_tune_invalid_arguments(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
     try:
         status = __main__.main(["tune", *options, "--out", str(tmp_path / "tuned.json")])
-    except SystemExit as end:  # of the parser
+    except SystemExit as end:  # Of the parser.
         status = end.code
     assert status == 2
     assert message in capsys.readouterr().err
@@ -272,7 +272,7 @@ def test_tune_measures_rates() -> None:
 
 @pytest.mark.slow
 def test_tune_sweep_on_cpu_writes_nothing(tmp_path: Path) -> None:
-    """Every setting of the exchange on two devices, as a user without a GPU tries it out."""
+    """Try every setting of the all-to-all on two devices, as a user without a GPU does."""
     pytest.importorskip("triton")
     sizes = "--tokens", "16", "--hidden", "64", "--seconds", "300"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}

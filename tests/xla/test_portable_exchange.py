@@ -1,6 +1,6 @@
-"""The exchange of `xla` by segments, in rounds and by the ragged exchange: same results, fewer bytes, less memory.
+"""Segments of `xla`, in rounds and by the ragged all-to-all: same results, fewer bytes, less memory.
 
-The contract suite holds the exchange of small arrays to the oracle; here arrays of any size take the way of large ones.
+The contract suite compares small arrays with the oracle; here arrays of any size use the algorithm for large ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def round_trip(shape: Shape, wire: Any = None, **options: Any) -> Any:
-    """Rows, and sums of other rows, `[W, ...]` of each."""
+    """Return rows, and sums of other rows, `[W, ...]` of each."""
 
     def fn(x, ids, y):
         sent = jax_ep.dispatch(x, ids, num_experts=shape.num_experts, implementation="xla", wire_dtype=wire, **options)
@@ -66,7 +66,7 @@ def test_xla_exchange_matches_oracle(
 
 @pytest.mark.parametrize("routing", ["one_hot", "duplicates"])
 def test_xla_exchange_windows(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """With more ranks than twice the experts of a token, the ragged exchange sends sums one window after another."""
+    """With more ranks than 2 K, the ragged all-to-all sends sums in several windows."""
     take("ragged", monkeypatch)
     shape = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=8)
     ids = ROUTINGS[routing](rng, 8, shape)
@@ -81,9 +81,9 @@ def test_xla_exchange_windows(routing: str, expert_mesh: Any, rng: Any, monkeypa
 @pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn], ids=["as they are", "fp8"])
 @pytest.mark.slow(unless={"way": ["rounds"], "dtype": [BF16], "wire": [jnp.float8_e4m3fn]})
 def test_xla_exchange_matches_gathered(way: str, dtype: Any, wire: Any, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
-    """Sums have one order: over the rows of a rank, rounded as they travel, then over ranks.
+    """Sums have one order: over the rows of a rank, rounded for sending, then over ranks.
 
-    XLA may fuse the products of scales with these sums, differently in each program, and spare a rounding.
+    XLA may fuse the multiplications by scales with these sums, differently in each program, and skip a rounding.
     """
     ids = ROUTINGS["duplicates"](rng, mesh.size, WIDE)
     lay = oracle.layout(ids, WIDE.num_experts)
@@ -110,7 +110,7 @@ def test_xla_exchange_float64(way: str, mesh: Mesh, rng: Any, float64: None, mon
 @pytest.mark.parametrize("routing", FEW_ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["duplicates"]})
 def test_xla_exchange_quantized_pairs(way: str, routing: str, mesh: Mesh, rng: Any) -> None:
-    """Any bits, of any dtype and shape."""
+    """Any bits of any dtype and shape are preserved."""
 
     def fn(values, scales, ids):
         kwargs = {"num_experts": WIDE.num_experts, "implementation": "xla"}
@@ -156,7 +156,7 @@ def test_xla_exchange_layer_and_gradients(way: str, check_vma: bool, mesh: Mesh,
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(2,), (2, 2)], ids=["vmap", "vmap of vmap"])
 def test_xla_exchange_vmap(way: str, batch: tuple[int, ...], expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Problems of one call have rounds of their own."""
+    """Batched problems have their own numbers of rounds."""
     if way == "ragged" and jax.default_backend() == "cpu":
         pytest.skip("the emulation is no primitive, and has no batching rule of its own; see test_vmap_on_gpus")
     fn = layer
@@ -203,42 +203,42 @@ def test_xla_exchange_eager(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
 
 
 def test_xla_exchange_platform_choice(mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
-    """The ragged exchange on TPUs and AMD GPUs; CPU devices have none, and exchange in rounds. Remat takes both."""
+    """TPUs and AMD GPUs use the ragged all-to-all; CPU devices lack it and use rounds. Both work under remat."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
     arguments = layer_arguments(rng, mesh.size)
     for platform, is_ragged in (("cuda", False), ("rocm", True), ("tpu", True), ("cpu", False)):
         text = lowered(platform, layer, mesh, *arguments)
         assert ("@ragged_all_to_all" in text) == is_ragged, platform
-    monkeypatch.undo()  # this is too small for any of it
+    monkeypatch.undo()  # This size is too small for segments.
     assert "@ragged_all_to_all" not in lowered("tpu", layer, mesh, *arguments)
 
 
 def test_xla_exchange_segments_threshold() -> None:
-    """Where most tokens go to most ranks all go to all, unless those are more than the rows."""
+    """If most tokens go to most ranks, all tokens go to all ranks, unless they exceed the rows."""
 
     def pays(num_ranks: int, top_k: int, capacity: int = 1 << 30) -> bool:
         return exchange.segments_pay(Layout(num_ranks, 256, 4096, top_k, capacity), exchange.RAGGED_COST)
 
-    assert not pays(4, 8) and not pays(8, 8) and not pays(20, 8)  # 90, 66 and 34 percent of what all to all is
-    assert pays(21, 8) and pays(64, 8) and pays(8, 2)  # 32, 12 and 23 percent
+    assert not pays(4, 8) and not pays(8, 8) and not pays(20, 8)  # 90, 66 and 34 percent of the bytes of "to all".
+    assert pays(21, 8) and pays(64, 8) and pays(8, 2)  # 32, 12 and 23 percent.
     assert pays(9, 8, 8 * 4096) and not pays(8, 8, 8 * 4096)
 
 
 def test_xla_exchange_ragged_vmap(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """The primitive's own batching rule makes one exchange of all problems."""
+    """The primitive's batching rule combines all problems in one all-to-all."""
     monkeypatch.setattr(exchange, "GATHERED_BYTES", 0)
     monkeypatch.setattr(exchange, "RAGGED_COST", 0)
     x, *_, ids = layer_arguments(rng, 2, (3,))
     y = np.zeros((2, 3, 2 * BASE.num_tokens * BASE.top_k, BASE.hidden), F32)
     text = lowered("tpu", jax.vmap(round_trip(BASE)), expert_mesh(2), x, ids, y)
     calls = [line for line in text.splitlines() if "@ragged_all_to_all" in line]
-    assert len(calls) == 2  # there and back
-    assert all("tensor<6xi32>" in line for line in calls)  # segments of three problems to two ranks
+    assert len(calls) == 2  # Dispatch and combine.
+    assert all("tensor<6xi32>" in line for line in calls)  # Segments of three problems to two ranks.
 
 
 def test_xla_exchange_no_ragged_on_cpu(expert_mesh: Any) -> None:
-    """When this fails, they have: add "cpu" to RAGGED_PLATFORMS, and measure."""
+    """When this fails, CPU devices support it: add "cpu" to RAGGED_PLATFORMS, and measure."""
     if jax.default_backend() != "cpu":
         pytest.skip("about CPU devices")
 
@@ -252,7 +252,7 @@ def test_xla_exchange_no_ragged_on_cpu(expert_mesh: Any) -> None:
 
 
 def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: bool) -> dict[str, Any]:
-    """Compiled dispatch, which makes its handle if it is to plan, and combine."""
+    """Compile dispatch, which creates its handle if `plan`, and combine."""
     options = {"num_experts": shape.num_experts, "implementation": "xla", "capacity": capacity}
     x = jax.ShapeDtypeStruct((num_ranks, shape.num_tokens, shape.hidden), F32)
     y = jax.ShapeDtypeStruct((num_ranks, capacity, shape.hidden), F32)
@@ -267,7 +267,7 @@ def programs(num_ranks: int, shape: Shape, capacity: int, mesh: Mesh, *, plan: b
 
 @pytest.mark.slow
 def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
-    """Temporary memory at the capacity of a balanced load: 1.25 times the rows. By gathering it is 4 times and more."""
+    """Temporary memory at the capacity of a balanced load is 1.25 times the rows; gathering takes at least 4 times."""
     shape = Shape(num_tokens=512, top_k=2, num_experts=8, hidden=1024)
     capacity = shape.num_tokens * shape.top_k
     row_bytes = capacity * shape.hidden * 4
@@ -277,14 +277,14 @@ def test_xla_exchange_memory_independent_of_ranks(expert_mesh: Any) -> None:
             found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)
     for name, of_ranks in found.items():
         assert max(of_ranks) < 1.5 * row_bytes, name
-        numbers = 32 * (8 - 2) * capacity  # of each slot of all ranks, to find its row
+        numbers = 32 * (8 - 2) * capacity  # Per assignment of all ranks, to find its row.
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
 @pytest.mark.slow(unless={"routing": ["uniform"]})
 def test_xla_exchange_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
+    """Collectives of the compiled program, times the rounds of a routing, match the formula of the docs."""
     only_in_one_process()
     if jax.default_backend() != "cpu":
         pytest.skip("reads programs for CPU devices")
@@ -293,7 +293,7 @@ def test_xla_exchange_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, mon
     size = -(-shape.num_tokens // (4 * num_ranks))
     for name, program in programs(num_ranks, shape, 200, expert_mesh(num_ranks), plan=False).items():
         found = sent_bytes(program)
-        assert found.pop("all-to-all f32") == num_ranks * size * shape.hidden * 4, name  # of one round
+        assert found.pop("all-to-all f32") == num_ranks * size * shape.hidden * 4, name  # Of one round.
         assert found.pop("all-to-all u8") == num_ranks * shape.num_tokens, name
         assert found == {"all-reduce s32": 4}, name
     counted: list[None] = []
@@ -303,11 +303,11 @@ def test_xla_exchange_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, mon
     compiled(round_trip(shape), expert_mesh(num_ranks))(x, ids, reals(rng, num_ranks, 1600, shape.hidden))
     jax.effects_barrier()
     num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
-    assert len(counted) == 2 * num_ranks * num_rounds  # there and back
+    assert len(counted) == 2 * num_ranks * num_rounds  # Dispatch and combine.
 
 
 def test_xla_exchange_ragged_bytes_minimal(expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Each token once to each rank with an expert of it, there and back, and no sum of what nobody has."""
+    """Each token is sent once to each rank with one of its experts, and back, without empty sums."""
     only_in_one_process()
     take("ragged", monkeypatch)
     shape, sizes = Shape(num_tokens=20, top_k=3, num_experts=16, hidden=12), []

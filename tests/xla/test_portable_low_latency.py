@@ -1,6 +1,7 @@
-"""The exchange of decode-sized batches of `xla` by segments: the same rows and sums, fewer bytes, less memory.
+"""Segments for decode-sized batches of `xla`: the same rows and sums, fewer bytes, less memory.
 
-The contract suite holds small batches, whose tokens go to all ranks, to the oracle; here any go the way of large ones.
+The contract suite compares small batches, which go to all ranks, with the oracle; here all use the algorithm for large
+ones.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from portable_ways import both_ways, count_calls, lowered, only_in_one_process, 
 from routings import ROUTINGS
 
 SHAPE = Shape(num_tokens=5, top_k=2, num_experts=16, hidden=128)
-MAX_TOKENS = 6  # more room than tokens
-NUM_RANKS = 8  # more than twice the experts of a token, so that ragged exchanges have several windows
+MAX_TOKENS = 6  # More room than tokens.
+NUM_RANKS = 8  # More than 2 K, so that ragged all-to-alls have several windows.
 
 
 @pytest.fixture(params=portable_ways.WAYS)
@@ -38,7 +39,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = None, **options: Any) -> Any:
-    """Rows, their scales, and weighted sums of other rows."""
+    """Return rows, their scales, and weighted sums of other rows."""
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": max_tokens, "implementation": "xla"} | options
 
     def fn(x, ids, weights, y):
@@ -49,7 +50,7 @@ def round_trip(shape: Shape = SHAPE, max_tokens: int = MAX_TOKENS, wire: Any = N
     return fn
 
 
-# Of the routings all tokens to one expert fill a rank far beyond the first window.
+# Routing all tokens to one expert fills a rank far beyond the first window.
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
 def test_xla_low_latency_matches_oracle(way: str, routing: str, expert_mesh: Any, rng: Any) -> None:
@@ -75,7 +76,7 @@ def problem(rng: np.random.Generator, num_ranks: int, shape: Shape = SHAPE, dtyp
 
 @pytest.mark.slow
 def test_xla_low_latency_quantized(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
-    """Values and scales travel together, and rows are rounded to FP8 before they are added."""
+    """Values and scales are sent together, and rows are rounded to FP8 before they are added."""
     fn = round_trip(wire=jnp.float8_e4m3fn)
     (*rows, sums), (*rows_wanted, sums_wanted) = both_ways(monkeypatch, way, fn, mesh, *problem(rng, mesh.size))
     for got, wanted in zip(rows, rows_wanted, strict=True):
@@ -85,7 +86,7 @@ def test_xla_low_latency_quantized(way: str, mesh: Mesh, rng: Any, monkeypatch: 
 
 @pytest.mark.slow(unless={"way": ["rounds"]})
 def test_xla_low_latency_gradients(way: str, mesh: Mesh, rng: Any, monkeypatch: Any) -> None:
-    """Of both functions, and of these: against the oracle, and against tokens that go to all ranks."""
+    """Compare gradients of both functions with the oracle, and with "to all"."""
     options = {"num_experts": SHAPE.num_experts, "max_tokens_per_rank": MAX_TOKENS, "implementation": "xla"}
 
     def gradients(x, ids, weights, y, d_rows, d_out):
@@ -130,7 +131,7 @@ def test_xla_low_latency_no_tokens(way: str, mesh: Mesh) -> None:
 
 
 def programs(num_ranks: int, shape: Shape, mesh: Mesh) -> dict[str, Any]:
-    """Compiled dispatch and combine of full batches."""
+    """Compile dispatch and combine of full batches."""
     options = {"num_experts": shape.num_experts, "max_tokens_per_rank": shape.num_tokens, "implementation": "xla"}
 
     def dispatch(x, ids):
@@ -153,14 +154,14 @@ def programs(num_ranks: int, shape: Shape, mesh: Mesh) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
-    """Temporary memory at two experts per rank: a round of tokens, and the sums that come back."""
+    """Temporary memory at two experts per rank: a round of tokens, and the returned sums."""
     tokens, top_k, hidden = 256, 2, 2048
     found: dict[str, list[int]] = {}
     for num_ranks in (2, 4, 8):
         shape = Shape(num_tokens=tokens, top_k=top_k, num_experts=2 * num_ranks, hidden=hidden)
         for name, program in programs(num_ranks, shape, expert_mesh(num_ranks)).items():
             found.setdefault(name, []).append(program.memory_analysis().temp_size_in_bytes)
-    token_bytes, numbers = tokens * hidden * 4, 64 * 8 * tokens * top_k  # of each slot of all ranks, to find its row
+    token_bytes, numbers = tokens * hidden * 4, 64 * 8 * tokens * top_k  # Per assignment of all ranks, to find its row.
     for name, of_ranks in found.items():
         assert max(of_ranks) < (top_k + 1.5) * token_bytes + numbers, (name, of_ranks)
         assert of_ranks[2] <= of_ranks[0] + numbers, (name, of_ranks)
@@ -169,17 +170,17 @@ def test_xla_low_latency_memory_independent_of_ranks(expert_mesh: Any) -> None:
 @pytest.mark.parametrize("routing", ["uniform", "one_hot_every_slot"])
 @pytest.mark.slow
 def test_xla_low_latency_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Collectives of the compiled program, times the rounds of a routing, are what the formula of the docs says."""
+    """Collectives of the compiled program, times the rounds of a routing, match the formula of the docs."""
     only_in_one_process()
     if jax.default_backend() != "cpu":
         pytest.skip("reads programs for CPU devices")
     take("rounds", monkeypatch)
     shape, max_tokens = Shape(num_tokens=100, top_k=2, num_experts=16, hidden=12), 100
     size = -(-max_tokens // (4 * NUM_RANKS))
-    slot_bytes = NUM_RANKS * max_tokens * shape.top_k * 4  # ids of all tokens there, their weights on the way back
+    slot_bytes = NUM_RANKS * max_tokens * shape.top_k * 4  # Ids of all tokens in dispatch, their weights in combine.
     for name, program in programs(NUM_RANKS, shape, expert_mesh(NUM_RANKS)).items():
         found = sent_bytes(program)
-        assert found.pop("all-to-all f32") == NUM_RANKS * size * shape.hidden * 4, name  # of one round
+        assert found.pop("all-to-all f32") == NUM_RANKS * size * shape.hidden * 4, name  # Of one round.
         assert found.pop("all-to-all u8") == NUM_RANKS * max_tokens, name
         slots = found.pop("all-gather s32", 0) + found.pop("all-gather f32", 0)
         assert slots == slot_bytes and found == {"all-reduce s32": 4}, name
@@ -191,20 +192,20 @@ def test_xla_low_latency_rounds_bytes(routing: str, expert_mesh: Any, rng: Any, 
     compiled(round_trip(shape, max_tokens, quantize=False), expert_mesh(NUM_RANKS))(x, ids, weights, y)
     jax.effects_barrier()
     num_rounds = -(-tokens_between(ids, shape.num_experts).max() // size)
-    assert len(counted) == 2 * NUM_RANKS * num_rounds  # there and back
+    assert len(counted) == 2 * NUM_RANKS * num_rounds  # Dispatch and combine.
 
 
 @pytest.mark.parametrize("routing", ["duplicates", "one_hot"])
 @pytest.mark.slow(unless={"routing": ["one_hot"]})
 def test_xla_low_latency_ragged_bytes_minimal(routing: str, expert_mesh: Any, rng: Any, monkeypatch: Any) -> None:
-    """Each token once to each rank with an expert of it, there and back, in as many windows as the fullest rank has."""
+    """Each token is sent once to each rank with one of its experts, and back, in as few windows as possible."""
     only_in_one_process()
     take("ragged", monkeypatch)
     sent, windows = np.zeros((2, NUM_RANKS, NUM_RANKS), np.int64), [0, 0]
     window = ragged.window_size(Layout(NUM_RANKS, SHAPE.num_experts, MAX_TOKENS, SHAPE.top_k, 0))
 
     def recorded(operand, output, starts, send_sizes, places, receive_sizes, *, axis_name):
-        is_back = operand.shape[0] == window  # sums are sent from windows, tokens arrive in them
+        is_back = operand.shape[0] == window  # Sums are sent from windows, tokens arrive in them.
 
         def note(rank, sizes_of_rank):
             sent[int(is_back), int(rank)] += sizes_of_rank
@@ -227,7 +228,7 @@ def test_xla_low_latency_ragged_bytes_minimal(routing: str, expert_mesh: Any, rn
 
 
 def test_xla_low_latency_lowers_for_gpus(expert_mesh: Any, monkeypatch: Any) -> None:
-    """The ragged exchange, in FP8 too, with arrays of windows and of the tokens of one rank beside the result."""
+    """The ragged all-to-all lowers, in FP8 too, with arrays of windows and of the tokens of one rank only."""
     monkeypatch.setattr(portable_ways.exchange, "GATHERED_BYTES", 0)
     shape = Shape(num_tokens=6, top_k=1, num_experts=16, hidden=256)
     x, y = np.zeros((8, 6, 256), F32), np.zeros((8, 2, 48, 256), F32)
